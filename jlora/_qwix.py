@@ -5,13 +5,34 @@ whose `qvalue` and `scale` are variables. While the quantized model is called, `
 functions of JAX are replaced in all modules by ones that quantize.
 """
 
+import functools
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 from flax import nnx
 
-PATH = "qwix_path"  # the attribute that `quantize_model` sets on every module of the model that it returns
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def unintercepted(function: Callable[P, T]) -> Callable[P, T]:
+    """Return a function whose products are never quantized, neither when it is called nor when it is traced."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        interception = sys.modules.get("qwix._src.interception")
+        if interception is None:
+            return function(*args, **kwargs)
+        return interception.disable_interceptions(function)(*args, **kwargs)
+
+    return call
+
+
+def is_intercepted(module: nnx.Module) -> bool:
+    """Return True for a module of a model that `qwix.quantize_model` returned, which sets a path on each."""
+    return "qwix_path" in vars(module)
 
 
 def is_quantized(value: object) -> bool:

@@ -10,6 +10,7 @@ from flax import nnx
 from jax import Array
 
 from jlora import _qwix
+from jlora.errors import LoRAError
 from jlora.layers.specs import EmbedSpec, LinearSpec
 
 _WIDTHS = ("bfloat16", "float16", "float32", "float64")
@@ -48,15 +49,27 @@ def kernel_of(layer: nnx.Module, spec: LinearSpec | EmbedSpec) -> Kernel | None:
     return None
 
 
-def dequantized(layer: nnx.Module, spec: LinearSpec) -> Array | None:
-    """Return the base weight of a layer whose kernel is not exact, float32 [(layers,) K, N]; None if it is not known.
+def can_dequantize(layer: nnx.Module, spec: LinearSpec) -> bool:
+    """Return True if `dequantized` returns the weight of a layer whose kernel is not exact."""
+    return spec.dequantize is not None or _qwix.is_quantized(held_by(layer, spec))
 
-    K and N are in the order of the rows that the spec gives.
+
+def dequantized(layer: nnx.Module, spec: LinearSpec) -> Array:
+    """Return the base weight of a layer in the forward, float32 [K, N] in the order of the rows that the spec gives.
+
+    Raises:
+      LoRAError: `LinearSpec.dequantize` returns another shape.
     """
-    if spec.dequantize is not None:
-        return jnp.asarray(spec.dequantize(layer), jnp.float32)
-    held = held_by(layer, spec)
-    return _flat(spec, _qwix.dequantized(held)) if _qwix.is_quantized(held) else None
+    if spec.dequantize is None:
+        weight = _qwix.dequantized(held_by(layer, spec)).transpose(*spec.in_axes, *spec.out_axes)
+        return weight.reshape(spec.in_features, spec.out_features)
+    weight = jnp.asarray(spec.dequantize(layer), jnp.float32)
+    if weight.shape != (spec.in_features, spec.out_features):
+        raise LoRAError(
+            f"LinearSpec.dequantize of {type(layer).__name__} must return [K, N] = [{spec.in_features}, "
+            f"{spec.out_features}], and returned {list(weight.shape)}"
+        )
+    return weight
 
 
 def arrays_of(layer: nnx.Module) -> Iterator[tuple[str, Any]]:
@@ -73,10 +86,3 @@ def forgotten(layer: nnx.Module, spec: LinearSpec) -> bool:
     return spec.dequantize is None and any(
         getattr(array, "size", 0) == size and jnp.dtype(array.dtype).name in _WIDTHS for _, array in arrays_of(layer)
     )
-
-
-def _flat(spec: LinearSpec, kernel: Array) -> Array:
-    """Return a kernel with the axes of the spec as [(layers,) K, N]."""
-    lead = kernel.ndim - len(spec.in_axes) - len(spec.out_axes)
-    order = [*range(lead), *(lead + axis for axis in (*spec.in_axes, *spec.out_axes))]
-    return kernel.transpose(order).reshape(*kernel.shape[:lead], spec.in_features, spec.out_features)

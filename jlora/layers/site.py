@@ -299,6 +299,7 @@ class ModelSites:
       scaled: True if batches hold a factor for each adapter of a sequence.
       activated: True if batches hold the first active row of each sequence.
       groups: the declared row groups, without "sequences".
+      intercepted: True if qwix had quantized the model when it was wrapped.
     """
 
     sites: tuple[Site, ...]
@@ -309,6 +310,7 @@ class ModelSites:
     scaled: bool = False
     activated: bool = False
     groups: frozenset[str] = frozenset()
+    intercepted: bool = False
 
     def __deepcopy__(self, memo: object) -> "ModelSites":
         raise LoRAError(

@@ -44,9 +44,9 @@ class LinearSpec:
       bias: name of the attribute whose values, N in the order of `out_axes`, the layer adds to its output. An
         attribute that the layer lacks or that is None adds nothing, as does the name None. DoRA leaves the bias as it
         is. A bias that the layer returns beside its output is not added.
-      dequantize: `dequantize(layer)` returns the base weight, float32 [K, N] in the order of `rows` (of a stack
-        [layers, K, N]), if `param` does not hold it. `manager.verify` compares the layer's product with it. None: not
-        known.
+      dequantize: `dequantize(layer)` returns the base weight, float32 [K, N] in the order of `rows`, if `param` does
+        not hold it. It is called where the layer is (in a stack for one layer of it), and `manager.verify` compares the
+        layer's product with it. None: not known.
     """
 
     in_features: int

@@ -48,6 +48,7 @@ import jax.custom_batching
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from jlora import _qwix
 from jlora._typing import Backend
 from jlora.errors import LoRAError
 from jlora.pallas import gradients, tables, xla
@@ -60,6 +61,7 @@ Shaped: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 __all__ = ["Plan", "add_lora", "expand", "linear_lora", "make_plan", "shrink", "unsupported_reason"]
 
 
+@_qwix.unintercepted
 def shrink(
     x: Float[jax.Array, "T K"],
     a: Float[jax.Array, "G n R K"],
@@ -102,6 +104,7 @@ def shrink(
     return gradients.shrink(_run(kernels.shrink, batch_invariant), x, a, plan, ranks, x_rows)
 
 
+@_qwix.unintercepted
 def expand(
     h: Float[jax.Array, "n M R"],
     b: Float[jax.Array, "G R N"],
@@ -162,6 +165,7 @@ def expand(
     return gradients.expand(run, sizes, h, b, plan, base, ranks, row_scales, magnitudes, bias)
 
 
+@_qwix.unintercepted
 def add_lora(
     base: Float[jax.Array, "M N"],
     x: Float[jax.Array, "T K"],
@@ -225,6 +229,7 @@ def add_lora(
     return gradients.add_lora(_run(kernels.add_lora, batch_invariant), sizes, base, x, a, b, plan, *options)
 
 
+@_qwix.unintercepted
 def linear_lora(
     x: Float[jax.Array, "M K"],
     w: Float[jax.Array, "K N"],
@@ -283,8 +288,9 @@ def linear_lora(
     def apart(x, w, a, b, plan, ranks, row_scales, magnitudes):
         options = {"ranks": ranks, "row_scales": row_scales, "magnitudes": magnitudes}
         return add_lora(
-            x @ w, x, a, b, plan, slice_sizes=sizes, batch_invariant=batch_invariant, backend=backend, **options
-        )
+            gradients.product(x, w), x, a, b, plan,
+            slice_sizes=sizes, batch_invariant=batch_invariant, backend=backend, **options,
+        )  # fmt: skip
 
     tiles = product_tiles(x, w, a, b, slice_sizes=sizes, tile_m=plan.tile_m, backend=backend)
     if tiles is None or plan.experts > 1 or batch_invariant:

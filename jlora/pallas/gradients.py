@@ -16,6 +16,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jlora import _qwix
 from jlora.pallas import xla
 from jlora.pallas.plan import Plan
 
@@ -63,6 +64,7 @@ def _combine_forward(run, base, x, a, b, weights, plan, token_plan, rows, expert
     return out, (base, x, a, b, weights, plan, rows, ranks)
 
 
+@_qwix.unintercepted
 def _combine_backward(run, residuals, dout):
     del run
     *operands, plan, rows, ranks = residuals
@@ -77,6 +79,7 @@ def _shrink_forward(run, x, a, plan, ranks, x_rows):
     return run(x, a, plan, ranks=ranks, x_rows=x_rows), (x, a, plan, ranks, x_rows)
 
 
+@_qwix.unintercepted
 def _shrink_backward(run, residuals, dh):
     del run
     x, a, plan, ranks, x_rows = residuals
@@ -88,6 +91,7 @@ def _expand_forward(run, slice_sizes, h, b, plan, base, ranks, row_scales, magni
     return out, (h, b, plan, base is None, ranks, row_scales, magnitudes, bias)
 
 
+@_qwix.unintercepted
 def _expand_backward(run, slice_sizes, residuals, dout):
     del run
     h, b, plan, no_base, ranks, row_scales, magnitudes, bias = residuals
@@ -100,6 +104,7 @@ def _add_lora_forward(run, slice_sizes, base, x, a, b, plan, *options):
     return add_lora(run, slice_sizes, base, x, a, b, plan, *options), (x, a, b, plan, *options)
 
 
+@_qwix.unintercepted
 def _add_lora_backward(run, slice_sizes, residuals, dout):
     del run
     x, a, b, plan, ranks, x_rows, row_scales, magnitudes, bias = residuals
@@ -113,12 +118,18 @@ def _linear_lora_forward(run, slice_sizes, *operands):
     return run(*operands), operands
 
 
+@_qwix.unintercepted
 def _linear_lora_backward(run, slice_sizes, residuals, dout):
     x, w, a, b, plan, ranks, row_scales, magnitudes = residuals
     of_lora = x, a, b, plan, ranks, None, row_scales, magnitudes, None
     dbase, dx, da, db, *_ = _add_lora_backward(run, slice_sizes, of_lora, dout)
-    of_x, of_w = jax.vjp(jnp.matmul, x, w)[1](dbase)
+    of_x, of_w = jax.vjp(product, x, w)[1](dbase)
     return of_x + dx, of_w, da, db, None, None, None, None
+
+
+def product(x, w):
+    """Compute x [M, K] @ w [K, N]. `jnp.matmul` may be cached as a user's call traced it, with quantized operands."""
+    return jax.lax.dot_general(x, w, (((1,), (0,)), ((), ())))
 
 
 def _shrink_grads(x, a, plan: Plan, ranks, x_rows, dh):

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from jlora import _qwix
 from jlora._typing import Backend
 from jlora.errors import LoRAError
 from jlora.pallas import api, gradients, xla
@@ -125,6 +126,7 @@ def _check_ids(op: str, name: str, ids, size: int | None) -> None:
         raise LoRAError(f"{op}: {name} must be a vector{length} of integers, got {ids.dtype}{list(ids.shape)}")
 
 
+@_qwix.unintercepted
 def combine_lora(
     base: Float[jax.Array, "T N"],
     x: Float[jax.Array, "M K"],

@@ -1,16 +1,25 @@
-"""Copies of a wrapped model that share its arrays, either wrapped or unwrapped with merged factors."""
+"""Copies of a wrapped model that share its arrays, either wrapped or unwrapped with merged factors.
+
+Factors are merged into a kernel of floats. To a layer that stores its weight in another form they are added in float32,
+as the delta of all of its rows.
+"""
 
 import functools
-from typing import Any, cast
+import itertools
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jlora.layers.base_kernel import held_by
+from jlora import _qwix
+from jlora.errors import LoRAError
+from jlora.layers.base_kernel import can_dequantize, dequantized, held_by, kernel_of
+from jlora.layers.forward.linear import parameters_of, rows_of_call
+from jlora.layers.forward.mesh import across_mesh, parts_of
 from jlora.layers.site import Site, set_attribute
-from jlora.layers.specs import LinearSpec
+from jlora.layers.specs import Index, LinearSpec
 from jlora.layers.wrap.discover import walk
 from jlora.layers.wrap.wrapped import WrappedModel, set_class, spec_of, take_off
 from jlora.sharding.put import put
@@ -31,26 +40,39 @@ def unwrapped_copy(wrapped: WrappedModel) -> tuple[nnx.Module, dict[Site, nnx.Mo
     return copy, layers
 
 
+def is_exact(wrapped: WrappedModel, site: Site) -> bool:
+    """Return True if factors can be merged into the kernel or table of a layer."""
+    layer = wrapped.modules[site]
+    kernel = kernel_of(layer, spec_of(layer, site))
+    return kernel is not None and kernel.exact
+
+
 def merge(layer: nnx.Module, wrapped: WrappedModel, site: Site, a: np.ndarray, b: np.ndarray) -> None:
-    """Add a [(layers,) (E,) n, r, K] and b [.., r, N] to the kernel of a layer of an unwrapped copy, in float32.
+    """Add a [(layers,) (E,) n, r, K] and b [.., r, N] to a layer of an unwrapped copy, in float32.
 
     A table that serves both lookup and logits keeps its values. Each of the two methods then reads its own merged copy
     of the table.
     """
     spec = spec_of(wrapped.modules[site], site)
     starts = np.cumsum((0, *site.spec.out_sizes))
+    if isinstance(spec, LinearSpec) and not is_exact(wrapped, site):
+        own = [_columns(b, int(start), int(stop)) for start, stop in itertools.pairwise(starts)]
+        own_a = _spread(spec.columns_in, np.concatenate([a[..., i, :, :] for i in range(len(own))], axis=-2))
+        own_b = _spread(spec.columns_out, np.concatenate(own, axis=-2))
+        _add_to_output(layer, wrapped, site, spec, own_a, own_b)
+        return
     slices = [np.swapaxes(a[..., i, :, :], -1, -2) @ b[..., starts[i] : starts[i + 1]] for i in range(site.spec.slices)]
     delta = np.concatenate(slices, axis=-1)  # [(layers,) k, n]
     if isinstance(spec, LinearSpec):
         kernel: Any = held_by(layer, spec)
-        delta = _unflatten(spec, _spread(spec, delta), kernel.get_value().shape)
+        delta = _unflatten(spec, _spread_both(spec, delta), kernel.get_value().shape)
         kernel.set_value(_add(kernel.get_value(), delta))
         return
     if site.kind == "embedding":
-        name, attribute, delta = spec.lookup, "jlora_lookup_table", _spread(spec.table, delta)
+        name, attribute, delta = spec.lookup, "jlora_lookup_table", _spread_both(spec.table, delta)
     else:
         name, attribute = spec.attend, "jlora_attend_table"
-        delta = np.swapaxes(_spread(spec.head, delta), -1, -2)
+        delta = np.swapaxes(_spread_both(spec.head, delta), -1, -2)
     assert name is not None
     set_attribute(layer, attribute, nnx.Param(_add(vars(layer)[spec.param].get_value(), delta)))
     set_class(layer, _with_table(type(layer), name, spec.param, attribute))
@@ -79,14 +101,26 @@ def _is_short(dtype: Any) -> bool:
         return False
 
 
-def _spread(spec: LinearSpec, delta: np.ndarray) -> np.ndarray:
+def _columns(b: np.ndarray, start: int, stop: int) -> np.ndarray:
+    """Return b [..., r, n] with zeros outside of the columns from `start` to `stop`."""
+    own = np.zeros_like(b)
+    own[..., start:stop] = b[..., start:stop]
+    return own
+
+
+def _spread_both(spec: LinearSpec, delta: np.ndarray) -> np.ndarray:
     """Expand [..., k, n] of the checkpoint to [..., K, N] of the layer, with zeros for padding."""
-    for axis, index in ((-2, spec.columns_in), (-1, spec.columns_out)):
-        if index is not None:
-            full = np.moveaxis(delta, axis, 0)[np.maximum(index.source, 0)]
-            full[index.source < 0] = 0
-            delta = np.moveaxis(full, 0, axis)
-    return delta
+    delta = np.swapaxes(_spread(spec.columns_in, np.swapaxes(delta, -1, -2)), -1, -2)
+    return _spread(spec.columns_out, delta)
+
+
+def _spread(index: Index | None, values: np.ndarray) -> np.ndarray:
+    """Expand [..., features of the checkpoint] to [..., features of the layer], with zeros for padding."""
+    if index is None:
+        return values
+    full = values[..., np.maximum(index.source, 0)]
+    full[..., index.source < 0] = 0
+    return full
 
 
 def _unflatten(spec: LinearSpec, delta: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -101,6 +135,78 @@ def _unflatten(spec: LinearSpec, delta: np.ndarray, shape: tuple[int, ...]) -> n
 def _add(base: jax.Array, delta: np.ndarray) -> jax.Array:
     (placed,) = put([delta.astype(np.float32)], [base.sharding])
     return (base.astype(jnp.float32) + placed).astype(base.dtype)
+
+
+# --- Layers without a kernel of floats --------------------------------------------------------------------------------
+
+_PRODUCT_TOLERANCE = 0.25  # above the rounding of activations to 8 bits, and below any error of columns
+
+
+class _Reference(NamedTuple):
+    """The site of a layer, and its spec."""
+
+    site: Site
+    spec: LinearSpec
+
+
+def _add_to_output(
+    layer: nnx.Module, wrapped: WrappedModel, site: Site, spec: LinearSpec, a: np.ndarray, b: np.ndarray
+) -> None:
+    """Make a layer add x aᵀ b to its output, for a [(layers,) n r, K] and b [(layers,) n r, N] of its features."""
+    held: jax.Array = vars(wrapped.modules[site])[site.attributes[0]].get_value()
+    where = held.sharding if site.spec.sharding is None else site.spec.sharding.whole
+    placed = put([a.astype(np.float32), b.astype(np.float32)], [where, where])
+    for name, value in zip(("jlora_reference_a", "jlora_reference_b"), placed, strict=True):
+        set_attribute(layer, name, nnx.Param(value))
+    set_attribute(layer, "jlora_reference", _Reference(site, spec))
+    set_class(layer, _with_delta(type(layer)))
+
+
+@functools.cache
+def _with_delta(cls: type) -> type:
+    """Return a subclass whose call adds the delta of `_add_to_output`."""
+    own = cls.__call__
+    parameters = parameters_of(own)
+
+    @functools.wraps(own)
+    def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        y = own(self, *args, **kwargs)
+        reference: _Reference = vars(self)["jlora_reference"]
+        site, spec = reference
+        if parts_of(site) != (1, 1):
+            raise LoRAError(
+                f"verify: {site.path} is called inside a jax.shard_map over its features, and has no kernel of floats "
+                "to compare with; give `forward` a step that calls it outside"
+            )
+        x, base, restore, _ = rows_of_call(self, site, spec, parameters, y, args, kwargs)
+        a, b = (vars(self)[name][...] for name in ("jlora_reference_a", "jlora_reference_b"))
+        weight = dequantized(self, spec) if can_dequantize(self, spec) else None
+        return restore(across_mesh(_plus_delta, base, x, a, b, weight))
+
+    body = {"__module__": cls.__module__, "__call__": call}
+    return type(cls)(f"{cls.__name__}WithDelta", (cls,), body, pytree=getattr(cls, "_pytree__is_pytree", True))
+
+
+@_qwix.unintercepted
+def _plus_delta(base: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array, weight: jax.Array | None) -> jax.Array:
+    """Compute base [*lead, N] + x [*lead, K] aᵀ b, or NaN if base is not the product of x and `weight` plus a bias."""
+    rows = x.astype(jnp.float32).reshape(-1, x.shape[-1])
+    out = base.astype(jnp.float32).reshape(-1, base.shape[-1])
+    total = out + _product(_product(rows, a.T), b)
+    if weight is not None:
+        # A bias adds the same to all rows, so that differences of rows do not contain it.
+        change = out - out.mean(0, keepdims=True)
+        off = change - _product(rows - rows.mean(0, keepdims=True), weight)
+        wrong = jnp.square(off).sum() > _PRODUCT_TOLERANCE**2 * jnp.square(change).sum()
+        total = jnp.where(wrong, jnp.nan, total)
+    return total.astype(base.dtype).reshape(base.shape)
+
+
+def _product(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(x, y, (((1,), (0,)), ((), ())), precision="highest")
+
+
+# --- Tables -----------------------------------------------------------------------------------------------------------
 
 
 @functools.cache

@@ -2,7 +2,8 @@
 
 Shapes cannot distinguish a sequence axis from another axis of equal length, a layer that scales its input from one that
 does not, or kernel axes of equal length. Therefore every wrapped layer gets random factors, a mixed batch is served,
-and each row is compared with a copy of the model that has the same factors merged into its kernels.
+and each row is compared with a copy of the model that has the same factors merged into its kernels. A layer that stores
+its weight in another form adds the delta of one adapter to all of its rows in that copy, without slots and plans.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,22 +17,23 @@ from flax import nnx
 from jax import Array
 
 from jlora.errors import LoRAError, LoRAUsageError
-from jlora.layers.base_kernel import held_by
+from jlora.layers.base_kernel import can_dequantize, held_by
 from jlora.layers.forward.batch import Lease, LoRABatch, make_batch
 from jlora.layers.forward.batch_shape import batch_shape
 from jlora.layers.forward.context import opening
 from jlora.layers.forward.forward_record import ForwardRecord
 from jlora.layers.forward.group_shape import GroupShape, group_shapes
 from jlora.layers.site import Site, SlotSpec
+from jlora.layers.specs import LinearSpec
 from jlora.layers.wrap.wrapped import WrappedModel, spec_of
 from jlora.sharding.put import put, whole
-from jlora.verify.model_copies import cast_to_float32, in_float32, merge, unwrapped_copy, wrapped_copy
+from jlora.verify.model_copies import cast_to_float32, in_float32, is_exact, merge, unwrapped_copy, wrapped_copy
 
 Forward: TypeAlias = Callable[[nnx.Module, Any, LoRABatch | None], Any]
 Factors: TypeAlias = dict[Site, tuple[np.ndarray, np.ndarray]]  # a [(layers,) (E,) n, r, K], b [.., r, N]
 Rows: TypeAlias = list[np.ndarray]  # the arrays of one forward, rows first
 
-_TOLERANCE, _HALF_TOLERANCE = 1e-4, 2e-2
+_TOLERANCE, _HALF_TOLERANCE, _QUANTIZED_TOLERANCE = 1e-4, 2e-2, 1e-1
 _NAMES = ("one", "two")
 
 
@@ -49,6 +51,8 @@ class VerifyReport:
         else to the norm of the row's delta.
       tolerance: the upper bound for `error`.
       batches: number of mixed batches that were compared.
+      rows_only: paths of the layers in `checked` without a kernel of floats or `LinearSpec.dequantize`. Their rows were
+        compared, but not the order of their features.
     """
 
     checked: tuple[str, ...]
@@ -58,6 +62,7 @@ class VerifyReport:
     error: float
     tolerance: float
     batches: int
+    rows_only: tuple[str, ...] = ()
 
 
 def verify(
@@ -127,6 +132,7 @@ def verify(
         error,
         probe.tolerance,
         probe.batches,
+        tuple(site.path for site in served if site in probe.rows_only),
     )
     return report, unserved
 
@@ -219,9 +225,12 @@ class _Probe:
         # The factors that experts share are added to the same rows, so checking the other factors suffices.
         self.sites = tuple(site for site in wrapped.modules if site.spec.whole)
         self.names = _NAMES[: min(site.spec.num_slots for site in self.sites)]
-        dtypes = {jnp.dtype(d) for s in self.sites for d in (s.spec.dtype, _kernel(wrapped, s).dtype)}
-        self.half = any(jnp.issubdtype(d, jnp.floating) and d.itemsize < 4 for d in dtypes)
-        self.tolerance = _HALF_TOLERANCE if self.half else _TOLERANCE
+        self.exact = frozenset(site for site in self.sites if is_exact(wrapped, site))
+        self.rows_only = frozenset(self.sites) - self.exact - set(filter(self._can_dequantize, self.sites))
+        dtypes = {jnp.dtype(s.spec.dtype) for s in self.sites} | {_kernel(wrapped, s).dtype for s in self.exact}
+        quantized = len(self.exact) < len(self.sites)  # such a layer may round its input to few bits
+        self.half = quantized or any(jnp.issubdtype(d, jnp.floating) and d.itemsize < 4 for d in dtypes)
+        self.tolerance = _QUANTIZED_TOLERANCE if quantized else _HALF_TOLERANCE if self.half else _TOLERANCE
         self.batches = 0
         self.record = ForwardRecord(wrapped.sites)
         self.factors: dict[str, Factors] = {name: self._draw(i) for i, name in enumerate(self.names)}
@@ -229,7 +238,8 @@ class _Probe:
         self._empty: dict[SlotSpec, list[Array]] = {}
         self._bases: dict[bool, Rows] = {}
         self._owners: list[np.ndarray] = []
-        self._casts = self.half
+        # A cast would change the bits of activations that a layer rounds, so both sides run in the dtype of the model.
+        self._casts = self.half and not quantized
 
     def _draw(self, i: int) -> Factors:
         """Return random factors for every site. Their product is about as large as the kernel.
@@ -240,14 +250,25 @@ class _Probe:
         for site in self.sites:
             spec = site.spec
             rank = spec.max_rank if i == 0 else max(1, spec.max_rank // 2)
-            kernel = _kernel(self.wrapped, site).astype(jnp.float32)
-            size = float(jnp.sqrt(jnp.mean(jnp.square(kernel)))) or spec.in_features**-0.5
+            size = 0.0
+            if site in self.exact:
+                size = float(jnp.sqrt(jnp.mean(jnp.square(_kernel(self.wrapped, site).astype(jnp.float32)))))
+            size = size or spec.in_features**-0.5
             a = self.rng.normal(size=(*spec.rows, spec.slices, rank, spec.in_features))
             b = self.rng.normal(size=(*spec.rows, rank, spec.out_features)) * (size / rank**0.5)
             dtype = jnp.dtype(spec.dtype)
             # Round to the slots' dtype, so that the merged copy has the same factors.
             factors[site] = a.astype(dtype).astype(np.float32), b.astype(dtype).astype(np.float32)
         return factors
+
+    def _linear(self, site: Site) -> LinearSpec | None:
+        """Return the spec of a linear layer or product, and None for a table."""
+        spec = spec_of(self.wrapped.modules[site], site)
+        return spec if isinstance(spec, LinearSpec) else None
+
+    def _can_dequantize(self, site: Site) -> bool:
+        spec = self._linear(site)
+        return spec is not None and can_dequantize(self.wrapped.modules[site], spec)
 
     # --- the two sides --------------------------------------------------------------------------------------------
 
@@ -315,9 +336,11 @@ class _Probe:
         unserved |= {site: "the forward never calls that layer" for site in self.sites if site not in called}
         unchecked: dict[Site, str] = {}
         for site in called:
-            if site not in unserved and not jnp.issubdtype(_kernel(self.wrapped, site).dtype, jnp.floating):
-                why = "its parameter is quantised, so nothing can be merged into it to compare with"
-                (unchecked if site.doubt is None else unserved)[site] = why
+            linear = site.spec.experts is None and self._linear(site) is not None
+            if site in unserved or site in self.exact or (linear and not (site.doubt and site in self.rows_only)):
+                continue
+            why = "its parameter is quantised, so nothing can be merged into it to compare with"
+            (unchecked if site.doubt is None else unserved)[site] = why
         return [site for site in called if site not in unserved and site not in unchecked], unchecked, unserved
 
     def _mixes(self) -> list[list[str | None]]:
@@ -384,7 +407,7 @@ class _Probe:
 
     def blame_base(self) -> NoReturn:
         """Raise `LoRAError` for a model whose base outputs are not finite, naming the layer with the bad parameter."""
-        kernels = ((site, _kernel(self.wrapped, site).astype(jnp.float32)) for site in self.sites)
+        kernels = ((s, _kernel(self.wrapped, s).astype(jnp.float32)) for s in self.sites if s in self.exact)
         cause = next((site.path for site, kernel in kernels if not jnp.isfinite(kernel).all()), None)
         raise LoRAError(
             "verify: what forward returns without adapters is not finite, so nothing can be compared"
@@ -401,6 +424,8 @@ class _Probe:
                 found = f"differs from merged weights by {alone:.2g}, and {self.tolerance:g} is allowed."
                 if not np.isfinite(alone):
                     found = "is not finite, as served or with merged weights."
+                    if site not in self.exact:
+                        found = "is not finite, or the layer's product is not that of its dequantized weight."
                 raise LoRAError(
                     f"verify: {site.path} ({name}) is off: with random adapters there alone, some row of the batch "
                     f"{found}{guess} Either its "

@@ -25,7 +25,7 @@ def _lookup(cls: type, name: str) -> Callable[..., Any]:
     def lookup(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         y = own(self, *args, **kwargs)
         site: Site = vars(self)["jlora_site"]
-        scope = enter_site(site, vars(self)["jlora_sites"])
+        scope = enter_site(site, self)
         if scope is None:
             return y
         spec: EmbedSpec = vars(self)["jlora_spec"]
@@ -44,7 +44,7 @@ def _attend(cls: type, name: str) -> Callable[..., Any]:
     def attend(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         y = own(self, *args, **kwargs)
         site: Site = vars(self)["jlora_attend_site"]
-        scope = enter_site(site, vars(self)["jlora_sites"])
+        scope = enter_site(site, self)
         if scope is None:
             return y
         spec: EmbedSpec = vars(self)["jlora_spec"]

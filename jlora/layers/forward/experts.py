@@ -59,7 +59,7 @@ def experts_methods(cls: type, name: str) -> Callable[..., Any]:
     def product(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         y = own(self, *args, **kwargs)
         site: Site = vars(self)[f"{prefix_of(name)}_site"]
-        scope = enter_site(site, vars(self)["jlora_sites"])
+        scope = enter_site(site, self)
         if scope is None:
             return y
         spec: ExpertsSpec = vars(self)["jlora_spec"]
@@ -150,7 +150,7 @@ def expert_delta(
     site: Site | None = vars(layer).get(f"{prefix_of(product)}_site")
     if site is None:
         return y
-    scope = enter_site(site, vars(layer)["jlora_sites"])
+    scope = enter_site(site, layer)
     if scope is None:
         return y
     spec: ExpertsSpec = vars(layer)["jlora_spec"]

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
+from jlora import _qwix
 from jlora._compat import promote_dtype
 from jlora.errors import LoRAError
 from jlora.layers.einsum import EinsumAxes, EinsumRows
@@ -45,6 +46,8 @@ def can_fuse(
     Only Flax's own call, computed by JAX's own product, can be replaced.
     """
     own, sharding = vars(layer), site.spec.sharding
+    if _qwix.is_intercepted(layer):
+        return False  # qwix computes the layer's product
     if sharding is not None and (not sharding.ins or reached(site)):
         return False
     if site.spec.dora and sharding is not None and sharding.b[2] != sharding.outs:

@@ -30,7 +30,7 @@ def linear_methods(cls: type, name: str) -> Callable[..., Any]:
     @functools.wraps(own)
     def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         site: Site = vars(self)["jlora_site"]
-        scope = enter_site(site, vars(self)["jlora_sites"])
+        scope = enter_site(site, self)
         if scope is not None and can_fuse(cls, self, site, args, kwargs):
             return fused_base(cls, self, site, scope, args, kwargs)
         y = own(self, *args, **kwargs)
@@ -38,7 +38,7 @@ def linear_methods(cls: type, name: str) -> Callable[..., Any]:
             return y
         spec: LinearSpec = vars(self)["jlora_spec"]
         try:
-            x, base, restore, bias = _rows(self, site, spec, parameters, y, args, kwargs)
+            x, base, restore, bias = rows_of_call(self, site, spec, parameters, y, args, kwargs)
         except Exception as error:
             if site.doubt is not None and scope.recorded:  # a wrong guess is recorded instead of raised
                 scope.refuse(site, f"{site.doubt.why}, and {error}")
@@ -51,7 +51,7 @@ def linear_methods(cls: type, name: str) -> Callable[..., Any]:
     return call
 
 
-def _rows(
+def rows_of_call(
     layer: nnx.Module,
     site: Site,
     spec: LinearSpec,

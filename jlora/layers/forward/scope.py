@@ -10,8 +10,10 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.core
 import jax.extend.core
+from flax import nnx
 from jaxtyping import Array, Float
 
+from jlora import _qwix
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.forward.batch import LoRABatch, batch_of_group, check_batch
 from jlora.layers.forward.context import Opened, around, opening, staged
@@ -41,6 +43,12 @@ _OUTSIDE = (
     "    with jlora.use(batch):      # inside your jitted function; batch = manager.prepare([...])\n"
     "        return model(tokens)\n"
     "or `with jlora.use(None):` for the base model alone."
+)
+_QUANTIZED_LATER = (
+    "{path}: qwix.quantize_model was called with a model that jlora had wrapped, and returned a copy whose slots no "
+    "manager writes. Quantize first, and wrap the model that is returned:\n"
+    "    model = qwix.quantize_model(model, provider, inputs)\n"
+    "    manager = jlora.LoRAManager(model, config)"
 )
 _STALE = (
     "this batch was opened outside `jax.jit` and is read inside it: it would be baked into the compiled function as a "
@@ -353,12 +361,16 @@ def _check_eager(scope: BaseScope | Scope) -> None:
             raise LoRAError(_EAGER.format(what=scope.what, outer=outer.what))
 
 
-def enter_site(site: Site, sites: ModelSites) -> Scope | None:
+def enter_site(site: Site, layer: nnx.Module) -> Scope | None:
     """Record a call of a wrapped layer and return the open scope, or None if the layer serves the base model.
 
     Raises:
-      LoRAError: no scope is open, the batch belongs to another model, or it may not be served here.
+      LoRAError: no scope is open, the batch belongs to another model, it may not be served here, or the layer is one of
+        a copy that qwix made of the wrapped model.
     """
+    sites: ModelSites = vars(layer)["jlora_sites"]
+    if _qwix.is_intercepted(layer) and not sites.intercepted:
+        raise LoRAError(_QUANTIZED_LATER.format(path=site.path))
     scope = next((each for each in around() if isinstance(each, BaseScope | Scope)), None)
     if scope is None:
         raise LoRAError(_OUTSIDE.format(path=site.path))

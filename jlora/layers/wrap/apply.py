@@ -10,6 +10,7 @@ import jax
 import jax.core
 from flax import nnx
 
+from jlora import _qwix
 from jlora._compat import Device, explicit_transfers, is_committed
 from jlora._typing import is_mapping
 from jlora.config import LoRAConfig
@@ -74,7 +75,7 @@ def wrap_model(
     every = [each for _, sites in plans for site in sites for each in site.with_shared]
     arrays = {site: values for site, values in _allocate(every, make, device)}
     groups = frozenset(row_groups.values()) - {SEQUENCES}
-    wrapped.sites = _model_sites(wrapped, [site for _, sites in plans for site in sites], device, config, groups)
+    wrapped.sites = _model_sites(wrapped, plans, device, config, groups)
     kept = [(f.module, type(f.module), dict(vars(f.module))) for f, _ in plans]
     try:
         for found, sites in plans:
@@ -128,11 +129,12 @@ def _checked_groups(row_groups: Mapping[str, str] | None) -> Mapping[str, str]:
 
 def _model_sites(
     wrapped: WrappedModel,
-    sites: Sequence[Site],
+    plans: Sequence[tuple[Found, list[Site]]],
     device: Device | None,
     config: LoRAConfig,
     groups: frozenset[str],
 ) -> ModelSites:
+    sites = [site for _, own in plans for site in own]
     names = {name for site in sites for name in (*site.aliases, *site.parts)}
     return ModelSites(
         tuple(sites),
@@ -143,6 +145,7 @@ def _model_sites(
         scaled=config.sequence_scales or config.max_adapters_per_sequence > 1,
         activated=config.activated,
         groups=groups,
+        intercepted=any(_qwix.is_intercepted(found.module) for found, _ in plans),
     )
 
 

@@ -226,8 +226,10 @@ def _einsum_by_equation(module: nnx.Module) -> LinearSpec | str:
         return "jlora.LinenModule serves the nn.Dense and nn.Embed of a Linen model, and this is another module of it"
     equations = {value for value in vars(module).values() if is_equation(value)}
     own: dict[str, Any] = vars(module)
-    params: dict[str, nnx.Param[Any]] = {
-        key: value for key, value in own.items() if isinstance(value, nnx.Param) and key not in _BIASES
+    params: dict[str, Any] = {
+        key: value
+        for key, value in own.items()
+        if key not in _BIASES and (isinstance(value, nnx.Param) or _qwix.is_quantized(value))
     }
     if len(equations) != 1 or len(params) != 1:
         return f"{name} is not a linear or embedding layer that jlora knows{_how_to_register(module)}"
@@ -236,7 +238,7 @@ def _einsum_by_equation(module: nnx.Module) -> LinearSpec | str:
     if isinstance(axes, str):
         return axes
     letters = len(axes.kernel_in) + len(axes.kernel_out)
-    shape: tuple[int, ...] = kernel.get_value().shape[-letters:]
+    shape: tuple[int, ...] = kernel.shape[-letters:]
     if len(shape) != letters:
         return f"{name} has the equation {equation!r}, and a parameter of the shape {shape}"
     return einsum_spec(equation, shape, param, bias=next((name for name in _BIASES if name in own), None))

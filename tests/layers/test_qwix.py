@@ -13,15 +13,18 @@ from jlora import ops
 from jlora.errors import LoRAError
 from jlora.layers.wrap.discover import register_layer
 from tests.layers.merging import Target, assert_close, delta, make_adapter, make_manager, normal, serve
+from tests.pallas import conftest
 
+interpret = conftest.interpret
 qwix = pytest.importorskip("qwix")
 pytestmark = [
-    pytest.mark.usefixtures("registered", "relaxed"),
+    pytest.mark.usefixtures("relaxed", "registered"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:qwix"),
     pytest.mark.filterwarnings("ignore:The 'm.iter_modules:DeprecationWarning"),
 ]
 
 D = 32
+SLOW = pytest.mark.slow
 TARGETS = [Target("up", D, 2 * D, ""), Target("mid", 2 * D, 2 * D, ""), Target("down", 2 * D, D, "")]
 INT8 = {"weight_qtype": jnp.int8}
 RULES = {
@@ -240,13 +243,17 @@ def steps(backend):
     return x, [forward, apart, both]
 
 
-@pytest.mark.parametrize("first", ["inside", "outside"])
-def test_products_of_jlora_are_never_quantized(first):
+@pytest.mark.parametrize(
+    ("backend", "first"),
+    [("xla", "inside"), ("xla", "outside"), ("triton", "inside"), pytest.param("mosaic_tpu", "inside", marks=SLOW)],
+)
+def test_products_of_jlora_are_never_quantized(backend, first, interpret):
+    calls = interpret()
     provider = qwix.PtqProvider([qwix.QuantizationRule(module_path=".*", weight_qtype=jnp.int8, act_qtype=jnp.int8)])
     guest = qwix.quantize_model(Guest(), provider, jnp.ones((1, D)), lambda: 0)
-    x, products = steps("xla")
+    x, products = steps(backend)
     rows = jnp.ones((1, D))
-    for product in products:
+    for product in products if backend == "xla" else products[:1]:
 
         def inside(x, product=product):
             return guest(rows, lambda: jax.jit(lambda x: product(x))(x))
@@ -259,3 +266,4 @@ def test_products_of_jlora_are_never_quantized(first):
             found = [np.asarray(of(run)) for run in (*order, outside)]
             np.testing.assert_array_equal(found[0], found[1])
             np.testing.assert_array_equal(found[0], found[2])
+    assert bool(calls) == (backend != "xla")

@@ -1,0 +1,163 @@
+"""`manager.verify` of layers that store their weight in a form of their own: wrong rows, columns and axes are named."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jlora
+from jlora.errors import LoRAError
+from jlora.layers.wrap.discover import register_layer
+from tests.layers.conftest import registered
+from tests.layers.merging import make_manager, normal, serve
+
+pytestmark = pytest.mark.usefixtures(registered.__name__)
+
+K, N = 12, 12
+
+
+class Int8(nnx.Module):
+    """A weight of 8 bits [N, K] with one scale for each output, and a bias."""
+
+    def __init__(self, seed=0):
+        self.values = nnx.Param(jnp.asarray(np.random.default_rng(seed).integers(-127, 128, (N, K), np.int8)))
+        self.scales = nnx.Param(jnp.asarray(np.abs(normal(N, seed=seed)) / 256 + 1e-3))
+        self.offset = nnx.Param(jnp.asarray(normal(N, seed=seed)))
+
+    def whole(self):
+        return (self.values[...].astype(jnp.float32) * self.scales[...][:, None]).T
+
+    def __call__(self, x):
+        return x @ self.whole().astype(x.dtype) + self.offset[...].astype(x.dtype).reshape((1,) * (x.ndim - 1) + (N,))
+
+
+class Doubled(Int8):
+    def __call__(self, x):
+        return super().__call__(2 * x)
+
+
+class Rolled(Int8):
+    def __call__(self, x):
+        return jnp.roll(super().__call__(x), 1, axis=-1)
+
+
+class Rounded(Int8):
+    """A layer that rounds its input to 8 bits."""
+
+    def __call__(self, x):
+        size = jnp.abs(x).max(-1, keepdims=True) / 127
+        return super().__call__(jnp.round(x / size) * size)
+
+
+class Model(nnx.Module):
+    def __init__(self, cls=Int8, dtype=jnp.float32):
+        self.first, self.proj = nnx.Linear(K, K, param_dtype=dtype, rngs=nnx.Rngs(0)), cls()
+        self.last = nnx.Linear(N, 5, param_dtype=dtype, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.last(jnp.tanh(self.proj(self.first(x))))
+
+
+def register(cls, *, known=True, dequantize=None, **options):
+    whole = dequantize or (lambda layer: layer.whole())
+    spec = jlora.LinearSpec(K, N, dtype=jnp.float32, dequantize=whole if known else None, **options)
+    register_layer(cls, lambda layer: spec)
+
+
+@pytest.mark.parametrize("cls", [Int8, Rounded])
+def test_right_layers_pass(cls):
+    register(cls)
+    report = make_manager(Model(cls)).verify(serve, normal(4, 3, K))
+    assert report.checked == ("first", "proj", "last")
+    assert report.rows_only == ()
+    assert report.unchecked == {}
+    assert 0 <= report.error < 1e-2 < report.tolerance
+
+
+def test_a_layer_without_a_dequantized_weight_is_checked_by_rows_only():
+    register(Int8, known=False)
+    report = make_manager(Model()).verify(serve, normal(4, 3, K))
+    assert report.checked == ("first", "proj", "last")
+    assert report.rows_only == ("proj",)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_wrong_rows_are_found(known):
+    class TimeMajor(nnx.Module):
+        def __init__(self):
+            self.proj = Int8()
+
+        def __call__(self, x):
+            return jnp.tanh(self.proj(x.swapaxes(0, 1))).swapaxes(0, 1)
+
+    class Shared(nnx.Module):
+        """Patches of one image for every sequence, as many as sequences."""
+
+        def __init__(self):
+            self.proj, self.last = Int8(), nnx.Linear(N, N, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.last(x + self.proj(x[0])[None].mean(1, keepdims=True))
+
+    register(Int8, known=known)
+    for model in (TimeMajor(), Shared()):
+        with pytest.raises(LoRAError, match=r"verify: proj \(Int8\) is off: .* differs from merged weights"):
+            make_manager(model).verify(serve, normal(3, 3, K))
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (Doubled, {}),
+        (Rolled, {}),
+        (Int8, {"dequantize": lambda layer: layer.whole().T}),
+        (Int8, {"dequantize": lambda layer: 2 * layer.whole()}),
+        (Int8, {"rows": lambda layer, x, y: (x[..., ::-1], y, lambda out: out)}),
+        (Int8, {"rows": lambda layer, x, y: (x, y[..., ::-1], lambda out: out[..., ::-1])}),
+    ],
+)
+def test_wrong_columns_and_scales_are_found(cls, options):
+    register(cls, **options)
+    with pytest.raises(LoRAError, match=rf"verify: proj \({cls.__name__}\) is off: .* dequantized weight"):
+        make_manager(Model(cls)).verify(serve, normal(4, 3, K))
+
+
+def test_a_dequantized_weight_of_another_shape_raises():
+    register(Int8, dequantize=lambda layer: layer.whole()[1:])
+    with pytest.raises(LoRAError, match=r"dequantize of Int8\w* must return \[K, N\] = \[12, 12\], .* \[11, 12\]"):
+        make_manager(Model()).verify(serve, normal(4, 3, K))
+
+
+@pytest.mark.parametrize("options", [{"in_index": [3, 1, 7, 8]}, {"real_vocab": 9}, {"out_blocks": [(6, 6), (0, 6)]}])
+def test_layers_with_padded_and_ordered_features_pass(options):
+    register(Int8, **options)
+    report = make_manager(Model(), packed_modules={}).verify(serve, normal(4, 3, K))
+    assert "proj" in report.checked
+
+
+def test_merged_projections_and_bfloat16_pass():
+    register(Int8)
+    model = Model(dtype=jnp.bfloat16)
+    manager = make_manager(model, packed_modules={"proj": {"q": 8, "k": 4}}, dtype=jnp.bfloat16)
+    assert manager.verify(serve, jnp.asarray(normal(4, 3, K), jnp.bfloat16)).checked[1] == "proj"
+
+
+def test_layers_under_scan_pass():
+    class Stack(nnx.Module):
+        def __init__(self):
+            layers = nnx.vmap(lambda rngs: Stacked(), in_axes=0, out_axes=0)(nnx.Rngs(0).split(2))
+            self.layers = layers
+
+        def __call__(self, x):
+            def step(x, layer):
+                return jnp.tanh(layer(x))
+
+            return nnx.scan(step, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+
+    class Stacked(Int8):
+        pass
+
+    register(Stacked, param="values", in_axes=(1,), out_axes=(0,))
+    manager = make_manager(Stack())
+    assert [layer.path for layer in manager.layers() if layer.wrapped] == ["layers"]
+    assert manager.verify(serve, normal(4, 3, K)).checked == ("layers",)

@@ -138,13 +138,13 @@ def test_factors_and_mixtures(flattened):
         modules = {name: replace(m, scaling=m.scaling * factor) for name, m in adapter.modules.items()}
         return replace(adapter, modules=modules)
 
-    half = merge(world.twins[None], TARGETS, scaled(ONE, 0.5))
+    part = merge(world.twins[None], TARGETS, scaled(ONE, 0.25))
     mixed = merge(merge(world.twins[None], TARGETS, scaled(ONE, 0.5)), TARGETS, scaled(TWO, 2))
-    twins = {"half": half, "mixed": mixed, None: world.twins[None]}
-    names = [jlora.Scaled("one", 0.5), None, jlora.Mix({"one": 0.5, "two": 2})]
+    twins = {"part": part, "mixed": mixed, None: world.twins[None]}
+    names = [jlora.Scaled("one", 0.25), None, jlora.Mix({"one": 0.5, "two": 2})]
     with world.manager.prepare(names, **images.groups) as batch:
         found = serve(world.model, images.inputs, batch)
-    assert_close(found, expected_rows(twins, ["half", None, "mixed"], images.inputs), 1e-5)
+    assert_close(found, expected_rows(twins, ["part", None, "mixed"], images.inputs), 1e-5)
 
 
 def test_dora():
@@ -176,6 +176,28 @@ def test_on_a_mesh(axes, flattened):
     with manager.prepare(names, **images.groups) as batch:
         found = serve(model, images.inputs, batch)
     assert_close(found, expected_rows(twins, names, images.inputs), 1e-5)
+
+
+@pytest.mark.parametrize("counts", [None, [2, 2, 2, 2]])
+def test_a_shard_takes_its_own_items(world, counts):
+    """Inside a user's shard_map over sequences and items, as packed rows do."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+
+    @jax.jit
+    def step(model, x, batch):
+        def local(x, batch):
+            with jlora.use(batch, without=["*"]):
+                return model.visual.embed(x)
+
+        return jax.shard_map(local, mesh=mesh, in_specs=(P("d"), P("d")), out_specs=P("d"))(x, batch)
+
+    x, owners, names = normal(4, 2, PATCH), [2, None, 0, 1], ["one", None, "two", "two"]
+    rows = {} if counts is None else {"group_counts": {"images": counts}}
+    with world.manager.prepare(names, groups={"images": owners}, **rows) as batch:
+        found = step(world.model, x if counts is None else x.reshape(8, PATCH), batch)
+    twins = [world.twins[None if owner is None else names[owner]] for owner in owners]
+    expected = np.stack([twin.visual.embed(x[i]) for i, twin in enumerate(twins)])
+    assert_close(np.asarray(found).reshape(expected.shape), expected, 1e-5)
 
 
 def test_copies_hold_the_same_rows_and_lease(world):
@@ -350,6 +372,23 @@ def test_rows_of_another_number_are_refused(world, counts, flat, expected):
         pytest.raises(jlora.LoRAError, match=message),
     ):
         serve(model, images.inputs, batch)
+
+
+@pytest.mark.parametrize("length", [4, None])
+def test_the_length_of_sequences_is_not_that_of_items(world, length):
+    """[items * 4, features], where 4 is the declared or seen number of tokens."""
+
+    @jax.jit
+    def tower(model, x, patches, batch):
+        with jlora.use(batch, without=["*"]):
+            model.text.q(x)
+            return model.visual.embed(patches)
+
+    with (
+        world.manager.prepare(NAMES, length=length, groups={"images": [0, 0, 2]}) as batch,
+        pytest.raises(jlora.LoRAError, match=r"shape \(12,\) are not those of its row group 'images'"),
+    ):
+        tower(world.model, normal(3, 4, 12), normal(12, PATCH), batch)
 
 
 def test_a_row_map_around_a_layer_of_a_group_is_refused(world):

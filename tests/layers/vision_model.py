@@ -10,7 +10,7 @@ from flax import nnx
 
 from tests.layers.merging import Target, normal
 
-PATCH, WIDTH, HIDDEN, VOCAB, LENGTH, POOL = 6, 8, 12, 16, 10, 4
+PATCH, WIDTH, HIDDEN, VOCAB, LENGTH, POOL = 6, 8, 12, 16, 8, 4
 
 TARGETS = (
     Target("visual.embed", PATCH, WIDTH, "visual.embed.kernel"),

@@ -280,6 +280,12 @@ def test_a_layer_whose_group_the_batch_lacks_raises(world, without):
         step(world.model, images.inputs, batch)
 
 
+def test_a_batch_without_groups_holds_no_more_arrays(world):
+    plain = make_manager(VisionModel(), [ONE, TWO])
+    with world.manager.prepare(NAMES) as batch, plain.prepare(NAMES) as other:
+        assert [leaf.shape for leaf in jax.tree.leaves(batch)] == [leaf.shape for leaf in jax.tree.leaves(other)]
+
+
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 OWNERS = {"images": [0, 0, 2]}

@@ -69,7 +69,7 @@ test-newest:
 	  .venv-newest/bin/python -m pytest -m "not slow and not mesh" -n $(WORKERS) $(addprefix tests/,$(NEWEST_TESTS)); \
 	else echo "Left out: the newest JAX needs Python 3.12, on the PATH or in ~/.pyenv/versions"; fi
 
-# Compiles the GPU kernels for an H200 on a machine without one: FLAGS="--ranks 16 --tokens 64" for some of them.
+# Compiles the GPU kernels for an A100, L4, H200 and B200 on a machine without them: FLAGS="--gpus l4 --ranks 16" for some.
 aot-gpu: .venv/.cuda
 	@JAX_PLATFORMS=cpu TF_CPP_MIN_LOG_LEVEL=3 PYTHONPATH=.venv/cuda:. $(BIN)/python -m benchmarks.aot_gpu $(FLAGS)
 

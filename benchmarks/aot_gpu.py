@@ -1,7 +1,7 @@
-"""Compile the GPU kernels for an H200 without a GPU, over the shapes of `specs` and of the tuned table.
+"""Compile the GPU kernels for an A100, L4, H200 and B200 without a GPU, over the shapes of `specs` and the tuned table.
 
     make aot-gpu                                                      # installs the compiler, and compiles all shapes
-    PYTHONPATH=.venv/cuda:. python -m benchmarks.aot_gpu [--ranks 16] [--tokens 64] [--out kernels.json]
+    PYTHONPATH=.venv/cuda:. python -m benchmarks.aot_gpu [--gpus l4] [--ranks 16] [--tokens 64] [--out kernels.json]
 
 The compiled program shows that XLA and ptxas accept each kernel, how many registers and how much shared memory it
 takes, and that no register is spilled. It needs JAX's CUDA plugin and NVIDIA's compiler as wheels (jax-cuda12-plugin
@@ -11,12 +11,14 @@ make it search for a GPU at every start.
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import re
 import subprocess
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -32,24 +34,61 @@ from jlora.pallas.tables import product_tiles
 from jlora.pallas.tiles import ProductTiles
 from jlora.pallas.triton import lora as triton
 from jlora.pallas.triton import product as triton_product
-from tests.pallas.lowering import for_h200
+from tests.pallas.lowering import for_gpu
 
-# The properties of a device that XLA reads (its GpuTargetConfig), from NVIDIA's data sheet and CUDA's programming guide
-# for capability 9.0.
-TARGET = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
-  core_count: 132 fpus_per_core: 128 registers_per_core_limit: 65536 registers_per_block_limit: 65536
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU that programs are compiled for, with figures of its data sheet and of CUDA's programming guide.
+
+    Attributes:
+      kind: `jax.Device.device_kind`.
+      capability: Major and minor compute capability.
+      cores: Multiprocessors.
+      threads: Threads of a multiprocessor.
+      shared: Bytes of shared memory of a block.
+      bandwidth, memory: Of the device, bytes a second and bytes.
+    """
+
+    kind: str
+    capability: tuple[int, int]
+    cores: int
+    threads: int
+    shared: int
+    bandwidth: int
+    memory: int
+
+    @property
+    def arch(self) -> str:
+        """Architecture in the spelling of ptxas."""
+        return "sm_{}{}".format(*self.capability) + ("a" if self.capability >= (9, 0) else "")
+
+    def config(self) -> str:
+        """Return XLA's GpuTargetConfig."""
+        major, minor = self.capability
+        return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {self.threads}
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: {self.shared}
+  shared_memory_per_core: {self.shared + 1024}
+  core_count: {self.cores} fpus_per_core: 128 registers_per_core_limit: 65536 registers_per_block_limit: 65536
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 150754820096
-  cuda_compute_capability { major: 9 minor: 0 }
-}
+  memory_bandwidth: {self.bandwidth} l2_cache_size: 41943040 clock_rate_ghz: 1.7 device_memory_size: {self.memory}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+}}
 platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 }
-runtime_version { major: 12 minor: 9 }
-device_description_str: "NVIDIA H200"
+dnn_version_info {{ major: 9 minor: 10 }}
+runtime_version {{ major: 12 minor: 9 }}
+device_description_str: "{self.kind}"
 """
+
+
+TARGETS = {
+    "a100": Target("NVIDIA A100-SXM4-80GB", (8, 0), 108, 2048, 163 << 10, 2_039_000_000_000, 80 << 30),
+    "l4": Target("NVIDIA L4", (8, 9), 58, 1536, 99 << 10, 300_000_000_000, 24 << 30),
+    "h200": Target("NVIDIA H200", (9, 0), 132, 2048, 227 << 10, 4_800_000_000_000, 141 << 30),
+    "b200": Target("NVIDIA B200", (10, 0), 148, 2048, 227 << 10, 8_000_000_000_000, 180 << 30),
+}
 # XLA's list of launches: "lora_shrink grid: [264, 1, 1] threads: [128, 1, 1]  shared_memory: 65536 bytes".
 _LAUNCH = re.compile(r"(lora_\w+) .*?shared_memory: (\d+)")
 _KERNEL = re.compile(
@@ -66,22 +105,22 @@ def compiler() -> Path | None:
 
 
 @cache
-def _sharding() -> SingleDeviceSharding:
-    topology = topologies.get_topology_desc("", platform="cuda", target_config=TARGET, topology="1x1x1")
+def _sharding(target: Target) -> SingleDeviceSharding:
+    topology = topologies.get_topology_desc("", platform="cuda", target_config=target.config(), topology="1x1x1")
     return SingleDeviceSharding(topology.devices[0])
 
 
-def kernels_of(run: Callable, *args: jax.ShapeDtypeStruct) -> dict[str, dict[str, int]]:
+def kernels_of(target: Target, run: Callable, *args: jax.ShapeDtypeStruct) -> dict[str, dict[str, int]]:
     """Return {registers, spilled, shared_memory} of each LoRA kernel in `run(*args)`, the last two in bytes.
 
     Raises:
-      RuntimeError: The compiler is missing, or it rejects the program.
+      RuntimeError: The compiler is missing, or it rejects the program, or a kernel exceeds the GPU's shared memory.
     """
     folder = compiler()
     if folder is None:
         raise RuntimeError("needs the wheels jax-cuda12-plugin, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12 on the path")
-    jitted = jax.jit(run, in_shardings=_sharding(), out_shardings=_sharding())
-    with for_h200():
+    jitted = jax.jit(run, in_shardings=_sharding(target), out_shardings=_sharding(target))
+    with for_gpu(target.kind, target.cores):
         lowered = jitted.trace(*args).lower(lowering_platforms=("cuda",))
     with tempfile.TemporaryDirectory() as dump:
         # XLA cannot time its own kernels without a GPU.
@@ -95,19 +134,30 @@ def kernels_of(run: Callable, *args: jax.ShapeDtypeStruct) -> dict[str, dict[str
         for ptx in Path(dump).glob("*.ptx"):
             if ".entry" not in ptx.read_text():
                 continue  # a module whose kernels are in separate files
-            command = [folder / "bin" / "ptxas", "-v", "-arch=sm_90a", ptx, "-o", os.devnull]
+            command = [folder / "bin" / "ptxas", "-v", f"-arch={target.arch}", ptx, "-o", os.devnull]
             said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
             for name, stores, loads, registers in _KERNEL.findall(said):
                 if name in shared:
                     spilled = int(stores) + int(loads)
                     found[name] = {"registers": int(registers), "spilled": spilled, "shared_memory": shared[name]}
     if found.keys() != shared.keys():
-        raise RuntimeError(f"launches are {sorted(shared)}, and ptxas told of {sorted(found)}")
+        raise RuntimeError(f"launches are {sorted(shared)}, and ptxas compiled {sorted(found)}")
+    if max(shared.values()) > target.shared:
+        raise RuntimeError(
+            f"a kernel takes {max(shared.values())} bytes of shared memory, and {target.kind} has {target.shared}"
+        )
     return found
 
 
 def compile_lora(
-    tokens: int, k: int, slices: tuple[int, ...], rank: int, *, tiles: ProductTiles | None = None, dtype="bfloat16"
+    target: Target,
+    tokens: int,
+    k: int,
+    slices: tuple[int, ...],
+    rank: int,
+    *,
+    tiles: ProductTiles | None = None,
+    dtype="bfloat16",
 ) -> dict[str, dict[str, int]]:
     """Return `kernels_of` an `add_lora` with its chosen tiles, or of a `linear_lora` with `tiles`."""
     n, columns = len(slices), sum(slices)
@@ -127,11 +177,12 @@ def compile_lora(
             return triton.add_lora(base, x, a, b, plan, slice_sizes=slices, ranks=ranks)
         return triton_product.linear_lora(x, w, a, b, plan, slice_sizes=slices, ranks=ranks, tiles=tiles)
 
-    return kernels_of(run, *floats, ids, ranks)
+    return kernels_of(target, run, *floats, ids, ranks)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", nargs="+", choices=sorted(TARGETS), default=list(TARGETS))
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--projections", nargs="+", choices=sorted(PROJECTIONS), default=sorted(PROJECTIONS))
@@ -140,23 +191,20 @@ def main() -> None:
     if compiler() is None:
         parser.error("JAX's CUDA plugin or NVIDIA's compiler is not on the path; `make aot-gpu` brings both")
     rows = []
-    for rank in args.ranks:
-        for name in args.projections:
-            p = PROJECTIONS[name]
-            for tokens in args.tokens:
-                like = [
-                    jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((tokens, p.k), (1, 1, rank, p.k), (1, rank, p.n))
-                ]
-                together = product_tiles(triton.sizes_of(tokens, *like, len(p.slices)))
-                for tiles in (None, together) if together else (None,):
-                    row = {"projection": name, "rank": rank, "tokens": tokens, "product": tiles is not None}
-                    row["kernels"] = compile_lora(tokens, p.k, p.slices, rank, tiles=tiles)
-                    rows.append(row)
-                    print(json.dumps(row), flush=True)
+    for gpu, rank, name, tokens in itertools.product(args.gpus, args.ranks, args.projections, args.tokens):
+        target, p = TARGETS[gpu], PROJECTIONS[name]
+        like = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((tokens, p.k), (1, 1, rank, p.k), (1, rank, p.n))]
+        with for_gpu(target.kind, target.cores):
+            together = product_tiles(triton.sizes_of(tokens, *like, len(p.slices)))
+        for tiles in (None, together) if together else (None,):
+            row = {"gpu": gpu, "projection": name, "rank": rank, "tokens": tokens, "product": tiles is not None}
+            row["kernels"] = compile_lora(target, tokens, p.k, p.slices, rank, tiles=tiles)
+            rows.append(row)
+            print(json.dumps(row), flush=True)
     bad = [row for row in rows if any(kernel["spilled"] for kernel in row["kernels"].values())]
-    print(f"{len(rows)} programs compiled for an H200, {len(bad)} with spilled registers")
+    print(f"{len(rows)} programs compiled for {', '.join(args.gpus)}, {len(bad)} with spilled registers")
     if args.out is not None:
-        write_rows(args.out, {**machine(), "compiled_for": "NVIDIA H200"}, rows)
+        write_rows(args.out, {**machine(), "compiled_for": [TARGETS[gpu].kind for gpu in args.gpus]}, rows)
 
 
 if __name__ == "__main__":

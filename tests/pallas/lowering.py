@@ -7,20 +7,22 @@ from pathlib import Path
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-# From 0.11 on, JAX reads which GPU a Triton kernel is lowered for; 0.10 did not.
-_H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
 
+def for_gpu(kind: str = "NVIDIA H200", cores: int = 132) -> AbstractContextManager[None]:
+    """Make a GPU the target of lowering for CUDA inside the block.
 
-def for_h200() -> AbstractContextManager[None]:
-    """Make an H200 the target of lowering for CUDA inside the block."""
-    return use_abstract_mesh(AbstractMesh((), (), abstract_device=_H200))
+    From 0.11 on, JAX reads which GPU a Triton kernel is lowered for; 0.10 assumes compute capability 9.0. The choice of
+    tiles reads it in all versions.
+    """
+    device = AbstractDevice(device_kind=kind, num_cores=cores, platform="cuda")
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
 def lowered_text(run, args, platform: str) -> str:
     """The lowered program of `run(*args)` for "cpu", "cuda" or "tpu"."""
     if platform != "cuda":
         return jax.jit(run).trace(*args).lower(lowering_platforms=(platform,)).as_text()
-    with for_h200():
+    with for_gpu():
         return jax.jit(run).trace(*args).lower(lowering_platforms=(platform,)).as_text()
 
 

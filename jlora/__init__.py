@@ -43,6 +43,7 @@ __all__ = [
     "NoFreeSlotError",
     "Preset",
     "RowMap",
+    "SavedHead",
     "Scaled",
     "SlotParam",
     "SlotRanks",

@@ -2,8 +2,8 @@
 
 from jlora.adapters.adapter import Adapter
 from jlora.adapters.expert_formats import decide_exchanged
-from jlora.adapters.lora import ExpertsLoRA, ModuleLoRA
-from jlora.adapters.shapes import AdapterShapes, BaseShape, ExpertsShapes, ModuleShapes
+from jlora.adapters.lora import ExpertsLoRA, ModuleLoRA, SavedHead
+from jlora.adapters.shapes import AdapterShapes, BaseShape, ExpertsShapes, HeadShapes, ModuleShapes
 
 __all__ = [
     "Adapter",
@@ -11,7 +11,9 @@ __all__ = [
     "BaseShape",
     "ExpertsLoRA",
     "ExpertsShapes",
+    "HeadShapes",
     "ModuleLoRA",
     "ModuleShapes",
+    "SavedHead",
     "decide_exchanged",
 ]

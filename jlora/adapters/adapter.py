@@ -23,11 +23,11 @@ from jlora.adapters.config_file import CONFIG_FILE, PEFT_FIELDS, read_config
 from jlora.adapters.escaping import printable, shown, shown_path, shown_value
 from jlora.adapters.expert_formats import flat_orientation, flattened, stored_names
 from jlora.adapters.files import content_key
-from jlora.adapters.lora import FLOATS, ExpertsLoRA, LoRA, ModuleLoRA, check_variants
+from jlora.adapters.lora import FLOATS, ExpertsLoRA, LoRA, ModuleLoRA, SavedHead, check_variants
 from jlora.adapters.peft_config import Kind, PeftConfig, scaling_of
 from jlora.adapters.resolve import WEIGHTS_FILE, AdapterFolder, adapter_files, resolve
 from jlora.adapters.shapes import AdapterShapes
-from jlora.errors import AdapterFormatError, LoRAError, LoRAUsageError
+from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError, LoRAUsageError
 
 T = TypeVar("T")
 
@@ -42,6 +42,7 @@ class Adapter:
         Factors of all experts stored together are one `ExpertsLoRA`, named for example `mlp.experts.gate_up_proj`.
       base_weights: Dotted module name -> base weight, [V, D] or [N, K], that PEFT stored beside the LoRA of an
         embedding or lm_head. It must equal the weight of the base model.
+      heads: Dotted module name -> fully trained layer (PEFT's `modules_to_save`), which replaces the base layer.
       base_model_name: `base_model_name_or_path` of the configuration; None if absent.
       use_rslora: True if scalings are alpha / sqrt(rank).
       invocation_tokens: Token ids that activate an activated LoRA (aLoRA, PEFT's `alora_invocation_tokens`), which acts
@@ -55,13 +56,16 @@ class Adapter:
       fingerprint: SHA-256 of the bytes read from the files; None if the adapter was made from arrays.
 
     Raises:
-      AdapterFormatError: Some modules have a magnitude and others have none, or `invocation_tokens` are not token ids.
-      AdapterMismatchError: PEFT has no DoRA or aLoRA for these modules (`check_variants`).
+      AdapterFormatError: Some modules have a magnitude and others have none, `invocation_tokens` are not token ids, or
+        a module has both LoRA and a saved head.
+      AdapterMismatchError: PEFT has no DoRA or aLoRA for these modules (`check_variants`), or an aLoRA adapter has a
+        saved head.
     """
 
     name: str
     modules: Mapping[str, LoRA]
     base_weights: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
+    heads: Mapping[str, SavedHead] = field(default_factory=dict[str, SavedHead])
     base_model_name: str | None = None
     use_rslora: bool = False
     invocation_tokens: tuple[int, ...] = ()
@@ -80,6 +84,15 @@ class Adapter:
             raise AdapterFormatError(
                 f"{where}: module {shown(min(plain))} has no magnitude; expected one for each module of a DoRA adapter"
             )
+        if both := self.heads.keys() & self.modules.keys():
+            raise AdapterFormatError(
+                f"{where}: {shown(min(both))} has both LoRA and a saved head; expected one of them"
+            )
+        if self.heads and self.invocation_tokens:
+            raise AdapterMismatchError(
+                f"{where}: {shown(min(self.heads))} is a saved head (modules_to_save) of an activated LoRA (aLoRA), "
+                "and a saved head is active on all rows; train the adapter with one of them"
+            )
 
     @property
     def use_dora(self) -> bool:
@@ -92,15 +105,21 @@ class Adapter:
         return {n: m.magnitude for n, m in modules if isinstance(m, ModuleLoRA) and m.magnitude is not None}
 
     @property
+    def saved_outputs(self) -> dict[str, int]:
+        """Module name -> number of outputs (labels) of its saved head. Other columns of the layer's output are -inf."""
+        return {name: head.outputs for name, head in self.heads.items()}
+
+    @property
     def rank(self) -> int:
         """Largest rank of any module."""
         return max((module.rank for module in self.modules.values()), default=0)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all factors A and B, of the magnitudes and of the base weights."""
+        """Bytes of all factors A and B, of the magnitudes, of the base weights and of the saved heads."""
         arrays = [array for module in self.modules.values() for array in (module.a, module.b)]
-        return sum(array.nbytes for array in [*arrays, *self._magnitudes.values(), *self.base_weights.values()])
+        arrays += [*self._magnitudes.values(), *self.base_weights.values()]
+        return sum(array.nbytes for array in arrays) + sum(head.nbytes for head in self.heads.values())
 
     @classmethod
     def from_pretrained(
@@ -158,6 +177,7 @@ class Adapter:
         use_rslora: bool = False,
         embeddings: Collection[str] = (),
         magnitudes: Mapping[str, ArrayLike] | None = None,
+        heads: Mapping[str, SavedHead] | None = None,
         invocation_tokens: Sequence[int] = (),
         base_model_name: str | None = None,
         task_type: str | None = "CAUSAL_LM",
@@ -171,6 +191,7 @@ class Adapter:
           use_rslora: Scale by alpha / sqrt(rank) instead of alpha / rank.
           embeddings: Names of the modules that are embeddings, with a [r, V] and b [D, r].
           magnitudes: Module name -> magnitude [N], for all modules of a DoRA adapter. None for plain LoRA.
+          heads: Module name -> fully trained layer, for example a classifier's `score`. None for none.
           invocation_tokens: Token ids that activate an activated LoRA (aLoRA). Empty for a plain adapter.
           base_model_name: Model that the adapter was trained on.
           task_type: PEFT's task type, written by `save_pretrained`.
@@ -208,6 +229,7 @@ class Adapter:
         return cls(
             name=name,
             modules=modules,
+            heads=dict(heads or {}),
             base_model_name=base_model_name,
             use_rslora=use_rslora,
             invocation_tokens=tuple(invocation_tokens),
@@ -255,6 +277,10 @@ class Adapter:
         for name, array in self.base_weights.items():
             part = "base_layer.weight" if name in self.modules else "weight"
             tensors[f"base_model.model.{name}.{part}"] = np.ascontiguousarray(array)
+        for name, head in self.heads.items():
+            tensors[f"base_model.model.{name}.weight"] = np.ascontiguousarray(head.weight)
+            if head.bias is not None:
+                tensors[f"base_model.model.{name}.bias"] = np.ascontiguousarray(head.bias)
         return tensors
 
     def _experts(self) -> dict[str, str]:
@@ -316,6 +342,7 @@ class Adapter:
             "target_modules": [name for name in self.modules if name not in parameters],
             **({"target_parameters": parameters} if parameters else {}),
             "fan_in_fan_out": self.fan_in_fan_out,
+            **({"modules_to_save": list(self.heads)} if self.heads else {}),
         }
 
 
@@ -348,12 +375,13 @@ class OpenAdapter:
         Raises:
           AdapterFormatError: The file holds NaN or infinity, holds a value too large for the dtype, or has changed.
         """
-        modules, base_weights = self.checkpoint.read(own, allow_nonfinite=allow_nonfinite)
+        modules, base_weights, heads = self.checkpoint.read(own, allow_nonfinite=allow_nonfinite)
         config = self.config
         return Adapter(
             name=self.shapes.name,
             modules=modules,
             base_weights=base_weights,
+            heads=heads,
             base_model_name=config.base_model_name,
             use_rslora=config.use_rslora,
             invocation_tokens=config.invocation_tokens,

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +14,9 @@ from jlora.adapters.config_file import CONFIG_FILE
 from jlora.adapters.escaping import shown, shown_path, shown_value
 from jlora.adapters.expert_formats import Stacked, StackedPair, is_stacked, stacked_pairs
 from jlora.adapters.files import StableFile
-from jlora.adapters.lora import ExpertsLoRA, LoRA, ModuleLoRA, check_variants
+from jlora.adapters.lora import ExpertsLoRA, LoRA, ModuleLoRA, SavedHead, check_variants
 from jlora.adapters.peft_config import Kind, PeftConfig, scaling_of
-from jlora.adapters.shapes import AdapterShapes, BaseShape, ExpertsShapes, ModuleShapes
+from jlora.adapters.shapes import AdapterShapes, BaseShape, ExpertsShapes, HeadShapes, ModuleShapes
 from jlora.adapters.tensor_data import DTYPES, Share, read_tensors
 from jlora.adapters.tensor_data import all_finite as all_finite
 from jlora.adapters.tensor_file import TensorInfo, read_header
@@ -33,6 +33,9 @@ _LORA = re.compile(
 _MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(\.default)?(\.weight)?")
 # PEFT stores the base weight beside LoRA on an embedding or lm_head, and also resized weights of these two names.
 _BASE = re.compile(r"(?P<module>.+)\.base_layer\.weight|(?P<resized>(.+\.)?(embed_tokens|lm_head))\.weight")
+# A layer of a fully trained module. PEFT's save_pretrained removes ".modules_to_save".
+_SAVED = re.compile(r"(?P<module>.+)\.(?P<part>weight|bias)")
+_WRAPPER = re.compile(r"\.modules_to_save(\.default)?(?=\.)")
 
 # Part of a tensor's name -> the unserved PEFT feature that writes it.
 _FEATURES = {
@@ -69,7 +72,9 @@ class Checkpoint:
     _where: str
     _dtype: np.dtype | None
 
-    def read(self, own: OwnExperts, *, allow_nonfinite: bool) -> tuple[dict[str, LoRA], dict[str, np.ndarray]]:
+    def read(
+        self, own: OwnExperts, *, allow_nonfinite: bool
+    ) -> tuple[dict[str, LoRA], dict[str, np.ndarray], dict[str, SavedHead]]:
         """Read the tensors.
 
         Args:
@@ -78,7 +83,7 @@ class Checkpoint:
           allow_nonfinite: Accept NaN and infinity.
 
         Returns:
-          Module name -> LoRA, and module name -> base weight stored beside the LoRA.
+          Module name -> LoRA, module name -> base weight stored beside the LoRA, and module name -> saved head.
 
         Raises:
           AdapterFormatError: The file holds NaN or infinity, holds a value too large for the dtype, or has changed.
@@ -112,7 +117,11 @@ class Checkpoint:
                 own_order=shapes.own_order,
                 peft_version=shapes.peft_version,
             )
-        return modules, {module: arrays[key] for key, module in self._base.items()}
+        heads = {
+            name: SavedHead(arrays[weight], None if bias is None else arrays[bias])
+            for name, (weight, bias) in self._layout.heads.items()
+        }
+        return modules, {module: arrays[key] for key, module in self._base.items()}, heads
 
 
 @contextmanager
@@ -137,7 +146,7 @@ def open_checkpoint(
     where = f"adapter {shown(adapter)}: {shown_path(file)}"
     with StableFile(file, where) as opened:
         tensors = read_header(opened, where)
-        keys = sorted_keys(tensors, where)
+        keys = sorted_keys(tensors, where, config.modules_to_save)
         header = _Header(tensors, where)
         layout = _layout(keys, header, config)
         shapes = _shapes(layout, keys, header, adapter, config, dtype)
@@ -164,10 +173,11 @@ def _shares(layout: "_Modules", own: OwnExperts) -> dict[str, Share]:
     return found
 
 
-def sorted_keys(keys: Iterable[str], where: str) -> dict[str, dict[str, str]]:
+def sorted_keys(keys: Iterable[str], where: str, saved: Sequence[str] = ()) -> dict[str, dict[str, str]]:
     """Return module name -> part -> tensor key.
 
-    Parts are "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector" and "base".
+    Parts are "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "base", and, in the
+    modules named by `saved` (PEFT's `modules_to_save`), "head_weight" and "head_bias".
 
     Raises:
       AdapterMismatchError: A tensor of a kind that is not served.
@@ -180,6 +190,8 @@ def sorted_keys(keys: Iterable[str], where: str) -> dict[str, dict[str, str]]:
             module, part = lora["linear"] or lora["embedding"], "lora_" + (lora["half"] or lora["table"])
         elif magnitude := _MAGNITUDE.fullmatch(name):
             module, part = magnitude["module"], "lora_magnitude_vector"
+        elif (head := _saved_part(name, saved)) is not None:
+            module, part = head
         elif base := _BASE.fullmatch(name):
             module, part = base["module"] or base["resized"], "base"
         else:
@@ -195,6 +207,15 @@ def sorted_keys(keys: Iterable[str], where: str) -> dict[str, dict[str, str]]:
             raise AdapterFormatError(f"{where}: tensors {shown(parts[part])} and {shown(key)} mean the same array")
         parts[part] = key
     return found
+
+
+def _saved_part(name: str, saved: Iterable[str]) -> tuple[str, str] | None:
+    """Return (module, part) of a tensor of a fully trained module, which is one of `saved` or below one; else None."""
+    found = _SAVED.fullmatch(_WRAPPER.sub("", name, count=1))
+    if found is None or "original_module" in name.split("."):
+        return None
+    is_saved = any(f".{one}." in f".{found['module']}." for one in saved)
+    return (found["module"], f"head_{found['part']}") if is_saved else None
 
 
 @dataclass(frozen=True)
@@ -236,7 +257,8 @@ class _Header:
         """Raise if the tensor is not a vector of `size` elements."""
         if self.tensors[key].shape != (size,):
             raise AdapterFormatError(
-                f"{self.at(key)} has shape {shown_value(self.tensors[key].shape)}; expected {(size,)}, as B implies"
+                f"{self.at(key)} has shape {shown_value(self.tensors[key].shape)}; expected {(size,)}, as its matrix "
+                "implies"
             )
 
 
@@ -249,6 +271,7 @@ class _Modules:
       magnitudes: Module name -> key of the magnitude, for all modules of a DoRA adapter.
       stacked: Module name -> how to read the tensors, for modules that hold all experts.
       ranks, alphas: Module name -> rank, and module name -> alpha.
+      heads: Module name -> keys of the weight and of the bias (None without one) of a saved head.
     """
 
     halves: Mapping[str, tuple[Kind, str, str]]
@@ -256,11 +279,13 @@ class _Modules:
     stacked: Mapping[str, Stacked]
     ranks: Mapping[str, int]
     alphas: Mapping[str, float]
+    heads: Mapping[str, tuple[str, str | None]]
 
 
 def _layout(keys: Mapping[str, Mapping[str, str]], header: _Header, config: PeftConfig) -> _Modules:
-    adapted = [module for module, parts in keys.items() if len(parts) > 1 or "base" not in parts]
-    if not adapted:
+    heads = _heads(keys, header, config)
+    adapted = [m for m, parts in keys.items() if m not in heads and (len(parts) > 1 or "base" not in parts)]
+    if not adapted and not heads:
         raise AdapterFormatError(
             f"{header.where}: holds no LoRA tensor (expected names such as 'q_proj.lora_A.weight')"
         )
@@ -286,7 +311,34 @@ def _layout(keys: Mapping[str, Mapping[str, str]], header: _Header, config: Peft
         halves = {name: halves[module] for module, name in names.items()}
         stacked = {read.name: read for read in found.values()}
     magnitudes = _magnitudes(keys, [m for m in adapted if m not in of_experts], header, config)
-    return _Modules(halves, magnitudes, stacked, config.ranks(halves), config.alphas(halves))
+    return _Modules(halves, magnitudes, stacked, config.ranks(halves), config.alphas(halves), heads)
+
+
+def _heads(
+    keys: Mapping[str, Mapping[str, str]], header: _Header, config: PeftConfig
+) -> dict[str, tuple[str, str | None]]:
+    """Return module name -> keys of the weight and the bias of each saved head."""
+    found: dict[str, tuple[str, str | None]] = {}
+    for module, parts in keys.items():
+        weight, bias = parts.get("head_weight"), parts.get("head_bias")
+        if weight is None and bias is None:
+            continue
+        if weight is None:
+            raise AdapterFormatError(
+                f"{header.where}: {shown(module)} is of modules_to_save and has a bias without a weight"
+            )
+        if others := parts.keys() - {"head_weight", "head_bias"}:
+            raise AdapterMismatchError(
+                f"{header.where}: {shown(module)} is fully trained (modules_to_save) and has "
+                f"{', '.join(sorted(others))} too; expected one of them"
+            )
+        found[module] = weight, bias
+    if config.modules_to_save and not found:
+        raise AdapterFormatError(
+            f"{header.where}: holds no tensor of modules_to_save in {CONFIG_FILE}, "
+            f"{shown_value(list(config.modules_to_save), 500)}"
+        )
+    return found
 
 
 def _magnitudes(
@@ -346,6 +398,15 @@ def _shapes(
         nbytes += math.prod(a) * a_dtype.itemsize + math.prod(b) * b_dtype.itemsize
     base = {m: _base(parts["base"], modules.get(m), header) for m, parts in keys.items() if "base" in parts}
     nbytes += sum(math.prod(weight.shape) * weight.dtype.itemsize for weight in base.values())
+    heads: dict[str, HeadShapes] = {}
+    for name, (weight, bias) in layout.heads.items():
+        outputs, inputs = header.matrix(weight, None, 0)
+        own = header.dtype(weight) if dtype is None else dtype
+        nbytes += outputs * inputs * own.itemsize
+        if bias is not None:
+            header.check_vector(bias, outputs)
+            nbytes += outputs * (header.dtype(bias) if dtype is None else dtype).itemsize
+        heads[name] = HeadShapes(outputs=outputs, in_features=inputs, biased=bias is not None, dtype=own)
     check_variants(header.where, modules, use_dora=config.use_dora, invocation_tokens=config.invocation_tokens)
     return AdapterShapes(
         name=adapter,
@@ -355,6 +416,8 @@ def _shapes(
         nbytes=nbytes,
         use_dora=config.use_dora,
         invocation_tokens=config.invocation_tokens,
+        heads=heads,
+        task_type=config.task_type,
     )
 
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from jlora.adapters.activation import check_invocation_tokens
 from jlora.adapters.escaping import kind_of, shown, shown_path, shown_value
@@ -55,7 +55,6 @@ _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "lora_bias": ("a bias on lora_B", _OFF_FALSE),
     "use_qalora": ("QALoRA", _OFF_FALSE),
     "bias": ("trained biases", (None, "none")),
-    "modules_to_save": ("fully trained modules", _OFF_EMPTY),
     "layer_replication": ("replicated layers", _OFF_EMPTY),
     "trainable_token_indices": ("trained token embeddings", _OFF_FALSE),
     "kasa_config": ("KaSA", _OFF_FALSE),
@@ -123,6 +122,7 @@ def _parse(raw: Mapping[str, Json], where: str) -> PeftConfig:
         base_model_name=_typed(raw, "base_model_name_or_path", str, None, where),
         task_type=_typed(raw, "task_type", str, None, where),
         ensure_weight_tying=_typed(raw, "ensure_weight_tying", bool, False, where),
+        modules_to_save=_modules_to_save(raw.get("modules_to_save"), f"{where}: field 'modules_to_save'"),
         experts=experts,
         unchecked=tuple(unchecked),
         peft_fields={
@@ -173,6 +173,7 @@ _SERVED = frozenset(
         "task_type",
         "init_lora_weights",
         "ensure_weight_tying",
+        "modules_to_save",
         *EXPERT_FIELDS,
     )
 )
@@ -288,6 +289,14 @@ def _invocation_tokens(value: Json, where: str) -> tuple[int, ...]:
     if value == []:  # plain LoRA on PEFT's layers, and never active on those of bitsandbytes
         raise AdapterFormatError(f"{where} is an empty list, which PEFT reads in two ways; expected token ids, or null")
     return check_invocation_tokens(value, where)
+
+
+def _modules_to_save(value: Json, where: str) -> tuple[str, ...]:
+    if any(type(value) is type(off) and value == off for off in _OFF_EMPTY):
+        return ()
+    if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
+        raise AdapterFormatError(f"{where} must be a list of names, found {shown_value(value)}")
+    return tuple(cast("list[str]", value))
 
 
 def _rank(value: Json, where: str) -> int:

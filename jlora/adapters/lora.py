@@ -1,7 +1,7 @@
 """LoRA of one module on the host: of a linear layer, an embedding, or all experts of one projection."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
 import ml_dtypes
@@ -131,6 +131,54 @@ class ExpertsLoRA:
 
 
 LoRA: TypeAlias = ModuleLoRA | ExpertsLoRA
+
+
+@dataclass(frozen=True, eq=False)
+class SavedHead:
+    """A fully trained linear layer of an adapter (PEFT's `modules_to_save`), such as a classifier.
+
+    It replaces the base layer: the output is `x @ weight.T + bias`.
+
+    Attributes:
+      weight: [outputs, K] float array.
+      bias: [outputs] float array; None for a layer without a bias.
+
+    Raises:
+      AdapterFormatError: `weight` is not a float matrix, or `bias` is not a float vector of its rows.
+    """
+
+    weight: Float[np.ndarray, "outputs K"]
+    bias: Float[np.ndarray, "outputs"] | None = None
+    kind: Literal["head"] = field(default="head", init=False, repr=False)
+
+    def __post_init__(self):
+        _check("SavedHead.weight", self.weight, 2, "a non-empty float NumPy matrix")
+        if self.bias is not None:
+            _check("SavedHead.bias", self.bias, 1, "a float NumPy vector")
+            if len(self.bias) != len(self.weight):
+                raise AdapterFormatError(
+                    f"SavedHead: bias {self.bias.shape} must have a value for each row of weight {self.weight.shape}"
+                )
+
+    @property
+    def outputs(self) -> int:
+        """Number of outputs, which are the labels of a classifier."""
+        return len(self.weight)
+
+    @property
+    def in_features(self) -> int:
+        """Number of input features K."""
+        return self.weight.shape[1]
+
+    @property
+    def biased(self) -> bool:
+        """True if the head has a bias."""
+        return self.bias is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight and the bias."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
 class _OfKind(Protocol):

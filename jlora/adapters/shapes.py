@@ -1,7 +1,7 @@
 """Shapes of an adapter, read from the header before any tensor."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -68,6 +68,23 @@ class ExpertsShapes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeadShapes:
+    """Shapes of a `SavedHead`.
+
+    Attributes:
+      outputs: Number of outputs.
+      in_features: Number of input features K.
+      biased: True if the head has a bias.
+      dtype: Dtype of the weight in the `Adapter`.
+    """
+
+    outputs: int
+    in_features: int
+    biased: bool
+    dtype: np.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
 class BaseShape:
     """Shape and dtype of a base weight, [V, D] or [N, K], stored with the adapter."""
 
@@ -87,6 +104,8 @@ class AdapterShapes:
       nbytes: Value of `Adapter.nbytes`.
       use_dora: Value of `Adapter.use_dora`. If True, each module has a magnitude (`ModuleLoRA.magnitude`).
       invocation_tokens: Value of `Adapter.invocation_tokens`.
+      heads: Dotted module name -> shapes, with the keys of `Adapter.heads`.
+      task_type: Value of `Adapter.task_type`.
     """
 
     name: str
@@ -96,3 +115,10 @@ class AdapterShapes:
     nbytes: int
     use_dora: bool = False
     invocation_tokens: tuple[int, ...] = ()
+    heads: Mapping[str, HeadShapes] = field(default_factory=dict[str, HeadShapes])
+    task_type: str | None = None
+
+    @property
+    def saved_outputs(self) -> dict[str, int]:
+        """Value of `Adapter.saved_outputs`."""
+        return {name: head.outputs for name, head in self.heads.items()}

@@ -21,6 +21,7 @@ from jlora.layers.specs import Doubt
 from jlora.sharding.rules import KernelSharding
 
 Blocks: TypeAlias = tuple[tuple[int, int], ...]
+HEAD = "jlora_head"  # prefix of the arrays of saved heads
 
 
 class SlotParam(nnx.Variable[jax.Array]):
@@ -229,7 +230,8 @@ class Site:
     Attributes:
       path: canonical dotted path of the layer in the model; ".attend" is appended for the logits use of an embedding.
       aliases: every dotted path that reaches the same layer, `path` first.
-      kind: "linear" (delta of a projection) or "embedding" (delta of a table lookup).
+      kind: "linear" (delta of a projection), "embedding" (delta of a table lookup) or "head" (replacement of a
+        projection by a saved head).
       spec: shapes and dtype of its slot arrays.
       parts: checkpoint name -> (first slice, number of slices) that it fills, for each alias.
       backend: the configured backend.
@@ -241,13 +243,16 @@ class Site:
       shared: for a product of experts, the sites of A and of B in the slots for adapters whose experts share one
         factor; () if there are no such slots. Each holds one factor, because the two have different rows. The site of
         the shared factor has no experts. Their `parts` are empty, since adapters name the product.
+      head: for a linear layer that saved heads can replace, the site of their weights; else None. Its A holds weights,
+        its B the biases (one column), and its true rank is the number of outputs, 0 without a head.
+      biased: True for a head whose layer has a bias.
       bitwise_base, batch_invariant: the configured options.
       row_group: the group of items that its rows belong to, "sequences" for rows declared as the batch's own, or None.
     """
 
     path: str
     aliases: tuple[str, ...]
-    kind: Literal["linear", "embedding"]
+    kind: Literal["linear", "embedding", "head"]
     spec: SlotSpec
     parts: Mapping[str, tuple[int, int]] = field(repr=False)
     backend: Backend
@@ -255,6 +260,8 @@ class Site:
     doubt: Doubt | None = None
     stamped: bool = False
     shared: "tuple[Site, ...]" = field(default=(), repr=False)
+    head: "Site | None" = field(default=None, repr=False)
+    biased: bool = False
     bitwise_base: bool = False
     batch_invariant: bool = False
     row_group: str | None = None
@@ -279,6 +286,11 @@ class Site:
     def with_shared(self) -> "tuple[Site, ...]":
         """This site and the sites of its shared slots."""
         return (self, *self.shared)
+
+    @property
+    def with_all(self) -> "tuple[Site, ...]":
+        """This site, the sites of its shared slots, and the site of its saved heads."""
+        return self.with_shared if self.head is None else (*self.with_shared, self.head)
 
     @property
     def stamps(self) -> str:

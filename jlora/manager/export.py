@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Float
 
 from jlora._compat import explicit_transfers
-from jlora.adapters import Adapter, ExpertsLoRA, ModuleLoRA
+from jlora.adapters import Adapter, ExpertsLoRA, ModuleLoRA, SavedHead
 from jlora.errors import LoRAError
 from jlora.layers.site import Site, as_brought
 from jlora.manager.packed_adapter import PackedAdapter, Placement
@@ -30,19 +30,23 @@ def export(packed: PackedAdapter, slot: int, modules: Mapping[Site, nnx.Module])
         by_site.setdefault(p.site, []).append(p)
     product = {half: site for site in modules for half in site.shared}
     read: dict[str, ModuleLoRA | ExpertsLoRA] = {}
+    heads: dict[str, SavedHead] = {}
     halves: dict[tuple[Site, int, int], list[_Half]] = {}  # (product site, layer, first slice) -> factors
     for site, placements in by_site.items():
         factors = _slot(site, slot, modules[site])
         for p in placements:
             found = [factor[p.row] for factor in factors]
-            if site.spec.whole:
+            if site.kind == "head":
+                heads[p.module] = SavedHead(_a(p, found[0]), _b(p, found[1])[0] if site.biased else None)
+            elif site.spec.whole:
                 read[p.module] = _module(packed.name, p, *found)
             else:
                 key = product[site], p.row // (site.spec.experts or 1), p.first
                 halves.setdefault(key, []).append(_Half(p, *found))
     read |= dict(_experts(of_one) for of_one in halves.values())
     names = dict.fromkeys(p.module for p in packed.placements)
-    return replace(about, modules={name: read[name] for name in names if name in read}, fingerprint=None)
+    ordered = {name: read[name] for name in names if name in read}
+    return replace(about, modules=ordered, heads=heads, fingerprint=None)
 
 
 class _Half(NamedTuple):
@@ -78,7 +82,8 @@ def _module(name: str, p: Placement, a: Float[np.ndarray, "n R K"], b: Float[np.
             f"adapter {name!r}: {p.module} is one factor A for {p.count} slices of {p.site.path!r}, and training made "
             "them differ; train with one module for each slice"
         )
-    return ModuleLoRA(a=_a(p, a), b=_b(p, b), kind=p.site.kind, alpha=p.alpha, scaling=p.scaling, magnitude=p.magnitude)
+    kind = "embedding" if p.site.kind == "embedding" else "linear"
+    return ModuleLoRA(a=_a(p, a), b=_b(p, b), kind=kind, alpha=p.alpha, scaling=p.scaling, magnitude=p.magnitude)
 
 
 def _experts(halves: Sequence[_Half]) -> tuple[str, ExpertsLoRA]:

@@ -1,9 +1,12 @@
 """Checks of an adapter against the model by names, kinds, ranks and shapes, before its tensors are read."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
-from jlora.adapters import Adapter, BaseShape
+import numpy as np
+
+from jlora.adapters import Adapter, AdapterShapes, BaseShape, HeadShapes, SavedHead
 from jlora.adapters.checkpoint import all_finite
 from jlora.adapters.expert_formats import decide_exchanged
 from jlora.adapters.lora import ExpertsLoRA
@@ -40,7 +43,20 @@ def describe(name: str, path: str | None) -> str:
     return f"adapter {name!r}" + (f" ({path})" if path else "")
 
 
-def place(where: str, modules: Mapping[str, Shapes], index: SiteIndex, *, dora: bool = False) -> dict[str, Place]:
+def read_as(where: str, adapter: Adapter | AdapterShapes, index: SiteIndex) -> SiteIndex:
+    """Return the index that finds the names of an adapter (`SiteIndex.read_as`)."""
+    named = [(module.kind, name) for name, module in adapter.modules.items()]
+    return index.read_as(where, [*named, *(("head", name) for name in adapter.heads)], adapter.task_type)
+
+
+def place(
+    where: str,
+    modules: Mapping[str, Shapes],
+    index: SiteIndex,
+    *,
+    heads: Mapping[str, SavedHead | HeadShapes] = MappingProxyType({}),
+    dora: bool = False,
+) -> dict[str, Place]:
     """Return module name -> its place in the model, without modules that the model skips.
 
     For a module of all experts, the row of the place is that of the first expert.
@@ -48,9 +64,10 @@ def place(where: str, modules: Mapping[str, Shapes], index: SiteIndex, *, dora: 
     Raises:
       AdapterMismatchError: The adapter has no module or only skipped ones, a module that the model lacks, a rank above
         max_lora_rank, shapes that differ from the model's, two modules for the same slice, or, with `dora`, a module of
-        an embedding or of experts.
+        an embedding or of experts; or a saved head of more outputs than max_saved_outputs, of other features, or that
+        has a bias where the layer has none, or none where it has one.
     """
-    if not modules:
+    if not (modules or heads):
         raise AdapterMismatchError(f"{where} brings no LoRA weights: expected at least one module, found none")
     problems: list[str] = []
     too_large: dict[int, dict[str, int]] = {}  # max_lora_rank -> the modules of larger ranks
@@ -81,10 +98,34 @@ def place(where: str, modules: Mapping[str, Shapes], index: SiteIndex, *, dora: 
             problems.append(f"{name}: fills {which}, which {taken[clash]} fills too")
             continue
         placed[name] = found
+    for name, head in heads.items():
+        if index.skips(name):
+            continue
+        found = index.find("head", name)
+        problem = found if isinstance(found, str) else _head_misfit(found[0], head)
+        if problem is not None:
+            problems.append(f"{name}: {problem}")
+        elif not isinstance(found, str):
+            placed[name] = found
     refuse(where, [*map(too_large_rank, too_large.values(), too_large), *problems])
     if not placed:
         raise AdapterMismatchError(f"{where} brings weights for skipped modules only: nothing of it would be served")
     return placed
+
+
+def _head_misfit(site: Site, head: SavedHead | HeadShapes) -> str | None:
+    """Return why a saved head cannot replace the layer of its site, or None if it can."""
+    limit = site.spec.max_rank
+    if head.in_features != site.spec.in_features:
+        return f"the saved head has {head.in_features} input features, and {site.path!r} has {site.spec.in_features}"
+    if head.outputs > limit:
+        return too_many_outputs(head.outputs, limit)
+    if head.biased != site.biased:
+        return (
+            f"the saved head has {'a' if head.biased else 'no'} bias, and {site.path!r} has "
+            f"{'one' if site.biased else 'none'}"
+        )
+    return None
 
 
 def _kind(site: Site) -> str:
@@ -125,6 +166,14 @@ def too_large_rank(modules: Mapping[str, int], limit: int) -> str:
     )
 
 
+def too_many_outputs(outputs: int, limit: int) -> str:
+    """Return the message for a saved head of more outputs than `max_saved_outputs`."""
+    return (
+        f"the saved head has {outputs} outputs, above max_saved_outputs={limit}; raise it: "
+        f"LoRAConfig(max_saved_outputs={outputs})"
+    )
+
+
 def refuse(where: str, problems: list[str]) -> None:
     """Raise AdapterMismatchError with the first 8 problems, if there are any."""
     if problems:
@@ -158,10 +207,15 @@ def _experts_misfit(site: Site, module: ExpertsLoRA | ExpertsShapes, first: int,
 
 
 def check_finite(where: str, adapter: Adapter) -> None:
-    """Raise AdapterFormatError if a factor holds NaN or infinity."""
+    """Raise AdapterFormatError if a factor or a saved head holds NaN or infinity."""
+    arrays: dict[str, Sequence[tuple[str, np.ndarray]]] = {}
     for name, module in adapter.modules.items():
         magnitude = getattr(module, "magnitude", None)
         factors = (("A", module.a), ("B", module.b), *([] if magnitude is None else [("magnitude", magnitude)]))
+        arrays[name] = factors
+    for name, head in adapter.heads.items():
+        arrays[name] = (("weight", head.weight), *([] if head.bias is None else [("bias", head.bias)]))
+    for name, factors in arrays.items():
         for label, factor in factors:
             if not all_finite(factor):
                 raise AdapterFormatError(

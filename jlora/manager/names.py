@@ -3,10 +3,10 @@
 import functools
 import itertools
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Any, TypeAlias
 
-from jlora.errors import LoRAUsageError
+from jlora.errors import AdapterMismatchError, LoRAUsageError
 from jlora.layers.site import Site, SlotSpec
 from jlora.layers.specs import own_attribute
 from jlora.layers.wrap.select import Nearest
@@ -36,12 +36,25 @@ def name_rules(name_map: NameMap | None) -> NameRules:
     return tuple(rules)
 
 
-class SiteIndex:
-    """Index from checkpoint names to the sites of one wrapped model."""
+# PEFT's task types whose adapters are trained on a model that may lack, or be, the causal model's trunk `model`.
+_TRUNK_TASKS = ("FEATURE_EXTRACTION", "SEQ_CLS")
+_TRUNK = "model."
 
-    def __init__(self, wrapped: WrappedModel, rules: NameRules):
+
+class SiteIndex:
+    """Index from checkpoint names to the sites of one wrapped model.
+
+    Args:
+      wrapped: The wrapped model.
+      rules: The compiled rules of the name map.
+      reading: "" to read names as they are, "add" to add the trunk's name `model.` in front of the names of LoRA
+        modules that lack it, or "remove" to remove it.
+    """
+
+    def __init__(self, wrapped: WrappedModel, rules: NameRules, reading: str = ""):
         self._wrapped = wrapped
         self._rules = rules
+        self._reading = reading
         self._sites: dict[tuple[str, str], list[Site]] = {}
         for site in wrapped.modules:
             for name in site.parts:
@@ -68,6 +81,48 @@ class SiteIndex:
                 break
         return ".".join(self._aliases.get(part, part) for part in name.split(".")) if self._aliases else name
 
+    def read_as(self, where: str, names: Collection[tuple[str, str]], task_type: str | None) -> "SiteIndex":
+        """Return the index that finds all names of an adapter.
+
+        Names of adapters for feature extraction and sequence classification may have the trunk's name `model.` in front
+        or lack it. They are read as they are, with it, or without it, whichever fits all of them. Other adapters have
+        one reading. If no reading fits, names are read as they are, and `find` returns the reasons.
+
+        Args:
+          where: Description of the adapter, for messages.
+          names: (kind, name) of all modules of the adapter.
+          task_type: PEFT's task type.
+
+        Raises:
+          AdapterMismatchError: Several readings fit, and refer to different layers.
+        """
+        if task_type not in _TRUNK_TASKS:
+            return self
+        fitting: dict[Hashable, SiteIndex] = {}
+        for index in (self, *self._other_readings):
+            places = tuple(tuple(index._hits(kind, name)) for kind, name in names if not index.skips(name))
+            if all(places):
+                fitting.setdefault(places, index)
+        if len(fitting) > 1:
+            name = next(name for _, name in names)
+            raise AdapterMismatchError(
+                f"{where}: task type {task_type}: its names, such as {name!r}, fit the model both with and without "
+                f"{_TRUNK!r} in front; say which with name_map"
+            )
+        return next(iter(fitting.values()), self)
+
+    @functools.cached_property
+    def _other_readings(self) -> tuple["SiteIndex", ...]:
+        return tuple(SiteIndex(self._wrapped, self._rules, reading) for reading in ("add", "remove"))
+
+    def _read(self, kind: str, name: str) -> str:
+        """Return a checkpoint name as it is read here, in the names of the model."""
+        if self._reading == "add" and kind != "head" and not name.startswith(_TRUNK):
+            name = _TRUNK + name
+        elif self._reading == "remove" and kind != "head":
+            name = name.removeprefix(_TRUNK)
+        return self.model_name(name)
+
     def skips(self, name: str) -> bool:
         """Return whether the module `name` matches a skip pattern, and count it if so."""
         return self._wrapped.skips(name)
@@ -86,14 +141,14 @@ class SiteIndex:
         if hits:
             places = ", ".join(repr(site.path) for site, *_ in hits)
             return f"it could belong to any of {places}; name one of them with name_map"
-        return self._reason(kind, self.model_name(name))
+        return self._reason(kind, self._read(kind, name))
 
     def _search(self, kind: str, name: str) -> list[Place]:
         """Return all places that a checkpoint name can refer to."""
         hits: list[Place] = []
         all_experts = kind == "experts"
         # Stacked layers or experts are one module, so checkpoint names have integer components that paths lack.
-        for numbers, short in _without_numbers(self.model_name(name), self._indices[all_experts]):
+        for numbers, short in _without_numbers(self._read(kind, name), self._indices[all_experts]):
             for site in self._sites.get(("linear" if all_experts else kind, short), ()):
                 if (row := _row(site.spec, numbers, all_experts)) is not None:
                     hits.append((site, row, *site.parts[short]))
@@ -104,6 +159,11 @@ class SiteIndex:
         for alias in (name, f"{name}.attend", *(short for _, short in _without_numbers(name))):
             if alias in self._wrapped.unwrapped:
                 return f"{name!r} is not wrapped: {self._wrapped.unwrapped[alias]}"
+        if kind == "head":
+            heads = sorted(repr(known) for other, known in self._sites if other == kind)
+            return f"{name!r} is no layer that a saved head can replace (LoRAConfig.saved_heads); those are " + (
+                ", ".join(heads[:8]) or "none"
+            )
         other = "embedding" if kind == "linear" else "linear"
         if (other, name) in self._sites:
             return f"{name!r} takes {other} weights, and these are {kind} weights"

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +35,7 @@ class Placement:
       row: Row of the site, which is a layer of a stack, an expert, or 0 if the site has a single row.
       first: The first output slice.
       count: Number of output slices.
-      rank: Rank of the module.
+      rank: Rank of the module; the number of outputs of a saved head.
       alpha: `lora_alpha` of PEFT.
       scaling: Scaling of PEFT.
       magnitude: `ModuleLoRA.magnitude` of a DoRA adapter as float32, else None.
@@ -51,6 +52,11 @@ class Placement:
     magnitude: Float[np.ndarray, "N"] | None = field(default=None, compare=False, repr=False)
 
 
+def largest_rank(placements: Iterable[Placement]) -> int:
+    """Return the largest rank of the LoRA modules, 0 if all are saved heads."""
+    return max((p.rank for p in placements if p.site.kind != "head"), default=0)
+
+
 @dataclass(eq=False)
 class PackedAdapter:
     """One version of one adapter. Compared by identity.
@@ -62,7 +68,7 @@ class PackedAdapter:
       blocks: Its factors, packed in the layout in which slots are written. The tuple is replaced, never mutated.
         Experts on devices of other processes are zeros, which take no memory.
       ranks: (true rank, scale) of each output slice of every site, in the order of the pool (`rank_table`).
-      rank: The largest rank.
+      rank: The largest rank of a LoRA module.
       magnitudes: Factor of each output column of every site, in the order of the pool (`magnitudes_of`); None if all
         are 1.
       about: The adapter without its arrays, for the metadata of an export.
@@ -73,6 +79,7 @@ class PackedAdapter:
       copying: True during that copy. If the copy fails, the blocks stay on the device and the adapter in its slot.
       ahead: Its blocks if they are already on the device, for the next write.
       update_plan: Plan of the last update from device arrays, reused for the same names and shapes.
+      saved_outputs: Module name -> number of outputs of its saved head.
       sites: The sites that it has weights for.
       slots: The slots that can hold it, which are those common to all of its sites.
     """
@@ -92,11 +99,13 @@ class PackedAdapter:
     copying: bool = False
     ahead: tuple[Block, ...] | None = None
     update_plan: Any = None
+    saved_outputs: dict[str, int] = field(init=False)
     sites: frozenset[Site] = field(init=False)
     slots: range = field(init=False)
 
     def __post_init__(self) -> None:
         self.sites = _one_of(frozenset(placement.site for placement in self.placements))
+        self.saved_outputs = {p.module: p.rank for p in self.placements if p.site.kind == "head"}
         of_sites = {site.spec.slots for site in self.sites}
         self.slots = range(max((s.start for s in of_sites), default=0), min((s.stop for s in of_sites), default=0))
 

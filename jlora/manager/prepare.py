@@ -377,9 +377,9 @@ class Batches:
             if packed is not None:
                 self._check_served(packed)
                 found[name] = packed
-        if any(packed.magnitudes is not None for packed in found.values()):
+        if any(packed.magnitudes is not None or packed.saved_outputs for packed in found.values()):
             for parts in args.parts.values():
-                _check_dora(found, parts)
+                _check_alone(found, parts)
         if any(packed.invocation_tokens for packed in found.values()):
             for parts in args.parts.values():
                 _invocation(found, parts)
@@ -459,12 +459,18 @@ class Batches:
         return lease
 
 
-def _check_dora(loaded: Mapping[Name, PackedAdapter], parts: Parts) -> None:
-    """Raise LoRAUsageError if a sequence takes a DoRA adapter with a factor or beside another adapter."""
+def _check_alone(loaded: Mapping[Name, PackedAdapter], parts: Parts) -> None:
+    """Raise LoRAUsageError if a DoRA adapter, or one with a saved head, has a factor or another adapter beside it."""
     for name, scale in parts:
-        if name in loaded and loaded[name].magnitudes is not None and (len(parts) > 1 or scale != 1):
+        packed = loaded.get(name)
+        if (
+            packed is not None
+            and (packed.magnitudes is not None or packed.saved_outputs)
+            and (len(parts) > 1 or scale != 1)
+        ):
+            kind = "a DoRA adapter" if packed.magnitudes is not None else "an adapter with a saved head"
             raise LoRAUsageError(
-                f"prepare: {loaded[name].name!r} is a DoRA adapter, which is served alone and with the factor 1, and "
+                f"prepare: {packed.name!r} is {kind}, which is served alone and with the factor 1, and "
                 f"the sequence takes {len(parts)} adapters with the factors {[scale for _, scale in parts]}"
             )
 

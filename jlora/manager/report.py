@@ -35,6 +35,7 @@ class AdapterInfo:
       base_model_name: base model named in the adapter's files; None if unknown.
       invocation_tokens: token ids that activate an activated LoRA (`jlora.active_from`); empty for a plain adapter, and
         None if evicted.
+      saved_outputs: module name -> number of outputs (labels) of its saved head; None if evicted.
     """
 
     name: str
@@ -49,6 +50,7 @@ class AdapterInfo:
     request: LoRARequest | None
     base_model_name: str | None
     invocation_tokens: tuple[int, ...] | None
+    saved_outputs: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ def _record(
         request=packed.request,
         base_model_name=None if packed.about is None else packed.about.base_model_name,
         invocation_tokens=packed.invocation_tokens,
+        saved_outputs=packed.saved_outputs,
     )
 
 

@@ -41,11 +41,11 @@ from jlora.errors import (
     NoFreeSlotError,
 )
 from jlora.manager.blocks import Row, bits_of, pack, unpack
-from jlora.manager.fit import too_large_rank
+from jlora.manager.fit import too_large_rank, too_many_outputs
 from jlora.manager.host import Host
 from jlora.manager.host_cache import HostCache
 from jlora.manager.locks import StateLock
-from jlora.manager.packed_adapter import PackedAdapter, Placement
+from jlora.manager.packed_adapter import PackedAdapter, Placement, largest_rank
 from jlora.manager.packing import rank_table
 from jlora.manager.slot_table import SlotTable
 from jlora.manager.stage import check_variant
@@ -334,8 +334,10 @@ def _read_weights(folder: Path, entry: _Entry, same_layers: bool, slots: SlotTab
         for i, (module, path, prefix, *rest) in enumerate(header["placements"])
     )
     for p in placements:
-        if p.rank > p.site.spec.max_rank:
-            raise AdapterMismatchError(f"{where}: {too_large_rank({p.module: p.rank}, p.site.spec.max_rank)}")
+        if p.rank > (limit := p.site.spec.max_rank):
+            of_head = p.site.kind == "head"
+            problem = too_many_outputs(p.rank, limit) if of_head else too_large_rank({p.module: p.rank}, limit)
+            raise AdapterMismatchError(f"{where}: {problem}")
     factors: dict[Row, tuple[np.ndarray, np.ndarray]] = {}
     for i, row in enumerate(_ranks(placements)):
         a, b = (arrays[f"{i}.{half}"].view(row[0].spec.dtype) for half in "ab")
@@ -344,17 +346,16 @@ def _read_weights(folder: Path, entry: _Entry, same_layers: bool, slots: SlotTab
         factors[row] = a, b
     fields: Any = {key: tuple(v) if is_list_or_tuple(v) else v for key, v in header["about"].items()}
     about = Adapter(name=entry.name, modules={}, **fields)
-    dora = any(p.magnitude is not None for p in placements)
-    check_variant(where, host.config, dora=dora, invocation_tokens=about.invocation_tokens)
     packed = PackedAdapter(
         name=entry.name,
         version=entry.version,
         placements=placements,
         blocks=pack(pool.chunks, factors),
         ranks=rank_table(pool.sites, placements),
-        rank=max(p.rank for p in placements),
+        rank=largest_rank(placements),
         about=about,
     )
+    check_variant(where, host.config, packed)
     return host.measured(packed)
 
 

@@ -4,19 +4,21 @@ It runs on any thread without a lock and does not use the cache. The magnitudes 
 (`jlora.manager.magnitudes`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
-from jlora.adapters import Adapter, AdapterShapes
+import numpy as np
+
+from jlora.adapters import Adapter, AdapterShapes, ModuleLoRA
 from jlora.adapters.adapter import open_adapter
 from jlora.adapters.lora import LoRA
 from jlora.adapters.resolve import AdapterFolder
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterMismatchError
 from jlora.layers.wrap.wrapped import WrappedModel
-from jlora.manager.fit import check_base_shapes, check_finite, describe, own_experts, place
+from jlora.manager.fit import check_base_shapes, check_finite, describe, own_experts, place, read_as
 from jlora.manager.names import Place, SiteIndex
-from jlora.manager.packed_adapter import PackedAdapter
+from jlora.manager.packed_adapter import PackedAdapter, largest_rank
 from jlora.manager.packing import pack_modules, rank_table
 from jlora.manager.slot_arrays import SlotArrays
 
@@ -41,12 +43,13 @@ def pack_files(
     where = describe(request.name, request.path)
     with open_adapter(found) as opened:
         shapes = opened.shapes
-        check_variant(where, config, dora=shapes.use_dora, invocation_tokens=shapes.invocation_tokens)
+        check_variant(where, config, shapes)
         _check_request(where, request, shapes)
-        placed = place(where, shapes.modules, index, dora=shapes.use_dora)
+        index = read_as(where, shapes, index)
+        placed = place(where, shapes.modules, index, heads=shapes.heads, dora=shapes.use_dora)
         check_base_shapes(where, shapes.base_weights, index)
         adapter = opened.read(own_experts(shapes.modules, placed), allow_nonfinite=config.allow_nonfinite)
-    modules, adapter = dict(adapter.modules), replace(adapter, modules={})
+    modules, adapter = _modules(adapter), replace(adapter, modules={}, heads={})
     return _pack(where, adapter, modules, placed, request, wrapped, index, pool)
 
 
@@ -60,20 +63,26 @@ def pack_in_memory(
       AdapterMismatchError: The adapter does not fit the model, or `config` does not serve DoRA or aLoRA.
     """
     where = describe(adapter.name, None)
-    check_variant(where, config, dora=adapter.use_dora, invocation_tokens=adapter.invocation_tokens)
+    check_variant(where, config, adapter)
     if not config.allow_nonfinite:  # files are checked while they are read
         check_finite(where, adapter)
-    placed = place(where, adapter.modules, index, dora=adapter.use_dora)
-    return _pack(where, adapter, dict(adapter.modules), placed, None, wrapped, index, pool)
+    index = read_as(where, adapter, index)
+    placed = place(where, adapter.modules, index, heads=adapter.heads, dora=adapter.use_dora)
+    return _pack(where, adapter, _modules(adapter), placed, None, wrapped, index, pool)
 
 
-def check_variant(where: str, config: LoRAConfig, *, dora: bool, invocation_tokens: Sequence[int]) -> None:
-    """Raise AdapterMismatchError if the manager does not serve a DoRA or an activated LoRA (aLoRA) adapter."""
-    if dora and not config.dora:
+def check_variant(where: str, config: LoRAConfig, adapter: Adapter | AdapterShapes | PackedAdapter) -> None:
+    """Raise AdapterMismatchError if `config` does not serve DoRA, activated LoRA (aLoRA) or saved heads."""
+    if adapter.use_dora and not config.dora:
         raise AdapterMismatchError(
             f"{where} is a DoRA adapter; LoRAConfig(dora=True) serves it, or jlora serve --dora-loras"
         )
-    if invocation_tokens and not config.activated:
+    if (saved := adapter.saved_outputs) and not config.max_saved_outputs:
+        raise AdapterMismatchError(
+            f"{where} has a fully trained module (modules_to_save), {next(iter(saved))!r}; "
+            f"LoRAConfig(max_saved_outputs={max(saved.values())}) serves a head of that many outputs"
+        )
+    if adapter.invocation_tokens and not config.activated:
         raise AdapterMismatchError(
             f"{where} is an activated LoRA (aLoRA); LoRAConfig(activated=True) serves it, or jlora serve "
             "--activated-loras"
@@ -95,6 +104,20 @@ def _check_request(where: str, request: LoRARequest, shapes: AdapterShapes) -> N
         )
 
 
+def _modules(adapter: Adapter) -> dict[str, LoRA]:
+    """Return the modules of an adapter, with each saved head as the two factors that its site holds."""
+    heads = {
+        name: ModuleLoRA(
+            a=head.weight,
+            b=np.zeros((1, head.outputs), np.float32) if head.bias is None else head.bias[None],
+            alpha=1.0,
+            scaling=1.0,
+        )
+        for name, head in adapter.heads.items()
+    }
+    return {**adapter.modules, **heads}
+
+
 def _pack(
     where: str,
     adapter: Adapter,
@@ -106,7 +129,6 @@ def _pack(
     pool: SlotArrays,
 ) -> PackedAdapter:
     """Cast and pack the modules of an adapter. They are removed from `modules`, so that their memory is freed early."""
-    rank = max(module.rank for module in modules.values())
     placements, blocks = pack_modules(where, modules, placed, adapter.base_weights, wrapped, index, pool.chunks)
     return PackedAdapter(
         name=adapter.name,
@@ -114,7 +136,7 @@ def _pack(
         placements=placements,
         blocks=blocks,
         ranks=rank_table(pool.sites, placements),
-        rank=rank,
+        rank=largest_rank(placements),
         about=replace(adapter, modules={}, base_weights={}),
         request=None if request is None else replace(request, load_inplace=False),
         key=None if request is None else adapter.fingerprint,  # arrays in memory can differ from the files

@@ -11,7 +11,7 @@ from jlora.adapters import Adapter, AdapterShapes, BaseShape
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.layers.wrap.apply import survey
 from jlora.layers.wrap.wrapped import LayerInfo
-from jlora.manager.fit import check_base_shapes, describe, place
+from jlora.manager.fit import check_base_shapes, describe, place, read_as
 from jlora.manager.names import NameMap, SiteIndex, name_rules
 from jlora.manager.stage import check_variant
 
@@ -61,17 +61,19 @@ class Survey:
         """
         if isinstance(adapter, Adapter):
             where = describe(adapter.name, None)
-            check_variant(where, self._config, dora=adapter.use_dora, invocation_tokens=adapter.invocation_tokens)
-            place(where, adapter.modules, self._index, dora=adapter.use_dora)
+            check_variant(where, self._config, adapter)
+            index = read_as(where, adapter, self._index)
+            place(where, adapter.modules, index, heads=adapter.heads, dora=adapter.use_dora)
             weights = {name: BaseShape(shape=w.shape, dtype=w.dtype) for name, w in adapter.base_weights.items()}
-            check_base_shapes(where, weights, self._index)
+            check_base_shapes(where, weights, index)
             return
         where = describe(adapter.name, adapter.path)
 
         def check(shapes: AdapterShapes) -> None:
-            check_variant(where, self._config, dora=shapes.use_dora, invocation_tokens=shapes.invocation_tokens)
-            place(where, shapes.modules, self._index, dora=shapes.use_dora)
-            check_base_shapes(where, shapes.base_weights, self._index)
+            check_variant(where, self._config, shapes)
+            index = read_as(where, shapes, self._index)
+            place(where, shapes.modules, index, heads=shapes.heads, dora=shapes.use_dora)
+            check_base_shapes(where, shapes.base_weights, index)
             raise _Fits
 
         with contextlib.suppress(_Fits):

@@ -17,7 +17,7 @@ from jlora.adapters.peft_config import scaling_of
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageError
 from jlora.manager.blocks import Block, Row, pack, unpack
 from jlora.manager.casting import check_scaling, in_slot_dtype
-from jlora.manager.packed_adapter import PackedAdapter, Placement
+from jlora.manager.packed_adapter import PackedAdapter, Placement, largest_rank
 from jlora.manager.packing import rank_table
 from jlora.manager.slot_arrays import SlotArrays
 from jlora.manager.update_on_device import NewFactors, UpdatePlan, blocks_on_device, plan_update
@@ -64,7 +64,7 @@ def updated(
         same.on_host = same.copying = False
         return same, written
     had = {placement.module: placement for placement in packed.placements}
-    parts = _parts(names, where)
+    parts = _parts(names, where, tuple(packed.saved_outputs))
     news = [_check(where, had.get(module), packed, module, keys, arrays) for module, keys in parts.items()]
     changed = {new.placement.module: new for new in news}
     placements = tuple(changed[p.module].placement if p.module in changed else p for p in packed.placements)
@@ -95,7 +95,7 @@ def updated(
         placements=placements,
         blocks=(*kept, *written),
         ranks=rank_table(pool.sites, placements),
-        rank=max(p.rank for p in placements),
+        rank=largest_rank(placements),
         request=None,
         key=None,
         on_host=not on_device,
@@ -112,8 +112,8 @@ def to_host(blocks: Sequence[Block]) -> tuple[Block, ...]:
 
 
 @functools.lru_cache(maxsize=8)  # a training loop updates the same names every time
-def _parts(names: tuple[str, ...], where: str) -> Mapping[str, Mapping[str, str]]:
-    return sorted_keys(names, where)
+def _parts(names: tuple[str, ...], where: str, heads: tuple[str, ...]) -> Mapping[str, Mapping[str, str]]:
+    return sorted_keys(names, where, heads)
 
 
 def _check(
@@ -132,6 +132,10 @@ def _check(
     if placement is None:
         raise AdapterMismatchError(f"{at}: the adapter has no such module; update_adapter changes those that it has")
     site = placement.site
+    if site.kind == "head":
+        raise AdapterMismatchError(
+            f"{at}: a saved head is not changed by update_adapter; load the adapter anew with load_inplace=True"
+        )
     names = ("lora_embedding_A", "lora_embedding_B") if site.kind == "embedding" else ("lora_A", "lora_B")
     halves = (site.spec.in_features, site.spec.out_features)
     held = [name for name, size in zip(names, halves, strict=True) if size]

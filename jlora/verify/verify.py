@@ -23,7 +23,7 @@ from jlora.layers.forward.batch_shape import batch_shape
 from jlora.layers.forward.context import opening
 from jlora.layers.forward.forward_record import ForwardRecord
 from jlora.layers.forward.group_shape import GroupShape, group_shapes
-from jlora.layers.site import Site, SlotSpec
+from jlora.layers.site import HEAD, Site, SlotSpec, delete_attribute
 from jlora.layers.specs import LinearSpec
 from jlora.layers.wrap.wrapped import WrappedModel, spec_of
 from jlora.sharding.put import put, whole
@@ -223,7 +223,7 @@ class _Probe:
         self.wrapped, self.forward, self.inputs, self.layout = wrapped, forward, inputs, layout
         self.rng = np.random.default_rng(seed)
         # The factors that experts share are added to the same rows, so checking the other factors suffices.
-        self.sites = tuple(site for site in wrapped.modules if site.spec.whole)
+        self.sites = tuple(site for site in wrapped.modules if site.spec.whole and site.kind != "head")
         self.names = _NAMES[: min(site.spec.num_slots for site in self.sites)]
         self.exact = frozenset(site for site in self.sites if is_exact(wrapped, site))
         self.rows_only = frozenset(self.sites) - self.exact - set(filter(self._can_dequantize, self.sites))
@@ -276,6 +276,8 @@ class _Probe:
         """Return the outputs of one mixed batch, with factors only in `sites`."""
         chosen = set(sites)
         copy, layers = wrapped_copy(self.wrapped)
+        for site in self.sites:
+            delete_attribute(layers[site], f"{HEAD}_site")  # no saved heads here: merged weights have none
         for site in self.sites:
             arrays = self._random(site, layers[site]) if site in chosen else self._zeros(site, layers[site])
             for attribute, array in zip(site.attributes, arrays, strict=True):

@@ -80,7 +80,6 @@ def test_inits_that_keep_the_base(read, init):
 REFUSED = {
     "lora_bias": (True, "bias"),
     "bias": ("all", "trained biases"),
-    "modules_to_save": (["embed_tokens"], "fully trained modules"),
     "layer_replication": ([[0, 4], [2, 5]], "replicated layers"),
     "target_parameters": (["mlp.experts.gate_up_proj", "q_proj.weight"], "bare parameters"),
     "trainable_token_indices": ([0, 1], "token embeddings"),
@@ -162,7 +161,6 @@ def test_target_modules_missing(read, drop):
     [
         *(("lora_bias", value) for value in (0, 0.0, "")),
         *(("bias", value) for value in (False, 0, "", "NONE")),
-        *(("modules_to_save", value) for value in (0, 0.0, "", True)),
         *(("layer_replication", value) for value in (0, 0.0, "")),
         *(("kasa_config", value) for value in (0, 0.0, "", [])),
     ],
@@ -171,6 +169,18 @@ def test_a_value_equal_to_off_but_of_another_type_is_refused(read, field, value)
     """To Python 0 == False; to PEFT some of these switch a feature on, so none is taken for off."""
     with pytest.raises(AdapterMismatchError, match=f"'{field}' is {re.escape(repr(value))}"):
         read(**{field: value})
+
+
+@pytest.mark.parametrize("value", [0, 0.0, "", True, "score", ["score", 1], [""], {"score": 1}])
+def test_modules_to_save_must_be_names(read, value):
+    with pytest.raises(AdapterFormatError, match="'modules_to_save' must be a list of names"):
+        read(modules_to_save=value)
+
+
+@pytest.mark.parametrize("value", [None, False, [], {}])
+def test_no_modules_to_save(read, value):
+    assert read(modules_to_save=value).modules_to_save == ()
+    assert read(modules_to_save=["score", "a.classifier"]).modules_to_save == ("score", "a.classifier")
 
 
 # ---- not checked

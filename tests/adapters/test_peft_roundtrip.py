@@ -298,7 +298,6 @@ def test_converted_inits_are_served_and_unconverted_are_not(tmp_path, init):
 REFUSED = {
     "lora_bias": {"lora_bias": True},
     "bias": {"bias": "lora_only"},
-    "modules_to_save": {"modules_to_save": ["lm_head"]},
     "layer_replication": {"layer_replication": [[0, 2], [1, 3]]},
     "trainable_token_indices": {"trainable_token_indices": [0, 3]},
     "velora_config": {"velora_config": {"num_groups": 4}},

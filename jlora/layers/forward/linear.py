@@ -16,9 +16,10 @@ from jlora.errors import LoRAError
 from jlora.layers.einsum import EinsumRows
 from jlora.layers.forward.delta import add_delta
 from jlora.layers.forward.fused_base import can_fuse, fused_base
+from jlora.layers.forward.heads import replace_rows
 from jlora.layers.forward.mesh import parts_of
 from jlora.layers.forward.scope import enter_site
-from jlora.layers.site import Site
+from jlora.layers.site import HEAD, Site
 from jlora.layers.specs import LinearSpec, Restore
 
 
@@ -31,7 +32,8 @@ def linear_methods(cls: type, name: str) -> Callable[..., Any]:
     def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         site: Site = vars(self)["jlora_site"]
         scope = enter_site(site, self)
-        if scope is not None and can_fuse(cls, self, site, args, kwargs):
+        head: Site | None = vars(self).get(f"{HEAD}_site")
+        if scope is not None and head is None and can_fuse(cls, self, site, args, kwargs):
             return fused_base(cls, self, site, scope, args, kwargs)
         y = own(self, *args, **kwargs)
         if scope is None:
@@ -46,7 +48,13 @@ def linear_methods(cls: type, name: str) -> Callable[..., Any]:
             if isinstance(error, LoRAError):
                 raise LoRAError(f"{site.path}: {error}") from error
             raise
-        return restore(add_delta(self, site, scope, base, x, spec, bias=bias))
+        if head is not None and is_list_or_tuple(y):
+            raise LoRAError(
+                f"{site.path}: a saved head replaces the whole output of a layer, and this one returns its bias beside "
+                "it; leave it out of LoRAConfig.saved_heads"
+            )
+        out = add_delta(self, site, scope, base, x, spec, bias=bias)
+        return restore(out if head is None else replace_rows(self, head, scope, out, x))
 
     return call
 

@@ -72,14 +72,14 @@ def wrap_model(
     plans = choose(wrapped, config, packed_modules, row_groups)
     load(config.backend)
     device = _device_of([found for found, _ in plans])
-    every = [each for _, sites in plans for site in sites for each in site.with_shared]
+    every = [each for _, sites in plans for site in sites for each in site.with_all]
     arrays = {site: values for site, values in _allocate(every, make, device)}
     groups = frozenset(row_groups.values()) - {SEQUENCES}
     wrapped.sites = _model_sites(wrapped, plans, device, config, groups)
     kept = [(f.module, type(f.module), dict(vars(f.module))) for f, _ in plans]
     try:
         for found, sites in plans:
-            for site in (each for one in sites for each in one.with_shared):
+            for site in (each for one in sites for each in one.with_all):
                 attach(found.module, site, arrays[site])
                 wrapped.modules[site] = found.module
             set_attribute(found.module, "jlora_spec", found.spec)
@@ -102,7 +102,7 @@ def survey(model: nnx.Module, config: LoRAConfig, skip: Sequence[str] = ()) -> W
     """Return the result of `wrap_model` without changing the model, whose parameters may be shapes alone."""
     wrapped = WrappedModel(model, skip_patterns(skip))
     plans = choose(wrapped, config, None, {})
-    wrapped.modules = {site: found.module for found, sites in plans for one in sites for site in one.with_shared}
+    wrapped.modules = {site: found.module for found, sites in plans for one in sites for site in one.with_all}
     return wrapped
 
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jlora.layers.base_kernel import Kernel, arrays_of, kernel_of
 from jlora.layers.forward.experts import prefix_of, shared_sites
 from jlora.layers.forward.group_shape import SEQUENCES
 from jlora.layers.forward.merged_columns import too_many_pieces
-from jlora.layers.site import Site, SlotSpec
+from jlora.layers.site import HEAD, Site, SlotSpec
 from jlora.layers.specs import Doubt, EmbedSpec, ExpertsSpec, LinearSpec, Spec, own_attribute
 from jlora.layers.wrap.discover import Found, discover
 from jlora.layers.wrap.select import (
@@ -68,6 +68,7 @@ class _Context:
     packed: PackedModules
     heads: Heads
     mesh: Mesh | AbstractMesh | None
+    headless: dict[str, str] = field(default_factory=dict[str, str])  # path in `saved_heads` -> why it takes no head
 
 
 def choose(
@@ -124,6 +125,13 @@ def choose(
     selection.finish(type(model).__name__)
     if not plans:
         raise LoRAError(f"{type(model).__name__} has no layer that can serve LoRA{_listed(others, wrapped.unwrapped)}")
+    if config.max_saved_outputs and not any(site.head for _, sites in plans for site in sites):
+        found = "; ".join(f"{path}: {reason}" for path, reason in [*context.headless.items()][:_SHOWN])
+        raise LoRAUsageError(
+            f"LoRAConfig.max_saved_outputs={config.max_saved_outputs}: no wrapped linear layer that an adapter can "
+            f"replace is named by saved_heads={list(config.saved_heads)}{found and f' ({found})'}. Name such a layer, "
+            "or set max_saved_outputs=0"
+        )
     _stamp(plans)
     every = [site for _, sites in plans for site in sites]
     attends = [name for name in wrapped.unwrapped if name.endswith(".attend") and name not in others]
@@ -205,7 +213,8 @@ def _uses(found: Found, spec: Spec, context: _Context) -> list[_Use]:
         def projection() -> Site:
             sizes, parts = slices(found.module, aliases, spec.real_out, context.packed)
             slots = _slots(found, spec, spec, sizes, (*aliases, *parts), context)
-            return Site(aliases[0], aliases, "linear", slots, parts, backend, doubt=found.guess)
+            site = Site(aliases[0], aliases, "linear", slots, parts, backend, doubt=found.guess)
+            return replace(site, head=_head(found.module, site, spec, context))
 
         return [_Use(aliases[0], (*aliases, *part_names(aliases, context.packed)), projection)]
     uses: list[_Use] = []
@@ -230,6 +239,35 @@ def _uses(found: Found, spec: Spec, context: _Context) -> list[_Use]:
 
         uses.append(_Use(names[0], (*names, *aliases), attend))
     return uses
+
+
+def _head(layer: nnx.Module, site: Site, spec: LinearSpec, context: _Context) -> Site | None:
+    """Return the site of the saved heads of a linear layer, or None if it takes none."""
+    config, slots = context.config, site.spec
+    named = any(n == name or n.endswith(f".{name}") for n in site.aliases for name in config.saved_heads)
+    if not config.max_saved_outputs or not named:
+        return None
+    plain = spec.rows is None and len(spec.out_axes) == len(spec.in_axes) == 1
+    if not plain or spec.columns_in or spec.columns_out or slots.stack or slots.slices > 1:
+        context.headless[site.path] = "it is not a plain projection [..., K] to [..., N]"
+        return None
+    sharding = slots.sharding
+    if sharding is not None and sharding.outs:
+        context.headless[site.path] = f"its outputs are split over {' and '.join(sharding.outs)}; leave them whole"
+        return None
+    sharding = None if sharding is None else replace(sharding, fully=False)
+    slots = replace(slots, out_sizes=(1,), max_rank=config.max_saved_outputs, sharding=sharding, dora=False)
+    return Site(
+        site.path,
+        site.aliases,
+        "head",
+        slots,
+        dict.fromkeys(site.aliases, (0, 1)),
+        site.backend,
+        prefix=HEAD,
+        biased=spec.bias is not None and vars(layer).get(spec.bias) is not None,
+        batch_invariant=config.batch_invariant,
+    )
 
 
 def _product_use(found: Found, spec: ExpertsSpec, name: str, context: _Context) -> _Use:

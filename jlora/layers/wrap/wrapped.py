@@ -13,7 +13,7 @@ from flax import nnx
 from jlora.errors import LoRAError
 from jlora.layers.base_kernel import kernel_of
 from jlora.layers.forward.experts import product_of
-from jlora.layers.site import ModelSites, Site, delete_attribute, detach
+from jlora.layers.site import HEAD, ModelSites, Site, delete_attribute, detach
 from jlora.layers.specs import EmbedSpec, ExpertsSpec, LinearSpec, Spec
 from jlora.sharding.put import own_values
 
@@ -36,6 +36,7 @@ class LayerInfo:
       reason: why the layer is not wrapped or takes no adapter; None if it serves adapters.
       shared_slot_bytes: bytes of one slot of `max_shared_expert_loras` in the layer.
       row_group: the group in `LoRAManager(row_groups=)` that the layer is of, or "sequences"; None if it is undeclared.
+      saved_outputs: most outputs of a saved head that can replace the layer; 0 if none can.
     """
 
     path: str
@@ -48,6 +49,7 @@ class LayerInfo:
     reason: str | None
     shared_slot_bytes: int = 0
     row_group: str | None = None
+    saved_outputs: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class WrappedModel:
         """Mark these wrapped sites as unserved, and all others as served."""
         paths = {path: self.unwrapped[path] for path in self.others}
         paths |= {site.path: reason for site, reason in reasons.items()}
-        sites = frozenset(each for site in reasons for each in site.with_shared)
+        sites = frozenset(each for site in reasons for each in site.with_all)
         self.unserved = Unserved(MappingProxyType(paths), sites)
 
     def skips(self, name: str) -> bool:
@@ -112,14 +114,15 @@ class WrappedModel:
                 "experts" if site.spec.experts else site.kind,
                 site.spec.in_features,
                 site.spec.out_features,
-                site.slot_nbytes,
+                site.slot_nbytes + (0 if site.head is None else site.head.slot_nbytes),
                 True,
                 self.unserved.reasons.get(site.path),
                 site.shared_slot_nbytes,
                 site.row_group,
+                0 if site.head is None else site.head.spec.max_rank,
             )
             for site in self.modules
-            if site.spec.whole
+            if site.spec.whole and site.kind != "head"
         ]
         other = [LayerInfo(path, (), "other", None, None, 0, False, self.unwrapped[path]) for path in self.others]
         skipped = [
@@ -142,7 +145,8 @@ class WrappedModel:
     @property
     def paths(self) -> dict[Site, str]:
         """Site -> path of its layer."""
-        return {s: s.path if s.prefix == "jlora" else s.path.rpartition(".")[0] for s in self.modules}
+        own = "jlora", HEAD
+        return {s: s.path if s.prefix in own else s.path.rpartition(".")[0] for s in self.modules}
 
 
 def take_off(layer: nnx.Module, site: Site, cls: type) -> None:

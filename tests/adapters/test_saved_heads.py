@@ -1,0 +1,127 @@
+"""Fully trained modules in adapter files: PEFT's spellings, the round trip, and refusals by name."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jlora.adapters import Adapter, HeadShapes, ModuleLoRA, SavedHead
+from jlora.errors import AdapterFormatError, AdapterMismatchError
+
+LORA = {
+    "base_model.model.model.layers.0.q_proj.lora_A.weight": np.ones((2, 6), np.float32),
+    "base_model.model.model.layers.0.q_proj.lora_B.weight": np.ones((5, 2), np.float32),
+}
+WEIGHT, BIAS = np.arange(18, dtype=np.float32).reshape(3, 6), np.arange(3, dtype=np.float32)
+CONFIG = {
+    "peft_type": "LORA",
+    "task_type": "SEQ_CLS",
+    "r": 2,
+    "target_modules": ["q_proj"],
+    "modules_to_save": ["classifier", "score"],
+}
+
+
+@pytest.fixture
+def load(tmp_path):
+    def of(tensors, **fields):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(CONFIG | fields))
+        save_file({**LORA, **tensors}, tmp_path / "adapter_model.safetensors")
+        return Adapter.from_pretrained(tmp_path, name="sql")
+
+    return of
+
+
+@pytest.mark.parametrize("key", ["score.", "score.modules_to_save.", "score.modules_to_save.default."])
+@pytest.mark.parametrize("prefix", ["base_model.model.", ""])
+def test_spellings(load, prefix, key):
+    adapter = load({f"{prefix}{key}weight": WEIGHT, f"{prefix}{key}bias": BIAS})
+    assert adapter.saved_outputs == {"score": 3}
+    assert np.array_equal(adapter.heads["score"].weight, WEIGHT)
+    assert np.array_equal(adapter.heads["score"].bias, BIAS)
+    assert list(adapter.modules) == ["model.layers.0.q_proj"]
+    assert adapter.nbytes == 4 * (2 * 6 + 5 * 2 + 3 * 6 + 3)
+
+
+def test_names_of_layers_below_a_saved_module(load):
+    adapter = load({"base_model.model.classifier.out.weight": WEIGHT})
+    assert adapter.saved_outputs == {"classifier.out": 3}
+    assert adapter.heads["classifier.out"].bias is None
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_round_trip(tmp_path, dtype):
+    heads = {"score": SavedHead(WEIGHT.astype(dtype), BIAS.astype(dtype)), "a.qa_outputs": SavedHead(WEIGHT[:2])}
+    arrays = {"q": (np.ones((2, 6), dtype), np.ones((5, 2), dtype))}
+    adapter = Adapter.from_arrays("sql", arrays, alpha=4, heads=heads, task_type="SEQ_CLS")
+    adapter.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["modules_to_save"] == ["score", "a.qa_outputs"]
+    assert "base_model.model.score.bias" in load_file(tmp_path / "adapter_model.safetensors")
+    seen = []
+    again = Adapter.from_pretrained(tmp_path, check=seen.append)
+    assert again.saved_outputs == adapter.saved_outputs == seen[0].saved_outputs == {"score": 3, "a.qa_outputs": 2}
+    assert (again.nbytes, seen[0].nbytes, seen[0].task_type) == (adapter.nbytes, adapter.nbytes, "SEQ_CLS")
+    shapes = HeadShapes(outputs=3, in_features=6, biased=True, dtype=np.dtype(dtype))
+    assert seen[0].heads["score"] == shapes
+    for name, head in heads.items():
+        assert again.heads[name].weight.tobytes() == head.weight.tobytes()
+        assert (again.heads[name].bias is None) == (head.bias is None)
+    assert again.heads["score"].bias.tobytes() == heads["score"].bias.tobytes()
+    wide = Adapter.from_pretrained(tmp_path, dtype=np.float32)
+    assert wide.heads["score"].weight.dtype == np.float32
+
+
+SCORE = "base_model.model.score."
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({}, r"holds no tensor of modules_to_save.*\['classifier', 'score'\]"),
+        ({SCORE + "bias": BIAS}, "'score' is of modules_to_save and has a bias without a weight"),
+        ({SCORE + "weight": WEIGHT, SCORE + "bias": BIAS[:2]}, r"score.bias.*shape \(2,\); expected \(3,\)"),
+        ({SCORE + "weight": BIAS}, "score.weight.*expected a matrix"),
+        ({SCORE + "weight": WEIGHT.astype(np.int32)}, "score.weight.*dtype I32"),
+        ({SCORE + "weight": WEIGHT * np.float32(np.nan)}, "score.weight"),
+        ({SCORE + "weight": WEIGHT, SCORE + "modules_to_save.weight": WEIGHT}, "mean the same array"),
+    ],
+)
+def test_malformed_heads(load, tensors, message):
+    with pytest.raises(AdapterFormatError, match=message):
+        load(tensors)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({SCORE + "weight": WEIGHT, "base_model.model.other.weight": WEIGHT}, "other.weight' is of a kind"),
+        ({SCORE + "weight": WEIGHT, "base_model.model.x.modules_to_save.weight": WEIGHT}, "a fully trained module"),
+        ({SCORE + "original_module.weight": WEIGHT}, "original_module.weight' is of a fully trained module"),
+        (
+            {SCORE + "weight": WEIGHT, SCORE + "lora_A.weight": WEIGHT[:2], SCORE + "lora_B.weight": WEIGHT[:, :2]},
+            r"'score' is fully trained \(modules_to_save\) and has lora_A, lora_B too",
+        ),
+    ],
+)
+def test_unserved_heads(load, tensors, message):
+    with pytest.raises(AdapterMismatchError, match=message):
+        load(tensors)
+
+
+def test_a_head_that_the_configuration_does_not_name(load):
+    with pytest.raises(AdapterMismatchError, match=r"score\.weight' is of a kind that jlora does not serve"):
+        load({SCORE + "weight": WEIGHT}, modules_to_save=None)
+
+
+def test_in_memory():
+    with pytest.raises(AdapterFormatError, match=r"SavedHead.weight must be.*\(3,\)"):
+        SavedHead(BIAS)
+    with pytest.raises(AdapterFormatError, match=r"bias \(3,\).*weight \(2, 6\)"):
+        SavedHead(WEIGHT[:2], BIAS)
+    lora = ModuleLoRA(a=np.ones((2, 6)), b=np.ones((3, 2)), alpha=2, scaling=1)
+    with pytest.raises(AdapterFormatError, match="'score' has both LoRA and a saved head"):
+        Adapter(name="a", modules={"score": lora}, heads={"score": SavedHead(WEIGHT)})
+    with pytest.raises(AdapterMismatchError, match=r"'score' is a saved head.*activated LoRA"):
+        Adapter(name="a", modules={"q": lora}, heads={"score": SavedHead(WEIGHT)}, invocation_tokens=(1,))

@@ -1,0 +1,380 @@
+"""Saved heads: layers that an adapter replaces (PEFT's modules_to_save), compared with NumPy row by row."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jlora
+from tests.layers.merging import make_manager, normal
+from tests.layers.mesh_models import mesh_of
+
+K, N, MOST = 6, 2, 4
+LENGTH = 3
+
+
+class Classifier(nnx.Module):
+    def __init__(self, bias=True, outputs=N, dtype=jnp.float32):
+        self.proj = nnx.Linear(K, K, use_bias=False, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))
+        self.score = nnx.Linear(K, outputs, use_bias=bias, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(1))
+        if bias:
+            self.score.bias[...] = normal(outputs, seed=5).astype(dtype)
+
+    def __call__(self, x):
+        return self.score(self.proj(x))
+
+
+def head_of(outputs, seed, bias=True):
+    weight = normal(outputs, K, seed=seed)
+    return jlora.SavedHead(np.asarray(weight), np.asarray(normal(outputs, seed=seed + 50)) if bias else None)
+
+
+def adapter_of(name, seed, outputs=None, *, bias=True, lora=("proj",)):
+    """Return an adapter with LoRA on the named layers and, with `outputs`, a saved head."""
+    sizes = {"proj": (K, K), "score": (K, N)}
+    arrays = {m: (normal(2, sizes[m][0], seed=seed), normal(sizes[m][1], 2, seed=seed + 1)) for m in lora}
+    heads = None if outputs is None else {"score": head_of(outputs, seed + 2, bias)}
+    return jlora.Adapter.from_arrays(name, arrays, alpha=2, heads=heads)
+
+
+ADAPTERS = [
+    adapter_of("three", 10, 3),
+    adapter_of("one", 20, 1),
+    adapter_of("four", 30, MOST),
+    adapter_of("plain", 40),
+    adapter_of("score", 60, lora=("proj", "score")),
+]
+
+
+def expected_row(model, adapter, x, width):
+    """Return the output of one row of x [.., K], with -inf past the outputs of its head."""
+
+    def weight_of(layer):
+        return np.asarray(layer.kernel[...], np.float64).T
+
+    proj, score = weight_of(model.proj), weight_of(model.score)
+    bias = 0 if model.score.bias is None else np.asarray(model.score.bias[...], np.float64)
+    deltas = (
+        {} if adapter is None else {m: f.scaling * f.b.astype(np.float64) @ f.a for m, f in adapter.modules.items()}
+    )
+    score = score + deltas.get("score", 0)
+    if adapter is not None and adapter.heads:
+        head = adapter.heads["score"]
+        score, bias = head.weight.astype(np.float64), 0 if head.bias is None else head.bias.astype(np.float64)
+    y = np.asarray(x, np.float64) @ (proj + deltas.get("proj", 0)).T @ score.T + bias
+    return np.concatenate([y, np.full((*y.shape[:-1], width - y.shape[-1]), -np.inf)], axis=-1)
+
+
+def expected(names, x, model=None, adapters=ADAPTERS, width=MOST):
+    model, by_name = model or Classifier(), {a.name: a for a in adapters}
+    return np.stack([expected_row(model, by_name.get(n), row, width) for n, row in zip(names, x, strict=True)])
+
+
+def close(found, want, tolerance=2e-5):
+    found = np.asarray(found, np.float64)
+    assert found.shape == want.shape
+    assert np.array_equal(np.isneginf(found), np.isneginf(want))
+    real = np.isfinite(want)
+    assert np.abs(found[real] - want[real]).max() <= tolerance * np.abs(want[real]).max()
+
+
+@jax.jit
+def serve(model, x, batch):
+    with jlora.use(batch):
+        return model(x)
+
+
+def manager_of(model=None, adapters=ADAPTERS, **config):
+    options = {"max_loras": 5, "max_saved_outputs": MOST} | config
+    return make_manager(Classifier() if model is None else model, adapters, **options)
+
+
+NAMES = ["three", None, "one", "plain", "score", "four", "three"]
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("shape", [(LENGTH,), (), (LENGTH, 2)])
+def test_mixed_rows(shape):
+    manager, x = manager_of(), normal(len(NAMES), *shape, K)
+    for names in (NAMES, NAMES[::-1], [None] * 7, ["one"] * 7):
+        with manager.prepare(names) as batch:
+            close(serve(manager.model, x, batch), expected(names, x))
+
+
+@pytest.mark.device
+def test_packed_rows():
+    manager, counts, names = manager_of(), [2, 0, 3, 1], ["three", "one", None, "four"]
+    x = normal(9, K)
+    of_row = [name for name, count in zip(names, counts, strict=True) for _ in range(count)] + [None] * 3
+    for rows in (x, x[None]):
+        with manager.prepare(names, token_counts=counts, pad_to=9) as batch:
+            found = serve(manager.model, rows, batch)
+        close(np.asarray(found).reshape(9, MOST), expected(of_row, x))
+
+
+@pytest.mark.parametrize("config", [{"activated": True}, {"max_adapters_per_sequence": 2}, {"batch_invariant": True}])
+def test_beside_other_options(config):
+    manager, x = manager_of(**config), normal(len(NAMES), LENGTH, K)
+    with manager.prepare(NAMES) as batch:
+        close(serve(manager.model, x, batch), expected(NAMES, x))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
+def test_short_dtypes(dtype):
+    model, x = Classifier(dtype=dtype), normal(len(NAMES), LENGTH, K).astype(dtype)
+    manager = manager_of(model)
+    with manager.prepare(NAMES) as batch:
+        found = serve(model, x, batch)
+    assert found.dtype == dtype
+    close(found, expected(NAMES, x, Classifier(dtype=dtype)), 4e-2)
+
+
+def test_without_bias_and_with_more_base_outputs():
+    adapters = [adapter_of("three", 10, 3, bias=False), adapter_of("plain", 40)]
+    model, x, names = Classifier(bias=False, outputs=5), normal(3, LENGTH, K), ["three", None, "plain"]
+    manager = manager_of(model, adapters)
+    with manager.prepare(names) as batch:
+        close(serve(model, x, batch), expected(names, x, Classifier(bias=False, outputs=5), adapters, width=5))
+
+
+def test_rows_do_not_depend_on_who_shares_the_batch():
+    manager, x = manager_of(), normal(7, LENGTH, K)
+    x[6] = x[0]
+    with manager.prepare(NAMES) as batch:
+        found = np.asarray(serve(manager.model, x, batch))
+    assert np.array_equal(found[0], found[6])
+    with manager.prepare(["three", *["plain"] * 6]) as batch:
+        assert np.array_equal(np.asarray(serve(manager.model, x, batch))[0], found[0])
+
+
+def test_base_rows_keep_their_bits():
+    manager, x = manager_of(), normal(3, LENGTH, K)
+    with manager.prepare([None, "three", "one"]) as batch:
+        found = np.asarray(serve(manager.model, x, batch))
+    assert np.array_equal(found[0, :, :N], np.asarray(jax.jit(lambda m, x: m(x))(Classifier(), x))[0])
+
+
+def test_eviction_and_a_second_load():
+    """Two slots for five adapters: each slot holds heads of other sizes, and then none."""
+    manager, x = manager_of(max_loras=2), normal(2, LENGTH, K)
+    traces = []
+
+    @jax.jit
+    def step(model, x, batch):
+        traces.append(1)
+        with jlora.use(batch):
+            return model(x)
+
+    for names in (["four", "one"], ["plain", "three"], ["three", "plain"], ["score", "four"], ["one", None]):
+        with manager.prepare(names) as batch:
+            close(step(manager.model, x, batch), expected(names, x))
+    manager.remove_adapter("one")
+    again = adapter_of("one", 80, 2)
+    manager.add_adapter(again)
+    with manager.prepare(["one", "four"]) as batch:
+        close(step(manager.model, x, batch), expected(["one", "four"], x, adapters=[again, ADAPTERS[2]]))
+    assert (len(traces), manager.stats().compilations) == (1, 1)
+
+
+def test_export_and_files(tmp_path):
+    manager, x = manager_of(), normal(2, LENGTH, K)
+    with manager.prepare(["three", "plain"]):
+        exported = manager.export_adapter("three")
+    assert exported.saved_outputs == {"score": 3}
+    assert np.array_equal(exported.heads["score"].weight, ADAPTERS[0].heads["score"].weight)
+    assert np.array_equal(exported.heads["score"].bias, ADAPTERS[0].heads["score"].bias)
+    exported.save_pretrained(tmp_path / "three")
+    manager.remove_adapter("three")
+    manager.add_adapter(jlora.LoRARequest("three", path=str(tmp_path / "three")))
+    assert info_of(manager, "three").saved_outputs == {"score": 3}
+    assert info_of(manager, "three").rank == 2
+    with manager.prepare(["three", "plain"]) as batch:
+        close(serve(manager.model, x, batch), expected(["three", "plain"], x))
+
+
+def info_of(manager, name):
+    return manager.list_adapters()[name]
+
+
+def test_save_and_restore(tmp_path):
+    manager, x = manager_of(), normal(2, LENGTH, K)
+    manager.prepare(["three", "one"]).close()
+    manager.save(tmp_path)
+    again = manager_of(adapters=[])
+    again.restore(tmp_path)
+    with again.prepare(["three", "one"]) as batch:
+        close(serve(again.model, x, batch), expected(["three", "one"], x))
+    with pytest.raises(jlora.AdapterMismatchError, match="4 outputs, above max_saved_outputs=3"):
+        manager_of(adapters=[], max_saved_outputs=3).restore(tmp_path)
+
+
+@pytest.mark.slow
+def test_verify_leaves_heads_out():
+    manager = manager_of()
+    manager.prepare(["three", "one"]).close()
+    report = manager.verify(lambda model, x, batch: serve_or_run(model, x, batch), jnp.asarray(normal(5, LENGTH, K)))
+    assert report.checked == ("proj", "score")
+    x = normal(2, LENGTH, K)
+    with manager.prepare(["three", "one"]) as batch:
+        close(serve(manager.model, x, batch), expected(["three", "one"], x))
+
+
+def serve_or_run(model, x, batch):
+    if batch is None:
+        return model(x)
+    with jlora.use(batch):
+        return model(x)
+
+
+# --- meshes -----------------------------------------------------------------------------------------------------------
+
+
+def on_mesh(axes, kernel):
+    mesh = mesh_of(**axes)
+    model = Classifier()
+    state = jax.device_put(nnx.state(model), NamedSharding(mesh, P()))
+    nnx.update(model, state)
+    model.score.kernel[...] = jax.device_put(model.score.kernel[...], NamedSharding(mesh, kernel))
+    return model
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize(
+    ("axes", "kernel", "fully_sharded"),
+    [
+        ({"t": 2}, P("t"), False),
+        pytest.param({"t": 2}, P("t"), True, marks=pytest.mark.slow),
+        pytest.param({"t": 2}, P(), False, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "t": 2}, P("t"), False, marks=pytest.mark.slow),
+    ],
+)
+def test_on_a_mesh(axes, kernel, fully_sharded):
+    data = [name for name in axes if name == "data"]
+    manager = manager_of(on_mesh(axes, kernel), data_axes=data, fully_sharded=fully_sharded)
+    names = [*NAMES, "one"]
+    for x in (normal(8, LENGTH, K), normal(8, K)):
+        with manager.prepare(names) as batch:
+            close(serve(manager.model, x, batch), expected(names, x))
+    with manager.prepare(names, token_counts=[2] * 8) as batch:
+        close(serve(manager.model, normal(16, K), batch), expected([n for n in names for _ in "ab"], normal(16, K)))
+
+
+@pytest.mark.mesh
+def test_split_outputs_are_refused():
+    with pytest.raises(jlora.LoRAUsageError, match="score: its outputs are split over t; leave them whole"):
+        manager_of(on_mesh({"t": 2}, P(None, "t")))
+
+
+@pytest.mark.mesh
+def test_inside_of_shard_map_is_refused():
+    model = on_mesh({"t": 2}, P("t"))
+    manager = manager_of(model, [ADAPTERS[0]])
+    graph, state = nnx.split(model)
+    specs = jax.tree.map(lambda array: array.sharding.spec, state)
+
+    def local(x, state, batch):
+        with jlora.use(batch, without=["proj"]):
+            return jax.lax.psum(nnx.merge(graph, state).score(x), "t")
+
+    mesh = model.score.kernel[...].sharding.mesh
+    ins = P(None, None, "t"), specs, P()
+    mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=P(), check_vma=False))
+    with manager.prepare(["three", None]) as batch, pytest.raises(jlora.LoRAError, match="saved heads are not served"):
+        mapped(normal(2, LENGTH, K), state, batch)
+
+
+# --- refusals and off -------------------------------------------------------------------------------------------------
+
+
+def test_off_means_no_arrays():
+    off, on = make_manager(Classifier()), manager_of(adapters=[])
+
+    def arrays(manager):
+        return {".".join(map(str, path)) for path in dict(nnx.to_flat_state(nnx.state(manager.model)))}
+
+    assert arrays(on) - arrays(off) == {f"score.jlora_head_{name}" for name in ("a", "b", "ranks")}
+    assert not arrays(off) - arrays(on)
+    layers = {layer.path: layer for layer in on.layers()}
+    assert {path: layer.saved_outputs for path, layer in layers.items()} == {"proj": 0, "score": MOST}
+    assert layers["score"].slot_bytes > {layer.path: layer for layer in off.layers()}["score"].slot_bytes
+    on.unwrap()
+    assert not any("jlora" in name for name in arrays(on))
+
+
+def broken_head(weight=(3, K), bias=3):
+    head = jlora.SavedHead(normal_array(*weight), None if bias is None else normal_array(bias))
+    return jlora.Adapter.from_arrays("broken", {"proj": (normal(2, K), normal(K, 2))}, alpha=1, heads={"score": head})
+
+
+def normal_array(*shape):
+    return np.asarray(normal(*shape))
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        (broken_head((3, K + 1)), f"score: the saved head has {K + 1} input features, and 'score' has {K}"),
+        (broken_head((5, K), 5), r"5 outputs, above max_saved_outputs=4; raise it: LoRAConfig\(max_saved_outputs=5\)"),
+        (broken_head(bias=None), "score: the saved head has no bias, and 'score' has one"),
+    ],
+)
+def test_heads_that_do_not_fit(adapter, message):
+    manager = manager_of()
+    with pytest.raises(jlora.AdapterMismatchError, match=message):
+        manager.add_adapter(adapter)
+    assert "broken" not in manager.list_adapters()
+    config = jlora.LoRAConfig(max_loras=1, max_lora_rank=4, max_saved_outputs=MOST)
+    with pytest.raises(jlora.AdapterMismatchError, match=message):
+        jlora.Survey(Classifier(), config).check(adapter)
+
+
+def test_a_bias_that_the_layer_lacks():
+    manager = manager_of(Classifier(bias=False), [])
+    with pytest.raises(jlora.AdapterMismatchError, match="score: the saved head has a bias, and 'score' has none"):
+        manager.add_adapter(ADAPTERS[0])
+
+
+def test_heads_are_refused_when_off():
+    with pytest.raises(jlora.AdapterMismatchError, match=r"modules_to_save.*'score'.*max_saved_outputs=3"):
+        make_manager(Classifier(), [ADAPTERS[0]])
+
+
+def test_a_layer_without_room():
+    heads = {"proj": jlora.SavedHead(normal_array(2, K))}
+    adapter = jlora.Adapter.from_arrays("a", {"score": (normal(2, K), normal(N, 2))}, alpha=1, heads=heads)
+    with pytest.raises(jlora.AdapterMismatchError, match="'proj' is no layer that a saved head can replace"):
+        manager_of().add_adapter(adapter)
+    manager = manager_of(Classifier(), [], saved_heads=["proj"], max_saved_outputs=K)
+    with pytest.raises(jlora.AdapterMismatchError, match=r"'score' is no layer.*those are 'proj'"):
+        manager.add_adapter(ADAPTERS[0])
+
+
+def test_no_layer_of_that_name():
+    with pytest.raises(jlora.LoRAUsageError, match=r"max_saved_outputs=4: no wrapped linear layer.*\['head'\]"):
+        manager_of(saved_heads=["head"])
+    with pytest.raises(jlora.LoRAUsageError, match="no wrapped linear layer"):
+        manager_of(target_modules=["proj"])
+
+
+@pytest.mark.parametrize("given", [jlora.Scaled("three", 0.5), jlora.Mix({"three": 1.0, "plain": 1.0})])
+def test_factors_and_sums_are_refused(given):
+    manager = manager_of(max_adapters_per_sequence=2)
+    with pytest.raises(jlora.LoRAUsageError, match="'three' is an adapter with a saved head, which is served alone"):
+        manager.prepare([given])
+    manager.prepare([jlora.Scaled("plain", 0.5), "three"]).close()
+
+
+def test_updates_of_heads_are_refused():
+    manager, x = manager_of(), normal(2, LENGTH, K)
+    new = normal_array(2, K)
+    manager.update_adapter("three", {"base_model.model.proj.lora_A.weight": new})
+    proj = ADAPTERS[0].modules["proj"]
+    changed = jlora.Adapter.from_arrays("three", {"proj": (new, proj.b)}, alpha=2, heads=ADAPTERS[0].heads)
+    with manager.prepare(["three", None]) as batch:
+        close(serve(manager.model, x, batch), expected(["three", None], x, adapters=[changed]))
+    for name in ("base_model.model.score.modules_to_save.weight", "base_model.model.score.weight"):
+        with pytest.raises(jlora.AdapterMismatchError, match="load_inplace=True"):
+            manager.update_adapter("three", {name: normal_array(3, K)})

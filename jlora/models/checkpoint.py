@@ -51,6 +51,7 @@ def from_pretrained(
 ) -> Decoder:
     """Load a Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE or gpt-oss checkpoint.
 
+    `architectures` of its configuration says whether it is a language model, a sequence classifier or the trunk alone.
     Experts may be stored one by one or all in one tensor. Experts in mxfp4 are converted to `dtype`. The files are
     memory-mapped, and one parameter at a time is moved to the device. On a mesh, one shard at a time is moved to the
     devices that hold it, and a process reads only the shards of its own devices.

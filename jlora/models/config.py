@@ -90,6 +90,8 @@ class DecoderConfig:
       sliding_windows: One entry per layer, the number of positions that a token sees including its own; None for a
         layer without a window. None instead of a tuple means that no layer has a window.
       moe: The layers with experts, None for a dense model.
+      num_labels: None for a language model, with logits over the vocabulary. Otherwise the number of outputs of the
+        classifier `score` in its place, 0 for the hidden states alone.
       eos_token_ids: Tokens that end a sequence according to the checkpoint. The decoder itself does not use them.
     """
 
@@ -111,6 +113,7 @@ class DecoderConfig:
     sinks: bool = False
     sliding_windows: tuple[int | None, ...] | None = None
     moe: MoEConfig | None = None
+    num_labels: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
@@ -125,6 +128,8 @@ class DecoderConfig:
             raise ModelError(
                 f"sliding_windows has {len(self.sliding_windows)} entries for {self.num_hidden_layers} layers"
             )
+        if self.num_labels is not None and self.tie_word_embeddings:
+            raise ModelError(f"num_labels ({self.num_labels}) is for a model without logits, and they are tied")
         if self.moe is not None and len(self.moe.layers) != self.num_hidden_layers:
             raise ModelError(f"moe.layers has {len(self.moe.layers)} entries for {self.num_hidden_layers} layers")
 
@@ -156,6 +161,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> DecoderC
     kv_default = heads if family == "llama" or "num_key_value_heads" in raw else None
     head_default = {"qwen3": 128, "gpt_oss": 64}.get(family, hidden // heads)
     qkv_bias = o_bias = False
+    num_labels = _parse_labels(fields)
     if family in ("llama", "qwen3", "qwen3_moe", "gpt_oss"):
         qkv_bias = o_bias = fields.flag("attention_bias", family == "gpt_oss")
     elif family in ("qwen2", "qwen2_moe"):
@@ -171,7 +177,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> DecoderC
         max_position_embeddings=fields.integer("max_position_embeddings"),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-5 if family in ("mixtral", "gpt_oss") else 1e-6),
         rope=_parse_rope(fields, {"mixtral": 1e6, "gpt_oss": 150000.0}.get(family, 10000.0)),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False) and num_labels is None,
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         mlp_bias=fields.flag("mlp_bias", False) if family == "llama" else False,
@@ -179,6 +185,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> DecoderC
         sinks=family == "gpt_oss",
         sliding_windows=_parse_windows(fields, family, layers),
         moe=_parse_moe(fields, family, layers),
+        num_labels=num_labels,
         eos_token_ids=_parse_eos(fields),
     )
 
@@ -339,6 +346,20 @@ def _parse_windows(fields: Fields, family: ModelType, layers: int) -> tuple[int 
         return None
     window = fields.integer("sliding_window", 128 if family == "gpt_oss" else 4096)
     return tuple(window if kind else None for kind in kinds)
+
+
+def _parse_labels(fields: Fields) -> int | None:
+    """Return the number of labels of a classifier, 0 for the trunk alone, None for a language model.
+
+    `architectures` names the class of transformers that wrote the files.
+    """
+    found = fields.values.get("architectures") or []
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise fields.fail("architectures", f"must be a list of names, got {found!r:.80}")
+    if any(name.endswith("ForSequenceClassification") for name in found):
+        names = fields.values.get("id2label")
+        return len(names) if isinstance(names, dict) and names else fields.integer("num_labels", 2)
+    return 0 if any(name.endswith("Model") for name in found) else None
 
 
 def _parse_eos(fields: Fields) -> tuple[int, ...]:

@@ -119,7 +119,7 @@ class Trunk(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A causal language model.
+    """A causal language model, or a classifier or the trunk of one (`DecoderConfig.num_labels`).
 
     `Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))` draws small random weights; `jlora.models.from_pretrained`
     loads a checkpoint. Weights and activations are `dtype`. Norms, rotations, softmax and logits are float32.
@@ -152,7 +152,17 @@ class Decoder(nnx.Module):
         self.partition = Partition(mesh)
         _check_sizes(config, self.partition, dispatch)
         self.model = Trunk(config, dtype=dtype, rngs=rngs, partition=self.partition, dispatch=dispatch)
-        if not config.tie_word_embeddings:
+        if config.num_labels:
+            self.score = linear(
+                config.hidden_size,
+                config.num_labels,
+                bias=False,
+                dtype=dtype,
+                out_dtype=jnp.float32,
+                rngs=rngs,
+                partition=self.partition,
+            )
+        if config.num_labels is None and not config.tie_word_embeddings:
             self.lm_head = linear(
                 config.hidden_size,
                 config.vocab_size,
@@ -167,11 +177,34 @@ class Decoder(nnx.Module):
         self.config = config
         self.dtype = jnp.dtype(dtype)
 
-    def __call__(self, tokens: Int[Array, "B L"]) -> Float[Array, "B L V"]:
-        """Return the logits of every position, float32 [B, L, V]. Each position sees itself and those before it."""
+    def __call__(self, tokens: Int[Array, "B L"]) -> Float[Array, "B L outputs"]:
+        """Return the logits of every position, float32 [B, L, V]. Each position sees itself and those before it.
+
+        A classifier returns its float32 scores [B, L, labels], a trunk its hidden states [B, L, E].
+        """
+        return self._outputs(self._hidden(tokens))
+
+    def pooled(self, tokens: Int[Array, "B L"], lengths: Int[Array, "B"]) -> Float[Array, "B outputs"]:
+        """Return the output at the last token of each sequence.
+
+        This is the float32 score [B, labels] of a classifier, the hidden state [B, E] of a trunk, and the float32
+        logits [B, V] of a language model.
+
+        Args:
+          tokens: [B, L] token ids. A sequence shorter than L is padded on the right with any token.
+          lengths: [B] number of tokens of each sequence, from 1 to L.
+        """
+        last = jax.vmap(lambda rows, index: rows[index])(self._hidden(tokens), lengths - 1)
+        return self._outputs(last)
+
+    def _hidden(self, tokens: Int[Array, "B L"]) -> Float[Array, "B L E"]:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        hidden, _ = self.model(tokens, positions, None)
-        return self.logits(hidden)
+        return self.model(tokens, positions, None)[0]
+
+    def _outputs(self, hidden: Float[Array, "*rows E"]) -> Float[Array, "*rows outputs"]:
+        if self.config.num_labels is None:
+            return self.logits(hidden)
+        return self.score(hidden) if self.config.num_labels else hidden
 
     def extend(
         self,
@@ -221,7 +254,14 @@ class Decoder(nnx.Module):
         return self.model.layers[0].self_attn.kernels(self.dtype) is not None
 
     def logits(self, hidden: Float[Array, "*rows E"]) -> Float[Array, "*rows V"]:
-        """Compute the float32 scores of every token of the vocabulary."""
+        """Compute the float32 scores of every token of the vocabulary.
+
+        Raises:
+          ModelError: The model is a classifier or a trunk, which has no logits.
+        """
+        if self.config.num_labels is not None:
+            kind = f"a classifier of {self.config.num_labels} labels" if self.config.num_labels else "a trunk"
+            raise ModelError(f"this checkpoint is of {kind}, which has no logits and cannot generate; call `pooled`")
         if self.config.tie_word_embeddings:
             scores = self.model.embed_tokens.attend(hidden).astype(jnp.float32)
         else:

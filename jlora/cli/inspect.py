@@ -39,6 +39,12 @@ def run_inspect(path: str, model: str | None, skip: Sequence[str] = (), revision
     print(f"base model   {printable(adapter.base_model_name or '(not said)')}")
     print(f"modules      {len(adapter.modules)}, rank up to {adapter.rank}, {size(adapter.nbytes)}")
     _print_modules(adapter)
+    for name, head in adapter.heads.items():
+        bias = "with a bias" if head.biased else "without bias"
+        print(
+            f"saved head   {printable(name)}: {head.outputs} outputs, {bias}, {head.weight.dtype.name}; served with "
+            f"LoRAConfig(max_saved_outputs={head.outputs})"
+        )
     if adapter.use_dora:
         print("DoRA         yes; served with LoRAConfig(dora=True)")
     if tokens := adapter.invocation_tokens:
@@ -52,7 +58,7 @@ def run_inspect(path: str, model: str | None, skip: Sequence[str] = (), revision
             print(f"  {printable(name)}")
         if len(passed) > _SHOWN_PROBLEMS:
             print(f"  ... and {len(passed) - _SHOWN_PROBLEMS} more")
-    if len(passed) == len(adapter.modules):
+    if len(passed) == len(adapter.modules) and not adapter.heads:
         raise AdapterMismatchError(
             f"adapter {adapter.name!r} brings weights for skipped modules only: nothing of it would be served"
         )
@@ -99,10 +105,12 @@ def fit(adapter: Adapter, folder: Path) -> dict[str, int]:
     config = LoRAConfig(
         max_loras=2,
         max_shared_expert_loras=1,
-        max_lora_rank=adapter.rank,
+        max_lora_rank=max(1, adapter.rank),
         dtype=np.float32,
         dora=adapter.use_dora,
         activated=bool(adapter.invocation_tokens),
+        max_saved_outputs=max(adapter.saved_outputs.values(), default=0),
+        saved_heads=[name.rpartition(".")[2] for name in adapter.heads] or ["score"],
     )
     survey = Survey(read_skeleton(folder), config)
     survey.check(adapter)

@@ -277,3 +277,53 @@ def test_a_request_for_another_base_model_is_refused(world, tmp_path, says):
     with pytest.raises(jlora.AdapterMismatchError, match=r"'sql'.*base_model_name_or_path is .*'org/other'"):
         world.manager.add_adapter(jlora.LoRARequest("sql", tmp_path, base_model_name="org/other"))
     assert world.manager.list_adapters() == {}
+
+
+class Trunk(nnx.Module):
+    """A layer named with or without the trunk's name `model.`, or both."""
+
+    def __init__(self, *paths):
+        self.score = nnx.Linear(3, 2, use_bias=False, rngs=nnx.Rngs(0))
+        for path in paths:
+            node = self
+            if path == "model.proj":
+                self.model = node = nnx.Module()
+            node.proj = nnx.Linear(3, 4, use_bias=False, rngs=nnx.Rngs(0))
+
+
+def trunk_adapter(name, task_type, rng):
+    heads = {"score": jlora.SavedHead(rng.normal(size=(2, 3)).astype(np.float32))}
+    arrays = {name: (rng.normal(size=(1, 3)).astype(np.float32), rng.normal(size=(4, 1)).astype(np.float32))}
+    return jlora.Adapter.from_arrays("x", arrays, alpha=1, heads=heads, task_type=task_type)
+
+
+def trunk_manager(*paths):
+    config = jlora.LoRAConfig(max_loras=1, max_lora_rank=2, max_saved_outputs=2)
+    return jlora.LoRAManager(Trunk(*paths), config)
+
+
+@pytest.mark.parametrize("task_type", ["SEQ_CLS", "FEATURE_EXTRACTION"])
+@pytest.mark.parametrize("path", ["model.proj", "proj"])
+@pytest.mark.parametrize("name", ["model.proj", "proj"])
+def test_names_with_and_without_the_trunk(rng, path, name, task_type):
+    manager = trunk_manager(path)
+    adapter = trunk_adapter(name, task_type, rng)
+    manager.add_adapter(adapter)
+    manager.activate_adapter("x")
+    layer = manager.model.model.proj if path == "model.proj" else manager.model.proj
+    np.testing.assert_array_equal(np.asarray(layer.jlora_a[0])[0, :1], adapter.modules[name].a)
+    assert list(manager.export_adapter("x").modules) == [name]
+
+
+def test_the_trunks_name_counts_for_other_tasks(rng):
+    with pytest.raises(jlora.AdapterMismatchError, match="no module 'proj'"):
+        trunk_manager("model.proj").add_adapter(trunk_adapter("proj", "CAUSAL_LM", rng))
+
+
+def test_ambiguous_and_unknown_readings(rng):
+    manager = trunk_manager("proj", "model.proj")
+    for name in ("proj", "model.proj"):
+        with pytest.raises(jlora.AdapterMismatchError, match=r"fit the model both with and without 'model\.'"):
+            manager.add_adapter(trunk_adapter(name, "SEQ_CLS", rng))
+    with pytest.raises(jlora.AdapterMismatchError, match="no module 'other'"):
+        manager.add_adapter(trunk_adapter("other", "SEQ_CLS", rng))

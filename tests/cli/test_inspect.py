@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import jlora
 from jlora.cli.commands import run
 from jlora.cli.demo import DEMO
 from jlora.cli.inspect import fit
-from tests.models import goldens
+from tests.models import checkpoints, goldens
 
 TIED = goldens.FOLDER / "llama-tied-linear"
 
@@ -39,6 +39,25 @@ def test_inspect_prints_the_contents_and_fit_of_an_adapter(capsys):
     assert "4 x q_proj" in out
     assert "bfloat16" in out
     assert ": yes; " in out
+
+
+def test_inspect_shows_saved_heads(capsys, tmp_path):
+    checkpoints.write(tmp_path / "base", checkpoints.DENSE["mistral"])
+    tensors = load_file(tmp_path / "base" / "model.safetensors")
+    tensors["score.weight"] = tensors.pop("lm_head.weight")[:2]
+    save_file(tensors, tmp_path / "base" / "model.safetensors")
+    config = tmp_path / "base" / "config.json"
+    fields = json.loads(config.read_text()) | {"architectures": ["MistralForSequenceClassification"]}
+    config.write_text(json.dumps(fields))
+    plain = adapter({f"{ATTENTION}.q_proj": (32, 64)})
+    for size, fits in ((32, True), (31, False)):
+        heads = {"score": jlora.SavedHead(np.ones((5, size), np.float32))}
+        replace(plain, heads=heads, task_type="SEQ_CLS").save_pretrained(tmp_path / "it")
+        code = run(["inspect", str(tmp_path / "it"), "--model", str(tmp_path / "base")])
+        out = capsys.readouterr()
+        assert "score: 5 outputs, without bias, float32; served with LoRAConfig(max_saved_outputs=5)" in out.out
+        assert (code == 0) == fits
+        assert (": yes; " if fits else "has 31 input features, and 'score' has 32") in out.out + out.err
 
 
 def test_inspect_shows_activated_lora(capsys, tmp_path):

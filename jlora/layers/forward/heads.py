@@ -63,7 +63,7 @@ def replace_rows(
 
     with jax.named_scope("saved_head"):
         lead, adapter = rows.sharding.axes, rows.adapters[0]
-        ids = slots_by_axes(rows.layout, scope.slots(0), site.spec.num_slots)
+        ids = slots_by_axes(rows.layout, scope.slots(site, 0), site.spec.num_slots)
         of_rows, of_x = partition(*lead, ()), partition(*lead, sharding.ins)
         of_adapter = adapter_specs(site, rows)[0]
         specs = of_rows, of_x, partition(*lead[: ids.ndim]), factor_specs(site.spec), of_adapter

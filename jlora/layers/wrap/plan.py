@@ -168,7 +168,8 @@ def _site_or_reason(use: _Use, context: _Context) -> Site | str:
     try:
         config, group = context.config, context.selection.row_group(use.names)
         own = {"bitwise_base": config.bitwise_base, "batch_invariant": config.batch_invariant, "row_group": group}
-        return replace(use.make(), **own)
+        site = replace(use.make(), **own)
+        return site if site.head is None else replace(site, head=replace(site.head, **own))
     except LoRAError as error:
         return str(error)
 
@@ -266,7 +267,6 @@ def _head(layer: nnx.Module, site: Site, spec: LinearSpec, context: _Context) ->
         site.backend,
         prefix=HEAD,
         biased=spec.bias is not None and vars(layer).get(spec.bias) is not None,
-        batch_invariant=config.batch_invariant,
     )
 
 

@@ -17,7 +17,7 @@ from jlora.models import Decoder, DecoderConfig
 
 MOST_SEQUENCES = 64  # by default
 _FLAGS = {
-    "weights": "--dtype (a smaller one) or --tensor-parallel-size (more devices)",
+    "weights": "--dtype (a smaller one), --quantization or --tensor-parallel-size (more devices)",
     "slots": "--max-loras or --max-lora-rank",
     "cache": "--max-num-seqs or --max-model-len",
     "steps": "--max-num-batched-tokens or --max-num-seqs",
@@ -32,7 +32,8 @@ class Budget:
     Attributes:
       weights, slots, staging: Bytes of the model, of all slots, and at most of adapters in transfer to slots.
       cache: Bytes of the keys and values of one sequence of full length, divided by the size of the data axis.
-      steps: Approximate bytes of a step's temporaries: logits, the largest layer's activations, one sequence's cache.
+      steps: Approximate bytes of a step's temporaries: logits, the largest layer's activations, one sequence's cache,
+        the largest quantized kernel converted to the model's dtype.
       memory: Bytes available; None if unknown.
       sequences: Number of sequences in the cache.
     """
@@ -112,13 +113,17 @@ def budget(
     capacity = math.ceil(max_model_len / chunk) * chunk
     one = 2 * config.num_hidden_layers * heads * config.head_dim * itemsize * capacity
     wide = max(2 * config.intermediate_size, config.hidden_size * 4) // shards
+    converted = max(
+        (_on_one_device(leaf.shape, leaf.sharding, itemsize) for leaf in _leaves(model) if leaf.dtype.itemsize == 1),
+        default=0,
+    )
     memory = device_bytes(jax.local_devices()[0])
     memory = None if memory is None else int(memory * share)
 
     def of(count: int) -> Budget:
         # Three float32 arrays of logits' size (logits, softmax, sort order), the activations of a layer, and a copy of
-        # the cache row that a prompt is written to.
-        steps = 3 * 4 * count * config.vocab_size + 4 * max(count, chunk) * wide + one
+        # the cache row that a prompt is written to, and a kernel that the product does not convert while reading it.
+        steps = 3 * 4 * count * config.vocab_size + 4 * max(count, chunk) * wide + one + converted
         return Budget(weights, slots, lora.max_staging_bytes, math.ceil(one / data), steps, memory, count)
 
     if sequences is not None:

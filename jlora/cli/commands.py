@@ -10,6 +10,8 @@ import jlora
 from jlora.cli.text import error_lines, one_line
 from jlora.errors import LoRAError
 
+_QUANTIZATIONS = ("int8", "fp8")
+
 
 def run(argv: Sequence[str]) -> int:
     """Run one command in this process, print an error on stderr, and return the exit status.
@@ -78,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-p", type=_share, metavar="P", help="with a temperature above 0")
     generate.add_argument("--seed", type=_whole(0, 2**31 - 1), default=0)
     generate.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    generate.add_argument("--quantization", choices=_QUANTIZATIONS, help="of the weights, while they are read")
     generate.set_defaults(run=_generate, parser=generate)
 
     inspect = commands.add_parser("inspect", help="what is in an adapter, and whether it fits a model")
@@ -106,6 +109,12 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
 
     model = serve.add_argument_group("model")
     model.add_argument("--dtype", choices=dtypes, default="auto", help="auto: the checkpoint's; on a CPU float32")
+    model.add_argument(
+        "--quantization",
+        "-q",
+        choices=_QUANTIZATIONS,
+        help="of the weights, while read (default: the model's)",
+    )
     model.add_argument("--max-model-len", type=_whole(1, most), metavar="N", help="positions (default: the model's)")
     model.add_argument(
         "--max-num-seqs", type=_whole(1, 65536), metavar="N", help="sequences at a time (default: 64, or what fits)"

@@ -13,7 +13,15 @@ from jlora.cli.budget import machine_bytes
 from jlora.cli.loading import load_model, load_tokenizer, native_errors, progress
 from jlora.cli.text import shown_lines, size
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError, printable
-from jlora.models import Decoder, cache_size, check_context, generate, model_folder, read_config
+from jlora.models import (
+    Decoder,
+    cache_size,
+    check_context,
+    generate,
+    model_folder,
+    quantized_config,
+    read_config,
+)
 
 # Largest rank that the command line makes slots for, far above any in use. The memory of slots grows with the rank,
 # regardless of the adapter's size.
@@ -53,12 +61,13 @@ def run_generate(args: argparse.Namespace) -> int:
     folder = model_folder(args.model, args.revision)
     requests = [Request(name or None, text) for name, text in prompts]
     config, tokenizer = read_config(folder / "config.json"), load_tokenizer(folder / "tokenizer.json")
+    config = quantized_config(config, args.quantization)
     lengths = [len(prompt) for prompt in encode(tokenizer, requests)]
     limit = args.max_new_tokens
     if limit is None:
         limit = max(1, min(_DEFAULT_NEW_TOKENS, config.max_position_embeddings - max(lengths)))
     check_context(config, lengths, limit)
-    model = load_model(folder, args.dtype)
+    model = load_model(folder, args.dtype, quantize=args.quantization)
     check_memory(model, lengths, limit)
     rank = max((adapter.rank for adapter in loaded), default=1)
     manager = LoRAManager(model, LoRAConfig(max_loras=max(1, len(loaded)), max_lora_rank=rank))

@@ -11,16 +11,16 @@ from jax.sharding import Mesh
 
 from jlora.cli.text import size
 from jlora.errors import LoRAError, printable
-from jlora.models import Decoder, LoadProgress, from_pretrained
+from jlora.models import Decoder, LoadProgress, Quantize, from_pretrained
 
 # The largest tokenizers in use have about 35 MB.
 _MAX_TOKENIZER_BYTES = 2**28
 
 
-def load_model(folder: Path, dtype: str, mesh: Mesh | None = None) -> Decoder:
+def load_model(folder: Path, dtype: str, mesh: Mesh | None = None, quantize: Quantize | None = None) -> Decoder:
     """Return the model of a Hugging Face checkpoint folder, on a mesh if one is given.
 
-    A terminal shows a bar. Otherwise a line is printed for each of several shards.
+    A terminal shows a bar. Otherwise a line is printed for each of several shards. `quantize` is that of `jlora.models.from_pretrained`.
 
     Raises:
       LoRAError: A file is missing or malformed, or uses an unserved feature. The message names it.
@@ -40,7 +40,7 @@ def load_model(folder: Path, dtype: str, mesh: Mesh | None = None) -> Decoder:
             print(f"  shard {step.files} of {step.num_files}", file=sys.stderr, flush=True)
 
     with progress(f"reading model {folder} ({size(sum(shards))})", end="\n" if bar or lines else ""):
-        return from_pretrained(folder, dtype=dtype, mesh=mesh, progress=show)
+        return from_pretrained(folder, dtype=dtype, mesh=mesh, quantize=quantize, progress=show)
 
 
 def load_tokenizer(file: Path) -> Any:

@@ -20,7 +20,7 @@ from jlora.cli.generate import device_errors
 from jlora.cli.loading import load_model, load_tokenizer
 from jlora.cli.text import one_line, patterns
 from jlora.errors import LoRAError, LoRAUsageError, printable
-from jlora.models import DecoderConfig, model_folder, read_config
+from jlora.models import DecoderConfig, model_folder, quantized_config, read_config
 from jlora.serve import Engine, EngineOptions, Resolve
 from jlora.serve.engine.resolvers import in_order, of_folder, of_function, of_hub
 
@@ -53,7 +53,7 @@ def run_serve(args: argparse.Namespace) -> int:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
     folder = model_folder(args.model, args.revision)
-    config = read_config(folder / "config.json")
+    config = quantized_config(read_config(folder / "config.json"), args.quantization)
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     chat = load_template(folder, None if args.chat_template is None else Path(args.chat_template).expanduser())
     sizes = _mesh_sizes(args, config)
@@ -110,7 +110,7 @@ def run_serve(args: argparse.Namespace) -> int:
     _log_to_stderr()
     logging.getLogger("jlora.serve").info("memory of each device: %s", plan.table())
     with device_errors():
-        model = load_model(folder, dtype, mesh)
+        model = load_model(folder, dtype, mesh, args.quantization)
         manager = LoRAManager(model, lora, name_map=name_map, skip=args.skip_modules)
     options = EngineOptions(
         max_num_seqs=plan.sequences,

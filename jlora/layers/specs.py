@@ -370,6 +370,20 @@ def describe_linear(layer: nnx.Linear) -> LinearSpec:
     return LinearSpec(layer.in_features, layer.out_features, out_blocks=own_attribute(layer, "output_blocks"))
 
 
+def describe_quantized(layer: nnx.Module) -> LinearSpec:
+    """Return the spec of a class that declares itself a linear layer with a quantized kernel, like the decoder's.
+
+    The class has `in_features`, `out_features` and a method `dequantized()` that returns its `kernel` in float32
+    [in_features, out_features], and optionally `bias` and `output_blocks`.
+    """
+    return LinearSpec(
+        own_attribute(layer, "in_features"),
+        own_attribute(layer, "out_features"),
+        out_blocks=own_attribute(layer, "output_blocks"),
+        dequantize=own_attribute(type(layer), "dequantized"),
+    )
+
+
 def describe_general(layer: nnx.LinearGeneral) -> LinearSpec | str:
     """Return the spec of an `nnx.LinearGeneral`, or the reason why it cannot be wrapped."""
     if layer.batch_axis:

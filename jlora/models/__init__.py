@@ -6,7 +6,9 @@ from jlora.models.checkpoint import read_skeleton as read_skeleton
 from jlora.models.checkpoint import read_weight as read_weight
 from jlora.models.config import DecoderConfig as DecoderConfig
 from jlora.models.config import MoEConfig as MoEConfig
+from jlora.models.config import Quantize as Quantize
 from jlora.models.config import RopeConfig as RopeConfig
+from jlora.models.config import quantized_config as quantized_config
 from jlora.models.config import read_config as read_config
 from jlora.models.decoder import Decoder as Decoder
 from jlora.models.files import model_folder as model_folder
@@ -15,6 +17,7 @@ from jlora.models.generation import check_context as check_context
 from jlora.models.generation import compiled_variants as compiled_variants
 from jlora.models.generation import generate as generate
 from jlora.models.json_file import ModelError as ModelError
+from jlora.models.quantized import QuantizedLinear as QuantizedLinear
 from jlora.models.sampling import HOTTEST as HOTTEST
 from jlora.models.sampling import Sampling as Sampling
 from jlora.models.sampling import choose as choose

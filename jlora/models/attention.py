@@ -87,6 +87,7 @@ class Attention(nnx.Module):
             partition=partition,
             axes=(None, "tensor"),
             blocks=merged([(heads, head_dim), (groups, head_dim), (groups, head_dim)], self.shards),
+            quantization=config.quantization,
         )
         self.o_proj = linear(
             heads * head_dim,
@@ -96,6 +97,7 @@ class Attention(nnx.Module):
             rngs=rngs,
             partition=partition,
             axes=("tensor", None),
+            quantization=config.quantization,
         )
         if config.qk_norm:
             self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype, partition)

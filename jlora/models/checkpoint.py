@@ -16,12 +16,14 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 
 from jlora._typing import DType
-from jlora.models.config import DecoderConfig, read_config
+from jlora.models.config import DecoderConfig, Quantize, quantized_config, read_config
 from jlora.models.decoder import Decoder
 from jlora.models.files import CONFIG, INDEX, SINGLE, model_folder, weight_map
+from jlora.models.float8 import Float8File
 from jlora.models.json_file import ModelError
-from jlora.models.layouts import FLOATS, Index, Source, sources
+from jlora.models.layouts import FLOAT8, FLOATS, Index, Source, sources
 from jlora.models.partition import Dispatch
+from jlora.models.quantized import Tops, float_of, read_quantized
 from jlora.models.rope import frequencies
 
 
@@ -47,6 +49,7 @@ def from_pretrained(
     *,
     revision: str | None = None,
     dispatch: Dispatch = "all_gather",
+    quantize: Quantize | None = None,
     progress: Callable[[LoadProgress], None] | None = None,
 ) -> Decoder:
     """Load a Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE or gpt-oss checkpoint.
@@ -64,6 +67,9 @@ def from_pretrained(
       mesh: Devices, with axes as for `Decoder`. None means JAX's default device.
       revision: Branch, tag or commit of the repo. Ignored for a local folder.
       dispatch: How tokens reach experts on other devices; see `Decoder`.
+      quantize: Dtype of the kernels of projections, experts and the lm_head, each output column with a scale. Each is
+        quantized when it has been read. None keeps `dtype`. Checkpoints in fp8 stay as they are, and take None or
+        "fp8".
       progress: Called after each parameter.
 
     Raises:
@@ -72,18 +78,27 @@ def from_pretrained(
         does not fit. The message names the file and the field or tensors, or the axis.
     """
     folder, config = _config(path, revision)
+    try:
+        config = quantized_config(config, quantize)
+    except ModelError as error:
+        raise ModelError(f"{folder / 'config.json'}: {error}") from error
     with contextlib.ExitStack() as stack:
         tensors = _open(folder, config, stack)
         skeleton = _skeleton(config, dtype, mesh, dispatch)
         graph, abstract = nnx.split(skeleton)
-        params = nnx.to_flat_state(abstract)
+        params: Any = nnx.to_flat_state(abstract)
+        scales = {path_: param for path_, param in params if _is_computed(config, path_[-1])}
+        stored = [(path_, param) for path_, param in params if path_ not in scales]
         loaded = []
-        found = _sources(skeleton, params, tensors, folder)
+        found = _sources(skeleton, stored, tensors, folder)
         last = _last_uses(found, tensors)
-        for done, ((path_, param), source) in enumerate(zip(params, found, strict=True), start=1):
-            loaded.append((path_, param.replace(_load(source, param.get_value(), tensors, folder))))
+        for done, ((path_, param), source) in enumerate(zip(stored, found, strict=True), start=1):
+            of_scale = (*path_[:-1], f"{path_[-1]}_scale")
+            read = {path_: param} | ({of_scale: scales[of_scale]} if of_scale in scales else {})
+            values = _load(source, [one.get_value() for one in read.values()], config, tensors, folder)
+            loaded += [(name, read[name].replace(value)) for name, value in zip(read, values, strict=True)]
             if progress is not None:
-                progress(LoadProgress(done, len(params), sum(use < done for use in last), len(last)))
+                progress(LoadProgress(done, len(stored), sum(use < done for use in last), len(last)))
     return nnx.merge(graph, nnx.from_flat_state(loaded))
 
 
@@ -131,7 +146,9 @@ def _skeleton(
 
 
 def _open(folder: Path, config: DecoderConfig, stack: contextlib.ExitStack) -> dict[str, Any]:
-    """Open every file and return tensor name -> (open file, name in the file), with names of the whole causal model.
+    """Open every file and return tensor name -> (open file, name in the file, the file's tensors in float8).
+
+    Tensor names are those of the whole causal model.
 
     The number of stored layers is checked against the configuration here, before any layer is built.
     """
@@ -159,7 +176,8 @@ def _open(folder: Path, config: DecoderConfig, stack: contextlib.ExitStack) -> d
                 f"{folder / file}: its tensors disagree with {INDEX}: only in the file {sorted(names - listed)[:5]}, "
                 f"only in the index {sorted(listed - names)[:5]}"
             )
-        tensors |= {name: (opened, name) for name in names}
+        float8 = Float8File(folder / file)
+        tensors |= {name: (opened, name, float8) for name in names}
     # Files saved from the bare trunk lack the prefix. Old files hold rotary tables, which follow from the
     # configuration.
     if not any(name.startswith("model.") for name in tensors):
@@ -174,6 +192,11 @@ def _open(folder: Path, config: DecoderConfig, stack: contextlib.ExitStack) -> d
     if config.tie_word_embeddings:
         _drop_tied_copy(tensors, folder)
     return tensors
+
+
+def _is_computed(config: DecoderConfig, leaf: str) -> bool:
+    """Return True for scales that are computed while the kernel is read."""
+    return config.quantization in ("int8", "fp8") and leaf.endswith("_scale")
 
 
 def _sources(skeleton: Decoder, params: Any, tensors: Mapping[str, Any], folder: Path) -> list[Source]:
@@ -205,29 +228,48 @@ def _last_uses(found: Sequence[Source], tensors: Mapping[str, Any]) -> list[int]
     return list(last.values())
 
 
-def _load(source: Source, param: jax.ShapeDtypeStruct, tensors: Mapping[str, Any], folder: Path) -> jax.Array:
-    """Load one parameter, shard by shard. A shard that several devices hold is read once."""
+def _load(
+    source: Source,
+    params: Sequence[jax.ShapeDtypeStruct],
+    config: DecoderConfig,
+    tensors: Mapping[str, Any],
+    folder: Path,
+) -> list[jax.Array]:
+    """Load one parameter, shard by shard, or a kernel and the scales that are computed from it.
 
-    def shard(index: Index, device: Any) -> jax.Array:
+    A shard that several devices hold is read once.
+    """
+    param = params[0]
+
+    def read(index: Index, dtype: DType | None, device: Any) -> jax.Array:
+        stored = source.read(lambda name, part: _part(tensors, name, part, folder), index)
+        return source.assemble(stored, index, float_of(stored[0].dtype) if dtype is None else dtype, device)
+
+    def shard(index: Index, device: Any) -> tuple[jax.Array, ...]:
         try:
-            stored = source.read(lambda name, part: _part(tensors, name, part, folder), index)
+            if len(params) == 1:
+                return (read(index, param.dtype, device),)
+            return read_quantized(read, index, param.shape[-2], config.quantization, tops, device)
         except ModelError as error:
             raise ModelError(f"{folder}: {next(iter(source.tensors))}: {error}") from error
-        return source.assemble(stored, index, param.dtype, device)
 
+    tops: Tops = {}
     whole = tuple(slice(0, size) for size in param.shape)
     if param.sharding is None:
-        return shard(whole, None)
+        return list(shard(whole, None))
     owners: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in param.sharding.addressable_devices_indices_map(param.shape).items():
         bounds = (part.indices(size)[:2] for part, size in zip(index or whole, param.shape, strict=True))
         owners.setdefault(tuple(bounds), []).append(device)
-    placed: list[jax.Array] = []
+    placed: list[tuple[jax.Array, ...]] = []
     for bounds, (first, *others) in owners.items():
-        placed.append(shard(tuple(slice(*pair) for pair in bounds), first))
-        placed += [jax.device_put(placed[-1], device) for device in others]
+        arrays = shard(tuple(slice(*pair) for pair in bounds), first)
+        placed += [arrays, *(jax.device_put(arrays, device) for device in others)]
         jax.block_until_ready(placed)  # free this shard's host memory before the next one is read
-    return jax.make_array_from_single_device_arrays(param.shape, param.sharding, placed)
+    return [
+        jax.make_array_from_single_device_arrays(one.shape, one.sharding, list(arrays))
+        for one, arrays in zip(params, zip(*placed, strict=True), strict=True)
+    ]
 
 
 def _drop_tied_copy(tensors: dict[str, Any], folder: Path) -> None:
@@ -244,7 +286,7 @@ def _drop_tied_copy(tensors: dict[str, Any], folder: Path) -> None:
 
 
 def _shape(tensors: Mapping[str, Any], name: str, folder: Path, types: tuple[str, ...] = FLOATS) -> tuple[int, ...]:
-    file, stored_name = tensors[name]
+    file, stored_name, _ = tensors[name]
     with _naming(folder):
         view = file.get_slice(stored_name)
     if view.get_dtype() not in types:
@@ -253,7 +295,7 @@ def _shape(tensors: Mapping[str, Any], name: str, folder: Path, types: tuple[str
 
 
 def _tensor(tensors: Mapping[str, Any], name: str, folder: Path) -> np.ndarray:
-    file, stored_name = tensors[name]
+    file, stored_name, _ = tensors[name]
     _shape(tensors, name, folder)
     with _naming(folder):
         return cast(np.ndarray, file.get_tensor(stored_name))
@@ -261,9 +303,12 @@ def _tensor(tensors: Mapping[str, Any], name: str, folder: Path) -> np.ndarray:
 
 def _part(tensors: Mapping[str, Any], name: str, part: Index, folder: Path) -> np.ndarray:
     """Read a part of a stored tensor, and no other bytes of its file."""
-    file, stored_name = tensors[name]
+    file, stored_name, float8 = tensors[name]
     with _naming(folder):
-        return cast(np.ndarray, file.get_slice(stored_name)[part])
+        view = file.get_slice(stored_name)
+        if view.get_dtype() == FLOAT8:
+            return float8.read(stored_name, part)
+        return cast(np.ndarray, view[part])
 
 
 @contextlib.contextmanager

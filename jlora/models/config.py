@@ -10,6 +10,9 @@ from jlora.models.json_file import Fields, ModelError, read_json
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 ModelType = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"]
 RouterType = Literal["softmax", "chosen_softmax"]
+Quantize = Literal["int8", "fp8"]
+Quantization = Literal["int8", "fp8", "fp8_blocks"]
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +95,9 @@ class DecoderConfig:
       moe: The layers with experts, None for a dense model.
       num_labels: None for a language model, with logits over the vocabulary. Otherwise the number of outputs of the
         classifier `score` in its place, 0 for the hidden states alone.
+      quantization: How the kernels of projections are stored, None for the dtype of the model. "int8" and "fp8" have a
+        scale for each output column, and include the lm_head. "fp8_blocks" has one for 128 x 128 values, as Qwen3's
+        fp8 checkpoints, and leaves out the lm_head.
       eos_token_ids: Tokens that end a sequence according to the checkpoint. The decoder itself does not use them.
     """
 
@@ -114,6 +120,7 @@ class DecoderConfig:
     sliding_windows: tuple[int | None, ...] | None = None
     moe: MoEConfig | None = None
     num_labels: int | None = None
+    quantization: Quantization | None = None
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
@@ -151,7 +158,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> DecoderC
     family: Any = raw.get("model_type")
     if family not in get_args(ModelType):
         raise fields.fail("model_type", f"must be one of {get_args(ModelType)}, got {family!r:.80}")
-    _check_quantization(fields, family)
+    quantization = _parse_quantization(fields, family)
     if raw.get("hidden_act", "silu") != "silu":
         raise fields.fail("hidden_act", f"must be 'silu', got {raw['hidden_act']!r:.80}")
 
@@ -186,16 +193,51 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> DecoderC
         sliding_windows=_parse_windows(fields, family, layers),
         moe=_parse_moe(fields, family, layers),
         num_labels=num_labels,
+        quantization=quantization,
         eos_token_ids=_parse_eos(fields),
     )
 
 
-def _check_quantization(fields: Fields, family: ModelType) -> None:
-    """Accept only gpt-oss's own quantization, with experts in mxfp4 and all else in bfloat16."""
+def quantized_config(config: DecoderConfig, quantize: Quantize | None) -> DecoderConfig:
+    """Return the configuration with projections quantized to "int8" or "fp8" while reading; None changes nothing.
+
+    Raises:
+      ModelError: `quantize` is another value, or the checkpoint is in fp8 and `quantize` is "int8".
+    """
+    if quantize is not None and quantize not in get_args(Quantize):
+        raise ModelError(f"quantize must be 'int8', 'fp8' or None, got {quantize!r:.80}")
+    if config.quantization is None:
+        return replace(config, quantization=quantize)
+    if quantize not in (None, "fp8"):
+        raise ModelError(f"the checkpoint is in fp8 already; expected quantize=None or 'fp8', got {quantize!r}")
+    return config
+
+
+def _parse_quantization(fields: Fields, family: ModelType) -> Quantization | None:
+    """Accept Qwen3's fp8 with scales of 128 x 128 values, and gpt-oss's mxfp4, which is read as floating point."""
     found = fields.values.get("quantization_config")
-    if found is None or (family == "gpt_oss" and isinstance(found, dict) and found.get("quant_method") == "mxfp4"):
-        return
-    raise fields.fail("quantization_config", "is set, but quantized weights are not supported; use the original")
+    if found is None:
+        return None
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    if family == "gpt_oss" and method == "mxfp4":
+        return None
+    if not isinstance(found, dict) or method != "fp8" or family == "gpt_oss":
+        raise fields.fail(
+            "quantization_config",
+            f"has quant_method {method!r:.80}; expected 'fp8' with scales of blocks, or 'mxfp4' of gpt-oss; use the "
+            "original checkpoint, with quantize='int8' or 'fp8' to quantize it while reading",
+        )
+    inner = Fields(found, f"{fields.where}: quantization_config")
+    for name, known in (("weight_block_size", [128, 128]), ("activation_scheme", "dynamic"), ("fmt", "e4m3")):
+        if found.get(name, known if name == "fmt" else None) != known:
+            raise inner.fail(name, f"must be {known!r}, got {found.get(name)!r:.80}")
+    skipped = found.get("modules_to_not_convert")
+    skipped = [] if skipped is None else skipped
+    if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):
+        raise inner.fail("modules_to_not_convert", f"must be a list of modules, got {skipped!r:.80}")
+    if kept := [name for name in skipped if name.rpartition(".")[2] in _PROJECTIONS]:
+        raise inner.fail("modules_to_not_convert", f"must not hold projections of the decoder, got {kept[0]!r:.80}")
+    return "fp8_blocks"
 
 
 def _parse_moe(fields: Fields, family: ModelType, layers: int) -> MoEConfig | None:

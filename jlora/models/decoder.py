@@ -20,6 +20,7 @@ from jlora.models.json_file import ModelError
 from jlora.models.moe import MoE
 from jlora.models.partition import Dispatch, Partition, padded, width
 from jlora.models.parts import MLP, RMSNorm, linear
+from jlora.models.quantized import BLOCK
 from jlora.models.rope import rotations
 
 Cache = tuple[LayerCache, ...]
@@ -42,7 +43,13 @@ class Layer(nnx.Module):
         self.self_attn = Attention(config, window, dtype=dtype, rngs=rngs, partition=partition)
         if config.moe is not None and config.moe.layers[index]:
             self.mlp = MoE(
-                config.hidden_size, config.moe, dtype=dtype, rngs=rngs, partition=partition, dispatch=dispatch
+                config.hidden_size,
+                config.moe,
+                dtype=dtype,
+                rngs=rngs,
+                partition=partition,
+                dispatch=dispatch,
+                quantization=config.quantization,
             )
         else:
             self.mlp = MLP(
@@ -52,6 +59,7 @@ class Layer(nnx.Module):
                 dtype=dtype,
                 rngs=rngs,
                 partition=partition,
+                quantization=config.quantization,
             )
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, partition)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, partition)
@@ -173,6 +181,7 @@ class Decoder(nnx.Module):
                 partition=self.partition,
                 axes=(None, "tensor"),
                 blocks=padded(config.vocab_size, self.partition.size("tensor")),
+                quantization=None if config.quantization == "fp8_blocks" else config.quantization,
             )
         self.config = config
         self.dtype = jnp.dtype(dtype)
@@ -285,3 +294,20 @@ def _check_sizes(config: DecoderConfig, partition: Partition, dispatch: Dispatch
         partition.check("expert", **{"moe.num_experts": moe.num_experts})
         sizes = {"moe.intermediate_size": moe.intermediate_size, "moe.shared_size": moe.shared_size}
         partition.check("tensor", **sizes)
+    if config.quantization == "fp8_blocks":
+        _check_blocks(config, shards)
+
+
+def _check_blocks(config: DecoderConfig, shards: int) -> None:
+    """Check that no shard of the inputs of a product holds a part of a block."""
+    sizes = {"num_attention_heads * head_dim": config.num_attention_heads * config.head_dim}
+    if config.moe is None or not all(config.moe.layers):
+        sizes["intermediate_size"] = config.intermediate_size
+    if config.moe is not None:
+        sizes |= {"moe.intermediate_size": config.moe.intermediate_size, "moe.shared_size": config.moe.shared_size}
+    for name, value in sizes.items():
+        if shards > 1 and value % (BLOCK * shards):
+            raise ModelError(
+                f"{name} ({value}) must be a multiple of {BLOCK} on each of the {shards} shards of mesh axis 'tensor', "
+                "because each block of an fp8 checkpoint has one scale"
+            )

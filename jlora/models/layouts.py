@@ -3,6 +3,7 @@
 projections       [out, in], with a merged projection's parts in separate tensors
 experts           one tensor for each expert and projection (transformers 4, and 5 for most families), or one tensor
                   for all experts of a product: [E, out, in], or [E, in, out] with gate and up alternating (gpt-oss)
+fp8_blocks        float8_e4m3fn weights, and scales `weight_scale_inv` [out / 128, in / 128] of float32
 experts, mxfp4    [E, out, in / 32, 16] bytes of two 4-bit floats, and [E, out, in / 32] exponents
 """
 
@@ -21,9 +22,11 @@ from jlora.models.decoder import Decoder
 from jlora.models.json_file import ModelError
 from jlora.models.moe import Experts
 from jlora.models.partition import Blocks, runs
+from jlora.models.quantized import BLOCK, QuantizedLinear
 
 FLOATS = ("F32", "F16", "BF16")
-_LEAF = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
+FLOAT8 = "F8_E4M3"
+_LEAF = {"kernel": "weight", "kernel_scale": "weight_scale_inv", "scale": "weight", "embedding": "weight"}
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 # The values of a 4-bit float: a sign, two bits of exponent, one of mantissa (OCP Microscaling Formats, v1.0, 5.3.3).
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -72,15 +75,24 @@ def _source(
             block = f"{before}.{older}"
     if isinstance(layer, Experts):
         return _experts(model, layer, f"{block}.{module}", leaf, shape, names, stored_experts[block])
-    stored = shape[::-1] if leaf == "kernel" else shape
+    stored = shape[::-1] if leaf in ("kernel", "kernel_scale") else shape
     blocks = _blocks(layer, stored[0])
     sizes = getattr(layer, "output_sizes", (max(sum(run) for run in blocks if run[0] >= 0),))
     tensors = {
         ".".join(filter(None, (block, name, _LEAF.get(leaf, leaf)))): (size, *stored[1:])
         for name, size in zip(model.packed_modules.get(module, (module,)), sizes, strict=True)
     }
-    read = partial(_read_rows, tensors, blocks, leaf == "kernel")
-    return Source(tensors, read, _transposed if leaf == "kernel" else _as_stored)
+    turned = leaf in ("kernel", "kernel_scale")
+    read = partial(_read_rows, tensors, blocks, turned)
+    if leaf == "kernel_scale":
+        return _repeated(tensors, read)
+    types = _types(model) if leaf == "kernel" and isinstance(layer, QuantizedLinear) else FLOATS
+    return Source(tensors, read, _transposed if turned else _as_stored, types)
+
+
+def _types(model: Decoder) -> tuple[str, ...]:
+    """Return the stored types of the kernels that the model has quantized."""
+    return (FLOAT8,) if model.config.quantization == "fp8_blocks" else FLOATS
 
 
 def _blocks(layer: Any, rows: int) -> Blocks:
@@ -101,8 +113,11 @@ def _experts(
     """Return the source of one parameter of an `Experts` module, in the layout that the files' names imply."""
     name = f"{experts}.{leaf}"
     product = next(product for product, param in layer.grouped_products.items() if leaf.startswith(param))
-    blocks = _blocks(layer, shape[-1]) if leaf == "gate_up_proj" else ((0, shape[-1]),)
-    if not (leaf.endswith("_bias") or name in names or f"{name}_blocks" in names):
+    blocks = _blocks(layer, shape[-1]) if leaf in ("gate_up_proj", "gate_up_proj_scale") else ((0, shape[-1]),)
+    together = name in names or f"{name}_blocks" in names
+    if together and _types(model) != FLOATS and not leaf.endswith("_bias"):
+        raise ModelError(f"{name} holds all experts; fp8 experts must be stored one by one, {experts}.0.*_proj.weight")
+    if not (leaf.endswith("_bias") or together):
         return _each_expert(model, experts, leaf, shape, blocks, names, stored_tensors)
     if product not in layer.alternating:
         return _all_experts(model, name, shape, blocks, names)
@@ -138,15 +153,39 @@ def _each_expert(
         raise ModelError(
             f"config.json asks for {num_experts} experts, and the files hold {stored_tensors} tensors of {experts}"
         )
-    parts = model.packed_modules.get(leaf, (leaf,))
+    param = leaf.removesuffix("_scale")
+    parts = model.packed_modules.get(param, (param,))
     if f"{experts}.0.w1.weight" in names:
         parts = tuple(_MIXTRAL[part] for part in parts)
+    kind = "weight" if param == leaf else "weight_scale_inv"
     each = [
-        {f"{experts}.{expert}.{part}.weight": (outputs // len(parts), inputs) for part in parts}
+        {f"{experts}.{expert}.{part}.{kind}": (outputs // len(parts), inputs) for part in parts}
         for expert in range(num_experts)
     ]
     stored = {name: size for tensors in each for name, size in tensors.items()}
-    return Source(stored, partial(_read_each, each, blocks), _transposed)
+    read = partial(_read_each, each, blocks)
+    return Source(stored, read, _transposed, _types(model)) if param == leaf else _repeated(stored, read)
+
+
+def _repeated(weights: Mapping[str, Shape], read: Callable[[Read, Index], Sequence[np.ndarray]]) -> Source:
+    """Return the source of the scales of fp8 weights, read like weights [rows, G] of these names.
+
+    A stored tensor has one row for each `BLOCK` of them.
+    """
+    stored = {name: (-(-rows // BLOCK), groups) for name, (rows, groups) in weights.items()}
+
+    def repeated(read_tensor: Read, index: Index) -> Sequence[np.ndarray]:
+        return read(partial(_read_scales, read_tensor), index)
+
+    return Source(stored, repeated, _transposed)
+
+
+def _read_scales(read: Read, name: str, part: Index) -> np.ndarray:
+    """Read the scales of rows of a weight, repeated for the rows of a block."""
+    rows, groups = part
+    first = rows.start // BLOCK
+    scales = read(name, (slice(first, -(-rows.stop // BLOCK)), groups))
+    return np.repeat(scales, BLOCK, axis=0)[rows.start - first * BLOCK : rows.stop - first * BLOCK]
 
 
 def _read_rows(

@@ -20,11 +20,12 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jlora._typing import DType
-from jlora.models.config import MoEConfig
+from jlora.models.config import MoEConfig, Quantization
 from jlora.models.expert_parallel import by_tokens, first_of_tensor, on_mesh
 from jlora.models.grouped import grouped_matmul
 from jlora.models.partition import ONE_DEVICE, Blocks, Dispatch, Partition, merged
 from jlora.models.parts import MLP, linear
+from jlora.models.quantized import dequantize, quantized_params
 from jlora.models.routing import Routing, softmax_top_k, top_k_softmax
 
 
@@ -97,11 +98,15 @@ class Experts(nnx.Module):
     Attributes:
       gate_up_proj: [E, H, 2 * I], all columns of the gate first; `gate_up_proj_bias` [E, 2 * I] with `bias`.
       down_proj: [E, I, H]; `down_proj_bias` [E, H] with `bias`.
+      gate_up_proj_scale, down_proj_scale: with `quantization`, the scales of the two, as in `QuantizedLinear`.
+      dtype: dtype of the activations.
       alternating: Products whose columns of gate and up alternate in checkpoint tensors of all experts.
       output_blocks: Order of the columns of `gate_up_proj`, only if a mesh needs another than the checkpoint's
         (`partition.Blocks`).
     """
 
+    gate_up_proj: nnx.Param[jax.Array]
+    down_proj: nnx.Param[jax.Array]
     # Method of each product -> its parameter [E, in, out].
     grouped_products = {"gate_up": "gate_up_proj", "down": "down_proj"}  # noqa: RUF012 - a constant
     # Products whose input is all tokens, from which they gather their rows.
@@ -120,26 +125,34 @@ class Experts(nnx.Module):
         rngs: nnx.Rngs,
         partition: Partition = ONE_DEVICE,
         dispatch: Dispatch = "all_gather",
+        quantization: Quantization | None = None,
     ):
         """Create the parameters. `activation` takes gate and up [M, I], and must be hashable by value."""
 
-        def draw(inputs: int, outputs: int, *axes: str | None, blocks: Blocks | None = None) -> nnx.Param[jax.Array]:
+        def draw(name: str, inputs: int, outputs: int, *axes: str | None, blocks: Blocks | None = None) -> None:
             drawn = partition.draw(("expert", *axes), blocks)(rngs.params(), (num_experts, inputs, outputs), dtype)
-            return nnx.Param(drawn, **partition.metadata("expert", *axes))
+            if quantization is None:
+                setattr(self, name, nnx.Param(drawn, **partition.metadata("expert", *axes)))
+                return
+            kernel, scale = quantized_params(drawn, quantization, partition, ("expert", *axes))
+            setattr(self, name, kernel)
+            setattr(self, f"{name}_scale", scale)
 
         def zeros(size: int, axis: str | None) -> nnx.Param[jax.Array]:
             values = jnp.zeros((num_experts, size), dtype, device=partition.sharding("expert", axis))
             return nnx.Param(values, **partition.metadata("expert", axis))
 
         blocks = merged([(inner, 1), (inner, 1)], partition.size("tensor"))
-        self.gate_up_proj = draw(features, 2 * inner, None, "tensor", blocks=blocks)
-        self.down_proj = draw(inner, features, "tensor", None)
+        draw("gate_up_proj", features, 2 * inner, None, "tensor", blocks=blocks)
+        draw("down_proj", inner, features, "tensor", None)
         if bias:
             self.gate_up_proj_bias = zeros(2 * inner, "tensor")
             self.down_proj_bias = zeros(features, None)
         if blocks is not None:
             self.output_blocks = blocks
         self.num_experts = num_experts
+        self.dtype = jnp.dtype(dtype)
+        self.quantized = quantization is not None
         self.activation = activation
         self.alternating = tuple(alternating)
         self.bias = bias
@@ -148,13 +161,23 @@ class Experts(nnx.Module):
 
     def gate_up(self, x: Float[Array, "T H"], rows: ExpertRows) -> Float[Array, "M F"]:
         """Compute the first product of every row from its token, plus the bias. F = 2 * I."""
-        out = grouped_matmul(x[rows.token], self.gate_up_proj[...], rows.counts)
+        out = grouped_matmul(x[rows.token], self.matrices("gate_up_proj"), rows.counts)
         return out + self.gate_up_proj_bias[...][rows.expert] if self.bias else out
 
     def down(self, h: Float[Array, "M I"], rows: ExpertRows) -> Float[Array, "M H"]:
         """Compute the second product of every row, plus the bias."""
-        out = grouped_matmul(h, self.down_proj[...], rows.counts)
+        out = grouped_matmul(h, self.matrices("down_proj"), rows.counts)
         return out + first_of_tensor(self.partition, self.down_proj_bias[...][rows.expert]) if self.bias else out
+
+    def matrices(self, name: str) -> Float[Array, "E K N"]:
+        """Return the parameter of a product as the product reads it, in the dtype of the activations."""
+        if not self.quantized:
+            return getattr(self, name)[...]
+        return self.dequantized(name).astype(self.dtype)
+
+    def dequantized(self, name: str) -> Float[Array, "E K N"]:
+        """Return a quantized parameter in float32."""
+        return dequantize(getattr(self, name)[...], getattr(self, f"{name}_scale")[...])
 
     def __call__(self, x: Float[Array, "*rows H"], routing: Routing) -> Float[Array, "*rows H"]:
         """Compute the weighted sum of each token's experts; `x` is [B, L, H] or packed [T, H]."""
@@ -197,6 +220,7 @@ class MoE(nnx.Module):
         rngs: nnx.Rngs,
         partition: Partition = ONE_DEVICE,
         dispatch: Dispatch = "all_gather",
+        quantization: Quantization | None = None,
     ):
         limit = config.swiglu_limit
         # float32, because logits rounded to bfloat16 would choose other experts near ties.
@@ -221,9 +245,17 @@ class MoE(nnx.Module):
             rngs=rngs,
             partition=partition,
             dispatch=dispatch,
+            quantization=quantization,
         )
         if config.shared_size:
-            self.shared_expert = MLP(features, config.shared_size, dtype=dtype, rngs=rngs, partition=partition)
+            self.shared_expert = MLP(
+                features,
+                config.shared_size,
+                dtype=dtype,
+                rngs=rngs,
+                partition=partition,
+                quantization=quantization,
+            )
             self.shared_expert_gate = linear(features, 1, bias=False, dtype=dtype, rngs=rngs, partition=partition)
         self.config = config
 

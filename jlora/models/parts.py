@@ -6,7 +6,9 @@ from flax import nnx
 from jaxtyping import Float
 
 from jlora._typing import DType
+from jlora.models.config import Quantization
 from jlora.models.partition import ONE_DEVICE, Axes, Blocks, Partition, merged, width
+from jlora.models.quantized import QuantizedLinear
 
 
 class RMSNorm(nnx.Module):
@@ -36,11 +38,12 @@ def linear(
     partition: Partition = ONE_DEVICE,
     axes: Axes = (None, None),
     blocks: Blocks | None = None,
-) -> nnx.Linear:
+    quantization: Quantization | None = None,
+) -> nnx.Linear | QuantizedLinear:
     """Create a projection; with several output sizes a merged one, with its outputs side by side.
 
     `axes` are the mesh axes of its inputs and outputs. `blocks` gives the order of its columns if it differs from the
-    checkpoint's; the layer keeps it as `output_blocks`.
+    checkpoint's; the layer keeps it as `output_blocks`. `quantization` quantizes the kernel.
     """
     layer = nnx.Linear(
         in_features,
@@ -55,6 +58,8 @@ def linear(
         kernel_metadata=partition.metadata(*axes),
         bias_metadata=partition.metadata(axes[1]),
     )
+    if quantization is not None:
+        layer = QuantizedLinear(layer, quantization, partition=partition, axes=axes)
     if len(output_sizes) > 1:
         layer.output_sizes = output_sizes  # pyright: ignore[reportAttributeAccessIssue]
     if blocks is not None:
@@ -74,6 +79,7 @@ class MLP(nnx.Module):
         dtype: DType,
         rngs: nnx.Rngs,
         partition: Partition = ONE_DEVICE,
+        quantization: Quantization | None = None,
     ):
         self.shards = partition.size("tensor")
         self.gate_up_proj = linear(
@@ -86,9 +92,17 @@ class MLP(nnx.Module):
             partition=partition,
             axes=(None, "tensor"),
             blocks=merged([(inner, 1), (inner, 1)], self.shards),
+            quantization=quantization,
         )
         self.down_proj = linear(
-            inner, features, bias=bias, dtype=dtype, rngs=rngs, partition=partition, axes=("tensor", None)
+            inner,
+            features,
+            bias=bias,
+            dtype=dtype,
+            rngs=rngs,
+            partition=partition,
+            axes=("tensor", None),
+            quantization=quantization,
         )
 
     def __call__(self, x: Float[jax.Array, "*rows E"]) -> Float[jax.Array, "*rows E"]:

@@ -99,6 +99,7 @@ def describe_grouped(layer: nnx.Module) -> ExpertsSpec:
         output_blocks     `LinearSpec.out_blocks` of "gate_up".
         gathers           methods that take all tokens [T, K] and gather `rows.token` themselves.
         alternating       as in `ExpertsSpec`.
+        quantized         True if the parameters are quantized; `dequantized(param)` returns [E, K, N] in float32.
     """
     grouped: Mapping[str, str] = own_attribute(layer, "grouped_products")
     gated, interleaved = own_attribute(layer, "gated", True), own_attribute(layer, "interleaved", False)
@@ -108,10 +109,15 @@ def describe_grouped(layer: nnx.Module) -> ExpertsSpec:
         experts, k, n = vars(layer)[param].get_value().shape[-3:]
         alternate = [*range(0, n, 2), *range(1, n, 2)] if name == "gate_up" and gated and interleaved else None
         blocks = own_attribute(layer, "output_blocks") if name == "gate_up" else None
-        products[name] = LinearSpec(k, n, param=param, out_index=alternate, out_blocks=blocks)
+        scaled = functools.partial(_dequantized, param=param) if own_attribute(layer, "quantized", False) else None
+        products[name] = LinearSpec(k, n, param=param, out_index=alternate, out_blocks=blocks, dequantize=scaled)
     names = {} if gated else {"gate_up": EXPERT_NAMES["up"]}
     gathers, alternating = own_attribute(layer, "gathers", ()), own_attribute(layer, "alternating", ())
     return ExpertsSpec(experts, products, rows=_grouped_rows, names=names, gathers=gathers, alternating=alternating)
+
+
+def _dequantized(layer: Any, param: str) -> Array:
+    return layer.dequantized(param)
 
 
 def _grouped_rows(layer: nnx.Module, name: str, x: Array, rows: Any) -> RowMap:

@@ -23,6 +23,8 @@ from jlora.layers.specs import (
     describe_embed,
     describe_general,
     describe_linear,
+    describe_quantized,
+    own_attribute,
 )
 from jlora.layers.wrap.linen import LinenDense, LinenEmbed, LinenNode, describe_dense
 from jlora.layers.wrap.linen import describe_embed as describe_linen_embed
@@ -160,6 +162,8 @@ def _described(module: nnx.Module, aliases: tuple[str, ...]) -> Found:
     guess: str | None = None
     if base is None and has_grouped_products(module):
         spec = describe_grouped(module)
+    elif base is None and own_attribute(module, "dequantized") is not None:
+        spec = describe_quantized(module)
     elif base is None:
         spec = _einsum_by_equation(module)
         if isinstance(spec, LinearSpec):

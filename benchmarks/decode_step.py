@@ -5,6 +5,7 @@
     python -m benchmarks.decode_step --adapters-per-sequence 2
     python -m benchmarks.decode_step --dora
     python -m benchmarks.decode_step --batch-invariant
+    python -m benchmarks.decode_step --quantization int8
 
 The weights are random bf16. There are 64 slots for all seven modules of Llama-3-8B, or 8 slots for attention and all
 experts of Qwen3-30B-A3B, filled with random values on the device. Decode is one token a sequence over a cache of
@@ -13,7 +14,8 @@ token. Each figure is the median over several rounds of the mean of steps enqueu
 alternate within a round. The plan is made inside the step and counted. `--profile` also records the kernel times of a
 layer. With `--adapters-per-sequence k`, each sequence sums k of the adapters (`jlora.Mix`), and with `--dora` every
 slot holds a DoRA adapter. With `--batch-invariant`, the same steps with `LoRAConfig(batch_invariant=True)` are timed
-beside the default.
+beside the default. With `--quantization`, the kernels of the base model are in int8 or fp8, and its bytes are
+in the JSON beside those in bf16.
 """
 
 import argparse
@@ -35,7 +37,7 @@ from benchmarks.timing import kernel_us, kind_of, machine
 from jlora.layers.forward.batch import Lease
 from jlora.layers.forward.batch import make_batch as batch_in_slots
 from jlora.layers.forward.batch_shape import BatchShape
-from jlora.models import Decoder, DecoderConfig
+from jlora.models import Decoder, DecoderConfig, quantized_config
 from jlora.models.config import MoEConfig
 
 CONTEXT = 128
@@ -195,10 +197,17 @@ def batch_of(manager: jlora.LoRAManager, slots: np.ndarray):
     return batch_in_slots(slots.tolist(), shape, manager._wrapped.sites, lease, none=none, unserved=unserved)
 
 
+def weight_bytes(config: DecoderConfig) -> int:
+    """Return the bytes of a model's weights, from shapes alone."""
+    model = nnx.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(model)))
+
+
 def save(args: argparse.Namespace, rows: list[dict], profiles: list[dict]) -> None:
     """Write the results so far."""
     if args.out is None:
         return
+    config = MODELS[args.model][0](args.layers)
     about = {
         **machine(),
         "model": f"{args.model} shape, {args.layers} layers, bf16, context {CONTEXT}",
@@ -207,6 +216,9 @@ def save(args: argparse.Namespace, rows: list[dict], profiles: list[dict]) -> No
         "adapters_per_sequence": args.adapters_per_sequence,
         "dora": args.dora,
         "batch_invariant": args.batch_invariant,
+        "quantization": args.quantization,
+        "weight_bytes": weight_bytes(quantized_config(config, args.quantization)),
+        "weight_bytes_in_bf16": weight_bytes(config),
     }
     with open(args.out, "w") as file:
         json.dump({"about": about, "rows": rows, "profiles": profiles}, file, indent=1)
@@ -237,11 +249,12 @@ def main() -> None:
     parser.add_argument("--adapters-per-sequence", type=int, default=1)
     parser.add_argument("--dora", action="store_true")
     parser.add_argument("--batch-invariant", action="store_true")
+    parser.add_argument("--quantization", choices=("int8", "fp8"))
     args = parser.parse_args()
 
     shape, layers, slots = MODELS[args.model]
     args.layers = args.layers or layers
-    config = shape(args.layers)
+    config = quantized_config(shape(args.layers), args.quantization)
     model = Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     base_decode, base_leaves = flat_step(model, decode)
     base_prefill, _ = flat_step(model, prefill)

@@ -54,8 +54,8 @@ class QuantizedLinear(nnx.Module):
         self.bias = layer.bias
         self.in_features = layer.in_features
         self.out_features = layer.out_features
-        self.dtype = jnp.dtype(layer.dtype)
-        self.out_dtype = jnp.dtype(layer.preferred_element_type or layer.dtype)
+        self.dtype = jnp.dtype(layer.dtype or layer.kernel.dtype)
+        self.out_dtype = jnp.dtype(layer.preferred_element_type or self.dtype)
 
     def __call__(self, x: Float[Array, "*rows K"]) -> Float[Array, "*rows N"]:
         """Compute the product with the dequantized kernel, plus the bias."""

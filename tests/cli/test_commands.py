@@ -49,6 +49,15 @@ def test_generate_answers_each_prompt_with_its_adapter(capsys):
     assert capsys.readouterr().out.splitlines() == ["sort: hgfedc=cdefgh", "reverse: abcd=dcba", "(base): abcd=abcd"]
 
 
+@pytest.mark.parametrize("quantization", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_generate_quantizes_the_model(capsys, quantization):
+    """The answers are those of the unquantized demo."""
+    adapter, prompts = f"--adapter=sort={DEMO / 'adapters' / 'sort'}", ["--prompt=sort:hgfedc=", "--prompt=:abcd="]
+    command = ["generate", "--model", MODEL, adapter, *prompts, "--max-new-tokens", "9", "--quantization", quantization]
+    assert run(command) == 0
+    assert capsys.readouterr().out.splitlines() == ["sort: hgfedc=cdefgh", "(base): abcd=abcd"]
+
+
 @pytest.mark.parametrize(
     ("command", "words"),
     [

@@ -21,7 +21,7 @@ from jlora.cli.demo import DEMO, MIXTURE
 from jlora.config import LoRAConfig
 from jlora.errors import LoRAUsageError
 from jlora.manager.manager import LoRAManager
-from jlora.models import from_pretrained
+from jlora.models import from_pretrained, quantized_config
 from jlora.models.config import read_config
 from jlora.serve import SamplingParams
 from jlora.serve.engine.steps import Steps
@@ -92,6 +92,12 @@ def test_command_line_of_vllm(served):
     assert (service.names, service.max_model_len) == (("llama", "base"), 48)
     assert [service.keys.admit(f"Bearer {key}", admin=False) for key in ("one", "two", "")] == [True, True, False]
     assert found.log_level == "info"
+
+
+def test_a_quantized_model_is_served(served, capsys):
+    found = served("--quantization", "int8", "--lora-modules", f"sort={SORT}", *SMALL)
+    assert found.service.engine.list_loras().keys() == {"sort"}
+    assert re.search(r"weights \d+\.\d KiB", capsys.readouterr().err)  # 1.7 MiB otherwise
 
 
 @pytest.mark.parametrize(
@@ -338,16 +344,24 @@ def held(arrays, device):
     )
 
 
-@pytest.mark.parametrize("tensor", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
-def test_budget_equals_the_allocated_bytes(tensor):
+@pytest.mark.parametrize(
+    ("tensor", "quantize"),
+    [
+        (1, None),
+        (1, "int8"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, None), (4, None), (2, "fp8"))),
+    ],
+)
+def test_budget_equals_the_allocated_bytes(tensor, quantize):
     """Weights, slots and cache on the first device, which holds the most."""
     mesh = None
     if tensor > 1:
         mesh = jax.make_mesh((tensor,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:tensor])
     lora = LoRAConfig(max_loras=3, max_lora_rank=8)
     options = {"sequences": 5, "max_model_len": 48, "batched_tokens": 32, "share": 0.9}
-    found = budget(read_config(DEMO / "model" / "config.json"), lora, dtype="bfloat16", mesh=mesh, **options)
-    model = from_pretrained(DEMO / "model", dtype="bfloat16", mesh=mesh)
+    config = quantized_config(read_config(DEMO / "model" / "config.json"), quantize)
+    found = budget(config, lora, dtype="bfloat16", mesh=mesh, **options)
+    model = from_pretrained(DEMO / "model", dtype="bfloat16", mesh=mesh, quantize=quantize)
     manager = LoRAManager(model, lora)
     steps = Steps(model, manager, rows=5, max_model_len=48, chunk=32)
     before = {id(array) for array in jax.live_arrays()}

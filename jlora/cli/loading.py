@@ -20,7 +20,8 @@ _MAX_TOKENIZER_BYTES = 2**28
 def load_model(folder: Path, dtype: str, mesh: Mesh | None = None, quantize: Quantize | None = None) -> Decoder:
     """Return the model of a Hugging Face checkpoint folder, on a mesh if one is given.
 
-    A terminal shows a bar. Otherwise a line is printed for each of several shards. `quantize` is that of `jlora.models.from_pretrained`.
+    A terminal shows a bar. Otherwise a line is printed for each of several shards. `quantize` is that of
+    `jlora.models.from_pretrained`.
 
     Raises:
       LoRAError: A file is missing or malformed, or uses an unserved feature. The message names it.

@@ -24,7 +24,8 @@ class Survey:
     Args:
       model: Any `nnx.Module`. Its parameters can be shapes only, as from `nnx.eval_shape`.
       config: Configuration of the slots.
-      name_map, skip: As for `LoRAManager`.
+      name_map: As for `LoRAManager`.
+      skip: As for `LoRAManager`.
 
     Raises:
       LoRAError: No layer can be wrapped, or `name_map` or `skip` is invalid, as in `LoRAManager`.

@@ -226,6 +226,7 @@ def test_blocks_that_a_mesh_would_split_are_refused(tmp_path):
         case.load(make_mesh({"tensor": 2}))
 
 
+@pytest.mark.slow
 @pytest.mark.mesh
 def test_blocks_on_a_mesh(tmp_path):
     fields = {"hidden_size": 160, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 1}
@@ -264,6 +265,18 @@ def test_the_stored_values_are_those_of_the_checkpoint(tmp_path):
     assert again.model.embed_tokens.embedding.dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("name", ["gpt-oss-square", "mixtral-window", "qwen2-moe-shared"])
+def test_experts_of_every_layout(name):
+    """Experts stored one by one, and all together with alternating columns of gate and up."""
+    stored, read = (from_pretrained(goldens.FOLDER / name, quantize=quantize) for quantize in (None, "int8"))
+    for product in ("gate_up_proj", "down_proj"):
+        experts = read.model.layers[0].mlp.experts
+        weight = np.asarray(getattr(stored.model.layers[0].mlp.experts, product)[...]).swapaxes(1, 2)
+        assert getattr(experts, product).dtype == jnp.int8
+        want = np.stack([dequantized(one, "int8") for one in weight]).swapaxes(1, 2)
+        np.testing.assert_allclose(np.asarray(experts.dequantized(product)), want, atol=1e-6)
+
+
 def test_bytes_of_llama_3_8b():
     config = DecoderConfig(
         vocab_size=128256,
@@ -280,8 +293,7 @@ def test_bytes_of_llama_3_8b():
         model = nnx.eval_shape(lambda: Decoder(of, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(model)))
 
-    for quantize in ("int8", "fp8"):
-        assert nbytes(quantize) <= 0.56 * nbytes(None)
+    assert nbytes("int8") <= 0.56 * nbytes(None)
 
 
 def forward(model, inputs, batch):

@@ -105,8 +105,8 @@ def from_pretrained(
 def read_skeleton(path: str | Path) -> Decoder:
     """Return the model of a checkpoint without its weights.
 
-    Every parameter is a float32 `jax.ShapeDtypeStruct`. Names, shapes and types of the stored tensors are checked as in
-    `from_pretrained`, with the same errors.
+    Every parameter is a float32 `jax.ShapeDtypeStruct`, but for the kernels of a checkpoint in fp8. Names, shapes and
+    types of the stored tensors are checked as in `from_pretrained`, with the same errors.
     """
     folder, config = _config(path)
     with contextlib.ExitStack() as stack:

@@ -12,7 +12,15 @@ from safetensors.numpy import load_file
 
 import jlora
 from jlora.adapters import ModuleLoRA
-from jlora.models import Decoder, DecoderConfig, ModelError, QuantizedLinear, from_pretrained, quantized_config
+from jlora.models import (
+    Decoder,
+    DecoderConfig,
+    ModelError,
+    QuantizedLinear,
+    from_pretrained,
+    quantized_config,
+    read_skeleton,
+)
 from tests.models import checkpoints, goldens
 from tests.models.test_mesh import make_mesh
 
@@ -229,7 +237,12 @@ def test_blocks_that_a_mesh_would_split_are_refused(tmp_path):
 @pytest.mark.slow
 @pytest.mark.mesh
 def test_blocks_on_a_mesh(tmp_path):
-    fields = {"hidden_size": 160, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 1}
+    fields = {
+        "hidden_size": 160,
+        "intermediate_size": 256,
+        "head_dim": 96,
+        "num_hidden_layers": 1,
+    }  # blocks across shards
     checkpoints.write(tmp_path / "source", checkpoints.DENSE["mistral"] | fields)
     case = Case(tmp_path, tmp_path / "source", "blocks")
     model = case.load(make_mesh({"tensor": 2}))
@@ -257,6 +270,9 @@ def test_the_stored_values_are_those_of_the_checkpoint(tmp_path):
     np.testing.assert_array_equal(down.kernel_scale[...], scales.T.repeat(128, 1)[:, :192])
     assert isinstance(model.lm_head, nnx.Linear)
     assert model.model.embed_tokens.embedding.dtype == jnp.bfloat16
+
+    skeleton = read_skeleton(tmp_path / "stored").model.layers[0].mlp.down_proj
+    assert (skeleton.kernel.dtype, skeleton.kernel_scale.shape) == (jnp.float8_e4m3fn, (3, 192))
 
     again = from_pretrained(tmp_path / "source", jnp.bfloat16, quantize="int8")
     assert isinstance(again.lm_head, QuantizedLinear)

@@ -161,6 +161,7 @@ def test_list_adapters_shows_every_level(world):
         request=None,
         base_model_name="org/base",
         invocation_tokens=(),
+        saved_outputs={},
         version=info.version,
     )
     world.manager.pin_adapter("a")

@@ -5,6 +5,7 @@ import sys
 import types
 import warnings
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +23,7 @@ package = types.ModuleType("tunix")
 package.__path__ = list(spec.submodule_search_locations or ())
 sys.modules.setdefault("tunix", package)
 
+always_shard = flax.config.flax_always_shard_variable
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from tunix.generate.sampler import CacheConfig, Sampler
@@ -31,6 +33,7 @@ with warnings.catch_warnings():
     from tunix.models.qwen2 import model as qwen2
     from tunix.models.qwen3 import model as qwen3
     from tunix.models.qwen3 import params as qwen3_params
+flax.config.update("flax_always_shard_variable", always_shard)  # Tunix turns it off, for the tests of other files too
 
 import jlora
 from jlora.integrations import qwix as adapters
@@ -109,10 +112,12 @@ def trained(base, seed):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def promotion():
-    """Promote ranks and dtypes as Tunix expects."""
+def configured():
+    """Promote ranks and dtypes, and shard variables, as Tunix expects."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        flax.config.update("flax_always_shard_variable", False)
         yield
+        flax.config.update("flax_always_shard_variable", always_shard)
 
 
 class World:

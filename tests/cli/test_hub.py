@@ -153,6 +153,7 @@ def test_errors_take_one_line(hub, tmp_path):
     assert jlora(tmp_path, commands[1], hub=hub, HF_TOKEN="secret")[0] == [0]
 
 
+@pytest.mark.slow
 def test_errors_without_a_network(tmp_path):
     statuses, _, err = jlora(tmp_path, INSPECT)
     assert statuses == [1]

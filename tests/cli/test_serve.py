@@ -218,6 +218,7 @@ def answers_of(engine, asked) -> list[str]:
         assert engine.close(60)
 
 
+@pytest.mark.slow
 def test_modules_of_other_names_are_mapped_skipped_and_excluded(served, tmp_path):
     """An adapter of a model with a vision tower, whose text model has a prefix."""
     sort = jlora.Adapter.from_pretrained(SORT)

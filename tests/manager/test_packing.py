@@ -237,7 +237,9 @@ def places_of_experts(model, stacked):
     return found
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow), "float16"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("float32", "float16"))]
+)
 @pytest.mark.parametrize("stacked", [False, True])
 def test_slots_of_experts_equal_numpy_packing(stacked, dtype):
     manager = manager_of_experts(stacked, dtype)

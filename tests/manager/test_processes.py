@@ -8,7 +8,8 @@ import pytest
 
 from tests.two_processes import run_two
 
-pytestmark = pytest.mark.mesh
+# The first test of a worker runs all of its scenarios, beside those of another worker.
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(500)]
 
 WORKER = Path(__file__).with_name("process.py")
 # Read, not imported: the module sets how many devices its process has.

@@ -43,18 +43,11 @@ def factors(model: Any, names: Names | None = None) -> Factors:
         parts than `names`, or a layer has a kernel for each entry of a batch axis, such as stacked experts.
     """
     found: Factors = {}
-    for pair in _pairs(model):
+    for pair, modules in _named(model, names or {}):
         a, b = pair.a.reshape(-1, pair.rank).T, pair.b.reshape(pair.rank, -1).T
-        modules = _modules_of(pair, names or {})
+        size = b.shape[0] // len(modules)
         for i, module in enumerate(modules):
-            if module in found:
-                raise jlora.LoRAUsageError(f"{pair.path}: another layer has the name {module!r} too; change `names`")
-            size = b.shape[0] // len(modules)
             found[module] = a, b[i * size : (i + 1) * size]
-    if not found:
-        raise jlora.LoRAUsageError(
-            "the model has no LoRA parameters of qwix (*_lora_a, *_lora_b); apply qwix.apply_lora_to_model to it"
-        )
     return found
 
 
@@ -109,11 +102,9 @@ def restore(
     """
     if not isinstance(adapter, jlora.Adapter):
         adapter = jlora.Adapter.from_pretrained(str(adapter))
-    factors(model, names)  # checks the names
     left, values = dict(adapter.modules), list[tuple[nnx.Variable[Array], Array]]()
-    for pair in _pairs(model):
+    for pair, modules in _named(model, names or {}):
         a, b = np.zeros((pair.rank, pair.in_features), np.float32), np.zeros((pair.out_features, pair.rank), np.float32)
-        modules = _modules_of(pair, names or {})
         size, rank, rows = len(b) // len(modules), 0, list[tuple[np.ndarray, slice]]()
         for i, module in enumerate(modules):
             lora = left.pop(module, None)
@@ -160,6 +151,22 @@ class _Pair:
     @property
     def out_features(self) -> int:
         return math.prod(self.b.shape[1:])
+
+
+def _named(model: Any, names: Names) -> list[tuple[_Pair, tuple[str, ...]]]:
+    """Return each pair with its module names. Raises `LoRAUsageError`, as in `factors`."""
+    found = [(pair, _modules_of(pair, names)) for pair in _pairs(model)]
+    if not found:
+        raise jlora.LoRAUsageError(
+            "the model has no LoRA parameters of qwix (*_lora_a, *_lora_b); apply qwix.apply_lora_to_model to it"
+        )
+    seen = set[str]()
+    for pair, modules in found:
+        for module in modules:
+            if module in seen:
+                raise jlora.LoRAUsageError(f"{pair.path}: another layer has the name {module!r} too; change `names`")
+            seen.add(module)
+    return found
 
 
 def _pairs(model: Any) -> Iterator[_Pair]:

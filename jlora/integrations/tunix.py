@@ -82,6 +82,7 @@ class Rollout:
           cache_config: the same.
           **options: its other arguments.
         """
+        # No extra installs Tunix, so type checkers do not find it.
         from tunix.generate import sampler  # type: ignore[import-not-found]
 
         self.manager = manager
@@ -130,6 +131,7 @@ class _Step(nnx.Module):
 
     @property
     def batch(self) -> jlora.LoRABatch:
+        # Flax declares the items of an `nnx.List` as unknown.
         return jax.tree.unflatten(self.structure, [row[...] for row in self.rows])  # type: ignore[index]
 
     def __getattr__(self, name: str) -> Any:
@@ -149,7 +151,7 @@ def _step_class(model: type[nnx.Module]) -> type[_Step]:
     @functools.wraps(model.__call__)
     def call(self: _Step, *args: Any, **kwargs: Any) -> Any:
         with jlora.use(self.batch):
-            return self.model(*args, **kwargs)  # type: ignore[operator]
+            return cast(Any, self.model)(*args, **kwargs)
 
     return type(f"{model.__name__}Step", (_Step,), {"__call__": call})
 

@@ -5,6 +5,7 @@ are one projection, and so are gate and up (`Decoder.packed_modules`). The exper
 transformers 5 (`model.layers.0.mlp.experts`). This module does not depend on adapters.
 """
 
+import functools
 from typing import get_args
 
 import jax
@@ -160,25 +161,20 @@ class Decoder(nnx.Module):
         self.partition = Partition(mesh)
         _check_sizes(config, self.partition, dispatch)
         self.model = Trunk(config, dtype=dtype, rngs=rngs, partition=self.partition, dispatch=dispatch)
+        outputs = functools.partial(
+            linear,
+            config.hidden_size,
+            bias=False,
+            dtype=dtype,
+            out_dtype=jnp.float32,
+            rngs=rngs,
+            partition=self.partition,
+        )
         if config.num_labels:
-            self.score = linear(
-                config.hidden_size,
-                config.num_labels,
-                bias=False,
-                dtype=dtype,
-                out_dtype=jnp.float32,
-                rngs=rngs,
-                partition=self.partition,
-            )
+            self.score = outputs(config.num_labels)
         if config.num_labels is None and not config.tie_word_embeddings:
-            self.lm_head = linear(
-                config.hidden_size,
+            self.lm_head = outputs(
                 config.vocab_size,
-                bias=False,
-                dtype=dtype,
-                out_dtype=jnp.float32,
-                rngs=rngs,
-                partition=self.partition,
                 axes=(None, "tensor"),
                 blocks=padded(config.vocab_size, self.partition.size("tensor")),
                 quantization=None if config.quantization == "fp8_blocks" else config.quantization,

@@ -165,14 +165,14 @@ def without_graphs(platform: str) -> dict[str, Any] | None:
     return {"xla_gpu_graph_min_graph_size": 2**31 - 1} if platform in ("gpu", "cuda") else None
 
 
-def abstract_device() -> tuple[str, str] | None:
-    """Return (platform, device kind) that `use_abstract_mesh` lowers a program for, or None.
+def abstract_device() -> tuple[str, str, int | None] | None:
+    """Return (platform, device kind, cores or None) that `use_abstract_mesh` lowers a program for, or None.
 
     `AbstractMesh.abstract_device` is undocumented. Verified with JAX 0.10.0 to 0.12.0. On a machine without a GPU, JAX
     0.11 and newer lower Triton kernels for the GPU named here; 0.10 assumes compute capability 9.0.
     """
     device: Any = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    return None if device is None else (device.platform, device.device_kind)
+    return None if device is None else (device.platform, device.device_kind, getattr(device, "num_cores", None))
 
 
 def gpu_shared_memory(device: object) -> int | None:
@@ -181,6 +181,15 @@ def gpu_shared_memory(device: object) -> int | None:
     It is an undocumented attribute of PJRT's CUDA devices. Verified with jaxlib 0.10.2 and 0.11.2.
     """
     found: Any = getattr(device, "shared_memory_per_block_optin", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def gpu_cores(device: object) -> int | None:
+    """Return the number of multiprocessors of a GPU, or None if unknown.
+
+    It is an undocumented attribute of PJRT's GPU devices. Verified with jaxlib 0.11.2.
+    """
+    found: Any = getattr(device, "core_count", None)
     return found if isinstance(found, int) and found > 0 else None
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import jax
 
-from jlora._compat import abstract_device, default_device, gpu_compute_capability, gpu_shared_memory
+from jlora._compat import abstract_device, default_device, gpu_compute_capability, gpu_cores, gpu_shared_memory
 
 
 @dataclass(frozen=True)
@@ -16,11 +16,13 @@ class GPU:
       kind: `jax.Device.device_kind`, normalised, for example "nvidia_h200". It is the name of the tuned table.
       shared_memory: Bytes of shared memory that one program of a kernel may use.
       capability: Compute capability, 90 for 9.0. 0 for a GPU of another vendor than NVIDIA, None if unknown.
+      multiprocessors: Number of multiprocessors; that of an H200 if unknown.
     """
 
     kind: str
     shared_memory: int
     capability: int | None = None
+    multiprocessors: int = 132
 
 
 MIN_CAPABILITY = 80  # required by Triton's compiler
@@ -73,7 +75,7 @@ def current_gpu() -> GPU:
     target = abstract_device()
     if target is not None and target[0] in ("gpu", "cuda", "rocm"):
         kind = device_kind(target[1])
-        return local if local is not None and local.kind == kind else _described(kind, target[0])
+        return local if local is not None and local.kind == kind else _described(kind, target[0], target[2])
     return H200 if local is None else local
 
 
@@ -89,15 +91,17 @@ def _local_gpu() -> GPU | None:
     shared = gpu_shared_memory(device)
     if shared is None:
         shared = _shared_bytes(capability) if capability else described.shared_memory
-    return GPU(kind, shared, described.capability if capability is None else capability)
+    cores = gpu_cores(device) or described.multiprocessors
+    return GPU(kind, shared, described.capability if capability is None else capability, cores)
 
 
-def _described(kind: str, where: str) -> GPU:
-    """Return the GPU that is known by the name of its kind."""
+def _described(kind: str, where: str, cores: int | None = None) -> GPU:
+    """Return the GPU that is known by the name of its kind, with `cores` multiprocessors if that number is known."""
+    cores = cores or GPU.multiprocessors
     if where == "rocm" or kind.startswith(("gfx", "amd")):
-        return GPU(kind, 64 << 10, 0)
+        return GPU(kind, 64 << 10, 0, cores)
     capability = next((_CAPABILITY[name] for name in shorter_kinds(kind) if name in _CAPABILITY), None)
-    return GPU(kind, _LEAST_SHARED if capability is None else _shared_bytes(capability), capability)
+    return GPU(kind, _LEAST_SHARED if capability is None else _shared_bytes(capability), capability, cores)
 
 
 def _shared_bytes(capability: int) -> int:

@@ -20,6 +20,7 @@ from jlora.pallas.tiles import (
     ProductTiles,
     fitted,
     plan_tile_m,
+    product_rule,
     product_shared_bytes,
     rows_bucket,
     rule_of_thumb,
@@ -66,7 +67,7 @@ def gpu_tiles(p: GPUProblem, gpu: GPU | None = None) -> GPUTiles:
       LoRAError: A table is malformed, or no tiles of this plan's `tile_m` fit into shared memory.
     """
     gpu = current_gpu() if gpu is None else gpu
-    chosen = _tuned("add_lora_experts" if p.experts else "add_lora", p, gpu) or rule_of_thumb(p)
+    chosen = _tuned("add_lora_experts" if p.experts else "add_lora", p, gpu) or rule_of_thumb(p, gpu)
     assert isinstance(chosen, GPUTiles)
     if _ample(p, gpu):
         return chosen
@@ -80,7 +81,7 @@ def too_large(p: GPUProblem, gpu: GPU | None = None) -> str | None:
     """Return why no tiles fit on the GPU, or None if some do, for the largest `tile_m` that `make_plan` may choose."""
     gpu = current_gpu() if gpu is None else gpu
     p = replace(p, tile_m=plan_tile_m(p.rows, 1, "triton"))
-    return None if _ample(p, gpu) or fitted(rule_of_thumb(p), p, gpu.shared_memory) else _too_much(p, gpu)
+    return None if _ample(p, gpu) or fitted(rule_of_thumb(p, gpu), p, gpu.shared_memory) else _too_much(p, gpu)
 
 
 def _ample(p: GPUProblem, gpu: GPU) -> bool:
@@ -102,8 +103,7 @@ def _too_much(p: GPUProblem, gpu: GPU) -> str:
 def product_tiles(p: GPUProblem, gpu: GPU | None = None) -> ProductTiles | None:
     """Return the tiles of `linear_lora`, or None if base product and LoRA are better computed apart.
 
-    Tiles come from a tuned table only, which holds the shapes that were measured to be faster fused. That depends on
-    the quality of XLA's own product, which no rule predicts. None is also returned if the tiles need more shared memory
+    Tiles come from a tuned table, else from `product_rule`. None is also returned if the tiles need more shared memory
     than the GPU has for this plan's `tile_m`.
 
     Args:
@@ -114,7 +114,7 @@ def product_tiles(p: GPUProblem, gpu: GPU | None = None) -> ProductTiles | None:
       LoRAError: A table is malformed.
     """
     gpu = current_gpu() if gpu is None else gpu
-    found = _tuned("linear_lora", p, gpu)
+    found = _tuned("linear_lora", p, gpu) or product_rule(p, gpu)
     if found is None:
         return None
     assert isinstance(found, ProductTiles)

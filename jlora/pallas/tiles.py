@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from jlora._typing import Backend
 from jlora.errors import LoRAError
-from jlora.pallas.gpus import platform
+from jlora.pallas.gpus import GPU, platform
 
 
 @dataclass(frozen=True)
@@ -232,24 +232,55 @@ def fitted(tiles: GPUTiles, p: GPUProblem, shared_memory: int) -> GPUTiles | Non
     return tiles
 
 
-def rule_of_thumb(p: GPUProblem) -> GPUTiles:
-    """Return the tiles that the search chose most often: many short programs for few rows, deep read-ahead for many."""
+def rule_of_thumb(p: GPUProblem, gpu: GPU) -> GPUTiles:
+    """Return tiles by the shape and the number of multiprocessors: those that searches chose most often.
+
+    Few rows get short programs and many rows deep read-ahead. Of the expand, two to four programs run on each
+    multiprocessor at once. With more, the last few wait for the end of others.
+    """
     rows, k, rank = p.rows, p.k, p.rank
     wide = rank > 64 or p.tile_m > 64
     few = p.tile_m <= 16 if p.experts else rows <= 512
     size = 4 if p.dtype == "float32" else 2
     narrow = 2 * 64 * rank * size > 160 * 1024  # two blocks of b would not fit into shared memory
-    programs = (528 if few else 264) * (2 if p.experts and rank <= 64 else 1)
+    long = few and rank <= 32 and not p.experts and p.tile_m <= 64
+    programs = (4 if few else 2) * gpu.multiprocessors * (2 if p.experts and rank <= 64 else 1)
     expand = {
-        "block_n": 32 if narrow else 64 if wide else 128, "warps": 8 if wide or not few else 4, "stages": 2,
-        "chunks": programs, "programs": programs,
+        "block_n": 32 if narrow else 64 if wide else 256 if long else 128, "warps": 8 if wide or not few else 4,
+        "stages": 2, "chunks": programs, "programs": programs,
     }  # fmt: skip
     if few:
         return GPUTiles(
             block_k=128, split_k=max(1, min(28, k // 256)), block_r=32, shrink_warps=2,
-            shrink_stages=2 if p.experts else 4, shrink_programs=1584 if p.experts else 792, **expand,
+            shrink_stages=2 if p.experts else 4, shrink_programs=(12 if p.experts else 6) * gpu.multiprocessors,
+            **expand,
         )  # fmt: skip
     return GPUTiles(
         block_k=64 if size == 4 else 128, split_k=max(1, min(4, 16384 // rows, k // 256)), block_r=64,
-        shrink_warps=8 if wide else 4, shrink_stages=3, shrink_programs=396, **expand,
+        shrink_warps=8 if wide else 4, shrink_stages=3, shrink_programs=3 * gpu.multiprocessors, **expand,
     )  # fmt: skip
+
+
+def product_rule(p: GPUProblem, gpu: GPU) -> ProductTiles | None:
+    """Return the tiles of `linear_lora` by the shape and the device, or None if no gain is predicted.
+
+    For 33 to 64 rows XLA reads a kernel at 36 to 65% of the bandwidth if it has few columns. Two programs on each
+    multiprocessor, with as many stages as fit, read it faster. With so many columns that K needs no parts XLA reads it
+    as fast, and with so few that more than four parts were needed the sum of the parts takes longer than the gain. With
+    fewer rows Hopper's matrix unit is not used, and the parts are slower than XLA's product. All of this was measured
+    on an H200. On other chips than Hopper's XLA's products differ, and only a table has entries.
+    """
+    block_n, block_k = 64, 128
+    if gpu.capability != 90 or p.experts or not 32 < p.rows <= 64:
+        return None
+    blocks = -(-p.n // block_n)
+    parts = min(4, 2 * gpu.multiprocessors // blocks, p.k // (3 * block_k))
+    if parts < 2 or blocks * parts < gpu.multiprocessors:
+        return None
+    stages = gpu.shared_memory // 2 // (block_k * (matrix_rows(p.rows) + block_n) * p.itemsizes.x)
+    programs = 4 * gpu.multiprocessors
+    lora = GPUTiles(
+        block_k=128, split_k=min(8, p.k // 128), block_r=16 if p.rank <= 16 else 32, shrink_warps=1, shrink_stages=1,
+        shrink_programs=programs, block_n=128, chunks=programs, warps=4, stages=2, programs=programs,
+    )  # fmt: skip
+    return ProductTiles(block_n, block_k, parts, 4, min(8, stages), lora)

@@ -24,8 +24,8 @@ def test_without_a_gpu_the_target_is_an_h200():
 
 
 def test_properties_come_from_the_default_device(default_device):
-    default_device(A100, shared_memory_per_block_optin=123456, compute_capability="8.0")
-    assert current_gpu() == GPU("nvidia_a100_sxm4_40gb", 123456, 80)
+    default_device(A100, shared_memory_per_block_optin=123456, compute_capability="8.0", core_count=108)
+    assert current_gpu() == GPU("nvidia_a100_sxm4_40gb", 123456, 80, 108)
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,9 @@ def test_missing_properties_follow_from_the_kind(default_device, kind, attribute
 def test_the_target_of_lowering_precedes_the_default_device(default_device):
     seen: list[GPU] = []
     with lowering_for("NVIDIA L4"):
-        assert current_gpu() == GPU("nvidia_l4", 99 << 10, 89)
+        assert current_gpu() == GPU("nvidia_l4", 99 << 10, 89, multiprocessors=1)
         assert jax.eval_shape(lambda x: (x, seen.append(current_gpu()))[0], 1.0) is not None
-    assert seen.pop() == GPU("nvidia_l4", 99 << 10, 89)
+    assert seen.pop() == GPU("nvidia_l4", 99 << 10, 89, multiprocessors=1)
     default_device(A100, shared_memory_per_block_optin=123456, compute_capability="8.0")
     with lowering_for("NVIDIA L4"):
         assert current_gpu().kind == "nvidia_l4"

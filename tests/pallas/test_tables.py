@@ -33,10 +33,10 @@ def write(path, *entries):
 
 
 def test_a_user_table_precedes_the_packaged_one_and_the_rule(tuned_folder):
-    assert gpu_tiles(PROBLEM, H200) == rule_of_thumb(PROBLEM)
+    assert gpu_tiles(PROBLEM, H200) == rule_of_thumb(PROBLEM, H200)
     write(tuned_folder / "nvidia_h200.json", entry())
     assert gpu_tiles(PROBLEM, H200) == MINE
-    assert gpu_tiles(PROBLEM, GPU("nvidia_l4", 99 << 10, 89)) == rule_of_thumb(PROBLEM)
+    assert gpu_tiles(PROBLEM, GPU("nvidia_l4", 99 << 10, 89)) == rule_of_thumb(PROBLEM, H200)
     packaged = json.loads(resources.files("jlora.pallas").joinpath("tuned", "nvidia_h200.json").read_text())[0]
     sizes = {name: packaged[name] for name in SHAPE}
     shape = problem(sizes["dtype"], sizes["rows"], 16, sizes["k"], sizes["n"], 1, sizes["rank"])
@@ -96,7 +96,7 @@ def test_a_file_that_changed_is_read_again(tuned_folder):
     part = GPU("nvidia_l4", 99 << 10, 89)
     assert gpu_tiles(PROBLEM, part) == MINE
     (tuned_folder / "nvidia_l4.json").unlink()
-    assert gpu_tiles(PROBLEM, part) == rule_of_thumb(PROBLEM)
+    assert gpu_tiles(PROBLEM, part) == rule_of_thumb(PROBLEM, H200)
 
 
 def test_a_table_does_not_ask_for_more_than_the_device_has(tuned_folder):

@@ -1,9 +1,10 @@
 """Tiles fit into shared memory, and the choice depends on static sizes and the kind of GPU only."""
 
-import dataclasses
 import itertools
+from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from benchmarks.moe_specs import MODELS
@@ -20,6 +21,7 @@ from jlora.pallas.tiles import (
     expand_shared_bytes,
     fitted,
     plan_tile_m,
+    product_rule,
     product_shared_bytes,
     rows_bucket,
     rule_of_thumb,
@@ -58,13 +60,13 @@ def test_the_formula_equals_the_compilers_shared_memory():
         ("bfloat16", 600, 64, 14336, 4096, 1, 200, {"block_n": 32}, 98304, 69632),
         ("bfloat16", 2048, 64, 14336, 4096, 1, 17, {"shrink_stages": 3}, 73728, 36864),
         ("float16", 40, 64, 300, 500, 2, 64, {}, None, 65536),
-        ("float32", 64, 16, 4096, 6144, 3, 16, {}, None, 17408),
-        ("float32", 64, 16, 4096, 6144, 3, 17, {}, None, 26624),
+        ("float32", 64, 16, 4096, 6144, 3, 16, {"block_n": 128}, None, 17408),
+        ("float32", 64, 16, 4096, 6144, 3, 17, {"block_n": 128}, None, 26624),
         ("float32", 600, 64, 4096, 4096, 1, 200, {}, None, 147456),
     ]
     for dtype, rows, tile_m, k, n, slices, rank, change, shrink, expand in seen:
         p = problem(dtype, rows, tile_m, k, n, slices, rank)
-        tiles = GPUTiles(**{**rule_of_thumb(p).__dict__, **change})
+        tiles = GPUTiles(**{**rule_of_thumb(p, H200).__dict__, **change})
         if shrink is not None:
             assert shrink_shared_bytes(tiles, p) == shrink, (dtype, rank)
         assert expand <= expand_shared_bytes(tiles, p) <= 1.6 * expand, (dtype, rank)
@@ -96,10 +98,10 @@ def test_every_entry_of_the_packaged_table_fits():
 @pytest.mark.parametrize("slots", [1, 4, 64])
 def test_the_rule_fits_an_h200_as_it_is(dtype, slots):
     for p in matrix(dtype, slots):
-        assert gpu_tiles(p, H200) in (rule_of_thumb(p), *h200_table().values())
+        assert gpu_tiles(p, H200) in (rule_of_thumb(p, H200), *h200_table().values())
         if dtype != "float16" or p.rank <= 256:  # there the formula counts more of h than the compiler keeps
-            assert shrink_shared_bytes(rule_of_thumb(p), p) <= H200.shared_memory
-            assert expand_shared_bytes(rule_of_thumb(p), p) <= H200.shared_memory, p
+            assert shrink_shared_bytes(rule_of_thumb(p, H200), p) <= H200.shared_memory
+            assert expand_shared_bytes(rule_of_thumb(p, H200), p) <= H200.shared_memory, p
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -107,7 +109,7 @@ def test_the_rule_fits_an_h200_as_it_is(dtype, slots):
 def test_chosen_tiles_fit_99_kb(dtype, slots):
     refused = set()
     for p in matrix(dtype, slots):
-        if fitted(rule_of_thumb(p), p, L4.shared_memory) is None:
+        if fitted(rule_of_thumb(p, L4), p, L4.shared_memory) is None:
             with pytest.raises(LoRAError, match=f"{99 << 10} bytes of shared memory of nvidia_l4 for R = {p.rank}"):
                 gpu_tiles(p, L4)
             assert tables.too_large(p, L4) is not None
@@ -120,9 +122,54 @@ def test_chosen_tiles_fit_99_kb(dtype, slots):
     assert refused <= ({(64, 300), (64, 512)} if dtype != "bfloat16" else set())
 
 
+@pytest.mark.parametrize("multiprocessors", [58, 132, 148])
+def test_programs_of_the_rule_follow_the_multiprocessors(multiprocessors):
+    """The grid keeps each multiprocessor equally busy."""
+    gpu = replace(H200, multiprocessors=multiprocessors)
+    for p in matrix("bfloat16", 64):
+        tiles = rule_of_thumb(p, gpu)
+        assert tiles.programs % multiprocessors == tiles.shrink_programs % multiprocessors == 0
+
+
+@pytest.mark.parametrize("slices", [(28672,), (18944, 18944), (4096, 1024, 1024), (3584, 512, 512), (64, 8)])
+@pytest.mark.parametrize("units", [132, 528, 1056])
+@pytest.mark.parametrize("block_n", [32, 256])
+def test_chunks_fill_one_round_of_programs(slices, units, block_n):
+    """No program has a second unit while others have none, if every slice of every tile can have a chunk."""
+    for used in (0, 1, 3, 8, 17, 63, 64, 200, 528, 4000):
+        counts = [int(count) for count in triton.column_chunks(slices, block_n, jnp.int32(used), units)]
+        blocks = [-(-size // block_n) for size in slices]
+        assert all(1 <= count <= most for count, most in zip(counts, blocks, strict=True))
+        if units >= used * len(slices):
+            assert used * sum(counts) <= max(units, used * len(slices))
+        if 0 < used * sum(blocks) <= units:
+            assert counts == blocks  # a chunk for each block
+
+
+# (K, N, slices) of decode steps, rows, rank -> parts of K, or None for products that XLA computes as fast
+PRODUCTS = [
+    ((4096, 4096, 1), 64, 16, 4), ((4096, 6144, 3), 33, 64, 2), ((18944, 3584, 1), 64, 16, 4),
+    ((5120, 7168, 3), 64, 8, 2),
+    ((3584, 37888, 2), 64, 16, None), ((4096, 1024, 1), 64, 16, None), ((4096, 4096, 1), 32, 16, None),
+    ((4096, 4096, 1), 65, 16, None), ((512, 4096, 1), 64, 16, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "rows", "rank", "parts"), PRODUCTS)
+def test_products_are_fused_where_a_gain_is_predicted(shape, rows, rank, parts):
+    for tile_m in (16, 64):
+        p = problem("bfloat16", rows, tile_m, *shape, rank)
+        tiles = product_rule(p, H200)
+        assert (None if tiles is None else tiles.product_split_k) == parts
+        if tiles is not None:
+            assert 2 * product_shared_bytes(tiles, p) <= H200.shared_memory + (1 << 10)
+        assert product_rule(p, replace(H200, capability=80)) is None
+        assert product_rule(replace(p, experts=True), H200) is None
+
+
 def test_tiles_that_fit_are_not_reduced():
     p = problem("bfloat16", 64, 16, 4096, 6144, 3, 16)
-    assert gpu_tiles(p, L4) == rule_of_thumb(p)
+    assert gpu_tiles(p, L4) == rule_of_thumb(p, L4)
 
 
 def test_a_part_with_little_memory_refuses_by_name():
@@ -156,8 +203,8 @@ def test_experts_have_tiles_of_their_own():
     table = h200_table()
     key, tiles = next((key, tiles) for key, tiles in table.items() if key.op == "add_lora_experts")
     dense = problem(key.dtype, key.rows, 16, key.k, key.n, 1, key.rank)
-    assert gpu_tiles(dataclasses.replace(dense, experts=True), H200) == tiles
-    assert gpu_tiles(dense, H200) == table.get(key._replace(op="add_lora"), rule_of_thumb(dense))
+    assert gpu_tiles(replace(dense, experts=True), H200) == tiles
+    assert gpu_tiles(dense, H200) == table.get(key._replace(op="add_lora"), rule_of_thumb(dense, H200))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -165,9 +212,9 @@ def test_the_rule_for_experts_fits_an_h200(dtype):
     for tile_m in (16, 32, 64):
         for p in matrix(dtype, 64):
             if dtype != "float16" or p.rank <= 256:
-                p = dataclasses.replace(p, experts=True, tile_m=tile_m)
-                assert shrink_shared_bytes(rule_of_thumb(p), p) <= H200.shared_memory
-                assert expand_shared_bytes(rule_of_thumb(p), p) <= H200.shared_memory, p
+                p = replace(p, experts=True, tile_m=tile_m)
+                assert shrink_shared_bytes(rule_of_thumb(p, H200), p) <= H200.shared_memory
+                assert expand_shared_bytes(rule_of_thumb(p, H200), p) <= H200.shared_memory, p
 
 
 def test_plan_tiles_suit_the_backend():

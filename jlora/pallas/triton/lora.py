@@ -392,7 +392,15 @@ def sum_parts(h_ref, first, rows, r, live, rank: int, true_rank, scale):
 
 
 def column_chunks(slice_sizes, block_n: int, used, units: int):
-    """Return the number of chunks of each slice, of nearly equal length, about `units` over all used tiles."""
+    """Return the number of chunks of each slice, of nearly equal length, about `units` over all used tiles.
+
+    They are never more than `units` if every slice of every tile can have a chunk: a few programs with one unit more
+    than the others would take as long as if all had it.
+    """
     blocks = [pl.cdiv(size, block_n) for size in slice_sizes]
-    length = jnp.clip((used * sum(blocks) + units - 1) // units, 1, max(blocks))
-    return [(count + length - 1) // length for count in blocks]
+    total, per_tile = sum(blocks), units // jnp.maximum(used, 1)
+    length = jnp.clip((used * total + units - 1) // units, 1, max(blocks))
+    return [
+        jnp.where(per_tile < len(blocks), (count + length - 1) // length, jnp.clip(count * per_tile // total, 1, count))
+        for count in blocks
+    ]

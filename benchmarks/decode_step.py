@@ -1,13 +1,14 @@
 """Measure the cost of adapters for a whole model: step times of a decoder with LoRA against the unwrapped model's.
 
     python -m benchmarks.decode_step [--out results.json] [--layers 32] [--rank 16] [--profile]
+    python -m benchmarks.decode_step --model qwen2.5-7b
     python -m benchmarks.decode_step --model qwen3-30b-a3b --layers 8 --batches 8 16 32 64
     python -m benchmarks.decode_step --adapters-per-sequence 2
     python -m benchmarks.decode_step --dora
     python -m benchmarks.decode_step --batch-invariant
     python -m benchmarks.decode_step --quantization int8
 
-The weights are random bf16. There are 64 slots for all seven modules of Llama-3-8B, or 8 slots for attention and all
+The weights are random bf16. There are 64 slots for all seven modules of a dense model, or 8 slots for attention and all
 experts of Qwen3-30B-A3B, filled with random values on the device. Decode is one token a sequence over a cache of
 `CONTEXT` positions, as in `generate`. Prefill is 4096 tokens in eight sequences of 512, with the logits of the last
 token. Each figure is the median over several rounds of the mean of steps enqueued together. Base and LoRA steps
@@ -45,16 +46,25 @@ BATCHES = (64, 1, 8, 32, 256)
 ADAPTERS = (0, 1, 8, 32, 64)
 
 
-def llama_3_8b(layers: int) -> DecoderConfig:
+def dense(
+    layers: int, vocab: int, hidden: int, inner: int, heads: int, kv_heads: int, **options: bool
+) -> DecoderConfig:
     return DecoderConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
         num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
         head_dim=128,
+        **options,
     )
+
+
+llama_3_8b = partial(dense, vocab=128256, hidden=4096, inner=14336, heads=32, kv_heads=8)
+qwen2_5_7b = partial(dense, vocab=152064, hidden=3584, inner=18944, heads=28, kv_heads=4, qkv_bias=True)
+qwen3_14b = partial(dense, vocab=151936, hidden=5120, inner=17408, heads=40, kv_heads=8, qk_norm=True)
+mistral_24b = partial(dense, vocab=131072, hidden=5120, inner=32768, heads=32, kv_heads=8)
 
 
 def qwen3_30b_a3b(layers: int) -> DecoderConfig:
@@ -72,7 +82,13 @@ def qwen3_30b_a3b(layers: int) -> DecoderConfig:
 
 
 # model -> (shape by number of layers, default number of layers, slots)
-MODELS = {"llama-3-8b": (llama_3_8b, 32, 64), "qwen3-30b-a3b": (qwen3_30b_a3b, 8, 8)}
+MODELS = {
+    "llama-3-8b": (llama_3_8b, 32, 64),
+    "qwen2.5-7b": (qwen2_5_7b, 28, 64),
+    "qwen3-14b": (qwen3_14b, 40, 64),
+    "mistral-24b": (mistral_24b, 40, 64),
+    "qwen3-30b-a3b": (qwen3_30b_a3b, 8, 8),
+}
 
 
 def adapter_bytes(config: DecoderConfig, rank: int, tokens: float) -> float:

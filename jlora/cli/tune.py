@@ -6,7 +6,6 @@ import sys
 from jlora import LoRAConfig, Survey, TuneProgress
 from jlora.cli.budget import skeleton, stored_dtype
 from jlora.cli.generate import device_errors
-from jlora.cli.loading import progress
 from jlora.errors import printable
 from jlora.models import model_folder, quantized_config, read_config
 
@@ -34,7 +33,8 @@ def run_tune(args: argparse.Namespace) -> int:
         print(line(step), file=sys.stderr, flush=True)
 
     options = {} if args.tokens is None else {"tokens": args.tokens}
-    with progress(f"tuning {args.model}", end="\n"), device_errors():
+    print(f"tuning {printable(args.model)} ... a line for each shape", file=sys.stderr, flush=True)
+    with device_errors():
         table = survey.tune(**options, experts_per_token=experts, seconds=args.seconds, again=args.again, progress=show)
     print(f"tuned {printable(args.model)}: {printable(str(table))}")
     if steps and steps[-1].done < steps[-1].total:

@@ -5,6 +5,7 @@ the best of these. All are timed, in chains of layers. The fastest are timed aga
 checked (`trial`). A "linear_lora" gets tiles only if base product and LoRA are faster together than apart by `GAIN`.
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -211,6 +212,10 @@ def search(
         if us < math.inf:
             found[task.key] = tiles
             add_entries(path, {task.key: tiles})
+        else:
+            logging.getLogger("jlora").warning(
+                "tune: no tiles run for %s; the log of level DEBUG has reasons", task.key
+            )
         longest = max(longest, clock() - begun)
         if progress is not None:
             k = task.key
@@ -238,7 +243,9 @@ def best(task: Task, measure: Measure, gpu: GPU, found: Table) -> tuple[Tiles | 
         """Time candidates that are new and fit, and return all, the fastest first."""
         fit = (_fit(tiles, p, gpu) for tiles in candidates)
         new = [tiles for tiles in dict.fromkeys(fit) if tiles is not None and tiles not in times]
-        times.update(zip(new, measure(task, new, False), strict=True))
+        also = [] if times else apart  # compiled along with the others
+        us = measure(task, [*new, *also], False)
+        times.update(zip(new, us[: len(new)], strict=True))
         return sorted(times, key=times.__getitem__)
 
     searched = any(_alike(key, task) for key in found)

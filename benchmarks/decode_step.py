@@ -1,7 +1,7 @@
 """Measure the cost of adapters for a whole model: step times of a decoder with LoRA against the unwrapped model's.
 
     python -m benchmarks.decode_step [--out results.json] [--layers 32] [--rank 16] [--profile]
-    python -m benchmarks.decode_step --model qwen2.5-7b
+    python -m benchmarks.decode_step --model qwen2.5-7b [--tune]
     python -m benchmarks.decode_step --model qwen3-30b-a3b --layers 8 --batches 8 16 32 64
     python -m benchmarks.decode_step --adapters-per-sequence 2
     python -m benchmarks.decode_step --dora
@@ -15,8 +15,8 @@ token. Each figure is the median over several rounds of the mean of steps enqueu
 alternate within a round. The plan is made inside the step and counted. `--profile` also records the kernel times of a
 layer. With `--adapters-per-sequence k`, each sequence sums k of the adapters (`jlora.Mix`), and with `--dora` every
 slot holds a DoRA adapter. With `--batch-invariant`, the same steps with `LoRAConfig(batch_invariant=True)` are timed
-beside the default. With `--quantization`, the kernels of the base model are in int8 or fp8, and its bytes are
-in the JSON beside those in bf16.
+beside the default. With `--tune`, shapes that the device's own table lacks are tuned first (`LoRAManager.tune`). With
+`--quantization`, the kernels of the base model are in int8 or fp8, and its bytes are in the JSON beside those in bf16.
 """
 
 import argparse
@@ -35,6 +35,7 @@ from jax.sharding import NamedSharding
 import jlora
 from benchmarks.roofline import BANDWIDTH
 from benchmarks.timing import kernel_us, kind_of, machine
+from jlora.cli.tune import line
 from jlora.layers.forward.batch import Lease
 from jlora.layers.forward.batch import make_batch as batch_in_slots
 from jlora.layers.forward.batch_shape import BatchShape
@@ -266,6 +267,7 @@ def main() -> None:
     parser.add_argument("--dora", action="store_true")
     parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--quantization", choices=("int8", "fp8"))
+    parser.add_argument("--tune", action="store_true")
     args = parser.parse_args()
 
     shape, layers, slots = MODELS[args.model]
@@ -276,6 +278,11 @@ def main() -> None:
     base_prefill, _ = flat_step(model, prefill)
     invariant = nnx.clone(model) if args.batch_invariant else None  # shares the arrays
     manager = serve(model, slots, args)
+    if args.tune:
+        started = time.perf_counter()
+        experts = None if config.moe is None else config.moe.experts_per_token
+        table = manager.tune(experts_per_token=experts, progress=lambda step: print(line(step), flush=True))
+        print(f"tuned in {time.perf_counter() - started:.0f} s: {table}", flush=True)
     lora_decode, lora_leaves = flat_step(model, decode)
     lora_prefill, _ = flat_step(model, prefill)
     if invariant is not None:

@@ -1,4 +1,4 @@
-"""Time a jitted chain of layers with distinct weights on an accelerator, by wall clock and by the profiler."""
+"""Chains of layers with distinct weights, the times of their kernels by the profiler, and files of results."""
 
 import collections
 import datetime
@@ -6,9 +6,6 @@ import json
 import os
 import platform
 import re
-import statistics
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
 
@@ -72,34 +69,6 @@ def chain(apply, *, slots: int = SLOTS, donate: bool = True):
         return base
 
     return jax.jit(run, donate_argnums=0 if donate else ())
-
-
-def compile_all(jobs: list[tuple]) -> list:
-    """Compile each (jitted function, arguments) concurrently; an error is returned in place of the program."""
-
-    def compiled(job):
-        run, args = job
-        try:
-            return run.lower(*args).compile()
-        except Exception as error:  # returned, since only the caller can decide about it
-            return error
-
-    with ThreadPoolExecutor(max(2, (os.cpu_count() or 2) - 2)) as pool:
-        return list(pool.map(compiled, jobs))
-
-
-def wall_us(run, base, *args, repeats: int = 5, calls: int = 10) -> tuple[float, float]:
-    """Return the microseconds of a call, the median of `repeats` means of `calls` enqueued calls, and the spread."""
-    base = run(base, *args)
-    base = jax.block_until_ready(run(base, *args))
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        for _ in range(calls):
-            base = run(base, *args)
-        jax.block_until_ready(base)
-        times.append((time.perf_counter() - start) * 1e6 / calls)
-    return statistics.median(times), max(times) - min(times)
 
 
 def kind_of(kernel: str) -> str:

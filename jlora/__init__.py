@@ -49,6 +49,7 @@ __all__ = [
     "SlotRanks",
     "Stats",
     "Survey",
+    "TuneProgress",
     "VerifyReport",
     "active_from",
     "einsum_spec",

@@ -16,7 +16,7 @@ INDEX = "model.safetensors.index.json"
 _OF_TEXT = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
-def model_folder(path: str | os.PathLike[str], revision: str | None = None) -> Path:
+def model_folder(path: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True) -> Path:
     """Return the local folder of a checkpoint, downloaded from the Hugging Face hub if the path is a repo id.
 
     Only the configuration, the tokenizer, the chat template and the safetensors files of the model are downloaded, into
@@ -27,6 +27,7 @@ def model_folder(path: str | os.PathLike[str], revision: str | None = None) -> P
       path: Checkpoint folder (`~` is expanded) or a repo id of the form "owner/name". A path that exists, `./x`, `/x`,
         `~/x` and names of more than two parts are never looked up on the hub.
       revision: Branch, tag or commit of the repo. Ignored for a local folder.
+      weights: False to leave out the safetensors files of a download.
 
     Raises:
       ModelError: The folder does not exist; the repo does not exist, is gated, cannot be reached or is not in the
@@ -41,7 +42,7 @@ def model_folder(path: str | os.PathLike[str], revision: str | None = None) -> P
         raise ModelError(f"model {text} is a file; expected the folder of a checkpoint with {CONFIG} in it") from error
     except OSError as error:
         raise ModelError(f"model {text} cannot be read: {error.strerror or error}") from error
-    return _download(text, revision) if local is None else local
+    return _download(text, revision, weights) if local is None else local
 
 
 def weight_map(index: Path) -> Mapping[str, str]:
@@ -55,7 +56,7 @@ def weight_map(index: Path) -> Mapping[str, str]:
     return found
 
 
-def _download(repo_id: str, revision: str | None) -> Path:
+def _download(repo_id: str, revision: str | None, with_weights: bool) -> Path:
     import huggingface_hub  # imported here: it is slow to import, and local folders do not need it
 
     def snapshot(files: Sequence[str], revision: str | None) -> Path:
@@ -68,6 +69,8 @@ def _download(repo_id: str, revision: str | None) -> Path:
     folder = snapshot([CONFIG, INDEX, *_OF_TEXT], revision)
     if (folder / CONFIG).is_file() or not huggingface_hub.constants.HF_HUB_OFFLINE:
         read_config(folder / CONFIG)
+    if not with_weights and (folder / CONFIG).is_file():
+        return folder
     weights = sorted(set(weight_map(folder / INDEX).values())) if (folder / INDEX).is_file() else [SINGLE]
     folder = snapshot(weights, folder.name)  # of the same commit
     missing = [name for name in (CONFIG, *weights) if not (folder / name).is_file()]

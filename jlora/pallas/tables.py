@@ -1,16 +1,21 @@
 """Choose tiles on a GPU: from a tuned table, else by a rule of thumb.
 
-Tables are files `<device kind>.json`, looked up in the folder named by JLORA_TUNED_DIR and then in the package.
+Tables are files `<device kind>.json`, looked up in the folder named by JLORA_TUNED_DIR, in the user's cache folder, and
+then in the package.
 """
 
+import fcntl
 import functools
 import json
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+import jax
 
 from jlora.errors import LoRAError
 from jlora.pallas.gpus import GPU, H200, current_gpu, shorter_kinds
@@ -50,7 +55,9 @@ class Key(NamedTuple):
 
 
 Tiles = GPUTiles | ProductTiles
-Table = dict[Key, Tiles]
+# None instead of the tiles of a "linear_lora": base product and LoRA were measured to be faster apart.
+Table = dict[Key, Tiles | None]
+_Otherwise = TypeVar("_Otherwise")
 _OPS = ("add_lora", "add_lora_experts", "linear_lora")
 
 
@@ -67,7 +74,7 @@ def gpu_tiles(p: GPUProblem, gpu: GPU | None = None) -> GPUTiles:
       LoRAError: A table is malformed, or no tiles of this plan's `tile_m` fit into shared memory.
     """
     gpu = current_gpu() if gpu is None else gpu
-    chosen = _tuned("add_lora_experts" if p.experts else "add_lora", p, gpu) or rule_of_thumb(p, gpu)
+    chosen = _tuned("add_lora_experts" if p.experts else "add_lora", p, gpu, rule_of_thumb)
     assert isinstance(chosen, GPUTiles)
     if _ample(p, gpu):
         return chosen
@@ -114,55 +121,140 @@ def product_tiles(p: GPUProblem, gpu: GPU | None = None) -> ProductTiles | None:
       LoRAError: A table is malformed.
     """
     gpu = current_gpu() if gpu is None else gpu
-    found = _tuned("linear_lora", p, gpu) or product_rule(p, gpu)
+    found = _tuned("linear_lora", p, gpu, product_rule)
     if found is None:
         return None
     assert isinstance(found, ProductTiles)
     return found if product_shared_bytes(found, p) <= gpu.shared_memory else None
 
 
-def _tuned(op: str, p: GPUProblem, gpu: GPU) -> Tiles | None:
-    """Return the tiles of the first table with an entry for these sizes."""
-    return next((tiles for table in tuned_tables(gpu.kind) if (tiles := _look_up(table, op, p))), None)
+def _tuned(
+    op: str, p: GPUProblem, gpu: GPU, otherwise: Callable[[GPUProblem, GPU], _Otherwise]
+) -> Tiles | _Otherwise | None:
+    """Return the tiles of the first table with an entry for these sizes, or `otherwise(p, gpu)` if there is none."""
+    for table in tuned_tables(gpu.kind):
+        key = _nearest(table, op, p)
+        if key is not None:
+            return table[key]
+    return otherwise(p, gpu)
 
 
-def _look_up(table: Table, op: str, p: GPUProblem) -> Tiles | None:
-    """Return the entry with the smallest rank that is at least p's; tiles tuned for a smaller rank may not fit."""
+def _nearest(table: Table, op: str, p: GPUProblem) -> Key | None:
+    """Return the key with the smallest rank that is at least p's; tiles tuned for a smaller rank may not fit."""
     shape = Key(op, p.dtype, rows_bucket(p.rows), p.k, p.n, 0)
     ranks = [key.rank for key in table if key._replace(rank=0) == shape and key.rank >= p.rank]
-    return table[shape._replace(rank=min(ranks))] if ranks else None
+    return shape._replace(rank=min(ranks)) if ranks else None
 
 
 def tuned_tables(kind: str) -> Iterator[Table]:
     """Yield the tables for a kind of device, in order of preference.
 
-    Each folder gives at most one table, the first that exists of "nvidia_h200_nvl.json", "nvidia_h200.json", ...
+    Each folder gives at most one table, the first that exists of "nvidia_h200_nvl.json", "nvidia_h200.json", ... A
+    malformed table of the cache folder is passed over with a warning.
 
     Raises:
       LoRAError: JLORA_TUNED_DIR is not a folder, or a table is malformed. The message names the file and the entry.
     """
-    given = os.environ.get(VARIABLE)
-    folders = [Path(str(resources.files("jlora.pallas"))) / "tuned"]
-    if given:
-        if not Path(given).is_dir():
-            raise LoRAError(f"{VARIABLE} must name a folder of <device kind>.json, not {given!r}; unset or create it")
-        folders.insert(0, Path(given))
     names = shorter_kinds(kind)
     names += [_SAME_CHIP[name] for name in names if name in _SAME_CHIP]
-    for folder in folders:
-        path = next((path for name in names if (path := folder / f"{name}.json").is_file()), None)
-        if path is not None:
-            yield read_table(path, path.stat().st_mtime_ns)
+    given, cache = _given_folder(), cache_folder()
+    for folder in (given, cache, Path(str(resources.files("jlora.pallas"))) / "tuned"):
+        files = [] if folder is None else [folder / f"{name}.json" for name in names]
+        path = next((path for path in files if os.path.isfile(path)), None)  # False for a folder without access
+        if path is None:
+            continue
+        try:
+            yield _read_once(path, path.stat().st_mtime_ns)
+        except LoRAError as error:
+            if folder is not cache:
+                raise
+            _warn_once(f"{error}; the tiles of this file are not used, tune again")  # from another version of jlora
+
+
+def _given_folder() -> Path | None:
+    given = os.environ.get(VARIABLE)
+    if given and not Path(given).is_dir():
+        raise LoRAError(f"{VARIABLE} must name a folder of <device kind>.json, not {given!r}; unset or create it")
+    return Path(given) if given else None
+
+
+def cache_folder() -> Path:
+    """Return the folder of the user's own tables for this version of JAX: ~/.cache/jlora/tuned/jax-<version>.
+
+    XDG_CACHE_HOME replaces ~/.cache.
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # the XDG specification ignores a relative path
+        base = os.path.expanduser("~/.cache")
+    return Path(base, "jlora", "tuned", f"jax-{jax.__version__}")
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logging.getLogger("jlora").warning(message)
+
+
+def own_table(kind: str) -> Path:
+    """Return the file that tuning writes for a kind of device: in JLORA_TUNED_DIR, else in the cache folder.
+
+    Raises:
+      LoRAError: JLORA_TUNED_DIR is not a folder.
+    """
+    return (_given_folder() or cache_folder()) / f"{kind}.json"
+
+
+def read_own_table(path: Path) -> Table:
+    """Return the entries of a file of `own_table`: none if it is missing, or if it is malformed in the cache folder.
+
+    Raises:
+      LoRAError: The file is malformed, and not in the cache folder.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        return read_table(path)
+    except LoRAError:
+        if path.parent != cache_folder():
+            raise
+        return {}
+
+
+def add_entries(path: Path, entries: Mapping[Key, Tiles | None]) -> None:
+    """Add entries to a table, or replace them. Several processes may do so at the same time.
+
+    Raises:
+      LoRAError: The file cannot be written, or it is malformed and not in the cache folder.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path.with_suffix(".lock"), "ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released at the latest when the process ends
+            part = path.with_suffix(".part")
+            write_table(part, {**read_own_table(path), **entries})
+            os.replace(part, path)  # readers see the old or the new file
+    except OSError as error:
+        raise LoRAError(f"{path}: the tuned tiles cannot be kept: {error.strerror or error}") from error
+
+
+def write_table(path: Path, table: Mapping[Key, Tiles | None]) -> None:
+    """Write a table, sorted, with each entry on its own line."""
+    entries = (entry_of(key, table[key]) for key in sorted(table))
+    path.write_text("[\n" + ",\n".join(map(json.dumps, entries)) + "\n]\n", encoding="utf-8")
 
 
 @functools.lru_cache(maxsize=16)
-def read_table(path: Path, modified: int = 0) -> Table:
-    """Read a table. Results are cached by path and `modified`, the file's modification time in nanoseconds.
+def _read_once(path: Path, modified: int) -> Table:
+    """Read a table, once for each modification time in nanoseconds."""
+    del modified
+    return read_table(path)
+
+
+def read_table(path: Path) -> Table:
+    """Read a table.
 
     Raises:
       LoRAError: The file is not a JSON list of entries as `entry_of` makes them.
     """
-    del modified
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -181,18 +273,22 @@ def read_table(path: Path, modified: int = 0) -> Table:
     return table
 
 
-def entry_of(key: Key, tiles: Tiles) -> dict[str, str | int]:
-    """Return an entry as JSON: {op, dtype, rows, k, n, rank, [fields of `ProductTiles`,] fields of `GPUTiles`}."""
-    values = asdict(tiles)
+def entry_of(key: Key, tiles: Tiles | None) -> dict[str, str | int]:
+    """Return an entry as JSON: {op, dtype, rows, k, n, rank, [fields of `ProductTiles`,] fields of `GPUTiles`}.
+
+    An entry without tiles has the key alone.
+    """
+    values = {} if tiles is None else asdict(tiles)
     lora = values.pop("lora", {})
     return {**key._asdict(), **values, **lora}
 
 
-def _parse(entry: Any) -> tuple[Key, Tiles]:
+def _parse(entry: Any) -> tuple[Key, Tiles | None]:
     op: Any = entry.get("op") if isinstance(entry, dict) else None
     of_product = [f.name for f in fields(ProductTiles) if f.name != "lora"] if op == "linear_lora" else []
     names = {*Key._fields, *of_product, *(f.name for f in fields(GPUTiles))}
-    if not isinstance(entry, dict) or set(entry) != names:
+    apart = op == "linear_lora" and set(entry) == {*Key._fields}
+    if not isinstance(entry, dict) or (set(entry) != names and not apart):
         found = sorted(map(str, entry)) if isinstance(entry, dict) else type(entry).__name__
         raise LoRAError(f"must have exactly the fields {sorted(names)}, got {found}")
     key = Key(*(entry[name] for name in Key._fields))
@@ -206,5 +302,7 @@ def _parse(entry: Any) -> tuple[Key, Tiles]:
             raise LoRAError(f"{name} must be a positive int, got {value!r}")
     if key.rows != rows_bucket(key.rows):
         raise LoRAError(f"rows must be a power of two, got {key.rows}")
+    if apart:
+        return key, None
     lora = GPUTiles(**{f.name: entry[f.name] for f in fields(GPUTiles)})
     return key, ProductTiles(**{name: entry[name] for name in of_product}, lora=lora) if of_product else lora

@@ -9,6 +9,7 @@ import pytest
 
 from jlora.pallas import gpus
 from jlora.pallas.mosaic_tpu import lora as mosaic_tpu
+from jlora.pallas.tables import cache_folder
 from jlora.pallas.triton import lora as triton
 from jlora.pallas.triton import moe as triton_moe
 from jlora.pallas.triton import product as triton_product
@@ -64,6 +65,13 @@ def force_tiles(monkeypatch):
         monkeypatch.setattr(mosaic_tpu, "_sizes", lambda *args: replace(choose(*args), **sizes))
 
     return force
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """Return the folder of the user's own tables, which does not exist yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return cache_folder()
 
 
 @pytest.fixture

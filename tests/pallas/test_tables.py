@@ -1,15 +1,26 @@
 """Tuned tables: the table of a kind of GPU, and the errors of malformed ones."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from importlib import resources
 
+import jax
 import pytest
 
-from benchmarks import tune
 from jlora.errors import LoRAError
 from jlora.pallas.gpus import GPU, H200
-from jlora.pallas.tables import Key, entry_of, gpu_tiles, product_tiles, read_table, tuned_tables
+from jlora.pallas.tables import (
+    Key,
+    add_entries,
+    entry_of,
+    gpu_tiles,
+    own_table,
+    product_tiles,
+    read_table,
+    tuned_tables,
+    write_table,
+)
 from jlora.pallas.tiles import GPUTiles, ProductTiles, rule_of_thumb
 from tests.pallas.test_tiles import problem
 
@@ -84,7 +95,7 @@ def test_entries_of_products_are_written_as_they_are_read(tuned_folder):
     wide = replace(TOGETHER, product_stages=7, lora=replace(MINE, chunks=99))
     table = {Key(*SHAPE.values()): MINE, Key("linear_lora", "float16", 8, 320, 640, 16): wide}
     table[Key("linear_lora", *list(SHAPE.values())[1:])] = TOGETHER
-    tune.write_table(tuned_folder / "nvidia_h200.json", table)
+    write_table(tuned_folder / "nvidia_h200.json", table)
     assert read_table(tuned_folder / "nvidia_h200.json") == table
     assert product_tiles(PROBLEM, H200) == TOGETHER
     assert product_tiles(replace(PROBLEM, dtype="float16", rows=5, rank=2), H200) == wide
@@ -175,31 +186,93 @@ def test_a_missing_folder_is_refused(tuned_folder):
 def test_the_packaged_table_is_written_as_the_search_writes_it(tmp_path):
     packaged = resources.files("jlora.pallas").joinpath("tuned", "nvidia_h200.json").read_text()
     (table,) = tuned_tables("nvidia_h200")
-    tune.write_table(tmp_path / "again.json", table)
+    write_table(tmp_path / "again.json", table)
     assert (tmp_path / "again.json").read_text() == packaged
 
 
-@pytest.fixture
-def search(monkeypatch):
-    """`search(*arguments)` runs the search without the timing, which needs the GPU: each shape gets `MINE`."""
-    monkeypatch.setattr(tune, "random_layers", lambda *_: None)
-    monkeypatch.setattr(tune, "tune", lambda *_: MINE)
-
-    def run(*arguments):
-        monkeypatch.setattr("sys.argv", ["tune", *arguments])
-        tune.main()
-
-    return run
+APART = {**SHAPE, "op": "linear_lora"}
 
 
-def test_the_search_writes_a_table_of_the_device_and_shapes(default_device, search, tuned_folder):
-    default_device("NVIDIA L4")
-    search("--out", str(tuned_folder), "--ranks", "16", "--tokens", "64", "--shapes", "320:512,64,64")
-    assert read_table(tuned_folder / "nvidia_l4.json") == {Key("add_lora", "bfloat16", 64, 320, 640, 16): MINE}
-    assert gpu_tiles(PROBLEM, GPU("nvidia_l4", 99 << 10, 89)) == MINE
+@pytest.mark.parametrize("rank", [1, 16, 17])
+def test_an_entry_without_tiles_keeps_product_and_lora_apart(tuned_folder, cache, rank):
+    """It takes precedence over the tiles of a later folder, for the ranks that it covers."""
+    write(tuned_folder / "nvidia_h200.json", APART)
+    cache.mkdir(parents=True)
+    write(cache / "nvidia_h200.json", product(rank=64))
+    tiles = product_tiles(replace(PROBLEM, rank=rank), H200)
+    assert (tiles is None) == (rank <= 16)
+    assert read_table(tuned_folder / "nvidia_h200.json") == {Key(*APART.values()): None}
+    write_table(tuned_folder / "again.json", read_table(tuned_folder / "nvidia_h200.json"))
+    assert json.loads((tuned_folder / "again.json").read_text()) == [APART]
 
 
-def test_the_search_needs_a_gpu(search, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        search("--out", str(tmp_path))
-    assert "needs an NVIDIA GPU, but computations run on 'cpu'" in capsys.readouterr().err
+def test_the_cache_folder_comes_after_the_given_and_before_the_packaged(tuned_folder, cache):
+    cache.mkdir(parents=True)
+    write(cache / "nvidia_h200.json", entry(block_k=64))
+    assert gpu_tiles(PROBLEM, H200).block_k == 64
+    write(tuned_folder / "nvidia_h200.json", entry())
+    assert gpu_tiles(PROBLEM, H200) == MINE
+    assert len(list(tuned_tables("nvidia_h200"))) == 3
+
+
+def test_a_malformed_table_of_the_cache_folder_is_passed_over(cache, caplog):
+    """It may be of another version of jlora. Tuning writes it anew."""
+    cache.mkdir(parents=True)
+    path = cache / "nvidia_h200.json"
+    write(path, entry(spare=1))
+    for _ in range(2):
+        assert gpu_tiles(PROBLEM, H200) == rule_of_thumb(PROBLEM, H200)
+    (record,) = caplog.records
+    assert str(path) in record.getMessage()
+    assert "tune again" in record.getMessage()
+    add_entries(path, {Key(*SHAPE.values()): MINE})
+    assert gpu_tiles(PROBLEM, H200) == MINE
+
+
+def test_own_tables_go_to_the_given_folder_else_to_the_cache_folder(monkeypatch, tmp_path, cache):
+    home = tmp_path / "home"
+    monkeypatch.setenv("HOME", str(home))
+    assert own_table("nvidia_l4") == cache / "nvidia_l4.json"
+    for where in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", where)
+        assert (
+            own_table("nvidia_l4") == home / ".cache" / "jlora" / "tuned" / f"jax-{jax.__version__}" / "nvidia_l4.json"
+        )
+    monkeypatch.setenv("JLORA_TUNED_DIR", str(tmp_path))
+    assert own_table("nvidia_l4") == tmp_path / "nvidia_l4.json"
+    monkeypatch.setenv("JLORA_TUNED_DIR", str(home))
+    with pytest.raises(LoRAError, match="JLORA_TUNED_DIR must name a folder"):
+        own_table("nvidia_l4")
+
+
+def test_a_malformed_given_table_is_not_replaced(tuned_folder):
+    path = own_table("nvidia_l4")
+    write(path, entry(spare=1))
+    before = path.read_text()
+    with pytest.raises(LoRAError, match=r"nvidia_l4\.json: entry 0"):
+        add_entries(path, {Key(*SHAPE.values()): MINE})
+    assert path.read_text() == before
+
+
+def test_a_table_that_cannot_be_written_names_its_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LoRAError, match=r"file/nvidia_l4\.json: the tuned tiles cannot be kept: "):
+        add_entries(tmp_path / "file" / "nvidia_l4.json", {Key(*SHAPE.values()): MINE})
+
+
+def test_concurrent_writers_keep_the_entries_of_all(cache):
+    """Each reads the file, adds to it and replaces it. Readers never see a part of it."""
+    path = own_table("nvidia_l4")
+    keys = [Key("add_lora", "bfloat16", 1 << rows, 320, 640, rank) for rows in range(6) for rank in (8, 16, 32)]
+    add_entries(path, {keys[0]: MINE})
+    sizes = []
+
+    def add(key):
+        add_entries(path, {key: MINE})
+        sizes.append(len(read_table(path)))
+
+    with ThreadPoolExecutor(len(keys)) as pool:
+        list(pool.map(add, keys))
+    assert read_table(path) == dict.fromkeys(keys, MINE)
+    assert min(sizes) >= 1
+    assert [file.name for file in sorted(cache.iterdir())] == ["nvidia_l4.json", "nvidia_l4.lock"]

@@ -197,3 +197,14 @@ def unchecked_calls() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """Forget the classes that a test registers."""
+    from jlora.layers.wrap.discover import _describe  # imported here, since tests of documents need no JAX model
+
+    before = dict(_describe)
+    yield
+    _describe.clear()
+    _describe.update(before)

@@ -26,6 +26,11 @@ def request_of(name: str, source: str | None = None, **options: Any) -> jlora.Lo
     return jlora.LoRARequest(name, str(ADAPTERS[source or name]), **options)
 
 
+def compilations(engine: Engine) -> int:
+    """Return the number of compiled variants of an engine's steps. No public call counts them."""
+    return engine._steps.compiled()
+
+
 class Around:
     """Pass every access on to a manager, except for attributes that a test has set.
 
@@ -76,16 +81,16 @@ class World:
         """
         go, dispatcher = threading.Event(), self.engine._dispatcher
         decode = dispatcher._decode
-        dispatcher._decode = lambda: go.is_set() and decode()
-        try:
-            yield go
-        finally:
-            go.set()
-            del dispatcher._decode
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dispatcher, "_decode", lambda: go.is_set() and decode())
+            try:
+                yield go
+            finally:
+                go.set()
 
     def compilations(self) -> int:
         """Return the number of compiled variants of the engine's steps."""
-        return self.engine._steps.compiled()
+        return compilations(self.engine)
 
     def wait_idle(self) -> None:
         """Wait until no request is under way, no removal is pending and every lease is released."""

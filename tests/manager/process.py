@@ -148,6 +148,7 @@ class World:
         with pytest.raises(LoRAError, match="cut short in one of the processes"):
             self.manager.add_adapter(self.request("four"))
         self.manager.unwrap()
+        self.resolving = self.path_of
         self.manager = jlora.LoRAManager(self.model, self.manager.config, resolve=self.resolve)
         self.manager.add_adapter(self.request("one"))
         self.check(["one", None, None, "one"])

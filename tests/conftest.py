@@ -1,6 +1,7 @@
 """Test setting: 8 virtual CPU devices, strict dtype promotion, no silent rank promotion, annotations checked."""
 
 import atexit
+import ctypes
 import gc
 import importlib.metadata
 import importlib.util
@@ -133,21 +134,35 @@ def pytest_collection_finish() -> None:
 
 # Half of what Linux allows a process by default (vm.max_map_count), beyond which LLVM crashes.
 MAX_MAPPINGS = 32_000
+MAX_RESIDENT = 3 << 30  # bytes of a worker
 
 
 @pytest.fixture(scope="module", autouse=True)
 def freeze_objects_after_a_module() -> Iterator[None]:
     """Exclude objects that JAX keeps from later garbage collections, after each module.
 
-    Compiled programs are dropped if they are too many, because each has its own memory mappings.
+    Compiled programs are dropped if they take too much memory or, because each has its own mappings, are too many. Only
+    malloc_trim returns their memory to the system.
     """
     yield
-    mappings = Path("/proc/self/maps")
-    if mappings.exists() and mappings.read_bytes().count(b"\n") > MAX_MAPPINGS:
+    crowded = _crowded()
+    if crowded:
         jax.clear_caches()
         gc.unfreeze()
     gc.collect()
+    if crowded:
+        ctypes.CDLL(None).malloc_trim(0)
     gc.freeze()
+
+
+def _crowded() -> bool:
+    """Return True on Linux if this process has too many memory mappings, or too much memory."""
+    process = Path("/proc/self")
+    if not (process / "statm").exists():
+        return False
+    pages = int((process / "statm").read_text().split()[1])
+    mappings = (process / "maps").read_bytes().count(b"\n")
+    return mappings > MAX_MAPPINGS or pages * os.sysconf("SC_PAGE_SIZE") > MAX_RESIDENT
 
 
 @pytest.fixture

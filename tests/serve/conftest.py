@@ -133,10 +133,20 @@ def restored(world: World) -> Iterator[World]:
 
 
 @pytest.fixture(scope="session")
-def started() -> Iterator[World]:
-    """One engine for the session."""
-    with started_world() as world:
-        yield world
+def engines() -> Iterator[tuple[list[World], contextlib.ExitStack]]:
+    """Return the engines that are open, none or one, and the stack that closes them."""
+    with contextlib.ExitStack() as stack:
+        yield [], stack
+
+
+@pytest.fixture(scope="module")
+def started(engines: tuple[list[World], contextlib.ExitStack]) -> World:
+    """One engine for the session, and another once its compiled programs were dropped (tests/conftest.py)."""
+    worlds, stack = engines
+    if not worlds or not worlds[-1].compilations():
+        stack.close()
+        worlds[:] = [stack.enter_context(started_world())]
+    return worlds[-1]
 
 
 @pytest.fixture

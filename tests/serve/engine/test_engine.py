@@ -93,7 +93,7 @@ class Oracle:
             return generate(self.model, prompts, batch=batch, **options)[: len(requests)]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def oracle(started):
     return Oracle(started.tokenizer)
 

@@ -5,11 +5,12 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
 # One worker a core, and no more than eight: each compiles with JAX in a process of its own. Each begins with a stretch of
 # the tests, not with some of every file: so what tests share is seldom made twice.
 WORKERS ?= logical --maxprocesses=8 --dist worksteal
+comma := ,
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 TORCH_CPU_WHEELS := https://download.pytorch.org/whl/cpu/torch/
 
 .PHONY: demo serve check test test-gpu test-tpu test-mesh test-slow test-browser test-newest parity aot-gpu lint format \
-  docs dist clean same-python
+  bench notebooks docs dist clean same-python
 
 demo: .venv/.demo
 	@$(BIN)/jlora demo
@@ -72,6 +73,16 @@ test-newest:
 # Compiles the GPU kernels for an A100, L4, H200 and B200 on a machine without them: FLAGS="--gpus l4 --ranks 16" for some.
 aot-gpu: .venv/.cuda
 	@JAX_PLATFORMS=cpu TF_CPP_MIN_LOG_LEVEL=3 PYTHONPATH=.venv/cuda:. $(BIN)/python -m benchmarks.aot_gpu $(FLAGS)
+
+# Ten minutes of measurements on the device of this machine: bench/report.md, bench/bench.json. BENCH="--minutes 5" and
+# other flags of `python -m benchmarks.bench`.
+BENCH ?=
+bench: .venv/.bench
+	@$(BIN)/python -m benchmarks.bench --out bench $(BENCH)
+
+# The .ipynb files, from the .py files beside them.
+notebooks: .venv/.test
+	@$(BIN)/jupytext --quiet --to ipynb --update notebooks/*.py
 
 lint: .venv/.test
 	@$(BIN)/ruff check .
@@ -138,6 +149,13 @@ endif
 	@echo "Installing jlora, the tests' requirements and JAX for this accelerator into .venv (a few minutes, once)"
 	@$(PIP_INSTALL) -e '.[test,$(subst gpu,cuda,$*)]'
 	@touch $@ .venv/.test .venv/.serve .venv/.demo
+
+# With JAX for the accelerator that this machine has.
+BENCH_EXTRAS := bench$(if $(wildcard /dev/nvidiactl),$(comma)cuda,$(if $(wildcard /dev/accel* /dev/vfio/[0-9]*),$(comma)tpu))
+.venv/.bench: pyproject.toml | .venv/.created
+	@echo "Installing jlora and matplotlib into .venv (a minute, once)"
+	@$(PIP_INSTALL) -e '.[$(BENCH_EXTRAS)]'
+	@touch $@
 
 .venv-docs/.docs: pyproject.toml
 	@echo "Installing MkDocs into .venv-docs (half a minute, once)"

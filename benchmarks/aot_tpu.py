@@ -43,7 +43,7 @@ MOE_RANKS, MOE_TOKENS = (16, 64), (64, 2048)
 
 
 @lru_cache
-def _sharding(chip: str) -> SingleDeviceSharding:
+def sharding_of(chip: str) -> SingleDeviceSharding:
     return SingleDeviceSharding(topologies.get_topology_desc(CHIPS[chip], platform="tpu").devices[0])
 
 
@@ -63,7 +63,7 @@ def compile_add_lora(
     def f(base, x, a, b, ranks, row_scales, plan):
         return mosaic_tpu.add_lora(base, x, a, b, plan, slice_sizes=slices, ranks=ranks, row_scales=row_scales)
 
-    operand = partial(_operand, chip)
+    operand = partial(operand_of, chip)
     shapes = [(tokens, columns), (tokens, k), (groups, n, rank, k), (groups, rank, columns)]
     arrays = [operand(shape, dtype) for shape in shapes]
     plan = jax.eval_shape(partial(make_plan, num_groups=groups, backend="mosaic_tpu"), operand((tokens,), "int32"))
@@ -93,7 +93,7 @@ def compile_experts(chip: str, model: Experts, tokens: int, rank: int, *, layers
         copy.
     """
     e, pairs = model, tokens * model.top_k
-    operand = partial(_operand, chip)
+    operand = partial(operand_of, chip)
 
     def f(weights, slot, expert, bases, x):
         flat = expert.ravel()
@@ -130,8 +130,8 @@ def compile_experts(chip: str, model: Experts, tokens: int, rank: int, *, layers
     }
 
 
-def _operand(chip: str, shape, dtype) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=_sharding(chip))
+def operand_of(chip: str, shape, dtype) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding_of(chip))
 
 
 class Kernel(NamedTuple):

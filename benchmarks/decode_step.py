@@ -9,14 +9,15 @@
     python -m benchmarks.decode_step --quantization int8
 
 The weights are random bf16. There are 64 slots for all seven modules of a dense model, or 8 slots for attention and all
-experts of Qwen3-30B-A3B, filled with random values on the device. Decode is one token a sequence over a cache of
-`CONTEXT` positions, as in `generate`. Prefill is 4096 tokens in eight sequences of 512, with the logits of the last
-token. Each figure is the median over several rounds of the mean of steps enqueued together. Base and LoRA steps
-alternate within a round. The plan is made inside the step and counted. `--profile` also records the kernel times of a
-layer. With `--adapters-per-sequence k`, each sequence sums k of the adapters (`jlora.Mix`), and with `--dora` every
-slot holds a DoRA adapter. With `--batch-invariant`, the same steps with `LoRAConfig(batch_invariant=True)` are timed
-beside the default. With `--tune`, shapes that the device's own table lacks are tuned first (`LoRAManager.tune`). With
-`--quantization`, the kernels of the base model are in int8 or fp8, and its bytes are in the JSON beside those in bf16.
+experts of Qwen3-30B-A3B, filled with random values on the device. `--model small` is a shape for CPUs, with the modules
+of Llama. Decode is one token a sequence over a cache of `CONTEXT` positions, as in `generate`. Prefill is 4096 tokens
+in eight sequences of 512, with the logits of the last token. Each figure is the median over several rounds of the mean
+of steps enqueued together. Base and LoRA steps alternate within a round. The plan is made inside the step and counted.
+`--profile` also records the kernel times of a layer. With `--adapters-per-sequence k`, each sequence sums k of the
+adapters (`jlora.Mix`), and with `--dora` every slot holds a DoRA adapter. With `--batch-invariant`, the same steps with
+`LoRAConfig(batch_invariant=True)` are timed beside the default. With `--tune`, shapes that the device's own table lacks
+are tuned first (`LoRAManager.tune`). With `--quantization`, the kernels of the base model are in int8 or fp8, and its
+bytes are in the JSON beside those in bf16.
 """
 
 import argparse
@@ -82,6 +83,19 @@ def qwen3_30b_a3b(layers: int) -> DecoderConfig:
     )
 
 
+def small(layers: int) -> DecoderConfig:
+    """Return a shape for CPUs."""
+    return DecoderConfig(
+        vocab_size=8192,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+    )
+
+
 # model -> (shape by number of layers, default number of layers, slots)
 MODELS = {
     "llama-3-8b": (llama_3_8b, 32, 64),
@@ -89,6 +103,7 @@ MODELS = {
     "qwen3-14b": (qwen3_14b, 40, 64),
     "mistral-24b": (mistral_24b, 40, 64),
     "qwen3-30b-a3b": (qwen3_30b_a3b, 8, 8),
+    "small": (small, 4, 64),
 }
 
 

@@ -7,45 +7,61 @@ for a whole decode step, by the number of different adapters in the batch.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 HERE = Path(__file__).parent
 COLOURS = {"qkv": "tab:blue", "o": "tab:orange", "gate_up": "tab:green", "down": "tab:red"}
 
 
+def panels(suptitle: str) -> tuple[Figure, Axes, Axes]:
+    """Return a figure with two panels side by side."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6))
+    figure.suptitle(suptitle, fontsize=9)
+    return figure, left, right
+
+
+def draw_projections(axes: Axes, rows: list[dict], value: Callable[[dict], float], label: str) -> None:
+    """Draw a value of each row of `benchmarks.kernels`, by tokens."""
+    for name, colour in COLOURS.items():
+        for rank, marker in ((16, "o"), (64, "s")):
+            if found := [r for r in rows if r["projection"] == name and r["rank"] == rank]:
+                x, y = [r["tokens"] for r in found], [value(r) for r in found]
+                axes.scatter(x, y, s=18, marker=marker, color=colour, label=f"{name}, rank {rank}")
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("tokens")
+    axes.set_ylabel(label)
+    axes.legend(fontsize=6, ncols=2)
+
+
+def draw_overheads(axes: Axes, rows: list[dict], title: str) -> None:
+    """Draw the overhead of decode steps of `benchmarks.decode_step`, by adapters."""
+    decode = [r for r in rows if r["step"] == "decode" and r["adapters"] != "base only"]
+    for size in sorted({r["batch"] for r in decode} - {1}):
+        found = sorted((r for r in decode if r["batch"] == size), key=lambda r: r["adapters"])
+        axes.plot([r["adapters"] for r in found], [100 * r["overhead"] for r in found], "o-", label=f"batch {size}")
+    axes.set_xlabel("different adapters in the batch")
+    axes.set_ylabel("% over the unwrapped model")
+    axes.set_ylim(bottom=0)
+    axes.set_title(title)
+    axes.legend(fontsize=7)
+
+
 def main() -> None:
     kernels = json.loads((HERE / "results" / "kernels_h200.json").read_text())
     steps = json.loads((HERE / "results" / "decode_step_h200.json").read_text())
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6))
-
-    for name, colour in COLOURS.items():
-        for rank, marker in ((16, "o"), (64, "s")):
-            rows = [r for r in kernels["rows"] if r["projection"] == name and r["rank"] == rank]
-            x, y = [r["tokens"] for r in rows], [100 * r["of_floor"] for r in rows]
-            left.scatter(x, y, s=18, marker=marker, color=colour, label=f"{name}, rank {rank}")
-    left.set_xscale("log", base=2)
+    figure, left, right = panels(f"{kernels['device']}, bf16, JAX {kernels['jax']}, {kernels['date']}")
+    draw_projections(left, kernels["rows"], lambda row: 100 * row["of_floor"], "% of the roofline floor")
     left.set_ylim(0, 100)
-    left.set_xlabel("tokens")
-    left.set_ylabel("% of the roofline floor")
     left.set_title("one projection, 1 to 32 adapters")
-    left.legend(fontsize=6, ncols=2)
-
-    decode = [r for r in steps["rows"] if r["step"] == "decode" and r["adapters"] != "base only"]
-    for size in sorted({r["batch"] for r in decode} - {1}):
-        rows = sorted((r for r in decode if r["batch"] == size), key=lambda r: r["adapters"])
-        right.plot([r["adapters"] for r in rows], [100 * r["overhead"] for r in rows], "o-", label=f"batch {size}")
-    right.set_xlabel("different adapters in the batch")
-    right.set_ylabel("% over the unwrapped model")
-    right.set_ylim(bottom=0)
-    right.set_title(f"decode step, Llama-3-8B shape, rank {steps['about']['rank']}")
-    right.legend(fontsize=7)
-
-    figure.suptitle(f"{kernels['device']}, bf16, JAX {kernels['jax']}, {kernels['date']}", fontsize=9)
+    draw_overheads(right, steps["rows"], f"decode step, Llama-3-8B shape, rank {steps['about']['rank']}")
     figure.tight_layout()
     figure.savefig(HERE / "results" / "h200.png", dpi=110)
 

@@ -1,8 +1,8 @@
 """Time `LoRAManager.prepare` on the host.
 
-    python -m benchmarks.prepare
+    python -m benchmarks.prepare [--out benchmarks/results/prepare.json]
 
-Prints microseconds (median and 95th percentile) and writes them to benchmarks/results/prepare.json:
+Prints microseconds (median and 95th percentile):
 
 - unchanged: the same 64 sequences over the same adapters, all in slots, as in a decode step
 - reordered: the same adapters with the sequences in a new order, so the slot ids are copied to the device
@@ -10,6 +10,7 @@ Prints microseconds (median and 95th percentile) and writes them to benchmarks/r
 - swap: one adapter of the batch is not in a slot and is written (host time until the write is dispatched)
 """
 
+import argparse
 import datetime
 import itertools
 import json
@@ -26,7 +27,6 @@ from flax import nnx
 import jlora
 
 SEQUENCES, SLOTS, RANK, WIDTH, LAYERS = 64, 8, 16, 256, 4
-RESULTS = Path(__file__).parent / "results" / "prepare.json"
 
 
 class Stack(nnx.Module):
@@ -66,6 +66,9 @@ def measure(call: Callable[[], jlora.LoRABatch], repeats: int) -> dict[str, floa
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
+    args = parser.parse_args()
     load = os.getloadavg()[0]  # of the machine, over the last minute
     manager = make_manager()
     names = [None if i % 9 == 8 else f"adapter{i % 9}" for i in range(SEQUENCES)]
@@ -100,8 +103,8 @@ def main() -> None:
         "python": platform.python_version(),
         "jax": jax.__version__,
     }
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps({"setting": setting, "figures": figures}, indent=2) + "\n")
+    if args.out:
+        args.out.write_text(json.dumps({"setting": setting, "figures": figures}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -45,13 +45,17 @@ def unboxed(value: Any) -> Any:
     """Return the `QArray` of a quantized parameter, with arrays (or their shapes) in place of variables."""
 
     def raw(leaf: Any) -> Any:
-        return leaf.get_value() if is_variable(leaf) else leaf
+        return leaf.get_value() if _is_variable(leaf) else leaf
 
-    return jax.tree.map(raw, value.array, is_leaf=is_variable)
+    return jax.tree.map(raw, value.array, is_leaf=_is_variable)
 
 
-def is_variable(value: object) -> bool:
-    """Return True for an `nnx.Variable`."""
+def variables_of(value: Any) -> list[nnx.Variable[Any]]:
+    """Return the variables inside a quantized parameter."""
+    return [leaf for leaf in jax.tree.leaves(value, is_leaf=_is_variable) if _is_variable(leaf)]
+
+
+def _is_variable(value: object) -> bool:
     return isinstance(value, nnx.Variable)
 
 

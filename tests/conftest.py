@@ -1,6 +1,7 @@
 """Test setting: 8 virtual CPU devices, strict dtype promotion, no silent rank promotion, annotations checked."""
 
 import atexit
+import ctypes
 import gc
 import importlib.metadata
 import importlib.util
@@ -16,7 +17,6 @@ from pathlib import Path
 GIVEN = {name: os.environ.get(name) for name in ("JAX_PLATFORMS", "JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")}
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # libtpu is only used as a compiler here, by several test processes at once.
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 # Compiling takes most of a test's time, and the programs run for a millisecond. `make test-slow` and `make parity`
 # set 0 and compile as users do.
@@ -134,21 +134,35 @@ def pytest_collection_finish() -> None:
 
 # Half of what Linux allows a process by default (vm.max_map_count), beyond which LLVM crashes.
 MAX_MAPPINGS = 32_000
+MAX_RESIDENT = 3 << 30  # bytes of a worker
 
 
 @pytest.fixture(scope="module", autouse=True)
 def freeze_objects_after_a_module() -> Iterator[None]:
     """Exclude objects that JAX keeps from later garbage collections, after each module.
 
-    Compiled programs are dropped if they are too many, because each has its own memory mappings.
+    Compiled programs are dropped if they take too much memory or, because each has its own mappings, are too many. Only
+    malloc_trim returns their memory to the system.
     """
     yield
-    mappings = Path("/proc/self/maps")
-    if mappings.exists() and mappings.read_bytes().count(b"\n") > MAX_MAPPINGS:
+    crowded = _crowded()
+    if crowded:
         jax.clear_caches()
         gc.unfreeze()
     gc.collect()
+    if crowded:
+        ctypes.CDLL(None).malloc_trim(0)
     gc.freeze()
+
+
+def _crowded() -> bool:
+    """Return True on Linux if this process has too many memory mappings, or too much memory."""
+    process = Path("/proc/self")
+    if not (process / "statm").exists():
+        return False
+    pages = int((process / "statm").read_text().split()[1])
+    mappings = (process / "maps").read_bytes().count(b"\n")
+    return mappings > MAX_MAPPINGS or pages * os.sysconf("SC_PAGE_SIZE") > MAX_RESIDENT
 
 
 @pytest.fixture
@@ -198,3 +212,14 @@ def unchecked_calls() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """Forget the classes that a test registers."""
+    from jlora.layers.wrap.discover import _describe  # imported here, since tests of documents need no JAX model
+
+    before = dict(_describe)
+    yield
+    _describe.clear()
+    _describe.update(before)

@@ -1,6 +1,9 @@
-"""Short forms of what `LoRAManager.list_adapters` returns, for tests."""
+"""Short forms of the state of a manager, for tests."""
+
+import jax
 
 import jlora
+from jlora.manager.packed_adapter import PackedAdapter
 
 
 def slot_names(manager: jlora.LoRAManager) -> tuple[str | None, ...]:
@@ -20,3 +23,19 @@ def on_host(manager: jlora.LoRAManager) -> list[str]:
 def evicted(manager: jlora.LoRAManager) -> dict[str, jlora.LoRARequest]:
     """Return the evicted adapters and the requests that load them again."""
     return {name: info.request for name, info in manager.list_adapters(level="evicted").items()}
+
+
+def content_of(manager: jlora.LoRAManager, name: str) -> PackedAdapter:
+    """Return the packed adapter of the newest version of a name."""
+    with manager.hold(name) as handle:
+        return handle.packed
+
+
+def waiting(manager: jlora.LoRAManager) -> int:
+    """Return the number of calls that wait for a slot. No public call counts them."""
+    return len(manager._batches._queue)
+
+
+def write_programs(manager: jlora.LoRAManager) -> list[jax.stages.Compiled]:
+    """Return the compiled programs that write slots. No public name leads to them."""
+    return [program.compiled for program in manager._pool._programs.values()]

@@ -16,7 +16,6 @@ import jlora.integrations.tunix
 import jlora.models
 import jlora.ops
 import jlora.serve
-from jlora.layers.wrap.discover import _describe
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -32,19 +31,15 @@ PAGES = [
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:qwix")  # of names of Flax
+@pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("page", PAGES)
 def test_python_blocks_run(page):
     blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
     assert blocks
-    registered, namespace = dict(_describe), {}
-    try:
-        # The defaults of JAX.
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            for block in blocks:
-                exec(compile(block, page, "exec"), namespace)
-    finally:
-        _describe.clear()
-        _describe.update(registered)
+    namespace = {}
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # the defaults of JAX
+        for block in blocks:
+            exec(compile(block, page, "exec"), namespace)
 
 
 @pytest.mark.parametrize("name", re.findall(r"`(jlora\.[\w.]+)`", (DOCS / "glossary.md").read_text()))

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "models": COMMON - {"config"} | {"pallas"},  # a model like any user's, without LoRA
     "_public": COMMON | {"adapters", "presets", "sharding", "layers", "verify", "manager"},
     "__init__": {"_public", "models", "ops"},  # all on first use
-    "serve": {"__init__", "errors", "models", "ops"},
+    "serve": {"__init__", "errors", "models", "ops", "_hub"},
     "integrations": {"__init__"},  # public names only, as a user's code
     "cli": {"__init__", "errors", "models", "ops", "serve"},
     "__main__": {"cli"},

@@ -10,7 +10,7 @@ from jlora import Adapter, LoRAConfig, Survey
 from jlora.cli.generate import check_rank
 from jlora.cli.text import patterns, size
 from jlora.errors import AdapterMismatchError, printable
-from jlora.models import model_folder, read_skeleton, read_weight
+from jlora.models import read_skeleton, read_weight
 
 _SHOWN_GROUPS = 64
 _SHOWN_PROBLEMS = 8
@@ -65,7 +65,7 @@ def run_inspect(path: str, model: str | None, skip: Sequence[str] = (), revision
     if model is not None:
         modules = {name: module for name, module in adapter.modules.items() if name not in passed}
         base = {n: w for n, w in adapter.base_weights.items() if not any(pattern.search(n) for pattern in skipped)}
-        slots = fit(replace(adapter, modules=modules, base_weights=base), model_folder(model, revision))
+        slots = fit(replace(adapter, modules=modules, base_weights=base), model, revision)
         kinds = ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in slots.items() if nbytes)
         print(
             f"fits         {printable(model)}: yes; {size(slots['dense'] + slots['experts'])} per slot at rank "
@@ -85,12 +85,15 @@ def _print_modules(adapter: Adapter) -> None:
         print(f"  ... and {len(groups) - _SHOWN_GROUPS} more kinds")
 
 
-def fit(adapter: Adapter, folder: Path) -> dict[str, int]:
+def fit(adapter: Adapter, model: str | Path, revision: str | None = None) -> dict[str, int]:
     """Check an adapter against the shapes of a checkpoint's model, as the manager does.
+
+    The weights of a repo id are downloaded only if the adapter brings base weights to compare them with.
 
     Args:
       adapter: The adapter.
-      folder: Folder of the model's checkpoint.
+      model: Folder or repo id of the model.
+      revision: Branch, tag or commit of the model's repo.
 
     Returns:
       Kind of layers -> bytes of one float32 slot of the adapter's rank. The kinds are "dense", "experts", and "experts
@@ -112,9 +115,11 @@ def fit(adapter: Adapter, folder: Path) -> dict[str, int]:
         max_saved_outputs=max(adapter.saved_outputs.values(), default=0),
         saved_heads=[name.rpartition(".")[2] for name in adapter.heads] or ["score"],
     )
-    survey = Survey(read_skeleton(folder), config)
+    survey = Survey(read_skeleton(model, revision), config)
     survey.check(adapter)
-    problems = [f"{name}: {why}" for name in adapter.base_weights if (why := _base_differs(adapter, name, folder))]
+    problems = [
+        f"{name}: {why}" for name in adapter.base_weights if (why := _base_differs(adapter, name, model, revision))
+    ]
     problems += [
         f"{name}: its scaling must be a finite float32, found {module.scaling}"
         for name, module in adapter.modules.items()
@@ -123,7 +128,7 @@ def fit(adapter: Adapter, folder: Path) -> dict[str, int]:
     if problems:
         more = [f"... and {len(problems) - _SHOWN_PROBLEMS} more"] if len(problems) > _SHOWN_PROBLEMS else []
         raise AdapterMismatchError(
-            f"adapter {adapter.name!r} does not fit {folder}: " + "; ".join(problems[:_SHOWN_PROBLEMS] + more)
+            f"adapter {adapter.name!r} does not fit {model}: " + "; ".join(problems[:_SHOWN_PROBLEMS] + more)
         )
     sizes = {"dense": 0, "experts": 0, "experts that share factors": 0}
     for layer in survey.layers():
@@ -132,9 +137,9 @@ def fit(adapter: Adapter, folder: Path) -> dict[str, int]:
     return sizes
 
 
-def _base_differs(adapter: Adapter, name: str, folder: Path) -> str | None:
+def _base_differs(adapter: Adapter, name: str, model: str | Path, revision: str | None) -> str | None:
     """Return how a base weight that PEFT saved beside the LoRA differs from the model's, or None if it is equal."""
-    own, stored = read_weight(folder, name), adapter.base_weights[name]
+    own, stored = read_weight(model, name, revision), adapter.base_weights[name]
     if own is None:
         return "holds base weights of a module that the model lacks"
     if own.shape != stored.shape:

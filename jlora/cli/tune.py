@@ -7,7 +7,8 @@ from jlora import LoRAConfig, Survey, TuneProgress
 from jlora.cli.budget import skeleton, stored_dtype
 from jlora.cli.generate import device_errors
 from jlora.errors import printable
-from jlora.models import model_folder, quantized_config, read_config
+from jlora.models import quantized_config, read_config
+from jlora.models.files import config_folder
 
 
 def run_tune(args: argparse.Namespace) -> int:
@@ -16,7 +17,7 @@ def run_tune(args: argparse.Namespace) -> int:
     Returns:
       0 if the table has all shapes, and 1 if time ran out.
     """
-    folder = model_folder(args.model, args.revision, weights=False)
+    folder, _ = config_folder(args.model, args.revision)
     config = quantized_config(read_config(folder / "config.json"), args.quantization)
     lora = LoRAConfig(
         max_loras=args.max_loras,

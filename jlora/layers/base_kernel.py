@@ -75,9 +75,8 @@ def dequantized(layer: nnx.Module, spec: LinearSpec) -> Array:
 def arrays_of(layer: nnx.Module) -> Iterator[tuple[str, Any]]:
     """Yield (attribute, array) for each variable of a layer, those inside quantized arrays included."""
     for name, value in vars(layer).items():
-        for leaf in jax.tree.leaves(value, is_leaf=_qwix.is_variable) if _qwix.is_quantized(value) else (value,):
-            if isinstance(leaf, nnx.Variable):
-                yield name, leaf.get_value()
+        held = _qwix.variables_of(value) if _qwix.is_quantized(value) else [value]
+        yield from ((name, one.get_value()) for one in held if isinstance(one, nnx.Variable))
 
 
 def forgotten(layer: nnx.Module, spec: LinearSpec) -> bool:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from jlora._typing import DType
 from jlora.models.config import DecoderConfig, Quantize, quantized_config, read_config
 from jlora.models.decoder import Decoder
-from jlora.models.files import CONFIG, INDEX, SINGLE, model_folder, weight_map
+from jlora.models.files import CONFIG, INDEX, SINGLE, config_folder, model_folder, weight_map
 from jlora.models.float8 import Float8File
 from jlora.models.json_file import ModelError
 from jlora.models.layouts import FLOAT8, FLOATS, Index, Source, sources
@@ -77,7 +77,8 @@ def from_pretrained(
         has a feature that the decoder lacks; a tensor is missing, unexpected or of another shape or type; or the mesh
         does not fit. The message names the file and the field or tensors, or the axis.
     """
-    folder, config = _config(path, revision)
+    folder = model_folder(path, revision)
+    config = _config(folder)
     try:
         config = quantized_config(config, quantize)
     except ModelError as error:
@@ -102,26 +103,39 @@ def from_pretrained(
     return nnx.merge(graph, nnx.from_flat_state(loaded))
 
 
-def read_skeleton(path: str | Path) -> Decoder:
+def read_skeleton(path: str | Path, revision: str | None = None) -> Decoder:
     """Return the model of a checkpoint without its weights.
 
     Every parameter is a float32 `jax.ShapeDtypeStruct`, but for the kernels of a checkpoint in fp8. Names, shapes and
-    types of the stored tensors are checked as in `from_pretrained`, with the same errors.
+    types of the tensors in a local folder are checked as in `from_pretrained`, with the same errors. Of a repo id only
+    the configuration is read, and no weights are downloaded.
+
+    Args:
+      path: Checkpoint folder or repo id.
+      revision: Branch, tag or commit of the repo. Ignored for a local folder.
     """
-    folder, config = _config(path)
+    folder, stored = config_folder(path, revision)
+    config = _config(folder)
     with contextlib.ExitStack() as stack:
-        tensors = _open(folder, config, stack)
+        tensors = _open(folder, config, stack) if stored else None
         skeleton = _skeleton(config, jnp.float32)
-        _sources(skeleton, nnx.to_flat_state(nnx.state(skeleton)), tensors, folder)
+        if tensors is not None:
+            _sources(skeleton, nnx.to_flat_state(nnx.state(skeleton)), tensors, folder)
     return skeleton
 
 
-def read_weight(path: str | Path, module: str) -> np.ndarray | None:
+def read_weight(path: str | Path, module: str, revision: str | None = None) -> np.ndarray | None:
     """Return the stored weight of one module of a checkpoint, or None if it has none.
 
     The weight is [out, in], or [V, D] for an embedding. The `lm_head` of a tied model is its embedding.
+
+    Args:
+      path: Checkpoint folder or repo id.
+      module: Name of the module in the checkpoint, such as "model.embed_tokens".
+      revision: Branch, tag or commit of the repo. Ignored for a local folder.
     """
-    folder, config = _config(path)
+    folder = model_folder(path, revision)
+    config = _config(folder)
     if config.tie_word_embeddings and module == "lm_head":
         module = "model.embed_tokens"
     with contextlib.ExitStack() as stack:
@@ -129,14 +143,13 @@ def read_weight(path: str | Path, module: str) -> np.ndarray | None:
         return _tensor(tensors, f"{module}.weight", folder) if f"{module}.weight" in tensors else None
 
 
-def _config(path: str | Path, revision: str | None = None) -> tuple[Path, DecoderConfig]:
-    folder = model_folder(path, revision)
+def _config(folder: Path) -> DecoderConfig:
     config = read_config(folder / CONFIG)
     try:
         frequencies(config.rope, config.head_dim)
     except ModelError as error:
         raise ModelError(f"{folder / 'config.json'}: {error}") from error
-    return folder, config
+    return config
 
 
 def _skeleton(

@@ -398,6 +398,12 @@ def _parse_labels(fields: Fields) -> int | None:
     found = fields.values.get("architectures") or []
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
         raise fields.fail("architectures", f"must be a list of names, got {found!r:.80}")
+    if reward := next((name for name in found if name.endswith("RewardModel")), None):
+        raise fields.fail(
+            "architectures",
+            f"names {reward!r:.80}, a reward model with a head of its own, which differs between families; served are "
+            "reward models that are sequence classifiers of one label (...ForSequenceClassification with num_labels 1)",
+        )
     if any(name.endswith("ForSequenceClassification") for name in found):
         names = fields.values.get("id2label")
         return len(names) if isinstance(names, dict) and names else fields.integer("num_labels", 2)

@@ -16,7 +16,7 @@ INDEX = "model.safetensors.index.json"
 _OF_TEXT = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
-def model_folder(path: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True) -> Path:
+def model_folder(path: str | os.PathLike[str], revision: str | None = None) -> Path:
     """Return the local folder of a checkpoint, downloaded from the Hugging Face hub if the path is a repo id.
 
     Only the configuration, the tokenizer, the chat template and the safetensors files of the model are downloaded, into
@@ -27,22 +27,35 @@ def model_folder(path: str | os.PathLike[str], revision: str | None = None, *, w
       path: Checkpoint folder (`~` is expanded) or a repo id of the form "owner/name". A path that exists, `./x`, `/x`,
         `~/x` and names of more than two parts are never looked up on the hub.
       revision: Branch, tag or commit of the repo. Ignored for a local folder.
-      weights: False to leave out the safetensors files of a download.
 
     Raises:
       ModelError: The folder does not exist; the repo does not exist, is gated, cannot be reached or is not in the
         cache; or its configuration is not supported.
     """
+    local = _local(path)
+    return _download(os.fspath(path), revision) if local is None else local
+
+
+def config_folder(path: str | os.PathLike[str], revision: str | None = None) -> tuple[Path, bool]:
+    """Return a folder with the configuration of a checkpoint, and True if it is a local one, with the weights.
+
+    Of a repo id, the weights are not downloaded. Arguments and errors are those of `model_folder`.
+    """
+    local = _local(path)
+    return (_without_weights(os.fspath(path), revision), False) if local is None else (local, True)
+
+
+def _local(path: str | os.PathLike[str]) -> Path | None:
+    """Return the local folder that a path names, or None if it is a repo id."""
     text = os.fspath(path)
     try:
-        local = local_folder_of(text)
+        return local_folder_of(text)
     except FileNotFoundError as error:
         raise ModelError(f"model {text} {error.strerror}") from error
     except NotADirectoryError as error:
         raise ModelError(f"model {text} is a file; expected the folder of a checkpoint with {CONFIG} in it") from error
     except OSError as error:
         raise ModelError(f"model {text} cannot be read: {error.strerror or error}") from error
-    return _download(text, revision, weights) if local is None else local
 
 
 def weight_map(index: Path) -> Mapping[str, str]:
@@ -56,25 +69,34 @@ def weight_map(index: Path) -> Mapping[str, str]:
     return found
 
 
-def _download(repo_id: str, revision: str | None, with_weights: bool) -> Path:
+def _snapshot(repo_id: str, files: Sequence[str], revision: str | None) -> Path:
     import huggingface_hub  # imported here: it is slow to import, and local folders do not need it
 
-    def snapshot(files: Sequence[str], revision: str | None) -> Path:
-        try:
-            found = huggingface_hub.snapshot_download(repo_id, revision=revision, allow_patterns=list(files))
-        except Exception as error:  # the client raises errors of several HTTP libraries
-            raise _failed(repo_id, revision, error) from error
-        return Path(found)
+    try:
+        return Path(huggingface_hub.snapshot_download(repo_id, revision=revision, allow_patterns=list(files)))
+    except Exception as error:  # the client raises errors of several HTTP libraries
+        raise _failed(repo_id, revision, error) from error
 
-    folder = snapshot([CONFIG, INDEX, *_OF_TEXT], revision)
-    if (folder / CONFIG).is_file() or not huggingface_hub.constants.HF_HUB_OFFLINE:
-        read_config(folder / CONFIG)
-    if not with_weights and (folder / CONFIG).is_file():
-        return folder
+
+def _without_weights(repo_id: str, revision: str | None) -> Path:
+    """Download the files of a model other than its weights, and refuse a model that the decoder does not serve."""
+    from huggingface_hub import constants
+
+    folder = _snapshot(repo_id, [CONFIG, INDEX, *_OF_TEXT], revision)
+    if not (folder / CONFIG).is_file() and constants.HF_HUB_OFFLINE:  # older clients return an incomplete folder
+        raise _failed(repo_id, revision, FileNotFoundError(f"{CONFIG} is missing"))
+    read_config(folder / CONFIG)
+    return folder
+
+
+def _download(repo_id: str, revision: str | None) -> Path:
+    from huggingface_hub import constants
+
+    folder = _without_weights(repo_id, revision)
     weights = sorted(set(weight_map(folder / INDEX).values())) if (folder / INDEX).is_file() else [SINGLE]
-    folder = snapshot(weights, folder.name)  # of the same commit
-    missing = [name for name in (CONFIG, *weights) if not (folder / name).is_file()]
-    if missing and huggingface_hub.constants.HF_HUB_OFFLINE:  # older clients return an incomplete folder
+    folder = _snapshot(repo_id, weights, folder.name)  # of the same commit
+    missing = [name for name in weights if not (folder / name).is_file()]
+    if missing and constants.HF_HUB_OFFLINE:  # older clients return an incomplete folder
         raise _failed(repo_id, revision, FileNotFoundError(f"{missing[0]} is missing"))
     return folder
 

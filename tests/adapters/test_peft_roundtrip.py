@@ -1,6 +1,7 @@
 """Adapters that PEFT itself wrote, against PEFT's own modules; and ours loaded back into PEFT."""
 
 import copy
+import json
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from jlora import active_from
 from jlora.adapters import Adapter
-from jlora.errors import AdapterMismatchError
+from jlora.errors import AdapterMismatchError, LoRAError
 
 # PEFT warns when it saves more than LoRA.
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
@@ -327,8 +328,18 @@ def test_other_methods(tmp_path, config):
 
 
 def test_every_field_of_this_peft_is_decided(tmp_path):
-    """The configuration PEFT writes by default loads, and each of its fields is named in the source."""
-    from jlora.adapters import config_file as ours
+    """No field of PEFT's configuration is refused as unknown, whatever its value."""
+    peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    config = json.loads(file.read_text())
 
-    fields = set(peft.LoraConfig().to_dict()) | {"runtime_config"}
-    assert fields <= ours._SERVED | ours._WITHOUT_EFFECT | set(ours._REFUSED)
+    def unknown(field: str) -> bool:
+        file.write_text(json.dumps({**config, field: {"unheard": "of"}}))
+        try:
+            Adapter.from_pretrained(tmp_path)
+        except LoRAError as error:
+            return "does not know the field" in str(error)
+        return False
+
+    assert unknown("no_such_field")
+    assert not [field for field in {*peft.LoraConfig().to_dict(), "runtime_config"} if unknown(field)]

@@ -7,11 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
+from jlora import Adapter
 from jlora.cli.demo import DEMO
 from jlora.cli.loading import load_model
+from jlora.models import read_weight
 from tests.serve.fake_hub import COMMIT, FakeHub
 
 SORT = str(DEMO / "adapters" / "sort")
@@ -89,11 +92,30 @@ def files_of(home, name):
 def home(hub, tmp_path_factory):
     """Hugging Face's folder after a command has used the first two models."""
     found = tmp_path_factory.mktemp("home")
-    sharded = ["inspect", SORT, "--model", "team/sharded", "--revision", "v1"]
-    statuses, out, _ = jlora(found, INSPECT, sharded, hub=hub)
+    made = adapter_with_base_weights(tmp_path_factory.mktemp("adapter"))
+    commands = [["inspect", made, "--model", "team/demo"]]
+    commands += [["inspect", made, "--model", "team/sharded", "--revision", "v1"]]
+    statuses, out, _ = jlora(found, *commands, hub=hub)
     assert statuses == [0, 0]
     assert "fits         team/demo: yes" in out
     return found
+
+
+def adapter_with_base_weights(folder):
+    """Write an adapter that has the model's embedding saved beside it, and return its folder as text."""
+    sort, table = Adapter.from_pretrained(SORT), read_weight(DEMO / "model", "model.embed_tokens")
+    replace(sort, base_weights={"model.embed_tokens": table}).save_pretrained(folder)
+    return str(folder)
+
+
+def test_inspect_downloads_no_weights(hub, tmp_path):
+    """The configuration has all shapes."""
+    sharded = ["inspect", SORT, "--model", "team/sharded", "--revision", "v1"]
+    statuses, out, _ = jlora(tmp_path, INSPECT, sharded, hub=hub)
+    assert statuses == [0, 0]
+    assert "fits         team/demo: yes" in out
+    assert files_of(tmp_path, "demo") == READ
+    assert files_of(tmp_path, "sharded") == READ | {"model.safetensors.index.json"}
 
 
 def test_only_files_that_are_read_are_downloaded(home):
@@ -146,15 +168,17 @@ def test_errors_take_one_line(hub, tmp_path):
     names = {
         "team/unknown": "the Hugging Face hub has no such repository",
         "team/gated": f"the repository is gated: accept its terms at {hub.url}/team/gated",
-        "team/pickled": "Pickle files (.bin, .pt) are never opened",
         "team/other": "model_type must be one of",
         "./team/demo": "model ./team/demo does not exist",
     }
     commands = [["inspect", SORT, "--model", name] for name in names]
+    names["team/pickled"] = "Pickle files (.bin, .pt) are never opened"
+    names["team/demo"] = "the repository has no revision 'v9'"
+    commands += [["generate", "--model", "team/pickled", "--prompt", ":x"]]
     statuses, _, err = jlora(tmp_path, *commands, ["serve", "team/demo", "--revision", "v9"], hub=hub)
     assert statuses == [1] * 6
     found = errors_of(err)
-    for line, words in zip(found, [*names.values(), "the repository has no revision 'v9'"], strict=True):
+    for line, words in zip(found, names.values(), strict=True):
         assert words in line
     assert not files_of(tmp_path, "other") & {"model.safetensors"}  # refused before the download of its weights
     assert jlora(tmp_path, commands[1], hub=hub, HF_TOKEN="secret")[0] == [0]

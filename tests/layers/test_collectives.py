@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jlora
 from tests.layers.merging import Target, make_adapter, make_manager
 from tests.layers.mesh_models import LENGTH, NAMES, ONE, SMALL, Opaque, Small, mesh_of, placed, tokens_of
+from tests.records import content_of, write_programs
 
 pytestmark = [pytest.mark.mesh, pytest.mark.usefixtures("as_users_compile")]
 
@@ -31,10 +32,10 @@ def collectives(text: str) -> Counter[tuple[str, int]]:
 
 
 def collectives_of_writes(manager: jlora.LoRAManager) -> Counter[tuple[str, int]]:
-    """Return the collectives of the programs that write slots; no public name leads to these programs."""
-    programs = manager._pool._programs.values()
+    """Return the collectives of the programs that write slots."""
+    programs = write_programs(manager)
     assert len(programs) > 3
-    return sum((collectives(program.compiled.as_text()) for program in programs), Counter())
+    return sum((collectives(program.as_text()) for program in programs), Counter())
 
 
 def test_collectives_are_found():
@@ -184,8 +185,7 @@ def test_staged_blocks_are_split_like_the_slots():
     """Each device receives only the part of a block that its slots need. Staged blocks have no public name."""
     model = placed(Small(), mesh_of(t=4), SMALL)
     manager = make_manager(model, [ONE], max_lora_rank=RANK)
-    content = manager._host.newest("one")
-    for block in manager._pool.move(content.blocks)[0]:
+    for block in manager._pool.move(content_of(manager, "one").blocks)[0]:
         of_a, of_b = LOCAL[False][block.chunk.sites[block.row or 0].path]
         assert {shard.data.shape[-1] for shard in block.a.addressable_shards} == {of_a[1]}
         assert {shard.data.shape[-1] for shard in block.b.addressable_shards} == {of_b[1]}

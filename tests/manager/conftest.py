@@ -5,11 +5,14 @@ from collections.abc import Iterator
 
 # A user's process has one backend, which the manager imports; here one process tests several. JAX 0.11 and 0.12 trace
 # functions again after this import, so tests that count traces would fail after an import in another test.
-import jax.experimental.pallas.tpu  # noqa: F401
+import jax
+import jax.experimental.pallas.tpu
 import pytest
 
+import jlora
 from jlora.manager import programs, slot_arrays
 from jlora.pallas.triton import write as triton_write
+from tests.compiled import compiled_programs
 from tests.manager.tiny import World, make_world
 
 
@@ -33,9 +36,27 @@ def shared_world() -> World:
 def world(shared_world) -> World:
     """The shared world, empty. Its step must not be compiled again."""
     shared_world.reset()
+    if not compiled_programs(shared_world.forward):  # dropped between two modules (tests/conftest.py)
+        shared_world.traces.clear()
+        shared_world.serve([None, None, None])
     yield shared_world
     shared_world.reset()  # raises if the test left a batch open
     assert len(shared_world.traces) <= 1
+
+
+@pytest.fixture
+def moved(monkeypatch) -> list:
+    """Return the list that gets every array that is moved to a device, by the two calls that jlora uses for it."""
+    found = []
+    for owner, name in ((jax, "device_put"), (jlora.layers.forward.batch, "to_device")):
+        put = getattr(owner, name)
+
+        def spy(x, *args, put=put, **kwargs):
+            found.extend(jax.tree.leaves(x))
+            return put(x, *args, **kwargs)
+
+        monkeypatch.setattr(owner, name, spy)
+    return found
 
 
 WRITES = ("each", "joined", "kernel")

@@ -10,7 +10,7 @@ from flax import nnx
 
 import jlora
 from jlora.errors import LoRAError
-from tests.manager.tiny import make_adapter, make_world
+from tests.manager.tiny import DeviceError, failing_write, make_adapter, make_world
 from tests.records import slot_names
 
 pytestmark = pytest.mark.device
@@ -123,22 +123,11 @@ def test_a_batch_outlives_the_mending_of_its_slots(loaded):
     loaded.check(loaded.serve(["a", "b", None]), [ADAPTERS["a"], ADAPTERS["b"], None])
 
 
-def test_a_copy_of_slots_that_were_half_written(loaded, monkeypatch):
+def test_a_copy_of_slots_that_were_half_written(loaded):
     """A slot is stamped before its last array is written, and the repair stamps it with another number."""
-    pool, ran = loaded.manager._pool, []
-    run = pool._run
-
-    def stop_at_the_second(*args):
-        if len(ran) == 1:
-            raise RuntimeError("the device failed")
-        ran.append(1)
-        run(*args)
-
-    monkeypatch.setattr(pool, "_run", stop_at_the_second)
-    with pytest.raises(RuntimeError, match="failed"):
+    with failing_write(loaded.manager, 2), pytest.raises(DeviceError):
         loaded.serve(["c", None, None])
     twin = through_state(loaded.model)
-    monkeypatch.undo()
     loaded.check(loaded.serve(["c", None, None]), [ADAPTERS["c"], None, None])
     assert np.isnan(step(loaded, twin, ["c", None, None])).all()
 

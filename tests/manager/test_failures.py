@@ -11,7 +11,19 @@ from flax import nnx
 
 import jlora
 from jlora._compat import raw_value
-from tests.manager.tiny import MAX_RANK, MODULES, VOCAB, WIDTH, World, lora, make_adapter, same
+from tests.manager.tiny import (
+    MAX_RANK,
+    MODULES,
+    VOCAB,
+    WIDTH,
+    DeviceError,
+    World,
+    failing_call,
+    failing_write,
+    lora,
+    make_adapter,
+    same,
+)
 from tests.records import slot_names
 
 
@@ -202,27 +214,6 @@ def test_a_folder_that_does_not_load_changes_nothing(busy, tmp_path, damage):
     busy.check(busy.serve(["a", "b", None]), [make_adapter("a"), make_adapter("b"), None])
 
 
-class DeviceError(Exception):
-    pass
-
-
-def fails(patch, owner, name, nth, damage=lambda *args: None, *, late=False) -> list[int]:
-    """Let the nth call of a function from now on raise: before it did anything, after damage, or after all (`late`)."""
-    working, calls = getattr(owner, name), []
-
-    def broken(*args, **kwargs):
-        calls.append(len(calls) + 1)
-        if len(calls) != nth:
-            return working(*args, **kwargs)
-        if late:
-            working(*args, **kwargs)
-        damage(*args)
-        raise DeviceError
-
-    patch.setattr(owner, name, broken)
-    return calls
-
-
 def whole(name, version=0):
     """An adapter of all modules, so that every program that writes runs."""
     return make_adapter(name, version, modules=list(MODULES))
@@ -246,14 +237,12 @@ def check_everything(world):
     assert world.manager.stats().compilations == 1
 
 
-def test_a_failed_transfer_leaves_the_slots_as_they_were(full, monkeypatch):
+def test_a_failed_transfer_leaves_the_slots_as_they_were(full):
     """The first transfer of a write comes before anything is written."""
     before, stats = full.held(), full.manager.stats()
     for call in (lambda: full.manager.prepare(["c", "d", None]), lambda: full.manager.pin_adapter("c")):
-        with monkeypatch.context() as patch:
-            fails(patch, jax, "device_put", 1)
-            with pytest.raises(DeviceError):
-                call()
+        with failing_call(jax, "device_put", 1), pytest.raises(DeviceError):
+            call()
         assert same(before, full.held())
         assert full.manager.stats() == stats
     check_everything(full)
@@ -270,13 +259,11 @@ WRITES = 2 * 5  # of two adapters: the lookup, the logits, merged, o_proj, ranks
 
 @pytest.mark.parametrize("how", ["before", "consumed", "after"])
 @pytest.mark.parametrize("nth", range(1, WRITES + 1))
-def test_failed_write_is_repaired(full, monkeypatch, nth, how):
+def test_failed_write_is_repaired(full, nth, how):
     """Two adapters are swapped in and the nth program fails; the next batches are right."""
-    pool = full.manager._pool
-    with monkeypatch.context() as patch:
-        fails(patch, pool, "_run", nth, delete if how == "consumed" else lambda *args: None, late=how == "after")
-        with pytest.raises(DeviceError):
-            full.manager.prepare(["c", "d", None])
+    damage = delete if how == "consumed" else lambda *args: None
+    with failing_write(full.manager, nth, damage, late=how == "after"), pytest.raises(DeviceError):
+        full.manager.prepare(["c", "d", None])
     assert full.manager.stats().leased == 0
     if nth <= WRITES // 2:  # d was not begun: b has its slot
         full.check(full.serve([None, "b", None]), [None, whole("b"), None])
@@ -285,22 +272,19 @@ def test_failed_write_is_repaired(full, monkeypatch, nth, how):
     check_everything(full)
 
 
-def test_there_are_as_many_writes_as_the_test_above_fails(full, monkeypatch):
-    with monkeypatch.context() as patch:
-        calls = fails(patch, full.manager._pool, "_run", 0)
+def test_there_are_as_many_writes_as_the_test_above_fails(full):
+    with failing_write(full.manager, 0) as calls:
         full.serve(["c", "d", None])
     assert len(calls) == WRITES
 
 
 @pytest.mark.parametrize("nth", range(1, WRITES // 2 + 1))
-def test_a_failed_write_leaves_other_slots_alone(full, monkeypatch, nth):
+def test_a_failed_write_leaves_other_slots_alone(full, nth):
     """Under an open batch, whose slot keeps every bit."""
     with full.manager.prepare([None, "b", None]) as batch:
         first = full.logits(batch)
-        with monkeypatch.context() as patch:
-            fails(patch, full.manager._pool, "_run", nth)
-            with pytest.raises(DeviceError):
-                full.manager.prepare(["c", None, None])
+        with failing_write(full.manager, nth), pytest.raises(DeviceError):
+            full.manager.prepare(["c", None, None])
         np.testing.assert_array_equal(full.logits(batch), first)
         full.manager.prepare(["a", None, None]).close()
         np.testing.assert_array_equal(full.logits(batch), first)
@@ -308,26 +292,21 @@ def test_a_failed_write_leaves_other_slots_alone(full, monkeypatch, nth):
 
 
 @pytest.mark.parametrize("nth", range(1, WRITES // 2 + 1))
-def test_a_replacement_that_fails_to_be_written_is_written_by_the_next(full, monkeypatch, nth):
+def test_a_replacement_that_fails_to_be_written_is_written_by_the_next(full, nth):
     """The books change at once, the slot at the next `prepare`; never the old weights under the new version."""
     old = full.manager.list_adapters()["a"].version
     assert full.manager.add_adapter(whole("a", 1), load_inplace=True)
     assert slot_names(full.manager) == (None, "b")
-    with monkeypatch.context() as patch:
-        fails(patch, full.manager._pool, "_run", nth)
-        with pytest.raises(DeviceError):
-            full.manager.prepare(["a", None, None])
+    with failing_write(full.manager, nth), pytest.raises(DeviceError):
+        full.manager.prepare(["a", None, None])
     full.check(full.serve(["a", "b", None]), [whole("a", 1), whole("b"), None])
     assert full.manager.list_adapters()["a"].version == old + 1
 
 
-def test_a_failure_while_mending_is_mended_too(full, monkeypatch):
-    pool = full.manager._pool
+def test_a_failure_while_mending_is_mended_too(full):
     for nth in (3, 2, 4, 1):
-        with monkeypatch.context() as patch:
-            fails(patch, pool, "_run", nth, delete)
-            with pytest.raises(DeviceError):
-                full.manager.prepare(["c", "d", None])
+        with failing_write(full.manager, nth, delete), pytest.raises(DeviceError):
+            full.manager.prepare(["c", "d", None])
     check_everything(full)
 
 

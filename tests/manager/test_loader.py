@@ -20,7 +20,7 @@ import jlora
 from jlora.adapters.adapter import open_adapter
 from jlora.manager import stage
 from tests.manager.tiny import MAX_RANK, MODULES, World, make_adapter, make_world, same
-from tests.records import evicted, on_host, slot_names
+from tests.records import content_of, evicted, on_host, slot_names, waiting
 
 pytestmark = pytest.mark.device
 
@@ -148,10 +148,9 @@ def test_few_of_the_loads_that_fail_are_kept(world, tmp_path):
     requests = [jlora.LoRARequest(f"x{i}", tmp_path) for i in range(200)]
     for request in requests:
         assert isinstance(world.manager.prefetch(request).exception(30), jlora.AdapterFormatError)
-    assert set(world.manager._host.loader._loads) & set(requests) == set(requests[-64:])
-    with pytest.raises(jlora.AdapterFormatError, match="'x150'"):
-        world.manager.prepare([requests[150]], wait=False)
-    world.manager.prepare([requests[100]], wait=False)[0].close()  # tried anew
+    with pytest.raises(jlora.AdapterFormatError, match="'x136'"):  # the oldest of 64
+        world.manager.prepare([requests[136]], wait=False)
+    world.manager.prepare([requests[135]], wait=False)[0].close()  # tried anew
     until(lambda: not any(thread.name == "jlora-load" for thread in threading.enumerate()))
 
 
@@ -387,7 +386,7 @@ def test_slots_are_given_in_order_of_arrival():
     for name in "abcdefg":
         world.manager.add_adapter(make_adapter(name))
     batch = world.manager.prepare(["g"])
-    queue, order, threads = world.manager._batches._queue, [], []
+    order, threads = [], []
 
     def work(name):
         with world.manager.prepare([name, None, None], timeout=60) as mine:
@@ -396,7 +395,7 @@ def test_slots_are_given_in_order_of_arrival():
     for i, name in enumerate("abcdef"):
         threads.append(threading.Thread(target=work, args=(name,)))
         threads[-1].start()
-        until(lambda i=i: len(queue) == i + 1)
+        until(lambda i=i: waiting(world.manager) == i + 1)
     with pytest.raises(jlora.NoFreeSlotError):  # a call without a timeout does not overtake them
         world.manager.prepare(["a"])
     with pytest.raises(jlora.NoFreeSlotError):
@@ -409,7 +408,7 @@ def test_slots_are_given_in_order_of_arrival():
     for name, logits in order:
         world.check(logits, [make_adapter(name), None, None])
     world.serve(["g", None, None])
-    assert not queue
+    assert waiting(world.manager) == 0
 
 
 @pytest.mark.usefixtures("python_handles_sigint")
@@ -424,7 +423,7 @@ def test_an_interrupted_wait_leaves_the_queue():
         with pytest.raises(jlora.NoFreeSlotError):
             world.manager.prepare(["b"], timeout=0.02)
     check(world, "b", None, None)
-    assert not world.manager._batches._queue
+    assert waiting(world.manager) == 0
 
 
 # --- the host cache ---------------------------------------------------------------------------------------------------
@@ -494,14 +493,13 @@ def test_the_host_cache_is_bounded_in_bytes(store):
 # --- ahead ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_prefetched_adapter_is_on_the_device_already(world, store, monkeypatch):
+def test_a_prefetched_adapter_is_on_the_device_already(world, store, moved):
     m = world.manager
     m.warmup()
     m.prefetch(store.request("a")).result(30)
-    content = m._cache.loaded["a"]
+    content = content_of(m, "a")
     assert all(isinstance(block.a, jax.Array) for block in content.ahead)
-    put, moved = jax.device_put, []
-    monkeypatch.setattr(jax, "device_put", lambda x, *a, **k: (moved.extend(jax.tree.leaves(x)), put(x, *a, **k))[1])
+    moved.clear()
     batch = m.prepare(["a", None, None])
     assert not [array for array in moved if isinstance(array, np.ndarray) and array.ndim > 2]  # ranks are small
     with batch:
@@ -533,14 +531,15 @@ def test_prefetched_bytes_on_device_are_bounded(store):
     m = world.manager
     for name in "abcde":
         m.prefetch(store.request(name)).result(30)
-        ahead = [m._cache.loaded[n] for n in on_host(m) if m._cache.loaded[n].ahead]
+        ahead = [content for content in (content_of(m, n) for n in on_host(m)) if content.ahead]
         assert sum(content.nbytes for content in ahead) <= sum(sizes.values())
         assert ahead[-1].name == name or m.list_adapters()[name].nbytes > sum(sizes.values())
+    removed = content_of(m, "e")
     m.remove_adapter("e")
-    assert not [content for content in m._slots._ahead if content.name == "e"]
+    assert removed.ahead is None
     for name in "abcd":
         check(world, name, None, None)
-    assert not m._slots._ahead
+    assert all(content_of(m, name).ahead is None for name in "abcd")
 
 
 # --- resolve ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 import jlora
 from jlora.errors import LoRAError, LoRAUsageError
-from jlora.layers.site import check_room
 from tests.layers.merging import (
     assert_close,
     expected_rows,
@@ -42,7 +41,7 @@ from tests.layers.mesh_models import (
 )
 from tests.manager.conftest import WRITES
 from tests.matrix import thinned
-from tests.records import slot_names
+from tests.records import content_of, slot_names
 
 pytestmark = pytest.mark.device
 
@@ -216,7 +215,7 @@ def test_files_and_prefetch(tmp_path, twins):
     FOUR.save_pretrained(tmp_path / "four")
     world.manager.remove_adapter("four")
     world.manager.prefetch(jlora.LoRARequest("four", path=str(tmp_path / "four"))).result()
-    content = world.manager._host.newest("four")
+    content = content_of(world.manager, "four")
     assert content.ahead is not None
     for block in content.ahead:
         for array, want in zip((block.a, block.b), block.chunk.spec.block_shardings, strict=True):
@@ -236,15 +235,15 @@ def test_warmup_and_stats(twins):
 def test_slot_bytes_of_a_device_are_those_of_its_shards(monkeypatch, world):
     """Their shards, not the whole."""
     first = the_mesh().devices.flat[0]
-    *arrays, _ = world.manager._pool.arrays()  # the stamps are a few numbers
+    arrays = [array for array in jax.tree.leaves(world.manager.slots) if array.dtype != jnp.int32]  # without stamps
     shards = [shard for array in arrays for shard in array.addressable_shards if shard.device == first]
     taken = sum(shard.data.nbytes for shard in shards)
-    sites = tuple(world.manager._wrapped.modules)
-    monkeypatch.setattr("jlora.layers.site.device_bytes", lambda device: taken)
-    check_room(sites)
-    monkeypatch.setattr("jlora.layers.site.device_bytes", lambda device: taken - 1)
-    with pytest.raises(MemoryError, match=f"{taken:,} bytes on a device"):
-        check_room(sites)
+    room = [taken]
+    monkeypatch.setattr("jlora.layers.site.device_bytes", lambda device: room[0])
+    World(fully_sharded=True)
+    room[0] -= 1
+    with pytest.raises(LoRAError, match=f"{taken:,} bytes on a device"):
+        World(fully_sharded=True)
 
 
 def test_unwrap_gives_the_model_back():

@@ -27,6 +27,7 @@ from tests.adapters.test_expert_formats import factors, flat, tensors, three_axe
 from tests.adapters.test_own_experts import KINDS, PROJECTIONS, counted, resident, wanted
 from tests.layers import expert_models
 from tests.layers.expert_models import HIDDEN, INNER, LAYERS, Gathering, Interleaved, Model, Scanned
+from tests.records import content_of
 
 E, R = 8, 3
 SIZES = {
@@ -108,7 +109,7 @@ class World:
     def staged(self, adapter):
         """Return the packed adapter that the host cache holds after a load."""
         self.manager.add_adapter(adapter)
-        content = self.manager._host.newest(adapter.name)
+        content = content_of(self.manager, adapter.name)
         self.manager.remove_adapter(adapter.name)
         return content
 

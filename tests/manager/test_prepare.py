@@ -17,7 +17,7 @@ import jlora
 import jlora.layers.forward.batch
 from tests.manager.test_loader import until
 from tests.manager.tiny import make_adapter, make_world, same
-from tests.records import slot_names
+from tests.records import slot_names, waiting
 
 pytestmark = pytest.mark.device
 
@@ -100,28 +100,14 @@ def test_names_may_be_any_sequence_of_names(world):
             assert batch.slots.tolist() == [0, 2]
 
 
-def transfers(monkeypatch):
-    """Everything that is moved to the device from here on, by the two calls that the package uses for it."""
-    moved = []
-    for owner, name in ((jax, "device_put"), (jlora.layers.forward.batch, "to_device")):
-        put = getattr(owner, name)
-
-        def spy(x, *args, put=put, **kwargs):
-            moved.append(x)
-            return put(x, *args, **kwargs)
-
-        monkeypatch.setattr(owner, name, spy)
-    return moved
-
-
 @pytest.mark.usefixtures("unchecked_calls")
-def test_an_unchanged_batch_moves_nothing_and_reuses_its_arrays(world, monkeypatch):
+def test_an_unchanged_batch_moves_nothing_and_reuses_its_arrays(world, moved):
     load(world, "a", "b")
     names = ["a", None, "b"] * 21 + [None]
     counts = [3, 1, 2] * 21 + [5]
     with world.manager.prepare(names) as first, world.manager.prepare(names, counts, 200) as packed:
         pass
-    moved = transfers(monkeypatch)
+    moved.clear()
     with jax.transfer_guard("disallow_explicit"):
         for _ in range(3):
             with world.manager.prepare(list(names)) as again:
@@ -285,7 +271,7 @@ def test_waiting_batches_load_in_order_of_arrival(tmp_path: Path) -> None:
         threads = [threading.Thread(target=serve, args=(name,)) for name in "bcde"]
         for count, thread in enumerate(threads):
             thread.start()
-            until(lambda count=count: len(m._batches._queue) > count)
+            until(lambda count=count: waiting(m) > count)
         with pytest.raises(jlora.NoFreeSlotError, match="other batches wait for slots"):
             m.prepare([jlora.LoRARequest("e", str(tmp_path / "e")), None, None])
     for thread in threads:

@@ -27,7 +27,7 @@ from tests.layers.expert_models import (
     reference,
 )
 from tests.manager.test_experts import each, normal, one_by_one, router, stacked
-from tests.records import slot_names
+from tests.records import slot_names, write_programs
 
 pytestmark = pytest.mark.device
 
@@ -207,7 +207,7 @@ def test_bytes(world):
 def test_no_array_stands_for_the_factor_that_is_not_held(world):
     """XLA, of JAX 0.11, crashes where a map over a mesh takes an empty array beside another."""
     world.serve()
-    operands = [of.compiled.in_avals for of in world.manager._pool._programs.values()]
+    operands = [program.in_avals for program in write_programs(world.manager)]
     assert all(array.size for array in jax.tree.leaves([world.manager.slots, operands]))
 
 

@@ -50,31 +50,18 @@ def load(world, *names, **fields):
         world.manager.add_adapter(make_adapter(name, **fields))
 
 
-def moves(monkeypatch) -> list:
-    """Every array that is moved to a device from here on."""
-    moved = []
-    put = jax.device_put
-
-    def spy(x, *args, **kwargs):
-        moved.extend(jax.tree.leaves(x))
-        return put(x, *args, **kwargs)
-
-    monkeypatch.setattr(jax, "device_put", spy)
-    return moved
-
-
 ROW = 4 * 4  # bytes of a float32 for each of the 4 ranks
 A_ROW = {"layers.0.q_proj": 3 * WIDTH + 32, "layers.0.o_proj": 2 * WIDTH, "embed": VOCAB + WIDTH}
 RANKS = 8 * (2 + LAYERS * (3 + 1))  # each with a scale
 
 
 @pytest.mark.parametrize("module", A_ROW)
-def test_an_adapter_of_one_module_moves_one_row(world, monkeypatch, module):
+def test_an_adapter_of_one_module_moves_one_row(world, moved, module):
     world.manager.warmup()
     world.manager.add_adapter(make_adapter("one", rank=1, modules=[module]))
     world.manager.activate_adapter("one")
     world.manager.deactivate_adapter("one")
-    moved = moves(monkeypatch)
+    moved.clear()
     world.manager.activate_adapter("one")  # the second time: where things go is on the device by now, and its ranks
     assert sum(array.nbytes for array in moved) == ROW * A_ROW[module]
     world.manager.deactivate_adapter("one")
@@ -87,7 +74,7 @@ def test_an_adapter_of_one_module_moves_one_row(world, monkeypatch, module):
 
 
 @pytest.mark.parametrize("layers", [16, pytest.param(32, marks=pytest.mark.slow)])
-def test_every_byte_of_seven_modules_a_layer_moves_once(rng, monkeypatch, layers):
+def test_every_byte_of_seven_modules_a_layer_moves_once(rng, moved, layers):
     """Sites of two specs, five and two a layer, in chunks of at most 64. The slot had the same ranks before."""
     model = Blocks(layers)
     manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=2, max_cpu_loras=3))
@@ -99,7 +86,7 @@ def test_every_byte_of_seven_modules_a_layer_moves_once(rng, monkeypatch, layers
     old = jax.tree.leaves(manager.slots)
     assert len(old) == 7 * layers * 3 + 1
 
-    moved = moves(monkeypatch)
+    moved.clear()
     manager.deactivate_adapter("a")
     manager.activate_adapter("c")
     assert sum(array.nbytes for array in moved) == manager.list_adapters()["c"].nbytes - 8 * 7 * layers

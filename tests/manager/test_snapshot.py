@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import resource
+import stat
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -26,8 +28,19 @@ from tests.layers.merging import make_adapter as adapter_of
 from tests.layers.mesh_models import SMALL, SMALL_TARGETS, Small, mesh_of, placed
 from tests.manager.test_experts import each, stacked
 from tests.manager.test_shared_experts import shared
-from tests.manager.tiny import MAX_RANK, Model, as_new, infos, make_adapter, make_world, request
-from tests.records import evicted, on_host, slot_names
+from tests.manager.tiny import (
+    MAX_RANK,
+    MODULES,
+    DeviceError,
+    Model,
+    as_new,
+    failing_write,
+    infos,
+    make_adapter,
+    make_world,
+    request,
+)
+from tests.records import content_of, evicted, on_host, slot_names
 
 pytestmark = pytest.mark.device
 
@@ -313,12 +326,12 @@ def test_weights_of_layers_of_every_kind(tmp_path, what):
     want.add_adapter(make_one())
     want.activate_adapter("x")
     restored.restore(tmp_path)
-    known, found = (manager._cache.loaded["x"] for manager in (want, restored))
+    known, found = (content_of(manager, "x") for manager in (want, restored))
     np.testing.assert_array_equal(found.ranks, known.ranks)
     assert [(p.module, p.site.path, p.row, p.rank) for p in found.placements] == [
         (p.module, p.site.path, p.row, p.rank) for p in known.placements
     ]
-    for array, other in zip(restored._pool.arrays(), want._pool.arrays(), strict=True):
+    for array, other in zip(jax.tree.leaves(restored.slots), jax.tree.leaves(want.slots), strict=True):
         if array.dtype != jnp.int32:  # stamps count writes
             np.testing.assert_array_equal(np.asarray(array), np.asarray(other))
 
@@ -491,14 +504,15 @@ def test_steps_loads_and_evictions_go_on_while_it_saves(served, tmp_path, monkey
     """The state of one moment is saved, whatever comes while it is written."""
     manager, folder = served.manager, tmp_path / "saved"
     writing, go_on = threading.Event(), threading.Event()
-    write = snapshot._write
+    fsync = os.fsync
 
-    def slow(*args):
-        writing.set()
-        assert go_on.wait(60)
-        write(*args)
+    def slow(number):
+        if stat.S_ISREG(os.fstat(number).st_mode):  # folders are made before the state is taken
+            writing.set()
+            assert go_on.wait(60)
+        fsync(number)
 
-    monkeypatch.setattr(snapshot, "_write", slow)
+    monkeypatch.setattr(os, "fsync", slow)
     before = infos(served)
     with ThreadPoolExecutor(1) as threads:
         save = threads.submit(manager.save, folder)
@@ -629,28 +643,20 @@ def test_new_folders_are_on_the_disk(world, tmp_path, monkeypatch):
         assert folder.stat().st_ino in synced
 
 
-def test_a_write_that_fails_restores_nothing(world, tmp_path, monkeypatch):
+def test_a_write_that_fails_restores_nothing(world, tmp_path):
     """The second slot cannot be written: no name is there, and the slots mend themselves."""
-    as_new(world).manager.add_adapter(make_adapter("a"))
-    world.manager.add_adapter(request(tmp_path, "b"))
+    a, b = (make_adapter(name, modules=list(MODULES)) for name in "ab")
+    b.save_pretrained(tmp_path / "b")
+    as_new(world).manager.add_adapter(a)
+    world.manager.add_adapter(jlora.LoRARequest("b", str(tmp_path / "b")))
     world.serve(["a", "b", None])
     world.manager.save(tmp_path)
     as_new(world)
-    pool = world.manager._pool
-    write, calls = pool.write, itertools.count()
-
-    def fails(*args, **kwargs):
-        if next(calls) == 1:
-            raise MemoryError("no room")
-        return write(*args, **kwargs)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(pool, "write", fails)
-        with pytest.raises(MemoryError):
-            world.manager.restore(tmp_path)
+    with failing_write(world.manager, 7), pytest.raises(DeviceError):  # each slot takes four programs or five
+        world.manager.restore(tmp_path)
     assert world.held()[:2] == ((), (None, None))
     world.manager.restore(tmp_path)
-    world.check(world.serve(["a", "b", None]), [make_adapter("a"), make_adapter("b"), None])
+    world.check(world.serve(["a", "b", None]), [a, b, None])
 
 
 # --- damaged files ----------------------------------------------------------------------------------------------------
@@ -684,8 +690,8 @@ def test_damaged_files_are_refused(world, tmp_path, which, spoil):
     with pytest.raises(kind, match="no manager has been saved there" if nothing else str(file)):
         world.manager.restore(tmp_path)
     assert world.held()[:2] == ((), (None, None))
-    assert world.manager._cache.last == {}
     world.manager.add_adapter(make_adapter("a"))
+    assert world.manager.list_adapters()["a"].version == 0  # no version was restored
     world.manager.save(tmp_path)
     as_new(world).manager.restore(tmp_path)
     world.check(world.serve(["a", None, None]), [make_adapter("a"), None, None])
@@ -701,7 +707,8 @@ def test_an_edited_file_is_refused(world, tmp_path):
     as_new(world)
     with pytest.raises(jlora.AdapterFormatError, match="its SHA-256 is not the one that it names"):
         world.manager.restore(tmp_path)
-    assert world.manager._cache.last == {}
+    world.manager.add_adapter(make_adapter("a"))
+    assert world.manager.list_adapters()["a"].version == 0  # no version was restored
 
 
 def test_weights_of_another_name(world, tmp_path):

@@ -12,6 +12,7 @@ import pytest
 
 import jlora
 from tests.manager.tiny import MAX_RANK, MODULES, Model, World, make_adapter, tensors
+from tests.records import content_of
 
 pytestmark = pytest.mark.device
 
@@ -75,7 +76,7 @@ def test_updates(world, how):
         new = jlora.Adapter(name="a", modules=mixed)
     world.manager.update_adapter("a", arrays)
     served(world, [new, None, new])
-    while not world.manager._cache.loaded["a"].on_host:  # copied back, by another thread
+    while not content_of(world.manager, "a").on_host:  # copied back, by another thread
         threading.Event().wait(0.01)
     found = world.manager.export_adapter("a")
     for name, lora in new.modules.items():

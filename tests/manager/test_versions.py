@@ -8,7 +8,9 @@ import shutil
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +20,7 @@ import jlora
 from jlora.manager import host, stage
 from tests.manager.tiny import MODULES, make_adapter, make_world, tensors
 from tests.matrix import thinned
-from tests.records import slot_names
+from tests.records import content_of, slot_names
 
 pytestmark = pytest.mark.device
 
@@ -461,15 +463,31 @@ def updated_on_device(world, name: str, seed: int) -> jlora.Adapter:
     return new
 
 
+@pytest.fixture
+def copy_back(monkeypatch) -> Iterator[SimpleNamespace]:
+    """Hold the copies of updated adapters to the host, until `go` is set; with `fails` set, they raise instead."""
+    found, to_host = SimpleNamespace(go=threading.Event(), fails=False, failed=threading.Event()), host.to_host
+
+    def copied(blocks):
+        if found.fails:
+            found.failed.set()
+            raise MemoryError("no room on the host")
+        assert found.go.wait(30)
+        return to_host(blocks)
+
+    monkeypatch.setattr(host, "to_host", copied)
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    yield found
+    found.go.set()
+
+
 @pytest.mark.device("cpu")  # an accelerator has pinned memory that updates are copied to
 @pytest.mark.parametrize("how", ["prepare", "activate_adapter"])
-def test_prepare_waits_until_an_update_is_copied_back(monkeypatch, how):
+def test_prepare_waits_until_an_update_is_copied_back(copy_back, how):
     world = make_world(max_loras=1, max_cpu_loras=2)
     world.manager.add_adapter(make_adapter("a", rank=2, modules=list(MODULES)))
     load(world, "b")
     world.manager.activate_adapter("a")
-    go, to_host = threading.Event(), host.to_host
-    monkeypatch.setattr(host, "to_host", lambda blocks: (go.wait(30), to_host(blocks))[1])
     new = updated_on_device(world, "a", 3)
     with ThreadPoolExecutor() as pool:
         call = {"prepare": lambda: world.manager.prepare(["b", None, None]).close()}.get(
@@ -479,29 +497,22 @@ def test_prepare_waits_until_an_update_is_copied_back(monkeypatch, how):
         with pytest.raises(TimeoutError):
             waits.result(0.3)
         assert slot_names(world.manager) == ("a",)
-        go.set()
+        copy_back.go.set()
         waits.result(30)
     assert slot_names(world.manager) == ("b",)
     world.check(world.serve(["a", None, None]), [new, None, None])
 
 
 @pytest.mark.device("cpu")  # an accelerator has pinned memory that updates are copied to
-def test_an_update_that_cannot_be_copied_back_keeps_its_slot(monkeypatch):
+def test_an_update_that_cannot_be_copied_back_keeps_its_slot(copy_back):
     """No call waits for the failed copy, and served values stay right."""
     world = make_world(max_loras=1, max_cpu_loras=2)
     world.manager.add_adapter(make_adapter("a", rank=2, modules=list(MODULES)))
     load(world, "b")
     world.manager.activate_adapter("a")
-    failed = threading.Event()
-
-    def fails(blocks):
-        failed.set()
-        raise MemoryError("no room on the host")
-
-    monkeypatch.setattr(host, "to_host", fails)
-    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    copy_back.fails = True
     new = updated_on_device(world, "a", 3)
-    assert failed.wait(30)
+    assert copy_back.failed.wait(30)
     with pytest.raises(jlora.NoFreeSlotError):
         world.manager.prepare(["b", None, None])
     world.check(world.serve(["a", None, None]), [new, None, None])
@@ -509,27 +520,22 @@ def test_an_update_that_cannot_be_copied_back_keeps_its_slot(monkeypatch):
 
 @pytest.mark.device("cpu")  # an accelerator has pinned memory that updates are copied to
 @pytest.mark.parametrize("fail", [False, True])
-def test_arrays_consumed_by_an_update_are_freed_in_the_background(world, monkeypatch, fail):
+def test_arrays_consumed_by_an_update_are_freed_in_the_background(world, copy_back, fail):
     world.manager.add_adapter(make_adapter("a", modules=list(MODULES)))
     world.manager.prepare(["a", None, None]).close()
-
-    def fails(blocks):
-        raise MemoryError("no room on the host")
-
-    if fail:
-        monkeypatch.setattr(host, "to_host", fails)
-        monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    copy_back.fails = fail
+    copy_back.go.set()
     before = [weakref.ref(array) for _, array in world.slots() if array.ndim > 2]
     updated_on_device(world, "a", 3)
     end = time.monotonic() + 30
     while any(array() is not None for array in before) and time.monotonic() < end:
         time.sleep(0.01)
     assert not any(array() is not None for array in before)
-    assert world.manager._cache.loaded["a"].on_host != fail
+    assert content_of(world.manager, "a").on_host != fail
 
 
 @pytest.mark.device("cpu")  # an accelerator has pinned memory
-def test_host_arrays_while_an_update_is_copied_back(world, monkeypatch):
+def test_host_arrays_while_an_update_is_copied_back(world, copy_back):
     """All of the new content is on the host, so no call waits for a copy."""
     manager = world.manager
     manager.add_adapter(make_adapter("a", rank=2, modules=list(MODULES)))
@@ -537,21 +543,17 @@ def test_host_arrays_while_an_update_is_copied_back(world, monkeypatch):
         load(world, name)
     for name in "ab":
         manager.pin_adapter(name)
-    go, to_host = threading.Event(), host.to_host
-    monkeypatch.setattr(host, "to_host", lambda blocks: (go.wait(30), to_host(blocks))[1])
     new = updated_on_device(world, "a", 3)
-    try:
-        name = "layers.0.q_proj"
-        changed = dataclasses.replace(new.modules[name], a=np.ones((2, 16), np.float32))
-        manager.update_adapter("a", {f"{name}.lora_A.weight": changed.a})
-        content = manager._cache.loaded["a"]
-        assert content.on_host
-        assert not content.copying
-        assert all(isinstance(half, np.ndarray) for block in content.blocks for half in (block.a, block.b))
-        with pytest.raises(jlora.NoFreeSlotError):
-            manager.prepare(["c", None, None])
-    finally:
-        go.set()
+    name = "layers.0.q_proj"
+    changed = dataclasses.replace(new.modules[name], a=np.ones((2, 16), np.float32))
+    manager.update_adapter("a", {f"{name}.lora_A.weight": changed.a})
+    content = content_of(manager, "a")
+    assert content.on_host
+    assert not content.copying
+    assert all(isinstance(half, np.ndarray) for block in content.blocks for half in (block.a, block.b))
+    with pytest.raises(jlora.NoFreeSlotError):
+        manager.prepare(["c", None, None])
+    copy_back.go.set()
     manager.deactivate_adapter("a")
     want = dataclasses.replace(new, modules={**new.modules, name: changed})
     world.check(world.serve(["a", None, "a"]), [want, None, want])

@@ -1,13 +1,16 @@
 """A tiny model, adapters for it, and its logits in plain NumPy."""
 
+import contextlib
 import dataclasses
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 import jlora
@@ -196,6 +199,37 @@ def request(folder, name: str, version: int = 0) -> jlora.LoRARequest:
     if not path.exists():
         make_adapter(name, version).save_pretrained(path)
     return jlora.LoRARequest(name, str(path))
+
+
+class DeviceError(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def failing_call(owner, name: str, nth: int, damage=lambda *args: None, *, late=False) -> Iterator[list[int]]:
+    """Let the nth call of a function raise: before it did anything, after damage, or after all (`late`).
+
+    Yields the list of the numbers of its calls.
+    """
+    working, calls = getattr(owner, name), []
+
+    def broken(*args, **kwargs):
+        calls.append(len(calls) + 1)
+        if len(calls) != nth:
+            return working(*args, **kwargs)
+        if late:
+            working(*args, **kwargs)
+        damage(*args)
+        raise DeviceError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, broken)
+        yield calls
+
+
+def failing_write(manager: jlora.LoRAManager, nth: int, *args, **kwargs):
+    """Let the nth program that writes a slot fail, as `failing_call` does. No public call reaches one program."""
+    return failing_call(manager._pool, "_run", nth, *args, **kwargs)
 
 
 def as_new(world: World) -> World:

@@ -73,6 +73,11 @@ def test_labels_are_those_of_the_configuration(tmp_path):
     classifier(tmp_path, labels=3)
     with pytest.raises(ModelError, match=r"score.weight \[2, 32\], found \[3, 32\]"):
         read_skeleton(tmp_path)
+    classifier(tmp_path, labels=1, num_labels=1)  # a reward model
+    assert read_skeleton(tmp_path).config.num_labels == 1
+    rewrite(tmp_path, load_file(tmp_path / "model.safetensors"), architectures=["Qwen2ForRewardModel"])
+    with pytest.raises(ModelError, match=r"'Qwen2ForRewardModel', a reward model with a head of its own.*num_labels 1"):
+        read_skeleton(tmp_path)
     rewrite(tmp_path, load_file(tmp_path / "model.safetensors"), architectures="score")
     with pytest.raises(ModelError, match="architectures must be a list of names"):
         read_skeleton(tmp_path)

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
-from benchmarks.aot_tpu import _sharding
+from benchmarks.aot_tpu import sharding_of
 from jlora.models import grouped
 from tests.matrix import thinned
 from tests.models import goldens
@@ -102,7 +102,7 @@ def test_values_on_tpu_interpreted(on, counts, k, n, dtype):
 def test_compiles_for_tpus(on, chip, rows, experts, k, n):
     on("tpu")
     operands = [
-        jax.ShapeDtypeStruct(shape, dtype, sharding=_sharding(chip))
+        jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_of(chip))
         for shape, dtype in (((rows, k), jnp.bfloat16), ((experts, k, n), jnp.bfloat16), ((experts,), jnp.int32))
     ]
     program = compiled_anew().lower(*operands).compile()

@@ -26,6 +26,11 @@ def request_of(name: str, source: str | None = None, **options: Any) -> jlora.Lo
     return jlora.LoRARequest(name, str(ADAPTERS[source or name]), **options)
 
 
+def compilations(engine: Engine) -> int:
+    """Return the number of compiled variants of an engine's steps. No public call counts them."""
+    return engine._steps.compiled()
+
+
 class Around:
     """Pass every access on to a manager, except for attributes that a test has set.
 
@@ -76,16 +81,16 @@ class World:
         """
         go, dispatcher = threading.Event(), self.engine._dispatcher
         decode = dispatcher._decode
-        dispatcher._decode = lambda: go.is_set() and decode()
-        try:
-            yield go
-        finally:
-            go.set()
-            del dispatcher._decode
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dispatcher, "_decode", lambda: go.is_set() and decode())
+            try:
+                yield go
+            finally:
+                go.set()
 
     def compilations(self) -> int:
         """Return the number of compiled variants of the engine's steps."""
-        return self.engine._steps.compiled()
+        return compilations(self.engine)
 
     def wait_idle(self) -> None:
         """Wait until no request is under way, no removal is pending and every lease is released."""
@@ -128,10 +133,20 @@ def restored(world: World) -> Iterator[World]:
 
 
 @pytest.fixture(scope="session")
-def started() -> Iterator[World]:
-    """One engine for the session."""
-    with started_world() as world:
-        yield world
+def engines() -> Iterator[tuple[list[World], contextlib.ExitStack]]:
+    """Return the engines that are open, none or one, and the stack that closes them."""
+    with contextlib.ExitStack() as stack:
+        yield [], stack
+
+
+@pytest.fixture(scope="module")
+def started(engines: tuple[list[World], contextlib.ExitStack]) -> World:
+    """One engine for the session, and another once its compiled programs were dropped (tests/conftest.py)."""
+    worlds, stack = engines
+    if not worlds or not worlds[-1].compilations():
+        stack.close()
+        worlds[:] = [stack.enter_context(started_world())]
+    return worlds[-1]
 
 
 @pytest.fixture

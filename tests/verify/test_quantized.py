@@ -8,10 +8,9 @@ from flax import nnx
 import jlora
 from jlora.errors import LoRAError
 from jlora.layers.wrap.discover import register_layer
-from tests.layers.conftest import registered
 from tests.layers.merging import make_manager, normal, serve
 
-pytestmark = pytest.mark.usefixtures(registered.__name__)
+pytestmark = pytest.mark.usefixtures("registered")
 
 K, N = 12, 12
 

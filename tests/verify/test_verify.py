@@ -10,12 +10,11 @@ from flax import nnx
 import jlora
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
 from jlora.layers.wrap.discover import register_layer
-from tests.layers.conftest import registered
 from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal, serve
 from tests.matrix import thinned
 from tests.records import slot_names
 
-pytestmark = [pytest.mark.device, pytest.mark.usefixtures(registered.__name__)]
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("registered")]
 
 
 def forward(model, inputs, batch):

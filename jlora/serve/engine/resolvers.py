@@ -3,18 +3,17 @@
 import errno
 import os
 import pkgutil
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from jlora import LoRARequest, local_folder
+from jlora._hub import REPO_ID
 from jlora.errors import AdapterNotFoundError, LoRAError, LoRAUsageError
 from jlora.serve.engine.resolver_pool import Resolve
 
 _CONFIG_FILE = "adapter_config.json"  # marks a folder as an adapter
-_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 
 def below(root: Path, path: str) -> Path | None:
@@ -30,7 +29,7 @@ def below(root: Path, path: str) -> Path | None:
 def listed(repos: Sequence[str], name: str) -> bool:
     """Return whether a repository is one of `repos`: "owner/name", or "owner/*" for all of an owner."""
     owner = name.partition("/")[0]
-    return _REPO_ID.fullmatch(name) is not None and (name in repos or f"{owner}/*" in repos)
+    return REPO_ID.fullmatch(name) is not None and (name in repos or f"{owner}/*" in repos)
 
 
 def of_folder(root: Path) -> Resolve:

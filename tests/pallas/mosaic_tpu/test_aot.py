@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import jlora
-from benchmarks.aot_tpu import VMEM_MIB, _operand, compile_add_lora, compile_experts, experts_layers, good
+from benchmarks.aot_tpu import VMEM_MIB, compile_add_lora, compile_experts, experts_layers, good, operand_of
 from benchmarks.moe_specs import MODELS, Experts
 from benchmarks.specs import PROJECTIONS
 
@@ -141,7 +141,7 @@ def operations_of(layers):
 
     with manager.prepare([None] * 64) as batch:
         given = state, jnp.zeros((64, 512), jnp.bfloat16), batch
-        operands = jax.tree.map(lambda leaf: _operand("v5e", leaf.shape, leaf.dtype), given)
+        operands = jax.tree.map(lambda leaf: operand_of("v5e", leaf.shape, leaf.dtype), given)
         text = jax.jit(step).lower(*operands).compile().as_text()
     return Counter(re.findall(r"= \S+ ([\w-]+)\(", text))
 

@@ -8,6 +8,7 @@ import jlora
 from jlora.models import Decoder, DecoderConfig, generate
 from jlora.serve import Engine, EngineOptions, SamplingParams
 from tests.models.checkpoints import SIZES
+from tests.serve.conftest import compilations
 
 CHUNK, ROWS, LIMIT = 16, 4, 5
 INVOCATION = (9, 20, 3)
@@ -101,14 +102,14 @@ def check(engine, oracle, pairs):
 
 
 def test_prompts_in_chunks(engine, oracle):
-    compiled = engine._steps.compiled()
+    compiled = compilations(engine)
     cases = [("called", prompt) for prompt in PROMPTS.values()]
     cases += [(None, PROMPTS["in the first chunk"])]
     found = dict(zip(PROMPTS, check(engine, oracle, cases), strict=False))
     for where in ("nowhere", "a part of it"):
         base = check(engine, oracle, [(None, PROMPTS[where])] * 4)
         assert base[0] == found[where]
-    assert engine._steps.compiled() == compiled
+    assert compilations(engine) == compiled
 
 
 def test_beside_other_requests(engine, oracle):

@@ -93,7 +93,7 @@ class Oracle:
             return generate(self.model, prompts, batch=batch, **options)[: len(requests)]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def oracle(started):
     return Oracle(started.tokenizer)
 
@@ -599,8 +599,8 @@ def test_stats_count_loads_swaps_and_waits(world):
     after, later = world.engine.stats(), world.manager.stats()
     assert sum(later.load_seconds[1]) - sum(counts.load_seconds[1]) == 2 == later.host_loads - counts.host_loads
     assert sum(later.swap_seconds[1]) - sum(counts.swap_seconds[1]) == 3 == later.slot_loads - counts.slot_loads
-    assert 0 < later.load_seconds[2] - counts.load_seconds[2] < 60
-    assert 0 < later.swap_seconds[2] - counts.swap_seconds[2] < 60
+    assert later.load_seconds[2] > counts.load_seconds[2]
+    assert later.swap_seconds[2] > counts.swap_seconds[2]
     assert sum(after.queue_seconds[1]) - sum(before.queue_seconds[1]) == 4
     assert sum(after.adapter_wait_seconds[1]) - sum(before.adapter_wait_seconds[1]) == 3  # the second found it there
     assert (later.leased, later.open_leases) == (0, 0)

@@ -45,8 +45,9 @@ def begin():
 
 def end(state):
     """Release the locks of the folder, which only the end of a process does."""
-    while state._locks:
-        os.close(state._locks.pop())
+    locks = state._locks
+    while locks:
+        os.close(locks.pop())
 
 
 def names(folder):

@@ -86,9 +86,10 @@ class _Sizes:
         """Return how often each head of the checkpoint is repeated, so that every shard has one."""
         try:
             real = getattr(self.config, _HEADS[axis])
-        except (KeyError, RuntimeError):  # transformers raises where the layers of a model differ
+            same = getattr(self.config, "num_global_key_value_heads", None) is None
+        except RuntimeError:  # transformers raises where the layers of a model differ; such models repeat none
             return 1
-        return heads // real if real < heads == self.shards else 1
+        return heads // real if same and real < heads == self.shards else 1
 
 
 def _linear(sizes: _Sizes, layer: Any) -> jlora.LinearSpec | str:

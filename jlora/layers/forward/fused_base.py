@@ -140,7 +140,7 @@ def _given_product(layer: nnx.Module, site: Site, scope: Scope, spec: LinearSpec
     out = _with_lora(layer, site, scope, x, x.dtype, kernel, axes, product)
     out = product(x, kernel) if out is None else out
     bias: Any = None if spec.bias is None else vars(layer).get(spec.bias)
-    return out if bias is None else out + bias[...]
+    return out if bias is None else out + jnp.expand_dims(bias[...], tuple(range(axes.lead)))
 
 
 def _product_axes(spec: LinearSpec, x: Any) -> EinsumAxes | None:

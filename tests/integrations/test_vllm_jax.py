@@ -1,0 +1,216 @@
+"""LoRA in the JAX models of vLLM: tpu-inference's wheel, in front of stubs of what it requires, on virtual devices.
+
+The oracle adds the deltas to the weights of a second model, in NumPy. Run by `make test-newest`.
+"""
+
+import dataclasses
+import importlib.util
+import json
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import jlora
+
+if importlib.util.find_spec("tpu_inference") is None or importlib.util.find_spec("vllm") is not None:
+    pytest.skip("needs tpu-inference without vLLM: make test-newest", allow_module_level=True)
+
+from tests.integrations import vllm_stubs
+
+vllm_stubs.install()
+
+from vllm.v1.core import kv_cache_utils
+
+from jlora.integrations.vllm_jax import register
+from tests.integrations import vllm_steps
+from tests.integrations.vllm_stubs import LoRAAdapterNotFoundError, LoRARequest
+
+vllm_steps.prepare_imports()
+register()
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the wheel
+
+RANK, ALPHA = 4, 12.0
+LENGTHS = (5, 1, 2, 3)
+
+
+@pytest.fixture(autouse=True)
+def as_vllm_runs():
+    """Allow the promotions that the models of the wheel rely on."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def module_sizes(hf, *, head: bool = True) -> dict[str, tuple[int, int]]:
+    """Return checkpoint module -> (features in, out)."""
+    d, q, kv = hf.hidden_size, hf.num_attention_heads * hf.head_dim, hf.num_key_value_heads * hf.head_dim
+    layer = {
+        "self_attn.q_proj": (d, q),
+        "self_attn.k_proj": (d, kv),
+        "self_attn.v_proj": (d, kv),
+        "self_attn.o_proj": (q, d),
+        "mlp.gate_proj": (d, hf.intermediate_size),
+        "mlp.up_proj": (d, hf.intermediate_size),
+        "mlp.down_proj": (hf.intermediate_size, d),
+    }
+    sizes = {f"model.layers.{i}.{name}": size for i in range(hf.num_hidden_layers) for name, size in layer.items()}
+    sizes["model.embed_tokens"] = hf.vocab_size, d
+    return sizes | ({"lm_head": (d, hf.vocab_size)} if head else {})
+
+
+def write_adapter(folder, sizes, seed=0, scale=0.2):
+    """Write a PEFT adapter, and return module -> delta [in, out] of its weight."""
+    rng = np.random.default_rng(seed)
+    tensors, deltas = {}, {}
+    for name, (k, n) in sizes.items():
+        a, b = (scale * rng.normal(size=shape).astype("float32") for shape in ((RANK, k), (n, RANK)))
+        kind = "lora_embedding_{}" if name.endswith("embed_tokens") else "lora_{}.weight"
+        tensors |= {f"base_model.model.{name}.{kind.format(half)}": x for half, x in (("A", a), ("B", b))}
+        deltas[name] = ALPHA / RANK * (b @ a).T
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    modules = sorted({name.rpartition(".")[2] for name in sizes})
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": modules, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"task_type": "CAUSAL_LM"}))
+    return deltas
+
+
+def merge(model, hf, deltas) -> None:
+    """Add deltas [in, out] of a checkpoint to the weights of a model of tpu-inference."""
+    for name, delta in deltas.items():
+        part = model
+        for step in name.split("."):
+            part = part[int(step)] if step.isdigit() else getattr(part, step, None) or part.embed
+        held = part.weight if "weight" in vars(part) else vars(part).get("kernel", vars(part).get("embedding"))
+        weight, last = np.array(held[...]), name.rpartition(".")[2]
+        if last in ("q_proj", "k_proj", "v_proj"):
+            heads = delta.reshape(hf.hidden_size, -1, hf.head_dim)
+            weight[:, :, : hf.head_dim] += np.repeat(heads, weight.shape[1] // heads.shape[1], 1)
+        elif last == "o_proj":
+            weight[:, : hf.head_dim] += delta.reshape(-1, hf.head_dim, hf.hidden_size)
+        else:
+            weight[tuple(map(slice, delta.shape))] += delta
+        held[...] = jax.device_put(weight, held[...].sharding)
+
+
+def requests_of(hf, names, seed=0):
+    rng = np.random.default_rng(seed)
+    return [(name, rng.integers(0, hf.vocab_size, length)) for name, length in zip(names, LENGTHS, strict=False)]
+
+
+def merged_logits(config, tensor, every, requests) -> list[np.ndarray]:
+    """Return the logits of a model without LoRA, for each of several adapters merged into its weights."""
+    runner = vllm_steps.Runner(without_lora(config), tensor)
+    base = runner.state_leaves
+    found = []
+    for deltas in every:
+        vllm_steps.nnx.update(runner.model, jax.tree.unflatten(jax.tree.structure(runner.state), base))
+        merge(runner.model, config.model_config.hf_config, deltas)
+        runner.state_leaves = tuple(jax.tree.leaves(vllm_steps.nnx.state(runner.model)))
+        found.append(runner.step([(None, tokens) for _, tokens in requests]))
+    return found
+
+
+def without_lora(config):
+    return SimpleNamespace(**(vars(config) | {"lora_config": None}))
+
+
+def load(runner, name, number, folder, **options) -> LoRARequest:
+    request = LoRARequest(name, number, str(folder), **options)
+    assert runner.core.add_lora(request)
+    return dataclasses.replace(request, load_inplace=False)
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("architecture", ["Qwen3", "Llama"])
+def test_whole_model_equals_merged_weights(tmp_path, architecture, tensor):
+    hf = vllm_steps.hf_config(architecture, num_hidden_layers=2 if tensor == 4 else 1)
+    config = vllm_steps.vllm_config(hf, tensor)
+    runner = vllm_steps.Runner(config, tensor)
+    sizes = module_sizes(hf, head=architecture != "Llama")  # its head is an array of the model, and no layer
+    deltas = {name: write_adapter(tmp_path / name, sizes, seed) for seed, name in enumerate("ab")}
+    a, b = (load(runner, name, i + 1, tmp_path / name) for i, name in enumerate("ab"))
+    mixed = requests_of(hf, [a, None, b, a])
+    got = runner.step(mixed)
+    base, *merged = merged_logits(config, tensor, [{}, deltas["a"], deltas["b"]], mixed)
+    want = dict(zip("ab", merged, strict=True))
+    assert np.abs(want["a"] - base).max() > 0.05 * np.abs(base).max()
+    for row, (request, _) in enumerate(mixed):
+        assert_close(got[row], base[row] if request is None else want[request.lora_name][row])
+
+
+def assert_close(got, want):
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5 * np.abs(want).max())
+
+
+def test_swaps_and_reloads_compile_nothing(tmp_path):
+    hf = vllm_steps.hf_config("Qwen3", num_hidden_layers=1)
+    config = vllm_steps.vllm_config(hf, 2, {"max_loras": 2, "max_cpu_loras": 3})
+    runner = vllm_steps.Runner(config, 2)
+    sizes = module_sizes(hf)
+    every = [write_adapter(tmp_path / str(i), sizes, i) for i in range(5)]
+    loras = [load(runner, f"n{i}", i + 1, tmp_path / str(i)) for i in range(5)]  # more than the host cache holds
+    tokens = requests_of(hf, [None, None])
+    base, *want = merged_logits(config, 2, [{}, *every], tokens)
+    content = list(range(5))
+    runner.step(tokens)
+    traced = len(vllm_steps.traces)
+    for i in range(20):
+        one, other = i % 5, (i * 3 + 1) % 5
+        if i % 4 == 3:  # new weights under the same name
+            content[one] = (content[one] + 1) % 5
+            load(runner, f"n{one}", one + 1, tmp_path / str(content[one]), load_inplace=True)
+        got = runner.step([(loras[one], tokens[0][1]), (loras[other] if i % 3 else None, tokens[1][1])])
+        assert_close(got[0], want[content[one]][0])
+        assert_close(got[1], want[content[other]][1] if i % 3 else base[1])
+    assert len(vllm_steps.traces) == traced
+
+
+def test_reload_changes_the_key_of_the_prefix_cache(tmp_path):
+    hf = vllm_steps.hf_config("Llama", num_hidden_layers=1)
+    runner = vllm_steps.Runner(vllm_steps.vllm_config(hf))
+    write_adapter(tmp_path / "a", module_sizes(hf, head=False))
+    first = load(runner, "a", 1, tmp_path / "a")
+    keys = [kv_cache_utils._gen_lora_extra_hash_keys(SimpleNamespace(lora_request=first))]
+    (tmp_path / "a" / "adapter_config.json").rename(tmp_path / "kept")
+    with pytest.raises(jlora.LoRAError):
+        load(runner, "a", 1, tmp_path / "a", load_inplace=True)
+    assert keys == [kv_cache_utils._gen_lora_extra_hash_keys(SimpleNamespace(lora_request=first))]
+    (tmp_path / "kept").rename(tmp_path / "a" / "adapter_config.json")
+    load(runner, "a", 1, tmp_path / "a", load_inplace=True)
+    keys.append(kv_cache_utils._gen_lora_extra_hash_keys(SimpleNamespace(lora_request=first)))
+    again = load(runner, "a", 2, tmp_path / "a")  # vLLM's number after an unload
+    keys.append(kv_cache_utils._gen_lora_extra_hash_keys(SimpleNamespace(lora_request=again)))
+    assert len({str(key) for key in keys}) == 3
+    assert all(key[0] == ("lora", "a", str(tmp_path / "a")) for key in keys)
+    assert kv_cache_utils._gen_lora_extra_hash_keys(SimpleNamespace(lora_request=None)) == []
+
+
+def test_worker_protocol(tmp_path):
+    hf = vllm_steps.hf_config("Llama", num_hidden_layers=1)
+    runner = vllm_steps.Runner(vllm_steps.vllm_config(hf))
+    sizes = module_sizes(hf, head=False)
+    loras = runner.lora_manager
+    for i, name in enumerate("abc"):
+        write_adapter(tmp_path / name, sizes, i)
+        load(runner, name, i + 1, tmp_path / name)
+    assert loras.list_adapters() == {1, 2, 3}
+    assert loras.pin_adapter(1)
+    assert loras.manager.list_adapters()["a@1"].pinned
+    assert loras.remove_adapter(2)
+    assert not loras.remove_adapter(2)
+    with pytest.raises(jlora.AdapterNotFoundError, match="number 2"):
+        loras.pin_adapter(2)
+    with pytest.raises(LoRAAdapterNotFoundError):
+        load(runner, "d", 4, tmp_path / "missing")
+    assert loras.list_adapters() == {1, 3}
+    with loras.dummy_lora_cache():  # as vLLM warms up
+        assert loras.add_dummy_lora(
+            LoRARequest("warmup_1", 9, "/not/a/real/path"), rank=loras.get_dummy_lora_warmup_rank(8)
+        )
+    loras.set_active_adapters(set(), SimpleNamespace(index_mapping=(0,) * 16))
+    assert runner.lora_utils.extract_lora_metadata() is loras.batch
+    loras.remove_all_adapters()
+    assert loras.list_adapters() == set()

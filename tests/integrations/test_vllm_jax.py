@@ -29,6 +29,7 @@ from tpu_inference.layers.jax.quantization.fp8 import Fp8TensorwiseLinearMethod
 from vllm.v1.core import kv_cache_utils
 
 from jlora.integrations.vllm_jax import register
+from jlora.integrations.vllm_jax.drift import check_parameters
 from jlora.integrations.vllm_jax.layers import describe_layers
 from tests.integrations import vllm_steps
 from tests.integrations.vllm_stubs import LoRAAdapterNotFoundError, LoRARequest
@@ -341,3 +342,70 @@ class Fp8(QuantizationConfig):
 
     def get_quant_method(self, layer, prefix):
         return Fp8TensorwiseLinearMethod(layer, QuantLinearConfig(layer, enable_sp=False))
+
+
+def test_tied_table_serves_logits(tmp_path):
+    """Qwen2's layers have biases, and its table is also its head."""
+    hf = vllm_steps.hf_config("Qwen2", tie_word_embeddings=True, num_hidden_layers=1)
+    config = vllm_steps.vllm_config(hf, 2)
+    runner = vllm_steps.Runner(config, 2)
+    assert runner.lora_manager.heads == ("model.embed_tokens.attend",)
+    sizes = module_sizes(hf, head=False)
+    deltas = write_adapter(tmp_path / "a", sizes)
+    a = load(runner, "a", 1, tmp_path / "a")
+    mixed = requests_of(hf, [a, None])
+    base, want = merged_logits(config, 2, [{}, {name: d for name, d in deltas.items() if "embed" not in name}], mixed)
+    del base
+    got = runner.step(mixed)
+    assert got.shape == want.shape
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (
+            {"parallel_config": SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=2)},
+            "pipeline parallelism",
+        ),
+        ({"additional_config": {"enable_continue_decode": True}}, "enable_continue_decode"),
+    ],
+)
+def test_refused_configurations_are_named(change, named):
+    config = vllm_steps.vllm_config(vllm_steps.hf_config("Llama", num_hidden_layers=1), **change)
+    with pytest.raises(jlora.LoRAError, match=named):
+        vllm_steps.Runner(config)
+
+
+def test_drafts_refuse_heads_and_get_no_adapters(tmp_path):
+    hf = vllm_steps.hf_config("Qwen3", num_hidden_layers=1)
+    config = vllm_steps.vllm_config(hf, speculative_config=SimpleNamespace(method="eagle3", draft_model_config=None))
+    runner = vllm_steps.Runner(config)
+    assert runner.lora_manager.heads == ()
+    write_adapter(tmp_path / "a", {"lm_head": (hf.hidden_size, hf.vocab_size)})
+    with pytest.raises(jlora.AdapterMismatchError, match="speculative decoding"):
+        load(runner, "a", 1, tmp_path / "a")
+    model = vllm_steps.model_loader._get_nnx_model(
+        vllm_steps.qwen3.Qwen3ForCausalLM, config, jax.random.PRNGKey(0), runner.mesh, is_draft_model=True
+    )
+    assert type(model) is vllm_steps.qwen3.Qwen3ForCausalLM
+
+
+def test_drift_is_named():
+    class Drifted:
+        def set_active_loras(self, batch):
+            pass
+
+    check_parameters(Drifted, "set_active_loras", "self batch")
+    for name, found in (
+        ("set_active_loras", r"takes \(self, batch\), not \(self, counts\)"),
+        ("gone", "does not exist"),
+    ):
+        with pytest.raises(jlora.LoRAError, match=rf"Drifted.{name} {found}"):
+            check_parameters(Drifted, name, "self counts")
+
+
+def test_step_without_metadata_raises():
+    runner = vllm_steps.Runner(vllm_steps.vllm_config(vllm_steps.hf_config("Llama", num_hidden_layers=1)))
+    runner.lora_utils.extract_lora_metadata = lambda: None
+    with pytest.raises(jlora.LoRAError, match="no LoRA metadata"):
+        runner.step([(None, np.arange(3))])

@@ -345,19 +345,25 @@ class Fp8(QuantizationConfig):
 
 
 def test_tied_table_serves_logits(tmp_path):
-    """Qwen2's layers have biases, and its table is also its head."""
-    hf = vllm_steps.hf_config("Qwen2", tie_word_embeddings=True, num_hidden_layers=1)
-    config = vllm_steps.vllm_config(hf, 2)
-    runner = vllm_steps.Runner(config, 2)
+    """Qwen2's layers have biases. The oracle is a model with a head of its own, a copy of the table."""
+    tied, untied = (
+        vllm_steps.vllm_config(vllm_steps.hf_config("Qwen2", tie_word_embeddings=tie, num_hidden_layers=1), 2)
+        for tie in (True, False)
+    )
+    hf = untied.model_config.hf_config
+    runner = vllm_steps.Runner(tied, 2)
     assert runner.lora_manager.heads == ("model.embed_tokens.attend",)
-    sizes = module_sizes(hf, head=False)
-    deltas = write_adapter(tmp_path / "a", sizes)
+    deltas = write_adapter(tmp_path / "a", module_sizes(hf))
     a = load(runner, "a", 1, tmp_path / "a")
     mixed = requests_of(hf, [a, None])
-    base, want = merged_logits(config, 2, [{}, {name: d for name, d in deltas.items() if "embed" not in name}], mixed)
-    del base
+    own_head = vllm_steps.make_model(vllm_steps.qwen2.Qwen2ForCausalLM, untied, jax.random.PRNGKey(0), runner.mesh)
+    table, head = (np.asarray(x[...]) for x in (own_head.model.embed_tokens.weight, own_head.lm_head.weight))
+    copied = {"lm_head": table.T - head}
+    merged = deltas | {"lm_head": deltas["lm_head"] + copied["lm_head"]}
+    base, want = merged_logits(untied, 2, [copied, merged], mixed)
     got = runner.step(mixed)
-    assert got.shape == want.shape
+    assert_close(got[0], want[0])
+    assert_close(got[1], base[1])
 
 
 @pytest.mark.parametrize(

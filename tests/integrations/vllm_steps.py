@@ -48,7 +48,7 @@ def make_model(model_class, vllm_config, rng, mesh, pooler=None, is_draft_model=
         nnx.update(model, jax.lax.with_sharding_constraint(state, nnx.get_partition_spec(state)))
         return model
 
-    with mesh:
+    with jax.set_mesh(mesh):
         return create()
 
 
@@ -88,7 +88,10 @@ def hf_config(architecture: str, **given: Any) -> SimpleNamespace:
         "rope_parameters": {},
         "rope_scaling": None,
     }
-    return SimpleNamespace(**(sizes | given))
+    found = SimpleNamespace(**(sizes | given))
+    if architecture == "Qwen2":
+        found.text_config = found  # which its class reads
+    return found
 
 
 def vllm_config(hf: SimpleNamespace, tensor: int = 1, lora: dict[str, Any] | None = None, **given: Any) -> Any:

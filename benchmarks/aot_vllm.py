@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec as P
 import jlora
 from benchmarks.aot import by_kind, collectives_of, volume
 from benchmarks.timing import write_rows
-from jlora.integrations.vllm_jax.hooks import _take_metadata
+from jlora.integrations.vllm_jax.hooks import take_metadata
 from jlora.integrations.vllm_jax.layers import PACKED_MODULES, describe_layers
 from jlora.integrations.vllm_jax.worker import WorkerLoRAs
 from jlora.layers.forward.batch import Assigned, Layout, LoRABatch
@@ -85,7 +85,7 @@ def compiled(chip: str, name: str, rows: int, *, lora: bool) -> str:
         describe_layers(model, config, mesh)
         options = jlora.LoRAConfig(max_loras=SLOTS, max_lora_rank=RANK, backend="mosaic_tpu")
         wrapped = wrap_model(model, options, PACKED_MODULES, make=lambda site: nnx.eval_shape(lambda: allocate(site)))
-        _take_metadata(model, WorkerLoRAs(SimpleNamespace(layers=wrapped.layers), REQUESTS))
+        take_metadata(model, WorkerLoRAs(SimpleNamespace(layers=wrapped.layers), REQUESTS))
         ids, slots = operand((REQUESTS,)), operand((rows,))
         layout = Layout(wrapped.sites, REQUESTS, wrapped.unserved.sites)
         batch[0] = {"step": LoRABatch((Assigned(ids, slots, ids),), None, layout, None)}

@@ -6,6 +6,7 @@ The oracle adds the deltas to the weights of a second model, in NumPy. Run by `m
 import dataclasses
 import importlib.util
 import json
+import re
 from types import SimpleNamespace
 
 import jax
@@ -305,6 +306,27 @@ def test_merged_layer_equals_merged_weights(tmp_path, parts, tensor):
     flat[1][:3] += x[:3] @ np.concatenate(list(deltas.values()), 1)
     assert jax.tree.map(lambda each: each.shape, got) == jax.tree.map(lambda each: each.shape, want)
     assert_close(*flat)
+
+
+def test_merged_layer_adds_no_collective():
+    """Gemma splits the output in two, which needs none either while the delta has the order of the kernel."""
+
+    def make():
+        kernel = nnx.with_partitioning(nnx.initializers.uniform(), (None, "model"))
+        return JaxMergedColumnParallelLinear(16, [24, 24], nnx.Rngs(0), use_bias=False, kernel_init=kernel)
+
+    mesh, _, manager = one_layer(make, 4)
+    graph, _, rest = nnx.split(manager.model, jlora.SlotParam, ...)
+
+    @jax.jit
+    def step(slots, rest, x, batch):
+        with jlora.use(batch):
+            gate, up = jax.numpy.split(nnx.merge(graph, slots, rest)(x), 2, axis=-1)
+        return jax.nn.silu(gate) * up
+
+    with jax.set_mesh(mesh), manager.prepare([None, None], [3, 2]) as batch:
+        text = step.lower(manager.slots, rest, np.ones((5, 16), "float32"), batch).compile().as_text()
+    assert not re.findall(r" (?:all-[a-z-]+|collective-permute)\(", text)
 
 
 QUANTIZED = {

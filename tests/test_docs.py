@@ -13,6 +13,7 @@ import jlora
 import jlora.errors
 import jlora.integrations.qwix
 import jlora.integrations.tunix
+import jlora.integrations.vllm_jax
 import jlora.models
 import jlora.ops
 import jlora.serve
@@ -23,6 +24,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 LONG = {"adapters.md", "mesh.md", "models.md", "serve.md"}  # a model in each style, each compiled and checked
 # Without Python, or run by other tests: tests/test_readme.py, tests/serve/http/test_kubernetes.py (manifests).
 OTHERS = {"faq.md", "glossary.md", "how_it_works.md", "install.md", "kubernetes.md", "loop.md", "performance.md"}
+OTHERS |= {"upstream.md", "vllm.md"}
 PAGES = [
     pytest.param(path.name, marks=[pytest.mark.slow] * (path.name in LONG))
     for path in sorted(DOCS.glob("*.md"))
@@ -60,7 +62,7 @@ def public_names() -> set[str]:
         ]
         assert public
         names |= {f"{module.__name__}.{name}" for name in public}
-    for module in (jlora.integrations.qwix, jlora.integrations.tunix):
+    for module in (jlora.integrations.qwix, jlora.integrations.tunix, jlora.integrations.vllm_jax):
         own = {name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}
         names |= {f"{module.__name__}.{name}" for name in own if not name.startswith("_")}
     return names

@@ -12,7 +12,7 @@ from jax import Array
 
 from jlora._typing import DType
 from jlora.errors import LoRAError, LoRAUsageError
-from jlora.layers.specs import LinearSpec, Restore
+from jlora.layers.specs import Blocks, LinearSpec, Restore
 
 _EQUATION = re.compile(r"[A-Za-z.\s]+,[A-Za-z.\s]+->[A-Za-z.\s]*")
 
@@ -127,9 +127,11 @@ def einsum_spec(
     *,
     in_index: Sequence[int] | np.ndarray | None = None,
     out_index: Sequence[int] | np.ndarray | None = None,
+    out_blocks: Blocks | None = None,
     dtype: DType | None = None,
     bias: str | None = "bias",
     dequantize: Callable[[Any], Array] | None = None,
+    product: Callable[[Array, Array], Array] | None = None,
 ) -> LinearSpec:
     """Return the spec of a layer that computes `einsum(equation, x, kernel)`.
 
@@ -141,10 +143,12 @@ def einsum_spec(
       in_index: as in `LinearSpec`: positions in the flattened in axes, in the kernel's order, that belong to a
         checkpoint, for padded heads or interleaved shards.
       out_index: the same for the out axes.
+      out_blocks: as in `LinearSpec`, instead of `out_index`: runs of the flattened out axes, which may be repeated.
       dtype: dtype of the slots, as in `LinearSpec`.
       bias: name of the attribute that the layer adds to its output, as in `LinearSpec`, in the order of the output's
         axes.
       dequantize: as in `LinearSpec`: [K, N] has the kernel's in axes and out axes in the equation's order.
+      product: as in `LinearSpec`.
 
     Returns:
       The spec, with `rows` set.
@@ -169,9 +173,11 @@ def einsum_spec(
         rows=EinsumRows(equation),
         in_index=in_index,
         out_index=out_index,
+        out_blocks=out_blocks,
         dtype=dtype,
         bias=bias,
         dequantize=dequantize,
+        product=product,
     )
 
 

@@ -47,6 +47,10 @@ class LinearSpec:
       dequantize: `dequantize(layer)` returns the base weight, float32 [K, N] in the order of `rows`, if `param` does
         not hold it. It is called where the layer is (in a stack for one layer of it), and `manager.verify` compares the
         layer's product with it. None: not known.
+      product: `product(x, kernel)` returns the layer's output without its bias, and works on shards of both too. It is
+        for a class that computes exactly `product(x, kernel) + bias` with the arrays of `param` and `bias`. If the
+        kernel is split by input features, LoRA then joins the layer's reduction and needs none of its own. `rows` must
+        be None, with one axis in and one out, or those of `einsum_spec`. None: the layer is always called.
     """
 
     in_features: int
@@ -62,6 +66,7 @@ class LinearSpec:
     dtype: DType | None = None
     bias: str | None = "bias"
     dequantize: Callable[[Any], Array] | None = None
+    product: Callable[[Array, Array], Array] | None = None
 
     def __post_init__(self):
         _check_sizes(self, "in_features", "out_features")
@@ -70,6 +75,10 @@ class LinearSpec:
                 raise LoRAUsageError(f"LinearSpec.{name} must be the name of an attribute or None, got {given!r}")
         if not (self.dequantize is None or callable(self.dequantize)):
             raise LoRAUsageError(f"LinearSpec.dequantize must be a function of the layer, got {self.dequantize!r}")
+        if not (self.product is None or callable(self.product)):
+            raise LoRAUsageError(f"LinearSpec.product must be a function of x and the kernel, got {self.product!r}")
+        if self.product is not None and self.param is None:
+            raise LoRAUsageError("LinearSpec.product multiplies the kernel that param names, and param is None")
         check_slot_dtype("LinearSpec.dtype", self.dtype)
         if sum(given is not None for given in (self.real_vocab, self.out_index, self.out_blocks)) > 1:
             raise LoRAUsageError(

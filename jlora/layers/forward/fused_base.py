@@ -1,4 +1,4 @@
-"""Compute the base product of Flax's own layers together with its LoRA.
+"""Compute the base product of Flax's own layers, and of layers with `LinearSpec.product`, together with its LoRA.
 
 If the kernel is split by input features, both share one reduction. If the device's tuned table has an entry, both run
 in one kernel.
@@ -43,7 +43,7 @@ def can_fuse(
 ) -> bool:
     """Return True if this call computes the layer's product together with its LoRA.
 
-    Only Flax's own call, computed by JAX's own product, can be replaced.
+    Only Flax's own call, computed by JAX's own product, can be replaced, and a call that its spec gives as a product.
     """
     own, sharding = vars(layer), site.spec.sharding
     if _qwix.is_intercepted(layer):
@@ -52,9 +52,13 @@ def can_fuse(
         return False
     if site.spec.dora and sharding is not None and sharding.b[2] != sharding.outs:
         return False  # a shard has the magnitudes of a part of the columns of its partial sum
+    spec: LinearSpec = own["jlora_spec"]
+    if spec.product is not None:
+        x = _input(args, kwargs)
+        return sharding is not None and x is not None and _product_axes(spec, x) is not None
     if own.get("promote_dtype") is not promote_dtype:
         return False
-    rows = own["jlora_spec"].rows  # `rows` of a registered spec may do more than the product shows
+    rows = spec.rows  # `rows` of a registered spec may do more than the product shows
     if cls.__call__ in (nnx.Linear.__call__, nnx.LinearGeneral.__call__):
         plain = own.get("dot_general") in (None, lax.dot_general) and own.get("dot_general_cls") is None
         plain &= rows in (None, general_rows)
@@ -106,6 +110,9 @@ def fused_base(
     x = jnp.asarray(_input(args, kwargs))
     if not x.size:
         return cls.__call__(layer, *args, **kwargs)
+    spec: LinearSpec = vars(layer)["jlora_spec"]
+    if spec.product is not None:
+        return check_stamps(layer, site, scope.batch, _given_product(layer, site, scope, spec, spec.product, x))
 
     def compute(cast_x: Array, kernel: Array, axes: EinsumAxes, product: Product, out_sharding: Any) -> Array:
         out = _with_lora(layer, site, scope, x, cast_x.dtype, kernel, axes, product)
@@ -123,6 +130,28 @@ def fused_base(
     else:
         vars(twin)["dot_general"] = functools.partial(_dot_general, compute)
     return check_stamps(layer, site, scope.batch, cls.__call__(twin, *args, **kwargs))
+
+
+def _given_product(layer: nnx.Module, site: Site, scope: Scope, spec: LinearSpec, product: Product, x: Array) -> Array:
+    """Return the output of a layer that computes `product(x, kernel) + bias`, with its LoRA."""
+    axes = _product_axes(spec, x)
+    assert axes is not None  # `can_fuse`
+    assert spec.param is not None  # `LinearSpec`
+    kernel: Array = vars(layer)[spec.param][...]
+    out = _with_lora(layer, site, scope, x, x.dtype, kernel, axes, product)
+    out = product(x, kernel) if out is None else out
+    bias: Any = None if spec.bias is None else vars(layer).get(spec.bias)
+    return out if bias is None else out + jnp.expand_dims(bias[...], tuple(range(axes.lead)))
+
+
+def _product_axes(spec: LinearSpec, x: Any) -> EinsumAxes | None:
+    """Return the axes of a product that a spec gives, or None if its rows do not show them."""
+    if isinstance(spec.rows, EinsumRows):
+        return spec.rows.axes(spec.rows.equation, x.ndim)
+    if spec.rows is not None or len(spec.in_axes) != 1 or len(spec.out_axes) != 1:
+        return None
+    order = tuple(range(x.ndim))
+    return EinsumAxes(order, order, x.ndim - 1, spec.in_axes, spec.out_axes)
 
 
 def _with_lora(

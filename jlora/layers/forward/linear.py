@@ -76,24 +76,27 @@ def rows_of_call(
     x, args, kwargs = first_input(parameters, args, kwargs)
     of_in, of_out = parts_of(site)
     sizes = spec.in_features // of_in, spec.out_features // of_out
-    pack: Callable[[Array], Any] = _unchanged
+    pack: Callable[[Any], Any] = _unchanged
     bias = added_bias(layer, site, spec)
     pair: tuple[Any, ...] = y if is_list_or_tuple(y) and type(y) is tuple else ()
     if len(pair) == 2 and _is_array(pair[0]) and (pair[1] is None or _is_bias(pair[1], sizes[1], pair[0])):
         # (projection, bias that the caller adds): the delta belongs to the projection.
         y, pack = pair[0], lambda out: (out, pair[1])
         bias = None
-    if not _is_array(x) or not _is_array(y) or not jnp.issubdtype(y.dtype, jnp.floating):
+    # An output of several parts is for `rows`.
+    parts: Sequence[Any] = pair if spec.rows is not None and y is pair else (y,)
+    if not _is_array(x) or not all(_is_array(each) and jnp.issubdtype(each.dtype, jnp.floating) for each in parts):
         raise LoRAError(
             "a linear layer takes an array and returns the projection of it, a floating array or (array, bias); this "
             f"one took {_describe(x)} and returned {_describe(y)}. Say what it computes with jlora.register_layer, or "
             "leave it out with LoRAConfig.exclude_modules"
         )
+    output: Any = y
     restore: Restore
     if spec.rows is None:
-        flat, base, restore = x, y, _unchanged
+        flat, base, restore = x, output, _unchanged
     else:
-        flat, base, restore = spec.rows(layer, x, y, *args, **kwargs)
+        flat, base, restore = spec.rows(layer, x, output, *args, **kwargs)
     if flat.shape[:-1] != base.shape[:-1] or (*flat.shape[-1:], *base.shape[-1:]) != sizes:
         raise LoRAError(
             f"its spec says rows of {sizes[0]} features in and {sizes[1]} out, and a call took "
@@ -101,7 +104,7 @@ def rows_of_call(
             "LoRAConfig.exclude_modules"
         )
     if bias is not None and isinstance(spec.rows, EinsumRows):
-        bias = spec.rows.flat_bias(bias, x, y, *args, **kwargs)
+        bias = spec.rows.flat_bias(bias, x, output, *args, **kwargs)
     return flat, base, lambda rows: pack(restore(rows)), bias
 
 
@@ -111,7 +114,7 @@ def added_bias(layer: nnx.Module, site: Site, spec: LinearSpec) -> Array | None:
     return None if held is None else jnp.reshape(held[...], -1)
 
 
-def _unchanged(rows: Array) -> Array:
+def _unchanged(rows: Any) -> Any:
     return rows
 
 

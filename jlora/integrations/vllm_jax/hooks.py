@@ -1,0 +1,171 @@
+"""The functions of tpu-inference and vLLM that the plugin replaces, each checked by its signature first.
+
+docs/upstream.md has the hook of tpu-inference that would replace all but the last two of them.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from jlora.integrations.vllm_jax.drift import check_parameters, drift
+from jlora.integrations.vllm_jax.worker import WorkerLoRAs, lora_manager
+
+Function = Callable[..., Any]
+
+
+def install() -> None:
+    """Replace the functions, all or none.
+
+    Raises:
+      LoRAError: one of them is missing or has other parameters.
+    """
+    from tpu_inference.models.common import model_loader  # type: ignore[import-not-found]
+    from tpu_inference.models.common.interface import ModelInterface  # type: ignore[import-not-found]
+    from tpu_inference.runner.lora_utils import LoraUtils  # type: ignore[import-not-found]
+    from vllm.v1.core import kv_cache_utils  # type: ignore[import-not-found]
+    from vllm.v1.engine.core import EngineCore  # type: ignore[import-not-found]
+
+    of_step = "num_scheduled_tokens_per_req total_num_scheduled_tokens padded_total_num_scheduled_tokens"
+    versions = Counter[int]()
+    hooks: list[tuple[Any, str, str, Callable[[Function], Function]]] = [
+        (model_loader, "_get_nnx_model", "model_class vllm_config rng mesh pooler is_draft_model", _wrap_model),
+        (model_loader, "get_flax_model", "vllm_config rng mesh is_draft_model", _serve_model),
+        (LoraUtils, "set_active_loras", f"self {of_step}", _start_step),
+        (LoraUtils, "extract_lora_metadata", "self", _step_batch),
+        (EngineCore, "add_lora", "self lora_request", functools.partial(_count_reloads, versions)),
+        (kv_cache_utils, "_gen_lora_extra_hash_keys", "request", functools.partial(_cache_key, versions)),
+    ]
+    for owner, name, parameters, _ in hooks:
+        check_parameters(owner, name, parameters)
+    fields = {field.name for field in dataclasses.fields(ModelInterface)}
+    if missing := {"compute_logits_fn", "state_leaves", "lora_manager", "model"} - fields:
+        raise drift(f"{ModelInterface.__module__}.ModelInterface", f"has no {', '.join(sorted(missing))}")
+    for owner, name, _, make in hooks:
+        theirs = getattr(owner, name)
+        setattr(owner, name, functools.wraps(theirs)(make(theirs)))
+
+
+def _wrap_model(theirs: Function) -> Function:
+    """Wrap a model for LoRA after it was made, and before it is split into graph and state."""
+
+    def get_nnx_model(
+        model_class: Any, vllm_config: Any, rng: Any, mesh: Any, pooler: Any = None, is_draft_model: bool = False
+    ) -> Any:
+        model = theirs(model_class, vllm_config, rng, mesh, pooler=pooler, is_draft_model=is_draft_model)
+        if vllm_config.lora_config is not None and not is_draft_model:
+            manager = lora_manager(model, vllm_config, mesh)
+            take_metadata(model, WorkerLoRAs(manager, vllm_config.scheduler_config.max_num_seqs))
+        return model
+
+    return get_nnx_model
+
+
+def _serve_model(theirs: Function) -> Function:
+    """Give the runner a LoRA manager, and logits that serve adapters."""
+
+    def get_flax_model(vllm_config: Any, rng: Any, mesh: Any, is_draft_model: bool = False) -> Any:
+        interface = theirs(vllm_config, rng, mesh, is_draft_model)
+        loras: WorkerLoRAs | None = getattr(type(interface.model), "jlora_loras", None)
+        if loras is None:
+            return interface
+        loras.bind(interface.state_leaves)
+        logits = _Logits(interface.compute_logits_fn, loras)
+        return dataclasses.replace(interface, lora_manager=loras, compute_logits_fn=logits)
+
+    return get_flax_model
+
+
+def take_metadata(model: Any, loras: WorkerLoRAs) -> None:
+    """Make a model serve the LoRA metadata that its calls get, and its logits that beside the hidden states.
+
+    Raises:
+      LoRAError: the calls of the model get no LoRA metadata.
+    """
+    cls: Any = type(model)
+    parameters = list(inspect.signature(cls.__call__).parameters)
+    if "_lora_metadata" not in parameters:
+        raise drift(f"{cls.__name__}.__call__", "has no parameter _lora_metadata")
+    place = parameters.index("_lora_metadata") - 1
+
+    def call(self: Any, *args: Any) -> Any:
+        with loras.scope(args[place]):
+            return cls.__call__(self, *args)
+
+    def compute_logits(self: Any, hidden_states: Any) -> Any:
+        hidden_states, metadata = hidden_states
+        with loras.scope(metadata):
+            return cls.compute_logits(self, hidden_states)
+
+    body = {"__call__": call, "compute_logits": compute_logits, "jlora_loras": loras, "__module__": cls.__module__}
+    object.__setattr__(model, "__class__", type(cls)(f"{cls.__name__}WithLoRA", (cls,), body))
+
+
+class _Logits:
+    """tpu-inference's jitted logits, which drop the metadata: it goes beside the hidden states, a pytree for them."""
+
+    def __init__(self, theirs: Any, loras: WorkerLoRAs):
+        self._theirs, self._loras = theirs, loras
+
+    def __call__(self, leaves: Any, hidden: Any, lora_metadata: Any = None) -> Any:
+        return self._theirs(leaves, (hidden, self._loras.metadata(hidden.shape[0])), None)
+
+    def lower(self, leaves: Any, hidden: Any, lora_metadata: Any = None) -> Any:
+        return self._theirs.lower(leaves, (hidden, self._loras.metadata(hidden.shape[0])), None)
+
+
+def _start_step(theirs: Function) -> Function:
+    """Prepare the batch of a step, and put the current slots into its state."""
+
+    def set_active_loras(self: Any, counts: Any, total: int, padded_total: int) -> None:
+        loras = self.runner.lora_manager
+        if not isinstance(loras, WorkerLoRAs):  # a torchax model, with vLLM's own LoRA
+            _log_torchax()
+            theirs(self, counts, total, padded_total)
+        else:
+            self.runner.state_leaves = loras.start_step(self.runner, counts, padded_total)
+
+    return set_active_loras
+
+
+def _step_batch(theirs: Function) -> Function:
+    """Return the batch of a step as its LoRA metadata."""
+
+    def extract_lora_metadata(self: Any) -> Any:
+        loras = self.runner.lora_manager
+        return loras.metadata() if isinstance(loras, WorkerLoRAs) else theirs(self)
+
+    return extract_lora_metadata
+
+
+def _count_reloads(versions: Counter[int], theirs: Function) -> Function:
+    """Count the in-place reloads of each adapter in the engine, whose scheduler hashes the blocks of the cache."""
+
+    def add_lora(self: Any, lora_request: Any) -> bool:
+        added = theirs(self, lora_request)
+        versions[lora_request.lora_int_id] += lora_request.load_inplace
+        return added
+
+    return add_lora
+
+
+def _cache_key(versions: Counter[int], theirs: Function) -> Function:
+    """Add id and version of an adapter to its key, so that other weights never hit the blocks of earlier ones."""
+
+    def gen_lora_extra_hash_keys(request: Any) -> list[Any]:
+        keys = theirs(request)
+        if not keys:
+            return keys
+        number = request.lora_request.lora_int_id
+        return [*keys, ("jlora", number, versions[number])]
+
+    return gen_lora_extra_hash_keys
+
+
+@functools.cache
+def _log_torchax() -> None:
+    from vllm.logger import init_logger  # type: ignore[import-not-found]
+
+    init_logger(__name__).info("jlora serves JAX models; this one runs on torchax and keeps vLLM's own LoRA")

@@ -1,0 +1,237 @@
+"""vLLM's LoRA protocol of a worker, over one `jlora.LoRAManager`."""
+
+import contextlib
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+from flax import nnx
+
+import jlora
+from jlora.integrations.vllm_jax.layers import PACKED_MODULES, describe_layers
+
+Adapters: TypeAlias = Sequence[str | jlora.LoRARequest | None]
+
+
+def lora_manager(model: nnx.Module, vllm_config: Any, mesh: Any) -> jlora.LoRAManager:
+    """Wrap a JAX model of tpu-inference and return its manager.
+
+    Args:
+      model: the model, with its weights.
+      vllm_config: vLLM's configuration. `additional_config["jlora"]` has options of `jlora.LoRAConfig` beside those of
+        `lora_config`.
+      mesh: the mesh of the model.
+
+    Raises:
+      LoRAError: the model or the configuration cannot serve LoRA.
+    """
+    additional = vllm_config.additional_config or {}
+    refusals = {
+        "multimodal models": getattr(vllm_config.model_config, "is_multimodal_model", False),
+        "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
+        "prefill context parallelism": mesh.shape.get("pcp", 1) > 1,
+        "additional_config enable_continue_decode": additional.get("enable_continue_decode", False),
+    }
+    if refused := [name for name, found in refusals.items() if found]:
+        raise jlora.LoRAError(
+            f"jlora does not serve LoRA with {' or '.join(refused)} on the JAX models of vLLM (docs/vllm.md); change "
+            "that, leave --enable-lora out, or set MODEL_IMPL_TYPE=vllm for the PyTorch model with vLLM's own LoRA"
+        )
+    theirs = vllm_config.lora_config
+    dtype = str(theirs.lora_dtype).rpartition(".")[2]
+    options: dict[str, Any] = {
+        "max_loras": theirs.max_loras,
+        "max_lora_rank": theirs.max_lora_rank,
+        "max_cpu_loras": theirs.max_cpu_loras,
+        "fully_sharded": theirs.fully_sharded_loras,
+        "dtype": None if dtype in ("auto", "None") else dtype,
+        "target_modules": theirs.target_modules,
+    }
+    describe_layers(model, vllm_config, mesh)
+    # Llama's table has a name of its own.
+    name_map = {r"^model\.embed_tokens$": "model.embed"} if hasattr(getattr(model, "model", None), "embed") else None
+    config = jlora.LoRAConfig(**(options | additional.get("jlora", {})))
+    return jlora.LoRAManager(model, config, packed_modules=PACKED_MODULES, name_map=name_map)
+
+
+class WorkerLoRAs:
+    """The adapters of one worker: the `lora_manager` of the runner.
+
+    An adapter is named after vLLM's name and number of it. A name that is loaded again after an unload has another
+    number.
+
+    Attributes:
+      manager: the manager of the model.
+      heads: paths of the wrapped layers that run with the logits, and not with the model's own call.
+    """
+
+    def __init__(self, manager: jlora.LoRAManager, max_requests: int):
+        """Serve a manager's model.
+
+        Args:
+          manager: the manager.
+          max_requests: the most requests of a step. Every step has a batch of as many, to compile for its rows alone.
+        """
+        self.manager = manager
+        self.heads = tuple(
+            layer.path
+            for layer in manager.layers()
+            if layer.reason is None and (layer.path.endswith(".attend") or layer.path.rpartition(".")[2] == "lm_head")
+        )
+        self._max_requests = max_requests
+        self._names: dict[int, str] = {}  # vLLM's number -> name in the manager
+        self._row_adapters: Adapters = ()  # of the requests of the step
+        self._step: jlora.LoRABatch | None = None
+        self._open: list[jlora.LoRABatch] = []  # the batch of the step and those of its logits, or of a warm-up
+        self._all_rows = False  # the step computes logits of every token
+        self._places: list[int] = []  # of the slot arrays among the leaves of the runner's state
+        self._current: tuple[Any, Any] = None, None  # slots, and the leaves with them
+
+    def bind(self, state_leaves: Sequence[Any]) -> None:
+        """Find the slot arrays among the leaves of the model's state."""
+        places = {id(leaf): i for i, leaf in enumerate(state_leaves)}
+        self._places = [places[id(array)] for array in jax.tree.leaves(self.manager.slots)]
+
+    @contextlib.contextmanager
+    def scope(self, metadata: Any) -> Generator[None]:
+        """Serve the batch of a step or of its logits in the layers called inside.
+
+        Raises:
+          LoRAError: the metadata is not what `metadata` returned, or as `jlora.use`.
+        """
+        if not isinstance(metadata, dict) or len(metadata) != 1:
+            raise jlora.LoRAError("a step of a model with LoRA got no LoRA metadata, so it would serve the base model")
+        ((kind, batch),) = metadata.items()
+        with jlora.use(batch, without=self.heads if kind == "step" else ["*"]):
+            yield
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    def start_step(self, runner: Any, counts: Sequence[int], padded_total: int) -> Any:
+        """Prepare the batch of a step, loading adapters that were evicted or never added.
+
+        Args:
+          runner: the runner, whose input batch has the requests of the step.
+          counts: number of tokens of each request.
+          padded_total: number of rows of the step.
+
+        Returns:
+          The leaves of the runner's state, with the current slots.
+
+        Raises:
+          LoRAError: as `jlora.LoRAManager.prepare`.
+        """
+        # With counts of 0, vLLM makes no tuple of the adapter of each token.
+        numbers, _, requests = runner.input_batch.make_lora_inputs([0] * len(counts))
+        known = {request.lora_int_id: self._names.get(request.lora_int_id) or _own(request) for request in requests}
+        adapters = [known[int(number)] if number else None for number in numbers]
+        self._all_rows = bool(runner.input_batch.num_prompt_logprobs)
+        self._close()
+        self._prepare(adapters, counts, padded_total)
+        self._names.update((request.lora_int_id, _own(request).name) for request in requests)
+        slots = self.manager.slots
+        if self._current[0] is not slots or self._current[1] is not runner.state_leaves:
+            leaves = list(runner.state_leaves)
+            for place, array in zip(self._places, jax.tree.leaves(slots), strict=True):
+                leaves[place] = array
+            self._current = slots, tuple(leaves)
+        return self._current[1]
+
+    def metadata(self, logits_rows: int | None = None) -> dict[str, jlora.LoRABatch]:
+        """Return the LoRA metadata of the step, an argument of its jitted functions.
+
+        Args:
+          logits_rows: None for the model; for the logits, their rows: one for each request and padding, or every row
+            of the step.
+        """
+        if self._step is None:
+            raise jlora.LoRAError("a step of a model with LoRA was not prepared, so it would serve the base model")
+        if logits_rows is None or self._all_rows:
+            return {"step" if logits_rows is None else "logits": self._step}
+        rest = logits_rows - len(self._row_adapters)
+        self._open.append(self.manager.prepare([*self._row_adapters, *[None] * rest]))
+        return {"logits": self._open[-1]}
+
+    def _prepare(self, adapters: "Adapters", counts: Sequence[int], rows: int) -> None:
+        rest = self._max_requests - len(adapters)
+        counts = [*map(int, counts), *[0] * rest]
+        self._step = self.manager.prepare([*adapters, *[None] * rest], counts, pad_to=rows)
+        self._open.append(self._step)
+        self._row_adapters = adapters
+
+    def _close(self) -> None:
+        """End the leases of the last step, which has been dispatched, or of a warm-up."""
+        for batch in self._open:
+            batch.close()
+        self._open, self._step = [], None
+
+    # --- vLLM's protocol ----------------------------------------------------------------------------------------
+
+    def set_active_adapters(self, requests: Iterable[Any], mapping: Any) -> None:
+        """Prepare a step of the base model alone, with the rows of `mapping`.
+
+        vLLM compiles steps with it, in a second pass over all sizes, so these batches stay open until the first step.
+        """
+        self._all_rows = False
+        self._prepare((), (), len(mapping.index_mapping))
+
+    def add_adapter(self, request: Any) -> bool:
+        """Load an adapter, or with `load_inplace` replace it.
+
+        Raises:
+          LoRAAdapterNotFoundError: vLLM's own, if there is no such folder or repository.
+          LoRAError: as `jlora.LoRAManager.add_adapter`. The adapter that was loaded before is kept.
+        """
+        self._close()  # a reload waits for batches with the earlier weights
+        own = _own(request)
+        try:
+            self.manager.add_adapter(own)
+        except jlora.AdapterNotFoundError as error:
+            from vllm.exceptions import LoRAAdapterNotFoundError  # type: ignore[import-not-found]
+
+            raise LoRAAdapterNotFoundError(request.lora_name, request.lora_path) from error
+        self._names[request.lora_int_id] = own.name
+        return True
+
+    def remove_adapter(self, adapter_id: int) -> bool:
+        """Remove an adapter from the host cache and its slot; False if it is not loaded."""
+        self._close()
+        name = self._names.pop(adapter_id, None)
+        return name is not None and self.manager.remove_adapter(name)
+
+    def pin_adapter(self, adapter_id: int) -> bool:
+        """Keep an adapter in a slot."""
+        self._close()
+        if adapter_id not in self._names:
+            raise jlora.AdapterNotFoundError(f"no adapter with the number {adapter_id} is loaded")
+        return self.manager.pin_adapter(self._names[adapter_id])
+
+    def list_adapters(self) -> set[int]:
+        """Return the numbers of the adapters in the host cache."""
+        loaded = self.manager.list_adapters()
+        return {number for number, name in self._names.items() if name in loaded}
+
+    def remove_all_adapters(self) -> None:
+        """Remove all adapters. vLLM also calls it at the end of a warm-up."""
+        if self._names:
+            self._close()
+        self.manager.remove_all_adapters()
+        self._names.clear()
+
+    def dummy_lora_cache(self) -> contextlib.AbstractContextManager[None]:
+        """Do nothing: empty slots compile the same steps as filled ones."""
+        return contextlib.nullcontext()
+
+    def add_dummy_lora(self, request: Any, rank: int) -> bool:
+        """Do nothing, as `dummy_lora_cache`."""
+        return True
+
+    def get_dummy_lora_warmup_rank(self, default_rank: int) -> int:
+        """Return the default."""
+        return default_rank
+
+
+def _own(request: Any) -> jlora.LoRARequest:
+    """Return vLLM's request as one of jlora."""
+    name = f"{request.lora_name}@{request.lora_int_id}"
+    return jlora.LoRARequest(name, path=request.lora_path, load_inplace=request.load_inplace)

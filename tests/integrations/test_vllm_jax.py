@@ -1,0 +1,446 @@
+"""LoRA in the JAX models of vLLM: tpu-inference's wheel, in front of stubs of what it requires, on virtual devices.
+
+The oracle adds the deltas to the weights of a second model, in NumPy. Run by `make test-newest`.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import re
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+import jlora
+
+if importlib.util.find_spec("tpu_inference") is None or importlib.util.find_spec("vllm") is not None:
+    pytest.skip("needs tpu-inference without vLLM: make test-newest", allow_module_level=True)
+
+from tests.integrations import vllm_stubs
+
+vllm_stubs.install()
+
+from tpu_inference.layers.jax.linear import JaxEinsum, JaxMergedColumnParallelLinear, JaxQKVParallelLinear
+from tpu_inference.layers.jax.quantization.configs import QuantizationConfig, QuantLinearConfig
+from tpu_inference.layers.jax.quantization.fp8 import Fp8TensorwiseLinearMethod
+from vllm.v1.core import kv_cache_utils
+
+from jlora.integrations.vllm_jax import register
+from jlora.integrations.vllm_jax.drift import check_parameters
+from jlora.integrations.vllm_jax.layers import describe_layers
+from tests.integrations import vllm_steps
+from tests.integrations.vllm_stubs import LoRAAdapterNotFoundError, LoRARequest
+
+vllm_steps.prepare_imports()
+register()
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the wheel
+
+RANK, ALPHA = 4, 12.0
+LENGTHS = (5, 1, 2, 3)
+
+
+@pytest.fixture(autouse=True)
+def as_vllm_runs():
+    """Allow the promotions that the models of the wheel rely on."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def module_sizes(hf, *, head: bool = True) -> dict[str, tuple[int, int]]:
+    """Return checkpoint module -> (features in, out)."""
+    d, q, kv = hf.hidden_size, hf.num_attention_heads * hf.head_dim, hf.num_key_value_heads * hf.head_dim
+    layer = {
+        "self_attn.q_proj": (d, q),
+        "self_attn.k_proj": (d, kv),
+        "self_attn.v_proj": (d, kv),
+        "self_attn.o_proj": (q, d),
+        "mlp.gate_proj": (d, hf.intermediate_size),
+        "mlp.up_proj": (d, hf.intermediate_size),
+        "mlp.down_proj": (hf.intermediate_size, d),
+    }
+    sizes = {f"model.layers.{i}.{name}": size for i in range(hf.num_hidden_layers) for name, size in layer.items()}
+    sizes["model.embed_tokens"] = hf.vocab_size, d
+    return sizes | ({"lm_head": (d, hf.vocab_size)} if head else {})
+
+
+def write_adapter(folder, sizes, seed=0, scale=0.2):
+    """Write a PEFT adapter, and return module -> delta [in, out] of its weight."""
+    rng = np.random.default_rng(seed)
+    tensors, deltas = {}, {}
+    for name, (k, n) in sizes.items():
+        a, b = (scale * rng.normal(size=shape).astype("float32") for shape in ((RANK, k), (n, RANK)))
+        kind = "lora_embedding_{}" if name.endswith("embed_tokens") else "lora_{}.weight"
+        tensors |= {f"base_model.model.{name}.{kind.format(half)}": x for half, x in (("A", a), ("B", b))}
+        deltas[name] = ALPHA / RANK * (b @ a).T
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    modules = sorted({name.rpartition(".")[2] for name in sizes})
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": modules, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"task_type": "CAUSAL_LM"}))
+    return deltas
+
+
+def merge(model, hf, deltas) -> None:
+    """Add deltas [in, out] of a checkpoint to the weights of a model of tpu-inference."""
+    for name, delta in deltas.items():
+        part = model
+        for step in name.split("."):
+            part = part[int(step)] if step.isdigit() else getattr(part, step, None) or part.embed
+        held = part.weight if "weight" in vars(part) else vars(part).get("kernel", vars(part).get("embedding"))
+        weight, last = np.array(held[...]), name.rpartition(".")[2]
+        if last in ("q_proj", "k_proj", "v_proj"):
+            heads = delta.reshape(hf.hidden_size, -1, hf.head_dim)
+            weight[:, :, : hf.head_dim] += np.repeat(heads, weight.shape[1] // heads.shape[1], 1)
+        elif last == "o_proj":
+            weight[:, : hf.head_dim] += delta.reshape(-1, hf.head_dim, hf.hidden_size)
+        else:
+            weight[tuple(map(slice, delta.shape))] += delta
+        held[...] = jax.device_put(weight, held[...].sharding)
+
+
+def requests_of(hf, names, seed=0):
+    rng = np.random.default_rng(seed)
+    return [(name, rng.integers(0, hf.vocab_size, length)) for name, length in zip(names, LENGTHS, strict=False)]
+
+
+def merged_logits(config, tensor, every, requests) -> list[np.ndarray]:
+    """Return the logits of a model without LoRA, for each of several adapters merged into its weights."""
+    runner = vllm_steps.Runner(without_lora(config), tensor)
+    base = runner.state_leaves
+    found = []
+    for deltas in every:
+        nnx.update(runner.model, jax.tree.unflatten(jax.tree.structure(runner.state), base))
+        merge(runner.model, config.model_config.hf_config, deltas)
+        runner.state_leaves = tuple(jax.tree.leaves(nnx.state(runner.model)))
+        found.append(runner.step([(None, tokens) for _, tokens in requests]))
+    return found
+
+
+def without_lora(config):
+    return SimpleNamespace(**(vars(config) | {"lora_config": None}))
+
+
+def load(runner, name, number, folder, **options) -> LoRARequest:
+    request = LoRARequest(name, number, str(folder), **options)
+    assert runner.core.add_lora(request)
+    return dataclasses.replace(request, load_inplace=False)
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("architecture", ["Qwen3", "Llama"])
+def test_whole_model_equals_merged_weights(tmp_path, architecture, tensor):
+    hf = vllm_steps.hf_config(architecture, num_hidden_layers=2 if tensor == 4 else 1)
+    config = vllm_steps.vllm_config(hf, tensor)
+    runner = vllm_steps.Runner(config, tensor)
+    sizes = module_sizes(hf, head=architecture != "Llama")  # its head is an array of the model, and no layer
+    deltas = {name: write_adapter(tmp_path / name, sizes, seed) for seed, name in enumerate("ab")}
+    a, b = (load(runner, name, i + 1, tmp_path / name) for i, name in enumerate("ab"))
+    mixed = requests_of(hf, [a, None, b, a])
+    got = runner.step(mixed)
+    base, *merged = merged_logits(config, tensor, [{}, deltas["a"], deltas["b"]], mixed)
+    want = dict(zip("ab", merged, strict=True))
+    assert np.abs(want["a"] - base).max() > 0.05 * np.abs(base).max()
+    for row, (request, _) in enumerate(mixed):
+        assert_close(got[row], base[row] if request is None else want[request.lora_name][row])
+
+
+def assert_close(got, want):
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5 * np.abs(want).max())
+
+
+def test_swaps_and_reloads_compile_nothing(tmp_path):
+    hf = vllm_steps.hf_config("Qwen3", num_hidden_layers=1)
+    config = vllm_steps.vllm_config(hf, 2, {"max_loras": 2, "max_cpu_loras": 3})
+    runner = vllm_steps.Runner(config, 2)
+    sizes = module_sizes(hf)
+    every = [write_adapter(tmp_path / str(i), sizes, i) for i in range(5)]
+    loras = [load(runner, f"n{i}", i + 1, tmp_path / str(i)) for i in range(5)]  # more than the host cache holds
+    tokens = requests_of(hf, [None, None])
+    base, *want = merged_logits(config, 2, [{}, *every], tokens)
+    content = list(range(5))
+    runner.warm_up([8, 16])
+    assert_close(runner.step(tokens), base)
+    traced, programs = len(vllm_steps.traces), []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: programs.append(event))
+    for i in range(20):
+        if i == 4:  # jlora's own programs, which write slots, have been compiled
+            programs.clear()
+        one, other = i % 5, (i * 3 + 1) % 5
+        if i % 4 == 3:  # new weights under the same name
+            content[one] = (content[one] + 1) % 5
+            load(runner, f"n{one}", one + 1, tmp_path / str(content[one]), load_inplace=True)
+        got = runner.step([(loras[one], tokens[0][1]), (loras[other] if i % 3 else None, tokens[1][1])])
+        assert_close(got[0], want[content[one]][0])
+        assert_close(got[1], want[content[other]][1] if i % 3 else base[1])
+    assert len(vllm_steps.traces) == traced
+    assert "/jax/core/compile/backend_compile_duration" not in programs
+    got = runner.step([(loras[0], tokens[0][1]), (loras[1], tokens[1][1])], prompt_logprobs=True)
+    assert_close(got[0], want[content[0]][0])
+    assert_close(got[1], want[content[1]][1])
+
+
+def test_reload_changes_the_key_of_the_prefix_cache(tmp_path):
+    hf = vllm_steps.hf_config("Llama", num_hidden_layers=1)
+    runner = vllm_steps.Runner(vllm_steps.vllm_config(hf))
+    write_adapter(tmp_path / "a", module_sizes(hf, head=False))
+    first = load(runner, "a", 1, tmp_path / "a")
+    keys = [kv_cache_utils._gen_lora_extra_hash_keys(SimpleNamespace(lora_request=first))]
+    (tmp_path / "a" / "adapter_config.json").rename(tmp_path / "kept")
+    with pytest.raises(jlora.LoRAError):
+        load(runner, "a", 1, tmp_path / "a", load_inplace=True)
+    assert keys == [kv_cache_utils._gen_lora_extra_hash_keys(SimpleNamespace(lora_request=first))]
+    (tmp_path / "kept").rename(tmp_path / "a" / "adapter_config.json")
+    load(runner, "a", 1, tmp_path / "a", load_inplace=True)
+    keys.append(kv_cache_utils._gen_lora_extra_hash_keys(SimpleNamespace(lora_request=first)))
+    again = load(runner, "a", 2, tmp_path / "a")  # vLLM's number after an unload
+    keys.append(kv_cache_utils._gen_lora_extra_hash_keys(SimpleNamespace(lora_request=again)))
+    assert len({str(key) for key in keys}) == 3
+    assert all(key[0] == ("lora", "a", str(tmp_path / "a")) for key in keys)
+    assert kv_cache_utils._gen_lora_extra_hash_keys(SimpleNamespace(lora_request=None)) == []
+
+
+def test_worker_protocol(tmp_path):
+    hf = vllm_steps.hf_config("Llama", num_hidden_layers=1)
+    runner = vllm_steps.Runner(vllm_steps.vllm_config(hf))
+    sizes = module_sizes(hf, head=False)
+    loras = runner.lora_manager
+    for i, name in enumerate("abc"):
+        write_adapter(tmp_path / name, sizes, i)
+        load(runner, name, i + 1, tmp_path / name)
+    assert loras.list_adapters() == {1, 2, 3}
+    assert loras.pin_adapter(1)
+    assert loras.manager.list_adapters()["a@1"].pinned
+    assert loras.remove_adapter(2)
+    assert not loras.remove_adapter(2)
+    with pytest.raises(jlora.AdapterNotFoundError, match="number 2"):
+        loras.pin_adapter(2)
+    with pytest.raises(LoRAAdapterNotFoundError):
+        load(runner, "d", 4, tmp_path / "missing")
+    assert loras.list_adapters() == {1, 3}
+    with loras.dummy_lora_cache():  # as vLLM warms up
+        assert loras.add_dummy_lora(
+            LoRARequest("warmup_1", 9, "/not/a/real/path"), rank=loras.get_dummy_lora_warmup_rank(8)
+        )
+    loras.set_active_adapters(set(), SimpleNamespace(index_mapping=(0,) * 16))
+    loras.remove_all_adapters()
+    assert loras.list_adapters() == set()
+
+
+class OneLayer(nnx.Module):
+    """A model of one layer, of the class and in the mesh that a test is about."""
+
+    tie_word_embeddings = False
+
+    def __init__(self, make):
+        self.proj = make()
+
+    def __call__(self, x):
+        return self.proj(x)
+
+
+def one_layer(make, tensor, **head_dim):
+    """Return a model of one layer on a mesh, and its manager, described as the plugin describes it."""
+    config = vllm_steps.vllm_config(vllm_steps.hf_config("Qwen3"), tensor)
+    mesh = vllm_steps.make_mesh(tensor)
+    with jax.set_mesh(mesh):
+
+        @jax.jit
+        def create():
+            model = OneLayer(make)
+            state = nnx.state(model)
+            nnx.update(model, jax.lax.with_sharding_constraint(state, nnx.get_partition_spec(state)))
+            return model
+
+        model = create()
+        for name, value in head_dim.items():
+            setattr(model, name, value)
+        model.proj.prefix = "proj"
+        base = nnx.clone(model)
+        describe_layers(model, config, mesh)
+        packed = {"proj": tuple("qkv"[: len(getattr(model.proj, "output_sizes", (0,)))])}
+        options = jlora.LoRAConfig(max_loras=2, max_lora_rank=8, dtype="float32")
+        manager = jlora.LoRAManager(model, options, packed_modules=packed if len(packed["proj"]) > 1 else None)
+    return mesh, base, manager
+
+
+def served(mesh, manager, x, names, counts):
+    @jax.jit
+    def step(slots, rest, x, batch):
+        with jlora.use(batch):
+            return nnx.merge(graph, slots, rest)(x)
+
+    with jax.set_mesh(mesh), manager.prepare(names, counts) as batch:
+        graph, _, rest = nnx.split(manager.model, jlora.SlotParam, ...)
+        return step(manager.slots, rest, x, batch)
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("parts", [(24, 24), (32, 8, 8)])
+def test_merged_layer_equals_merged_weights(tmp_path, parts, tensor):
+    """The kernel has the parts of each shard side by side. The query, key and value layer returns its parts."""
+    rng = np.random.default_rng(3)
+    options = {"hidden_size": 16, "num_heads": 4, "num_kv_heads": 1, "head_dim": 8, "use_bias": True}
+
+    def make():
+        if len(parts) == 3:
+            heads = {"num_heads": parts[0] // 2, "num_kv_heads": parts[1] // 2, "head_dim": 2}
+            return JaxQKVParallelLinear(**(options | heads), dtype=np.float32, rngs=nnx.Rngs(0))
+        kernel = nnx.with_partitioning(nnx.initializers.uniform(), (None, "model"))
+        return JaxMergedColumnParallelLinear(16, list(parts), nnx.Rngs(0), use_bias=False, kernel_init=kernel)
+
+    mesh, base, manager = one_layer(make, tensor)
+    sizes = {f"{name}": (16, size) for name, size in zip("qkv", parts, strict=False)}
+    deltas = write_adapter(tmp_path / "a", sizes)
+    manager.add_adapter(jlora.LoRARequest("a", path=str(tmp_path / "a")))
+    x = rng.normal(size=(5, 16)).astype("float32")
+    got = served(mesh, manager, x, ["a", None], [3, 2])
+    with jax.set_mesh(mesh):
+        want = jax.jit(lambda model, x: model(x))(base, x)
+    flat = [
+        np.concatenate([np.asarray(each).reshape(5, -1) for each in jax.tree.leaves(out)], -1) for out in (got, want)
+    ]
+    flat[1][:3] += x[:3] @ np.concatenate(list(deltas.values()), 1)
+    assert jax.tree.map(lambda each: each.shape, got) == jax.tree.map(lambda each: each.shape, want)
+    assert_close(*flat)
+
+
+def test_merged_layer_adds_no_collective():
+    """Gemma splits the output in two, which needs none either while the delta has the order of the kernel."""
+
+    def make():
+        kernel = nnx.with_partitioning(nnx.initializers.uniform(), (None, "model"))
+        return JaxMergedColumnParallelLinear(16, [24, 24], nnx.Rngs(0), use_bias=False, kernel_init=kernel)
+
+    mesh, _, manager = one_layer(make, 4)
+    graph, _, rest = nnx.split(manager.model, jlora.SlotParam, ...)
+
+    @jax.jit
+    def step(slots, rest, x, batch):
+        with jlora.use(batch):
+            gate, up = jax.numpy.split(nnx.merge(graph, slots, rest)(x), 2, axis=-1)
+        return jax.nn.silu(gate) * up
+
+    with jax.set_mesh(mesh), manager.prepare([None, None], [3, 2]) as batch:
+        text = step.lower(manager.slots, rest, np.ones((5, 16), "float32"), batch).compile().as_text()
+    assert not re.findall(r" (?:all-[a-z-]+|collective-permute)\(", text)
+
+
+QUANTIZED = {
+    "TD,DNH->TNH": ((32, 4, 128), (None, "model", None), "q_proj"),
+    "TNH,NHD->TD": ((4, 128, 32), ("model", None, None), "o_proj"),
+    "mn,np->mp": ((32, 64), (None, "model"), "up_proj"),
+}
+
+
+@pytest.mark.parametrize("tensor", [1, 4])
+@pytest.mark.parametrize("equation", QUANTIZED)
+def test_quantized_layer_adds_its_delta(tmp_path, equation, tensor):
+    shape, spec, _ = QUANTIZED[equation]
+
+    def make():
+        kernel = nnx.with_partitioning(nnx.initializers.uniform(), spec)
+        return JaxEinsum(equation, shape, nnx.Rngs(0), param_dtype=np.float32, kernel_init=kernel, quant_config=Fp8())
+
+    mesh, base, manager = one_layer(make, tensor, head_dim_original=16)
+    k, n = {"q": (32, 64), "o": (64, 32), "u": (32, 64)}[QUANTIZED[equation][2][0]]
+    delta = write_adapter(tmp_path / "a", {"proj": (k, n)})["proj"]
+    manager.add_adapter(jlora.LoRARequest("a", path=str(tmp_path / "a")))
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(5, *(shape[:-1] if equation.startswith("TNH") else shape[:1]))).astype("float32")
+    got = np.array(served(mesh, manager, x, ["a", None], [3, 2]))
+    with jax.set_mesh(mesh):
+        want = np.array(jax.jit(lambda model, x: model(x))(base, x))
+    real = x[..., :16] if x.ndim == 3 else x
+    added = real.reshape(5, k)[:3] @ delta
+    if want.ndim == 3:
+        want[:3, :, :16] += added.reshape(3, 4, 16)
+    else:
+        want[:3] += added
+    assert_close(got, want)
+
+
+class Fp8(QuantizationConfig):
+    """The wheel's float8 kernels with a scale for each column."""
+
+    def __init__(self):
+        super().__init__({})
+
+    def get_quant_method(self, layer, prefix):
+        return Fp8TensorwiseLinearMethod(layer, QuantLinearConfig(layer, enable_sp=False))
+
+
+def test_tied_table_serves_logits(tmp_path):
+    """Qwen2's layers have biases. The oracle is a model with a head of its own, a copy of the table."""
+    tied, untied = (
+        vllm_steps.vllm_config(vllm_steps.hf_config("Qwen2", tie_word_embeddings=tie, num_hidden_layers=1), 2)
+        for tie in (True, False)
+    )
+    hf = untied.model_config.hf_config
+    runner = vllm_steps.Runner(tied, 2)
+    assert runner.lora_manager.heads == ("model.embed_tokens.attend",)
+    deltas = write_adapter(tmp_path / "a", module_sizes(hf))
+    a = load(runner, "a", 1, tmp_path / "a")
+    mixed = requests_of(hf, [a, None])
+    own_head = vllm_steps.make_model(vllm_steps.qwen2.Qwen2ForCausalLM, untied, jax.random.PRNGKey(0), runner.mesh)
+    table, head = (np.asarray(x[...]) for x in (own_head.model.embed_tokens.weight, own_head.lm_head.weight))
+    copied = {"lm_head": table.T - head}
+    merged = deltas | {"lm_head": deltas["lm_head"] + copied["lm_head"]}
+    base, want = merged_logits(untied, 2, [copied, merged], mixed)
+    got = runner.step(mixed)
+    assert_close(got[0], want[0])
+    assert_close(got[1], base[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (
+            {"parallel_config": SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=2)},
+            "pipeline parallelism",
+        ),
+        ({"additional_config": {"enable_continue_decode": True}}, "enable_continue_decode"),
+    ],
+)
+def test_refused_configurations_are_named(change, named):
+    config = vllm_steps.vllm_config(vllm_steps.hf_config("Llama", num_hidden_layers=1), **change)
+    with pytest.raises(jlora.LoRAError, match=named):
+        vllm_steps.Runner(config)
+
+
+def test_drafts_refuse_heads_and_get_no_adapters(tmp_path):
+    hf = vllm_steps.hf_config("Qwen3", num_hidden_layers=1)
+    config = vllm_steps.vllm_config(hf, speculative_config=SimpleNamespace(method="eagle3", draft_model_config=None))
+    runner = vllm_steps.Runner(config)
+    assert runner.lora_manager.heads == ()
+    write_adapter(tmp_path / "a", {"lm_head": (hf.hidden_size, hf.vocab_size)})
+    with pytest.raises(jlora.AdapterMismatchError, match="speculative decoding"):
+        load(runner, "a", 1, tmp_path / "a")
+    model = vllm_steps.model_loader._get_nnx_model(
+        vllm_steps.qwen3.Qwen3ForCausalLM, config, jax.random.PRNGKey(0), runner.mesh, is_draft_model=True
+    )
+    assert type(model) is vllm_steps.qwen3.Qwen3ForCausalLM
+
+
+def test_drift_is_named():
+    class Drifted:
+        def set_active_loras(self, batch):
+            pass
+
+    check_parameters(Drifted, "set_active_loras", "self batch")
+    for name, found in (
+        ("set_active_loras", r"takes \(self, batch\), not \(self, counts\)"),
+        ("gone", "does not exist"),
+    ):
+        with pytest.raises(jlora.LoRAError, match=rf"Drifted.{name} {found}"):
+            check_parameters(Drifted, name, "self counts")
+
+
+def test_step_without_metadata_raises():
+    runner = vllm_steps.Runner(vllm_steps.vllm_config(vllm_steps.hf_config("Llama", num_hidden_layers=1)))
+    runner.lora_utils.extract_lora_metadata = lambda: None
+    with pytest.raises(jlora.LoRAError, match="no LoRA metadata"):
+        runner.step([(None, np.arange(3))])

@@ -15,6 +15,7 @@ Mosaic GPU has a pair of its own, for up to 64 rows, because a matrix product of
 import argparse
 import functools
 import importlib.metadata
+import itertools
 import json
 import os
 import statistics
@@ -328,8 +329,7 @@ NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 def candidates(form: str, projection: Projection) -> list[tuple[dict, object]]:
     """Return (settings, layer) of a form. The fastest is reported; the tiles of the first two are those of a table."""
     if form == "mosaic_gpu":
-        cores = jax.devices()[0].core_count
-        return [(s, mosaic_gpu(projection, programs=cores, **s)) for s in MOSAIC_SETTINGS]
+        return [(s, mosaic_gpu(projection, **s)) for s in MOSAIC_SETTINGS]
     return [({}, {"pallas_triton": pallas_triton, "jax_triton": jax_triton}[form](projection))]
 
 
@@ -371,8 +371,8 @@ def compiled(run, args: tuple, options: dict | None = None):
     return run.lower(*args).compile(compiler_options=options)
 
 
-def measure(form: str, projection: Projection, layers: list, check: Check) -> dict:
-    """Return the row of a form."""
+def measure(row: dict, projection: Projection, layers: list, check: Check) -> None:
+    """Add the figures of a form to its row, as they come, so that a later failure leaves the earlier ones."""
     ids = jnp.asarray(group_ids(TOKENS, ADAPTERS))
     ranks = jnp.tile(jnp.asarray([RANK, 1], jnp.float32), (SLOTS, len(projection.slices), 1))
     x = jax.random.normal(jax.random.key(1), (TOKENS, projection.k), jnp.bfloat16)
@@ -386,16 +386,16 @@ def measure(form: str, projection: Projection, layers: list, check: Check) -> di
         return us / len(layers), spread / len(layers)
 
     tried, failed = [], {}
-    for settings, apply in candidates(form, projection):
+    for settings, apply in candidates(row["form"], projection):
         try:
             tried.append((*wall(apply), settings, apply, check.error(apply)))
         except Exception as error:  # another setting may run
             failed[json.dumps(settings)] = repr(error)[:2000]
             traceback.print_exc()
     if not tried:
-        raise RuntimeError(f"{form} fails: {failed}")
+        raise RuntimeError(f"no settings run: {failed}")
     us, spread, settings, apply, error = min(tried, key=lambda t: t[0])
-    row = {"wall_us": us, "spread_us": spread, "error": error, "settings": settings, "failed": failed}
+    row |= {"wall_us": us, "spread_us": spread, "error": error, "settings": settings, "failed_settings": failed}
     row["tried"] = [{**s, "wall_us": t} for t, _, s, *_ in tried]
     row["wall_without_graphs_us"] = wall(apply, NO_GRAPHS)[0]
     run, args = compiled(chain(apply, donate=False), (base(), x, layers, ids, ranks)), (base(), x, layers, ids, ranks)
@@ -406,7 +406,6 @@ def measure(form: str, projection: Projection, layers: list, check: Check) -> di
         )
     row["gap_us"] = us - row["shrink_us"] - row["expand_us"]
     row["kernels"] = sorted(runs[0])
-    return row
 
 
 def launches(form: str) -> dict:
@@ -426,13 +425,6 @@ def launches(form: str) -> dict:
     return row
 
 
-def version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--forms", nargs="+", choices=list(LAUNCH), default=list(LAUNCH))
@@ -441,11 +433,11 @@ def main():
     parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
     args = parser.parse_args()
     about = {**machine(), "layers": args.layers, "xla_flags": os.environ.get("XLA_FLAGS", "")}
-    about |= {name: version(name) for name in ("jaxlib", "triton", "jax-triton")}
+    packages = ("jaxlib", "triton", "jax-triton")
+    about |= {d.name: d.version for d in importlib.metadata.distributions() if d.name in packages}
     print(about, flush=True)
-    work = [(form, None) for form in args.forms] + [(f, p) for p in args.projections for f in args.forms]
     rows, prepared = [], {}
-    for form, name in work:
+    for form, name in itertools.product(args.forms, (None, *args.projections)):
         row = {"form": form, "projection": name}
         try:
             if form in MISSING:
@@ -455,9 +447,9 @@ def main():
             else:
                 projection = PROJECTIONS[name]
                 if name not in prepared:
-                    prepared = {name: (random_layers(projection, RANK, args.layers), Check(projection))}
+                    prepared[name] = random_layers(projection, RANK, args.layers), Check(projection)
                 row["floor_us"] = floor_us(projection, RANK, TOKENS, ADAPTERS)
-                row |= measure(form, projection, *prepared[name])
+                measure(row, projection, *prepared[name])
         except Exception:  # the other forms are timed all the same
             traceback.print_exc()
             row["failed"] = traceback.format_exc()[-4000:]

@@ -307,8 +307,8 @@ def product_tiles(
 ) -> ProductTiles | None:  # fmt: skip
     """Return the tiles with which `linear_lora` fuses base product and LoRA, or None if it does not fuse them.
 
-    It fuses them for few rows in bfloat16 or float16, on a GPU whose tuned table has an entry for these sizes
-    (`tables.product_tiles`).
+    It fuses them for few rows in bfloat16 or float16, on a GPU whose tuned table or rule of tiles predicts a gain for
+    these sizes (`tables.product_tiles`).
 
     Args:
       x: [M, K], an array or a `jax.ShapeDtypeStruct`, as are all operands.

@@ -1,7 +1,7 @@
 """Compute the base product of Flax's own layers, and of layers with `LinearSpec.product`, together with its LoRA.
 
-If the kernel is split by input features, both share one reduction. If the device's tuned table has an entry, both run
-in one kernel.
+If the kernel is split by input features, both share one reduction. Where a GPU's tuned table or rule predicts a gain,
+both run in one kernel.
 """
 
 import functools

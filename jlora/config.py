@@ -85,7 +85,7 @@ class LoRAConfig:
         must be longer than the slowest load in any process. After that time, all managers of
         the model refuse further calls.
       bitwise_base: Never compute a layer's own product in the LoRA kernels. By default they do for few rows on a GPU
-        if its tuned table or a rule predicts that it is faster. If True, rows without an adapter are bitwise equal to the
+        if its tuned table or a rule predicts a gain. If True, rows without an adapter are bitwise equal to the
         unwrapped model's; otherwise they may differ by rounding in such layers.
       batch_invariant: Compute the delta of a row with the same bits for any number of rows, mix of adapters and slots.
         It is slower: tiles are small, and no product of a layer is computed in the LoRA kernels.

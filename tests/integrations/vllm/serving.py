@@ -69,7 +69,7 @@ class Server:
 
     def complete(self, name: str | None, prompt: Sequence[int], tokens: int) -> httpx.Response:
         body = {"model": name or str(self.model), "prompt": list(prompt), "max_tokens": tokens, "temperature": 0}
-        return self.post("/v1/completions", {**body, "ignore_eos": True, "logprobs": 0, "return_token_ids": True})
+        return self.post("/v1/completions", {**body, "ignore_eos": True, "logprobs": 1, "return_token_ids": True})
 
     def check(self, name: str | None, adapter: Path | None, prompt: Sequence[int], tokens: int = 12) -> None:
         """Compare a greedy answer, and the log-probability of each of its tokens, with merged weights."""

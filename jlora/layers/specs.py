@@ -77,6 +77,8 @@ class LinearSpec:
             raise LoRAUsageError(f"LinearSpec.dequantize must be a function of the layer, got {self.dequantize!r}")
         if not (self.product is None or callable(self.product)):
             raise LoRAUsageError(f"LinearSpec.product must be a function of x and the kernel, got {self.product!r}")
+        if self.product is not None and self.param is None:
+            raise LoRAUsageError("LinearSpec.product multiplies the kernel that param names, and param is None")
         check_slot_dtype("LinearSpec.dtype", self.dtype)
         if sum(given is not None for given in (self.real_vocab, self.out_index, self.out_blocks)) > 1:
             raise LoRAUsageError(

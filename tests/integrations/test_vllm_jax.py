@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import save_file
 
 import jlora
@@ -22,9 +23,13 @@ from tests.integrations import vllm_stubs
 
 vllm_stubs.install()
 
+from tpu_inference.layers.jax.linear import JaxEinsum, JaxMergedColumnParallelLinear, JaxQKVParallelLinear
+from tpu_inference.layers.jax.quantization.configs import QuantizationConfig, QuantLinearConfig
+from tpu_inference.layers.jax.quantization.fp8 import Fp8TensorwiseLinearMethod
 from vllm.v1.core import kv_cache_utils
 
 from jlora.integrations.vllm_jax import register
+from jlora.integrations.vllm_jax.layers import describe_layers
 from tests.integrations import vllm_steps
 from tests.integrations.vllm_stubs import LoRAAdapterNotFoundError, LoRARequest
 
@@ -106,9 +111,9 @@ def merged_logits(config, tensor, every, requests) -> list[np.ndarray]:
     base = runner.state_leaves
     found = []
     for deltas in every:
-        vllm_steps.nnx.update(runner.model, jax.tree.unflatten(jax.tree.structure(runner.state), base))
+        nnx.update(runner.model, jax.tree.unflatten(jax.tree.structure(runner.state), base))
         merge(runner.model, config.model_config.hf_config, deltas)
-        runner.state_leaves = tuple(jax.tree.leaves(vllm_steps.nnx.state(runner.model)))
+        runner.state_leaves = tuple(jax.tree.leaves(nnx.state(runner.model)))
         found.append(runner.step([(None, tokens) for _, tokens in requests]))
     return found
 
@@ -211,6 +216,128 @@ def test_worker_protocol(tmp_path):
             LoRARequest("warmup_1", 9, "/not/a/real/path"), rank=loras.get_dummy_lora_warmup_rank(8)
         )
     loras.set_active_adapters(set(), SimpleNamespace(index_mapping=(0,) * 16))
-    assert runner.lora_utils.extract_lora_metadata() is loras.batch
+    assert runner.lora_utils.extract_lora_metadata().keys() == {"step"}
     loras.remove_all_adapters()
     assert loras.list_adapters() == set()
+
+
+class OneLayer(nnx.Module):
+    """A model of one layer, of the class and in the mesh that a test is about."""
+
+    tie_word_embeddings = False
+
+    def __init__(self, make):
+        self.proj = make()
+
+    def __call__(self, x):
+        return self.proj(x)
+
+
+def one_layer(make, tensor, **head_dim):
+    """Return a model of one layer on a mesh, and its manager, described as the plugin describes it."""
+    config = vllm_steps.vllm_config(vllm_steps.hf_config("Qwen3"), tensor)
+    mesh = vllm_steps.make_mesh(tensor)
+    with jax.set_mesh(mesh):
+
+        @jax.jit
+        def create():
+            model = OneLayer(make)
+            state = nnx.state(model)
+            nnx.update(model, jax.lax.with_sharding_constraint(state, nnx.get_partition_spec(state)))
+            return model
+
+        model = create()
+        for name, value in head_dim.items():
+            setattr(model, name, value)
+        model.proj.prefix = "proj"
+        base = nnx.clone(model)
+        describe_layers(model, config, mesh)
+        packed = {"proj": tuple("qkv"[: len(getattr(model.proj, "output_sizes", (0,)))])}
+        options = jlora.LoRAConfig(max_loras=2, max_lora_rank=8, dtype="float32")
+        manager = jlora.LoRAManager(model, options, packed_modules=packed if len(packed["proj"]) > 1 else None)
+    return mesh, base, manager
+
+
+def served(mesh, manager, x, names, counts):
+    @jax.jit
+    def step(slots, rest, x, batch):
+        with jlora.use(batch):
+            return nnx.merge(graph, slots, rest)(x)
+
+    with jax.set_mesh(mesh), manager.prepare(names, counts) as batch:
+        graph, _, rest = nnx.split(manager.model, jlora.SlotParam, ...)
+        return step(manager.slots, rest, x, batch)
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("parts", [(24, 24), (32, 8, 8)])
+def test_merged_layer_equals_merged_weights(tmp_path, parts, tensor):
+    """The kernel has the parts of each shard side by side. The query, key and value layer returns its parts."""
+    rng = np.random.default_rng(3)
+    options = {"hidden_size": 16, "num_heads": 4, "num_kv_heads": 1, "head_dim": 8, "use_bias": True}
+
+    def make():
+        if len(parts) == 3:
+            heads = {"num_heads": parts[0] // 2, "num_kv_heads": parts[1] // 2, "head_dim": 2}
+            return JaxQKVParallelLinear(**(options | heads), dtype=np.float32, rngs=nnx.Rngs(0))
+        kernel = nnx.with_partitioning(nnx.initializers.uniform(), (None, "model"))
+        return JaxMergedColumnParallelLinear(16, list(parts), nnx.Rngs(0), use_bias=False, kernel_init=kernel)
+
+    mesh, base, manager = one_layer(make, tensor)
+    sizes = {f"{name}": (16, size) for name, size in zip("qkv", parts, strict=False)}
+    deltas = write_adapter(tmp_path / "a", sizes)
+    manager.add_adapter(jlora.LoRARequest("a", path=str(tmp_path / "a")))
+    x = rng.normal(size=(5, 16)).astype("float32")
+    got = served(mesh, manager, x, ["a", None], [3, 2])
+    with jax.set_mesh(mesh):
+        want = jax.jit(lambda model, x: model(x))(base, x)
+    flat = [
+        np.concatenate([np.asarray(each).reshape(5, -1) for each in jax.tree.leaves(out)], -1) for out in (got, want)
+    ]
+    flat[1][:3] += x[:3] @ np.concatenate(list(deltas.values()), 1)
+    assert jax.tree.map(lambda each: each.shape, got) == jax.tree.map(lambda each: each.shape, want)
+    assert_close(*flat)
+
+
+QUANTIZED = {
+    "TD,DNH->TNH": ((32, 4, 128), (None, "model", None), "q_proj"),
+    "TNH,NHD->TD": ((4, 128, 32), ("model", None, None), "o_proj"),
+    "mn,np->mp": ((32, 64), (None, "model"), "up_proj"),
+}
+
+
+@pytest.mark.parametrize("tensor", [1, 4])
+@pytest.mark.parametrize("equation", QUANTIZED)
+def test_quantized_layer_adds_its_delta(tmp_path, equation, tensor):
+    shape, spec, _ = QUANTIZED[equation]
+
+    def make():
+        kernel = nnx.with_partitioning(nnx.initializers.uniform(), spec)
+        return JaxEinsum(equation, shape, nnx.Rngs(0), param_dtype=np.float32, kernel_init=kernel, quant_config=Fp8())
+
+    mesh, base, manager = one_layer(make, tensor, head_dim_original=16)
+    k, n = {"q": (32, 64), "o": (64, 32), "u": (32, 64)}[QUANTIZED[equation][2][0]]
+    delta = write_adapter(tmp_path / "a", {"proj": (k, n)})["proj"]
+    manager.add_adapter(jlora.LoRARequest("a", path=str(tmp_path / "a")))
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(5, *(shape[:-1] if equation.startswith("TNH") else shape[:1]))).astype("float32")
+    got = np.array(served(mesh, manager, x, ["a", None], [3, 2]))
+    with jax.set_mesh(mesh):
+        want = np.array(jax.jit(lambda model, x: model(x))(base, x))
+    real = x[..., :16] if x.ndim == 3 else x
+    added = real.reshape(5, k)[:3] @ delta
+    if want.ndim == 3:
+        want[:3, :, :16] += added.reshape(3, 4, 16)
+    else:
+        want[:3] += added
+    assert_close(got, want)
+
+
+class Fp8(QuantizationConfig):
+    """The wheel's float8 kernels with a scale for each column."""
+
+    def __init__(self):
+        super().__init__({})
+
+    def get_quant_method(self, layer, prefix):
+        return Fp8TensorwiseLinearMethod(layer, QuantLinearConfig(layer, enable_sp=False))

@@ -39,7 +39,7 @@ def attention(kv_cache, q, k, v, metadata, mesh, head_dim, **_):
 
 
 def make_model(model_class, vllm_config, rng, mesh, pooler=None, is_draft_model=False):
-    """Stand for the loader's own, which reads a checkpoint: return the model with random weights, split over the mesh."""
+    """Stand for the loader's own, which reads a checkpoint: return the model with random weights on its mesh."""
 
     @jax.jit
     def create():

@@ -12,41 +12,11 @@ import sys
 import types
 from typing import Any
 
-ABSENT = set(
-    [
-        "PIL",
-        "cloudpickle",
-        "compressed_tensors",
-        "einops",
-        "fastapi",
-        "gcsfs",
-        "google",
-        "humanize",
-        "msgspec",
-        "nixl",
-        "numba",
-        "opentelemetry",
-        "pathwaysutils",
-        "prometheus_client",
-        "psutil",
-        "ray",
-        "regex",
-        "requests",
-        "runai_model_streamer",
-        "sympy",
-        "tokamax",
-        "torch",
-        "torchax",
-        "torchvision",
-        "tpu_info",
-        "tqdm",
-        "transformers",
-        "uvicorn",
-        "vllm",
-        "xprof",
-        "yaml",
-        "zmq",
-    ]
+ABSENT = (
+    *("PIL", "cloudpickle", "compressed_tensors", "einops", "fastapi", "gcsfs", "google", "humanize", "msgspec", "zmq"),
+    *("numba", "opentelemetry", "pathwaysutils", "prometheus_client", "psutil", "ray", "regex", "requests", "sympy"),
+    *("runai_model_streamer", "tokamax", "torch", "torchax", "torchvision", "tpu_info", "tqdm", "transformers"),
+    *("uvicorn", "vllm", "xprof", "yaml", "nixl"),
 )
 
 

@@ -1,10 +1,11 @@
 """The functions of tpu-inference and vLLM that the plugin replaces, each checked by its signature first.
 
-docs/upstream.md has the hook that would replace all but the last two.
+docs/upstream.md has the hook of tpu-inference that would replace all but the last two of them.
 """
 
 import dataclasses
 import functools
+import inspect
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -56,7 +57,7 @@ def _wrap_model(theirs: Function) -> Function:
         model = theirs(model_class, vllm_config, rng, mesh, pooler=pooler, is_draft_model=is_draft_model)
         if vllm_config.lora_config is not None and not is_draft_model:
             manager = lora_manager(model, vllm_config, mesh)
-            WorkerLoRAs(manager, vllm_config.scheduler_config.max_num_seqs)
+            _take_metadata(model, WorkerLoRAs(manager, vllm_config.scheduler_config.max_num_seqs))
         return model
 
     return get_nnx_model
@@ -67,10 +68,52 @@ def _serve_model(theirs: Function) -> Function:
 
     def get_flax_model(vllm_config: Any, rng: Any, mesh: Any, is_draft_model: bool = False) -> Any:
         interface = theirs(vllm_config, rng, mesh, is_draft_model)
-        loras = WorkerLoRAs.of(interface.model)
-        return interface if loras is None else loras.join(interface)
+        loras: WorkerLoRAs | None = getattr(type(interface.model), "jlora_loras", None)
+        if loras is None:
+            return interface
+        loras.bind(interface.state_leaves)
+        logits = _Logits(interface.compute_logits_fn, loras)
+        return dataclasses.replace(interface, lora_manager=loras, compute_logits_fn=logits)
 
     return get_flax_model
+
+
+def _take_metadata(model: Any, loras: WorkerLoRAs) -> None:
+    """Make a model serve the LoRA metadata that its calls get, and its logits that beside the hidden states.
+
+    Raises:
+      LoRAError: the calls of the model get no LoRA metadata.
+    """
+    cls: Any = type(model)
+    parameters = list(inspect.signature(cls.__call__).parameters)
+    if "_lora_metadata" not in parameters:
+        raise drift(f"{cls.__name__}.__call__", "has no parameter _lora_metadata")
+    place = parameters.index("_lora_metadata") - 1
+
+    def call(self: Any, *args: Any) -> Any:
+        with loras.scope(args[place]):
+            return cls.__call__(self, *args)
+
+    def compute_logits(self: Any, hidden_states: Any) -> Any:
+        hidden_states, metadata = hidden_states
+        with loras.scope(metadata):
+            return cls.compute_logits(self, hidden_states)
+
+    body = {"__call__": call, "compute_logits": compute_logits, "jlora_loras": loras, "__module__": cls.__module__}
+    object.__setattr__(model, "__class__", type(cls)(f"{cls.__name__}WithLoRA", (cls,), body))
+
+
+class _Logits:
+    """tpu-inference's jitted logits, which drop the metadata: it goes beside the hidden states, a pytree for them."""
+
+    def __init__(self, theirs: Any, loras: WorkerLoRAs):
+        self._theirs, self._loras = theirs, loras
+
+    def __call__(self, leaves: Any, hidden: Any, lora_metadata: Any = None) -> Any:
+        return self._theirs(leaves, (hidden, self._loras.metadata(hidden.shape[0])), None)
+
+    def lower(self, leaves: Any, hidden: Any, lora_metadata: Any = None) -> Any:
+        return self._theirs.lower(leaves, (hidden, self._loras.metadata(hidden.shape[0])), None)
 
 
 def _start_step(theirs: Function) -> Function:
@@ -92,7 +135,7 @@ def _step_batch(theirs: Function) -> Function:
 
     def extract_lora_metadata(self: Any) -> Any:
         loras = self.runner.lora_manager
-        return loras.batch if isinstance(loras, WorkerLoRAs) else theirs(self)
+        return loras.metadata() if isinstance(loras, WorkerLoRAs) else theirs(self)
 
     return extract_lora_metadata
 

@@ -49,7 +49,7 @@ def describe_layers(model: nnx.Module, vllm_config: Any, mesh: Any) -> None:
         if type(module) is nnx.Einsum:
             object.__setattr__(module, "__class__", FlaxEinsum)
         if isinstance(module, JaxEmbed) and path[-1] == "embed_tokens" and hf_config.tie_word_embeddings:
-            module.tie_word_embeddings = True
+            setattr(module, "tie_word_embeddings", True)  # noqa: B010  # known to jlora alone
         if (head_dim := vars(module).get("head_dim_original")) is not None:
             sizes.head_dims.update({id(child): head_dim for child in vars(module).values()})
     for cls in (JaxEinsum, JaxQKVParallelLinear, FlaxEinsum):
@@ -109,15 +109,15 @@ def _linear(sizes: _Sizes, layer: Any) -> jlora.LinearSpec | str:
         product = functools.partial(jnp.einsum, equation) if param == "weight" else None  # Flax's own need none
         return jlora.einsum_spec(equation, shape, param, product=product, **index)
     plain = jlora.einsum_spec(equation, shape, param, **index)
-    options: dict[str, Any] = {"rows": plain.rows, **index}
+    options: dict[str, Any] = {"param": param, "rows": plain.rows, **index}
     if (parts := getattr(layer, "output_sizes", None)) is not None:
         merged = MergedRows(tuple(parts), method.linear_config.n_shards)
-        options = {"rows": merged, "out_blocks": merged.blocks()}
+        options = {"param": param, "rows": merged, "out_blocks": merged.blocks()}
     if not isinstance(method, UnquantizedMergedLinearMethod):
         options |= {"dequantize": _dequantize, "dtype": sizes.dtype}
         if vars(layer)["weight"].shape != (plain.in_features, plain.out_features):
             options["param"] = None  # of another layout: on a mesh its slots are replicated
-    return jlora.LinearSpec(plain.in_features, plain.out_features, **({"param": param} | options))
+    return jlora.LinearSpec(plain.in_features, plain.out_features, **options)
 
 
 def _heads(sizes: _Sizes, layer: Any, equation: str, shape: Sequence[int]) -> Mapping[str, Any] | str:

@@ -1,16 +1,13 @@
 """vLLM's LoRA protocol of a worker, over one `jlora.LoRAManager`."""
 
 import contextlib
-import dataclasses
-import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
 from flax import nnx
 
 import jlora
-from jlora.integrations.vllm_jax.drift import drift
 from jlora.integrations.vllm_jax.layers import PACKED_MODULES, describe_layers
 
 Adapters: TypeAlias = Sequence[str | jlora.LoRARequest | None]
@@ -65,19 +62,17 @@ class WorkerLoRAs:
 
     Attributes:
       manager: the manager of the model.
-      batch: the batch of the current step; None before the first.
       heads: paths of the wrapped layers that run with the logits, and not with the model's own call.
     """
 
     def __init__(self, manager: jlora.LoRAManager, max_requests: int):
-        """Make the model of a manager take batches as its LoRA metadata.
+        """Serve a manager's model.
 
         Args:
           manager: the manager.
           max_requests: the most requests of a step. Every step has a batch of as many, to compile for its rows alone.
         """
         self.manager = manager
-        self.batch: jlora.LoRABatch | None = None
         self.heads = tuple(
             layer.path
             for layer in manager.layers()
@@ -86,23 +81,28 @@ class WorkerLoRAs:
         self._max_requests = max_requests
         self._names: dict[int, str] = {}  # vLLM's number -> name in the manager
         self._row_adapters: Adapters = ()  # of the requests of the step
-        self._open: list[jlora.LoRABatch] = []
+        self._open: list[jlora.LoRABatch] = []  # the batch of the step, and those of its logits
         self._all_rows = False  # the step computes logits of every token
         self._places: list[int] = []  # of the slot arrays among the leaves of the runner's state
         self._current: tuple[Any, Any] = None, None  # slots, and the leaves with them
-        _take_batches(manager.model, self)
 
-    @staticmethod
-    def of(model: Any) -> "WorkerLoRAs | None":
-        """Return the adapters of a model, or None if it has none."""
-        return getattr(type(model), "jlora_loras", None)
-
-    def join(self, interface: Any) -> Any:
-        """Return tpu-inference's `ModelInterface` of the model with these adapters."""
-        places = {id(leaf): i for i, leaf in enumerate(interface.state_leaves)}
+    def bind(self, state_leaves: Sequence[Any]) -> None:
+        """Find the slot arrays among the leaves of the model's state."""
+        places = {id(leaf): i for i, leaf in enumerate(state_leaves)}
         self._places = [places[id(array)] for array in jax.tree.leaves(self.manager.slots)]
-        logits = _Logits(interface.compute_logits_fn, self) if self.heads else interface.compute_logits_fn
-        return dataclasses.replace(interface, lora_manager=self, compute_logits_fn=logits)
+
+    @contextlib.contextmanager
+    def scope(self, metadata: Any) -> Generator[None]:
+        """Serve the batch of a step or of its logits in the layers called inside.
+
+        Raises:
+          LoRAError: the metadata is not what `metadata` returned, or as `jlora.use`.
+        """
+        if not isinstance(metadata, dict) or len(metadata) != 1:
+            raise jlora.LoRAError("a step of a model with LoRA got no LoRA metadata, so it would serve the base model")
+        ((kind, batch),) = metadata.items()
+        with jlora.use(batch, without=self.heads if kind == "step" else ["*"]):
+            yield
 
     # --- steps --------------------------------------------------------------------------------------------------
 
@@ -135,20 +135,25 @@ class WorkerLoRAs:
             self._current = slots, tuple(leaves)
         return self._current[1]
 
-    def logits_batch(self, rows: int) -> jlora.LoRABatch:
-        """Return the batch of the rows of logits: one for each request and padding, or all rows of the step."""
-        if self._all_rows and self.batch is not None:
-            return self.batch
-        batch = self.manager.prepare([*self._row_adapters, *[None] * (rows - len(self._row_adapters))])
-        self._open.append(batch)
-        return batch
+    def metadata(self, logits_rows: int | None = None) -> dict[str, jlora.LoRABatch]:
+        """Return the LoRA metadata of the step, an argument of its jitted functions.
+
+        Args:
+          logits_rows: None for the model; for the logits, their rows: one for each request and padding, or every row
+            of the step.
+        """
+        if logits_rows is None:
+            return {"step": self._open[0]}
+        if not self._all_rows:
+            rest = logits_rows - len(self._row_adapters)
+            self._open.append(self.manager.prepare([*self._row_adapters, *[None] * rest]))
+        return {"logits": self._open[-1]}
 
     def _prepare(self, adapters: "Adapters", counts: Sequence[int], rows: int) -> None:
         self._close()
         rest = self._max_requests - len(adapters)
         counts = [*map(int, counts), *[0] * rest]
-        self.batch = self.manager.prepare([*adapters, *[None] * rest], counts, pad_to=rows)
-        self._open.append(self.batch)
+        self._open = [self.manager.prepare([*adapters, *[None] * rest], counts, pad_to=rows)]
         self._row_adapters = adapters
 
     def _close(self) -> None:
@@ -219,49 +224,7 @@ class WorkerLoRAs:
         return default_rank
 
 
-class _Logits:
-    """tpu-inference's jitted logits, with the batch beside the hidden states, which are a pytree for it."""
-
-    def __init__(self, theirs: Any, loras: WorkerLoRAs):
-        self._theirs, self._loras = theirs, loras
-
-    def __call__(self, leaves: Any, hidden: Any, lora_metadata: Any = None) -> Any:
-        return self._theirs(leaves, (hidden, self._loras.logits_batch(hidden.shape[0])), None)
-
-    def lower(self, leaves: Any, hidden: Any, lora_metadata: Any = None) -> Any:
-        return self._theirs.lower(leaves, (hidden, self._loras.logits_batch(hidden.shape[0])), None)
-
-
 def _own(request: Any) -> jlora.LoRARequest:
     """Return vLLM's request as one of jlora."""
     name = f"{request.lora_name}@{request.lora_int_id}"
     return jlora.LoRARequest(name, path=request.lora_path, load_inplace=request.load_inplace)
-
-
-def _take_batches(model: nnx.Module, loras: WorkerLoRAs) -> None:
-    """Make a model serve the batch that its calls get as LoRA metadata, and its logits one beside the hidden states.
-
-    Raises:
-      LoRAError: the calls of the model get no LoRA metadata.
-    """
-    cls: Any = type(model)
-    parameters = list(inspect.signature(cls.__call__).parameters)
-    if "_lora_metadata" not in parameters:
-        raise drift(f"{cls.__name__}.__call__", "has no parameter _lora_metadata")
-    place = parameters.index("_lora_metadata") - 1
-
-    def call(self: Any, *args: Any) -> Any:
-        if not isinstance(batch := args[place], jlora.LoRABatch):
-            raise jlora.LoRAError(f"{cls.__name__} serves LoRA, and a step of it got no batch as its LoRA metadata")
-        with jlora.use(batch, without=loras.heads):
-            return cls.__call__(self, *args)
-
-    def compute_logits(self: Any, hidden_states: Any) -> Any:
-        if not loras.heads:
-            return cls.compute_logits(self, hidden_states)
-        hidden_states, batch = hidden_states
-        with jlora.use(batch, without=["*"]):
-            return cls.compute_logits(self, hidden_states)
-
-    body = {"__call__": call, "compute_logits": compute_logits, "jlora_loras": loras, "__module__": cls.__module__}
-    object.__setattr__(model, "__class__", type(cls)(f"{cls.__name__}WithLoRA", (cls,), body))

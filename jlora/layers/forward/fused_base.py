@@ -134,9 +134,10 @@ def fused_base(
 
 def _given_product(layer: nnx.Module, site: Site, scope: Scope, spec: LinearSpec, product: Product, x: Array) -> Array:
     """Return the output of a layer that computes `product(x, kernel) + bias`, with its LoRA."""
-    kernel: Array = vars(layer)[spec.param][...]
     axes = _product_axes(spec, x)
     assert axes is not None  # `can_fuse`
+    assert spec.param is not None  # `LinearSpec`
+    kernel: Array = vars(layer)[spec.param][...]
     out = _with_lora(layer, site, scope, x, x.dtype, kernel, axes, product)
     out = product(x, kernel) if out is None else out
     bias: Any = None if spec.bias is None else vars(layer).get(spec.bias)

@@ -76,14 +76,15 @@ def rows_of_call(
     x, args, kwargs = first_input(parameters, args, kwargs)
     of_in, of_out = parts_of(site)
     sizes = spec.in_features // of_in, spec.out_features // of_out
-    pack: Callable[[Array], Any] = _unchanged
+    pack: Callable[[Any], Any] = _unchanged
     bias = added_bias(layer, site, spec)
     pair: tuple[Any, ...] = y if is_list_or_tuple(y) and type(y) is tuple else ()
     if len(pair) == 2 and _is_array(pair[0]) and (pair[1] is None or _is_bias(pair[1], sizes[1], pair[0])):
         # (projection, bias that the caller adds): the delta belongs to the projection.
         y, pack = pair[0], lambda out: (out, pair[1])
         bias = None
-    if not _is_array(x) or not _is_array(y) or not jnp.issubdtype(y.dtype, jnp.floating):
+    parts = y if is_list_or_tuple(y) and spec.rows is not None else (y,)  # `rows` may take an output of several parts
+    if not all(_is_array(each) and jnp.issubdtype(each.dtype, jnp.floating) for each in parts) or not _is_array(x):
         raise LoRAError(
             "a linear layer takes an array and returns the projection of it, a floating array or (array, bias); this "
             f"one took {_describe(x)} and returned {_describe(y)}. Say what it computes with jlora.register_layer, or "
@@ -111,7 +112,7 @@ def added_bias(layer: nnx.Module, site: Site, spec: LinearSpec) -> Array | None:
     return None if held is None else jnp.reshape(held[...], -1)
 
 
-def _unchanged(rows: Array) -> Array:
+def _unchanged(rows: Any) -> Any:
     return rows
 
 

@@ -6,9 +6,12 @@ docs/upstream.md has the hook of tpu-inference that would replace all but the la
 import dataclasses
 import functools
 import inspect
+import os
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+
+import jax
 
 from jlora.integrations.vllm_jax.drift import check_parameters, drift
 from jlora.integrations.vllm_jax.worker import WorkerLoRAs, lora_manager
@@ -25,12 +28,15 @@ def install() -> None:
     from tpu_inference.models.common import model_loader  # type: ignore[import-not-found]
     from tpu_inference.models.common.interface import ModelInterface  # type: ignore[import-not-found]
     from tpu_inference.runner.lora_utils import LoraUtils  # type: ignore[import-not-found]
+    from tpu_inference.worker.tpu_worker import TPUWorker  # type: ignore[import-not-found]
     from vllm.v1.core import kv_cache_utils  # type: ignore[import-not-found]
     from vllm.v1.engine.core import EngineCore  # type: ignore[import-not-found]
 
     of_step = "num_scheduled_tokens_per_req total_num_scheduled_tokens padded_total_num_scheduled_tokens"
     versions = Counter[int]()
+    of_device = "self tpu_process_bounds tpu_chips_per_process_bounds tpu_visible_chips"
     hooks: list[tuple[Any, str, str, Callable[[Function], Function]]] = [
+        (TPUWorker, "init_device", of_device, _join_hosts),
         (model_loader, "_get_nnx_model", "model_class vllm_config rng mesh pooler is_draft_model", _wrap_model),
         (model_loader, "get_flax_model", "vllm_config rng mesh is_draft_model", _serve_model),
         (LoraUtils, "set_active_loras", f"self {of_step}", _start_step),
@@ -46,6 +52,24 @@ def install() -> None:
     for owner, name, _, make in hooks:
         theirs = getattr(owner, name)
         setattr(owner, name, functools.wraps(theirs)(make(theirs)))
+
+
+def _join_hosts(theirs: Function) -> Function:
+    """Start JAX's coordination service between the hosts of a slice before a worker looks for its devices.
+
+    Managers agree through it (`jlora/manager/multihost.py`). vLLM's Ray executors start none: the devices of other
+    hosts come from the TPU runtime alone. JAX finds the hosts of a slice by itself, as `jax.distributed.initialize`
+    documents.
+    """
+
+    def init_device(self: Any, *args: Any, **kwargs: Any) -> None:
+        config = self.vllm_config
+        hosts = os.environ.get("TPU_MULTIHOST_BACKEND") == "ray" and config.parallel_config.pipeline_parallel_size == 1
+        if config.lora_config is not None and hosts and not jax.distributed.is_initialized():
+            jax.distributed.initialize()
+        theirs(self, *args, **kwargs)
+
+    return init_device
 
 
 def _wrap_model(theirs: Function) -> Function:

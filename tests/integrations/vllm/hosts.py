@@ -1,4 +1,4 @@
-"""Two hosts of a slice on one machine: two Ray nodes, each with one TPU by name, and the environment of its pod on GKE."""
+"""Two hosts of a slice on one machine: Ray nodes with one TPU each, by name, and the environment of pods on GKE."""
 
 import subprocess
 import sys
@@ -35,7 +35,8 @@ def two_hosts(folder: Path, environment: Mapping[str, str]) -> Iterator[tuple[di
     }
     with ExitStack() as stack:
         first, nodes = {}, []
-        for i, place in enumerate((("--head", f"--port={port}", "--include-dashboard=false"), (f"--address=127.0.0.1:{port}",))):
+        places = [["--head", f"--port={port}", "--include-dashboard=false"], [f"--address=127.0.0.1:{port}"]]
+        for i, place in enumerate(places):
             home = folder / f"home{i}"
             home.mkdir()
             variables = {**common, "HOME": str(home), "TPU_WORKER_ID": str(i)}

@@ -27,6 +27,9 @@ def two_hosts(folder: Path, environment: Mapping[str, str]) -> Iterator[tuple[di
         # JAX reads these on GKE. The first has it look for them where there is no TPU.
         "JAX_FORCE_TPU_INIT": "1",
         "TPU_WORKER_HOSTNAMES": "localhost,localhost",
+        "MEGASCALE_COORDINATOR_ADDRESS": "localhost",
+        "MEGASCALE_NUM_SLICES": "1",
+        "MEGASCALE_SLICE_ID": "0",
         "JAX_COORDINATOR_PORT": str(coordinator),
         "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
         "VLLM_HOST_IP": ray.util.get_node_ip_address(),

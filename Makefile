@@ -61,12 +61,14 @@ NEWEST_PYTHON ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12*/
 NEWEST_TESTS := test_compat.py $(addprefix layers/test_,batch.py explicit_mesh.py layer_kinds.py scope.py sharded.py transforms.py) \
   $(addprefix pallas/,$(addprefix test_,api.py gpus.py xla.py) mosaic_tpu/test_lora.py triton/test_lora.py) \
   $(addprefix manager/test_,lru.py mesh.py slot_arrays.py prepare.py transfers.py) serve/engine/test_engine.py
+# Then the plugin for vLLM JAX, with stubs of all that tpu-inference requires: in a run of its own, as they stay imported.
 test-newest:
 	@python="$(NEWEST_PYTHON)"; if [ -n "$$python" ]; then \
 	  $(MAKE) --no-print-directory NEWEST_PYTHON="$$python" .venv-newest/.test && \
 	  .venv-newest/bin/python -c 'import sys, flax, jax; print("Python", sys.version.split()[0], "JAX", jax.__version__, "Flax", flax.__version__)' && \
 	  .venv-newest/bin/jlora demo && \
-	  .venv-newest/bin/python -m pytest -m "not slow and not mesh" -n $(WORKERS) $(addprefix tests/,$(NEWEST_TESTS)); \
+	  .venv-newest/bin/python -m pytest -m "not slow and not mesh" -n $(WORKERS) $(addprefix tests/,$(NEWEST_TESTS)) && \
+	  PYTHONPATH=.venv-newest/tpu-inference .venv-newest/bin/python -m pytest -n $(WORKERS) tests/integrations/test_vllm_jax.py; \
 	else echo "Left out: the newest JAX needs Python 3.12, on the PATH or in ~/.pyenv/versions"; fi
 
 # vLLM's own server and executors with jlora as their plugin, on CPUs: 11 GB of packages. Needs Python 3.12.
@@ -157,6 +159,8 @@ endif
 	@echo "Installing jlora, the newest JAX and the tests' requirements into .venv-newest (a minute or two, once)"
 	@$(NEWEST_PYTHON) -m venv --clear .venv-newest
 	@.venv-newest/bin/python -m pip install -qq --disable-pip-version-check -e '.[test]'
+	@.venv-newest/bin/python -m pip install -qq --disable-pip-version-check --no-deps --target .venv-newest/tpu-inference \
+	  tpu-inference==0.32.0
 	@touch $@
 
 .venv-vllm/.test: pyproject.toml

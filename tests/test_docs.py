@@ -13,6 +13,7 @@ import jlora
 import jlora.errors
 import jlora.integrations.qwix
 import jlora.integrations.tunix
+import jlora.integrations.vllm_jax
 import jlora.models
 import jlora.ops
 import jlora.serve
@@ -65,7 +66,7 @@ def public_names() -> set[str]:
         ]
         assert public
         names |= {f"{module.__name__}.{name}" for name in public}
-    for module in (jlora.integrations.qwix, jlora.integrations.tunix):
+    for module in (jlora.integrations.qwix, jlora.integrations.tunix, jlora.integrations.vllm_jax):
         own = {name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}
         names |= {f"{module.__name__}.{name}" for name in own if not name.startswith("_")}
     return names

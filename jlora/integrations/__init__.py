@@ -1,4 +1,5 @@
-"""Modules that join jlora with other libraries: `qwix` (LoRA training) and `tunix` (models and rollouts).
+"""Modules that join jlora with other libraries.
 
-Import the one that is needed. None imports its library before a function of it runs.
+`qwix` is for LoRA training, `tunix` for models and rollouts, and `vllm_jax` a plugin for vLLM on TPUs. Import the one
+that is needed. None imports its library before a function of it runs.
 """

@@ -143,7 +143,7 @@ def einsum_spec(
       in_index: as in `LinearSpec`: positions in the flattened in axes, in the kernel's order, that belong to a
         checkpoint, for padded heads or interleaved shards.
       out_index: the same for the out axes.
-      out_blocks: as in `LinearSpec`, instead of `out_index`, for repeated heads: runs of the flattened out axes.
+      out_blocks: as in `LinearSpec`, instead of `out_index`: runs of the flattened out axes, which may be repeated.
       dtype: dtype of the slots, as in `LinearSpec`.
       bias: name of the attribute that the layer adds to its output, as in `LinearSpec`, in the order of the output's
         axes.

@@ -29,6 +29,7 @@ from tpu_inference.layers.jax.quantization.fp8 import Fp8TensorwiseLinearMethod
 from vllm.v1.core import kv_cache_utils
 
 from jlora.integrations.vllm_jax import register
+from jlora.integrations.vllm_jax.drift import check_parameters
 from jlora.integrations.vllm_jax.layers import describe_layers
 from tests.integrations import vllm_steps
 from tests.integrations.vllm_stubs import LoRAAdapterNotFoundError, LoRARequest
@@ -341,3 +342,76 @@ class Fp8(QuantizationConfig):
 
     def get_quant_method(self, layer, prefix):
         return Fp8TensorwiseLinearMethod(layer, QuantLinearConfig(layer, enable_sp=False))
+
+
+def test_tied_table_serves_logits(tmp_path):
+    """Qwen2's layers have biases. The oracle is a model with a head of its own, a copy of the table."""
+    tied, untied = (
+        vllm_steps.vllm_config(vllm_steps.hf_config("Qwen2", tie_word_embeddings=tie, num_hidden_layers=1), 2)
+        for tie in (True, False)
+    )
+    hf = untied.model_config.hf_config
+    runner = vllm_steps.Runner(tied, 2)
+    assert runner.lora_manager.heads == ("model.embed_tokens.attend",)
+    deltas = write_adapter(tmp_path / "a", module_sizes(hf))
+    a = load(runner, "a", 1, tmp_path / "a")
+    mixed = requests_of(hf, [a, None])
+    own_head = vllm_steps.make_model(vllm_steps.qwen2.Qwen2ForCausalLM, untied, jax.random.PRNGKey(0), runner.mesh)
+    table, head = (np.asarray(x[...]) for x in (own_head.model.embed_tokens.weight, own_head.lm_head.weight))
+    copied = {"lm_head": table.T - head}
+    merged = deltas | {"lm_head": deltas["lm_head"] + copied["lm_head"]}
+    base, want = merged_logits(untied, 2, [copied, merged], mixed)
+    got = runner.step(mixed)
+    assert_close(got[0], want[0])
+    assert_close(got[1], base[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (
+            {"parallel_config": SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=2)},
+            "pipeline parallelism",
+        ),
+        ({"additional_config": {"enable_continue_decode": True}}, "enable_continue_decode"),
+    ],
+)
+def test_refused_configurations_are_named(change, named):
+    config = vllm_steps.vllm_config(vllm_steps.hf_config("Llama", num_hidden_layers=1), **change)
+    with pytest.raises(jlora.LoRAError, match=named):
+        vllm_steps.Runner(config)
+
+
+def test_drafts_refuse_heads_and_get_no_adapters(tmp_path):
+    hf = vllm_steps.hf_config("Qwen3", num_hidden_layers=1)
+    config = vllm_steps.vllm_config(hf, speculative_config=SimpleNamespace(method="eagle3", draft_model_config=None))
+    runner = vllm_steps.Runner(config)
+    assert runner.lora_manager.heads == ()
+    write_adapter(tmp_path / "a", {"lm_head": (hf.hidden_size, hf.vocab_size)})
+    with pytest.raises(jlora.AdapterMismatchError, match="speculative decoding"):
+        load(runner, "a", 1, tmp_path / "a")
+    model = vllm_steps.model_loader._get_nnx_model(
+        vllm_steps.qwen3.Qwen3ForCausalLM, config, jax.random.PRNGKey(0), runner.mesh, is_draft_model=True
+    )
+    assert type(model) is vllm_steps.qwen3.Qwen3ForCausalLM
+
+
+def test_drift_is_named():
+    class Drifted:
+        def set_active_loras(self, batch):
+            pass
+
+    check_parameters(Drifted, "set_active_loras", "self batch")
+    for name, found in (
+        ("set_active_loras", r"takes \(self, batch\), not \(self, counts\)"),
+        ("gone", "does not exist"),
+    ):
+        with pytest.raises(jlora.LoRAError, match=rf"Drifted.{name} {found}"):
+            check_parameters(Drifted, name, "self counts")
+
+
+def test_step_without_metadata_raises():
+    runner = vllm_steps.Runner(vllm_steps.vllm_config(vllm_steps.hf_config("Llama", num_hidden_layers=1)))
+    runner.lora_utils.extract_lora_metadata = lambda: None
+    with pytest.raises(jlora.LoRAError, match="no LoRA metadata"):
+        runner.step([(None, np.arange(3))])

@@ -83,18 +83,20 @@ def rows_of_call(
         # (projection, bias that the caller adds): the delta belongs to the projection.
         y, pack = pair[0], lambda out: (out, pair[1])
         bias = None
-    parts = y if is_list_or_tuple(y) and spec.rows is not None else (y,)  # `rows` may take an output of several parts
-    if not all(_is_array(each) and jnp.issubdtype(each.dtype, jnp.floating) for each in parts) or not _is_array(x):
+    # An output of several parts is for `rows`.
+    parts: Sequence[Any] = pair if spec.rows is not None and y is pair else (y,)
+    if not _is_array(x) or not all(_is_array(each) and jnp.issubdtype(each.dtype, jnp.floating) for each in parts):
         raise LoRAError(
             "a linear layer takes an array and returns the projection of it, a floating array or (array, bias); this "
             f"one took {_describe(x)} and returned {_describe(y)}. Say what it computes with jlora.register_layer, or "
             "leave it out with LoRAConfig.exclude_modules"
         )
+    output: Any = y
     restore: Restore
     if spec.rows is None:
-        flat, base, restore = x, y, _unchanged
+        flat, base, restore = x, output, _unchanged
     else:
-        flat, base, restore = spec.rows(layer, x, y, *args, **kwargs)
+        flat, base, restore = spec.rows(layer, x, output, *args, **kwargs)
     if flat.shape[:-1] != base.shape[:-1] or (*flat.shape[-1:], *base.shape[-1:]) != sizes:
         raise LoRAError(
             f"its spec says rows of {sizes[0]} features in and {sizes[1]} out, and a call took "
@@ -102,7 +104,7 @@ def rows_of_call(
             "LoRAConfig.exclude_modules"
         )
     if bias is not None and isinstance(spec.rows, EinsumRows):
-        bias = spec.rows.flat_bias(bias, x, y, *args, **kwargs)
+        bias = spec.rows.flat_bias(bias, x, output, *args, **kwargs)
     return flat, base, lambda rows: pack(restore(rows)), bias
 
 

@@ -3,6 +3,7 @@
 These functions of tpu-inference 0.32 read or need a TPU. Each is replaced by one that does the same on any device:
 
 - `utils.make_optimized_mesh` sorts the devices by their coordinates on the torus (`x.coords`).
+- `distributed.utils.get_device_topology_order_id` orders hosts by those coordinates.
 - `utils.hbm_usage_bytes` reads the memory of the device, or knows it from the name of the TPU.
 - `utils.general_device_put` puts arrays on devices that copy; CPUs share the memory of the runner's buffers, which the
   next step overwrites.
@@ -76,6 +77,7 @@ def register() -> None:
     from tpu_inference import utils
     from tpu_inference.layers.common import attention_interface
     from tpu_inference.runner import tpu_runner
+    from tpu_inference.worker import tpu_worker
 
     put = utils.general_device_put
 
@@ -86,6 +88,7 @@ def register() -> None:
     for module, name, instead in [
         (utils, "make_optimized_mesh", mesh),
         (tpu_runner, "make_optimized_mesh", mesh),
+        (tpu_worker, "get_device_topology_order_id", lambda local, devices: jax.process_index()),
         (utils, "hbm_usage_bytes", memory),
         (utils, "general_device_put", put_copy),
         (attention_interface, "ragged_paged_attention", attention),

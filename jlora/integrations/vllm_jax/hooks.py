@@ -57,16 +57,21 @@ def install() -> None:
 def _join_hosts(theirs: Function) -> Function:
     """Start JAX's coordination service between the hosts of a slice before a worker looks for its devices.
 
-    Managers agree through it (`jlora/manager/multihost.py`). vLLM's Ray executors start none: the devices of other
-    hosts come from the TPU runtime alone. JAX finds the hosts of a slice by itself, as `jax.distributed.initialize`
-    documents.
+    Managers agree through it. vLLM's Ray executors start none: the devices of other hosts come from the TPU runtime
+    alone. JAX finds the hosts by itself. If it does not, the manager of a model on several hosts refuses to start; a
+    model on one host, or on torchax, needs no service.
     """
 
     def init_device(self: Any, *args: Any, **kwargs: Any) -> None:
         config = self.vllm_config
         hosts = os.environ.get("TPU_MULTIHOST_BACKEND") == "ray" and config.parallel_config.pipeline_parallel_size == 1
         if config.lora_config is not None and hosts and not jax.distributed.is_initialized():
-            jax.distributed.initialize()
+            try:
+                jax.distributed.initialize()
+            except (ValueError, RuntimeError, OSError) as error:
+                from vllm.logger import init_logger  # type: ignore[import-not-found]
+
+                init_logger(__name__).warning("jax.distributed.initialize() does not find the hosts: %s", error)
         theirs(self, *args, **kwargs)
 
     return init_device

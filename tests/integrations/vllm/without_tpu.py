@@ -7,6 +7,7 @@ These functions of tpu-inference 0.32 read or need a TPU. Each is replaced by on
 - `utils.hbm_usage_bytes` reads the memory of the device, or knows it from the name of the TPU.
 - `utils.general_device_put` puts arrays on devices that copy; CPUs share the memory of the runner's buffers, which the
   next step overwrites.
+- `layers.common.utils.cpu_mesh` takes the first CPU device, which is the first host's where CPUs are the slice.
 - `compiler_options` has flags that only the compiler for TPUs knows (`xla_tpu_*`).
 - `ragged_paged_attention` is a Pallas kernel of Mosaic. `attention` below reads and writes the same paged cache.
 
@@ -68,6 +69,10 @@ def mesh(axis_shapes: Any, axis_names: Any, *, devices: Any = None) -> jax.shard
     return jax.sharding.Mesh(np.array(devices).reshape(axis_shapes), axis_names)
 
 
+def host_mesh() -> jax.sharding.Mesh:
+    return jax.sharding.Mesh(np.array(jax.local_devices()[:1]), ("cpu",))
+
+
 def memory(devices: Any) -> list[tuple[int, int]]:
     return [(0, MEMORY) for _ in devices]
 
@@ -76,6 +81,7 @@ def register() -> None:
     """Replace the functions, in each process that vLLM starts."""
     from tpu_inference import utils
     from tpu_inference.layers.common import attention_interface
+    from tpu_inference.layers.common import utils as common_utils
     from tpu_inference.runner import tpu_runner
     from tpu_inference.worker import tpu_worker
 
@@ -89,6 +95,7 @@ def register() -> None:
         (utils, "make_optimized_mesh", mesh),
         (tpu_runner, "make_optimized_mesh", mesh),
         (tpu_worker, "get_device_topology_order_id", lambda local, devices: jax.process_index()),
+        (common_utils, "cpu_mesh", host_mesh),
         (utils, "hbm_usage_bytes", memory),
         (utils, "general_device_put", put_copy),
         (attention_interface, "ragged_paged_attention", attention),

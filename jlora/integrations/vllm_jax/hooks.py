@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+import jlora
 from jlora.integrations.vllm_jax.drift import check_parameters, drift
 from jlora.integrations.vllm_jax.worker import WorkerLoRAs, lora_manager
 
@@ -31,6 +32,7 @@ def install() -> None:
     from tpu_inference.worker.tpu_worker import TPUWorker  # type: ignore[import-not-found]
     from vllm.v1.core import kv_cache_utils  # type: ignore[import-not-found]
     from vllm.v1.engine.core import EngineCore  # type: ignore[import-not-found]
+    from vllm.v1.executor.abstract import Executor  # type: ignore[import-not-found]
 
     of_step = "num_scheduled_tokens_per_req total_num_scheduled_tokens padded_total_num_scheduled_tokens"
     versions = Counter[int]()
@@ -41,6 +43,8 @@ def install() -> None:
         (model_loader, "get_flax_model", "vllm_config rng mesh is_draft_model", _serve_model),
         (LoraUtils, "set_active_loras", f"self {of_step}", _start_step),
         (LoraUtils, "extract_lora_metadata", "self", _step_batch),
+        (TPUWorker, "add_lora", "self lora_request", _return_errors),
+        (Executor, "add_lora", "self lora_request", _raise_errors),
         (EngineCore, "add_lora", "self lora_request", functools.partial(_count_reloads, versions)),
         (kv_cache_utils, "_gen_lora_extra_hash_keys", "request", functools.partial(_cache_key, versions)),
     ]
@@ -167,6 +171,34 @@ def _step_batch(theirs: Function) -> Function:
         return loras.metadata() if isinstance(loras, WorkerLoRAs) else theirs(self)
 
     return extract_lora_metadata
+
+
+def _return_errors(theirs: Function) -> Function:
+    """Return the message of a failed load from a worker to the engine.
+
+    vLLM's executors of several workers stop at the first that raises. The answers of the others stay in their queues,
+    where the next call takes them for its own, and the engine dies.
+    """
+
+    def add_lora(self: Any, lora_request: Any) -> bool | str:
+        try:
+            return theirs(self, lora_request)
+        except Exception as error:
+            return str(error)
+
+    return add_lora
+
+
+def _raise_errors(theirs: Function) -> Function:
+    """Raise the first error that workers returned for a load."""
+
+    def add_lora(self: Any, lora_request: Any) -> bool:
+        answers = self.collective_rpc("add_lora", args=(lora_request,))
+        if errors := [answer for answer in answers if isinstance(answer, str)]:
+            raise jlora.LoRAError(errors[0])
+        return all(answers)
+
+    return add_lora
 
 
 def _count_reloads(versions: Counter[int], theirs: Function) -> Function:

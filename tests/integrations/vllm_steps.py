@@ -48,7 +48,7 @@ def make_model(model_class, vllm_config, rng, mesh, pooler=None, is_draft_model=
         nnx.update(model, jax.lax.with_sharding_constraint(state, nnx.get_partition_spec(state)))
         return model
 
-    with mesh:
+    with jax.set_mesh(mesh):
         return create()
 
 
@@ -88,7 +88,10 @@ def hf_config(architecture: str, **given: Any) -> SimpleNamespace:
         "rope_parameters": {},
         "rope_scaling": None,
     }
-    return SimpleNamespace(**(sizes | given))
+    found = SimpleNamespace(**(sizes | given))
+    if architecture == "Qwen2":
+        found.text_config = found  # which its class reads
+    return found
 
 
 def vllm_config(hf: SimpleNamespace, tensor: int = 1, lora: dict[str, Any] | None = None, **given: Any) -> Any:
@@ -134,10 +137,33 @@ class Runner:
         if self.lora_manager is not None:
             self.core.model_executor = SimpleNamespace(add_lora=self.lora_manager.add_adapter)
 
+    def warm_up(self, sizes: list[int]) -> None:
+        """Compile steps as the runner does: prepare each, then run all. Then compile the logits of eight rows."""
+        tasks = []
+        for rows in sizes:
+            self.lora_manager.set_active_adapters(set(), SimpleNamespace(index_mapping=(0,) * rows))
+            tasks.append((rows, self.lora_utils.extract_lora_metadata()))
+        with jax.set_mesh(self.mesh):
+            for rows, batch in tasks:
+                hidden = self._run(
+                    jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.int32), batch
+                )
+            assert self.compute_logits_fn.lower(self.state_leaves, hidden[:8], tasks[-1][1]).compile()
+        self.lora_manager.remove_all_adapters()
+
+    def _run(self, tokens: Any, positions: Any, sequence: Any, batch: Any) -> jax.Array:
+        metadata = Metadata(jnp.asarray(positions, jnp.int32), jnp.asarray(sequence, jnp.int32))
+        ids, caches = jnp.asarray(tokens, jnp.int32), [None] * self.layers
+        args = (caches, ids, metadata, None, metadata.input_positions, (), batch, None, True, True)
+        return self.model_fn(self.state_leaves, *args)[1]
+
     def step(
-        self, requests: list[tuple[LoRARequest | None, np.ndarray]], rows: int = 16, logit_rows: int = 8
+        self, requests: list[tuple[LoRARequest | None, np.ndarray]], *, rows: int = 16, prompt_logprobs: bool = False
     ) -> np.ndarray:
-        """Run one step as the runner does, and return the logits of the last token of each request."""
+        """Run one step as the runner does, and return the logits of the last token of each request.
+
+        With `prompt_logprobs`, logits are computed for all rows and then chosen.
+        """
         counts = np.array([len(tokens) for _, tokens in requests])
         loras = [lora for lora, _ in requests]
 
@@ -146,21 +172,20 @@ class Runner:
             by_token = np.repeat(numbers, counts)
             return tuple(numbers), tuple(by_token), {lora.lora_int_id: lora for lora in loras if lora}.values()
 
-        self.input_batch = SimpleNamespace(make_lora_inputs=make_lora_inputs, num_prompt_logprobs={})
+        logprobs = {"request": 1} if prompt_logprobs else {}
+        self.input_batch = SimpleNamespace(make_lora_inputs=make_lora_inputs, num_prompt_logprobs=logprobs)
         pad = rows - counts.sum()
         positions = np.concatenate([*map(np.arange, counts), np.zeros(pad, int)])
         sequence = np.repeat(np.arange(len(counts) + 1), [*counts, pad])
         tokens = np.concatenate([*(tokens for _, tokens in requests), np.zeros(pad, int)])
-        metadata = Metadata(jnp.asarray(positions, jnp.int32), jnp.asarray(sequence, jnp.int32))
         with jax.set_mesh(self.mesh):
+            batch = None
             if self.vllm_config.lora_config is not None:
                 self.lora_utils.set_active_loras(counts, counts.sum(), rows)
                 batch = self.lora_utils.extract_lora_metadata()
-            else:
-                batch = None
-            ids, last = jnp.asarray(tokens, jnp.int32), np.cumsum(counts) - 1
-            args = ([None] * self.layers, ids, metadata, None, metadata.input_positions, (), batch, None, True, True)
-            hidden = self.model_fn(self.state_leaves, *args)[1]
-            chosen = np.concatenate([last, np.zeros(logit_rows - len(last), int)])
-            logits = self.compute_logits_fn(self.state_leaves, hidden[chosen], batch)
-        return np.asarray(logits)[: len(counts)]
+            hidden = self._run(tokens, positions, sequence, batch)
+            last = np.cumsum(counts) - 1
+            if prompt_logprobs:
+                return np.asarray(self.compute_logits_fn(self.state_leaves, hidden, batch))[last]
+            hidden = hidden[np.concatenate([last, np.zeros(8 - len(last), int)])]
+            return np.asarray(self.compute_logits_fn(self.state_leaves, hidden, batch))[: len(counts)]

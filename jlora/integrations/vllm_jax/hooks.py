@@ -90,7 +90,7 @@ def _wrap_model(theirs: Function) -> Function:
         model = theirs(model_class, vllm_config, rng, mesh, pooler=pooler, is_draft_model=is_draft_model)
         if vllm_config.lora_config is not None and not is_draft_model:
             manager = lora_manager(model, vllm_config, mesh)
-            _take_metadata(model, WorkerLoRAs(manager, vllm_config.scheduler_config.max_num_seqs))
+            take_metadata(model, WorkerLoRAs(manager, vllm_config.scheduler_config.max_num_seqs))
         return model
 
     return get_nnx_model
@@ -111,7 +111,7 @@ def _serve_model(theirs: Function) -> Function:
     return get_flax_model
 
 
-def _take_metadata(model: Any, loras: WorkerLoRAs) -> None:
+def take_metadata(model: Any, loras: WorkerLoRAs) -> None:
     """Make a model serve the LoRA metadata that its calls get, and its logits that beside the hidden states.
 
     Raises:

@@ -81,7 +81,8 @@ class WorkerLoRAs:
         self._max_requests = max_requests
         self._names: dict[int, str] = {}  # vLLM's number -> name in the manager
         self._row_adapters: Adapters = ()  # of the requests of the step
-        self._open: list[jlora.LoRABatch] = []  # the batch of the step, and those of its logits
+        self._step: jlora.LoRABatch | None = None
+        self._open: list[jlora.LoRABatch] = []  # the batch of the step and those of its logits, or of a warm-up
         self._all_rows = False  # the step computes logits of every token
         self._places: list[int] = []  # of the slot arrays among the leaves of the runner's state
         self._current: tuple[Any, Any] = None, None  # slots, and the leaves with them
@@ -125,6 +126,7 @@ class WorkerLoRAs:
         known = {request.lora_int_id: self._names.get(request.lora_int_id) or _own(request) for request in requests}
         adapters = [known[int(number)] if number else None for number in numbers]
         self._all_rows = bool(runner.input_batch.num_prompt_logprobs)
+        self._close()
         self._prepare(adapters, counts, padded_total)
         self._names.update((request.lora_int_id, _own(request).name) for request in requests)
         slots = self.manager.slots
@@ -142,30 +144,34 @@ class WorkerLoRAs:
           logits_rows: None for the model; for the logits, their rows: one for each request and padding, or every row
             of the step.
         """
-        if logits_rows is None:
-            return {"step": self._open[0]}
-        if not self._all_rows:
-            rest = logits_rows - len(self._row_adapters)
-            self._open.append(self.manager.prepare([*self._row_adapters, *[None] * rest]))
+        if self._step is None:
+            raise jlora.LoRAError("a step of a model with LoRA was not prepared, so it would serve the base model")
+        if logits_rows is None or self._all_rows:
+            return {"step" if logits_rows is None else "logits": self._step}
+        rest = logits_rows - len(self._row_adapters)
+        self._open.append(self.manager.prepare([*self._row_adapters, *[None] * rest]))
         return {"logits": self._open[-1]}
 
     def _prepare(self, adapters: "Adapters", counts: Sequence[int], rows: int) -> None:
-        self._close()
         rest = self._max_requests - len(adapters)
         counts = [*map(int, counts), *[0] * rest]
-        self._open = [self.manager.prepare([*adapters, *[None] * rest], counts, pad_to=rows)]
+        self._step = self.manager.prepare([*adapters, *[None] * rest], counts, pad_to=rows)
+        self._open.append(self._step)
         self._row_adapters = adapters
 
     def _close(self) -> None:
-        """End the leases of the last step, which has been dispatched."""
+        """End the leases of the last step, which has been dispatched, or of a warm-up."""
         for batch in self._open:
             batch.close()
-        self._open = []
+        self._open, self._step = [], None
 
     # --- vLLM's protocol ----------------------------------------------------------------------------------------
 
     def set_active_adapters(self, requests: Iterable[Any], mapping: Any) -> None:
-        """Prepare a step of the base model alone, with the rows of `mapping`; vLLM compiles steps with it."""
+        """Prepare a step of the base model alone, with the rows of `mapping`.
+
+        vLLM compiles steps with it, in a second pass over all sizes, so these batches stay open until the first step.
+        """
         self._all_rows = False
         self._prepare((), (), len(mapping.index_mapping))
 
@@ -206,8 +212,9 @@ class WorkerLoRAs:
         return {number for number, name in self._names.items() if name in loaded}
 
     def remove_all_adapters(self) -> None:
-        """Remove all adapters."""
-        self._close()
+        """Remove all adapters. vLLM also calls it at the end of a warm-up."""
+        if self._names:
+            self._close()
         self.manager.remove_all_adapters()
         self._names.clear()
 

@@ -73,9 +73,7 @@ def _join_hosts(theirs: Function) -> Function:
             try:
                 jax.distributed.initialize()
             except (ValueError, RuntimeError, OSError) as error:
-                from vllm.logger import init_logger  # type: ignore[import-not-found]
-
-                init_logger(__name__).warning("jax.distributed.initialize() does not find the hosts: %s", error)
+                _logger().warning("jax.distributed.initialize() does not find the hosts: %s", error)
         theirs(self, *args, **kwargs)
 
     return init_device
@@ -184,6 +182,7 @@ def _return_errors(theirs: Function) -> Function:
         try:
             return theirs(self, lora_request)
         except Exception as error:
+            _logger().warning("adapter %s is not loaded: %s", lora_request.lora_name, error)
             return str(error)
 
     return add_lora
@@ -227,6 +226,11 @@ def _cache_key(versions: Counter[int], theirs: Function) -> Function:
 
 @functools.cache
 def _log_torchax() -> None:
+    _logger().info("jlora serves JAX models; this one runs on torchax and keeps vLLM's own LoRA")
+
+
+def _logger() -> Any:
+    """Return a logger under that of vLLM, which alone has a handler."""
     from vllm.logger import init_logger  # type: ignore[import-not-found]
 
-    init_logger(__name__).info("jlora serves JAX models; this one runs on torchax and keeps vLLM's own LoRA")
+    return init_logger(f"vllm.{__name__}")

@@ -166,7 +166,7 @@ endif
 .venv-vllm/.test: pyproject.toml
 	@echo "Installing jlora, vLLM and tpu-inference into .venv-vllm (many minutes, once)"
 	@$(NEWEST_PYTHON) -m venv --clear .venv-vllm
-	@.venv-vllm/bin/python -m pip install -qq --disable-pip-version-check -e '.[vllm]' pytest pytest-timeout chex httpx hypothesis
+	@.venv-vllm/bin/python -m pip install -qq --disable-pip-version-check -e '.[vllm]' pytest pytest-timeout httpx hypothesis
 	@touch $@
 
 # torch comes first and from its own CPU page where that can be reached: the Linux wheel of the general index brings

@@ -34,7 +34,6 @@ def environment(folder: Path, entry: str = "without_tpu", **others: str) -> dict
         "TPU_ACCELERATOR_TYPE": "v6e-1",  # else it is looked up over the network
         "TPU_NAME": "none",
         "TPU_WORKER_ID": "0",
-        "SKIP_JAX_PRECOMPILE": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",

@@ -71,7 +71,7 @@ test-newest:
 	  PYTHONPATH=.venv-newest/tpu-inference .venv-newest/bin/python -m pytest -n $(WORKERS) tests/integrations/test_vllm_jax.py; \
 	else echo "Left out: the newest JAX needs Python 3.12, on the PATH or in ~/.pyenv/versions"; fi
 
-# vLLM's own server and executors with jlora as their plugin, on CPUs: 11 GB of packages. Needs Python 3.12.
+# vLLM's own server and executors with jlora as their plugin, on CPUs: 10 GB of packages. Needs Python 3.12.
 test-vllm:
 	@test -n "$(NEWEST_PYTHON)" || { echo "vLLM JAX needs Python 3.12, on the PATH or in ~/.pyenv/versions" >&2; exit 1; }
 	@$(MAKE) --no-print-directory NEWEST_PYTHON="$(NEWEST_PYTHON)" .venv-vllm/.test

@@ -24,6 +24,7 @@ def two_hosts(folder: Path, environment: Mapping[str, str]) -> Iterator[tuple[di
     common = {
         **environment,
         "TPU_MULTIHOST_BACKEND": "ray",
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "120",  # the wait of vLLM's engine for a step of a lost host
         "SKIP_JAX_PRECOMPILE": "1",  # one host compiles ahead in test_serve.py
         # JAX reads these on GKE. The first has it look for them where there is no TPU.
         "JAX_FORCE_TPU_INIT": "1",

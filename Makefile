@@ -9,8 +9,8 @@ comma := ,
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 TORCH_CPU_WHEELS := https://download.pytorch.org/whl/cpu/torch/
 
-.PHONY: demo serve check test test-gpu test-tpu test-mesh test-slow test-browser test-newest parity aot-gpu lint format \
-  bench notebooks docs dist clean same-python
+.PHONY: demo serve check test test-gpu test-tpu test-mesh test-slow test-browser test-newest test-vllm parity aot-gpu \
+  lint format bench notebooks docs dist clean same-python
 
 demo: .venv/.demo
 	@$(BIN)/jlora demo
@@ -72,6 +72,12 @@ test-newest:
 	  PYTHONPATH=.venv-newest/tpu-inference .venv-newest/bin/python -m pytest -n $(WORKERS) tests/integrations/test_vllm_jax.py; \
 	else echo "Left out: the newest JAX needs Python 3.12, on the PATH or in ~/.pyenv/versions"; fi
 
+# vLLM's own server and executors with jlora as their plugin, on CPUs: 10 GB of packages. Needs Python 3.12.
+test-vllm:
+	@test -n "$(NEWEST_PYTHON)" || { echo "vLLM JAX needs Python 3.12, on the PATH or in ~/.pyenv/versions" >&2; exit 1; }
+	@$(MAKE) --no-print-directory NEWEST_PYTHON="$(NEWEST_PYTHON)" .venv-vllm/.test
+	@.venv-vllm/bin/python -m pytest -m vllm tests/integrations/vllm
+
 # Compiles the GPU kernels for an A100, L4, H200 and B200 on a machine without them: FLAGS="--gpus l4 --ranks 16" for some.
 aot-gpu: .venv/.cuda
 	@JAX_PLATFORMS=cpu TF_CPP_MIN_LOG_LEVEL=3 PYTHONPATH=.venv/cuda:. $(BIN)/python -m benchmarks.aot_gpu $(FLAGS)
@@ -113,7 +119,7 @@ docs: .venv-docs/.docs
 	@echo "The site is in site/: open site/index.html"
 
 clean:
-	rm -rf .venv .venv-docs .venv-newest .venv-dist dist site
+	rm -rf .venv .venv-docs .venv-newest .venv-vllm .venv-dist dist site
 
 # A .venv is kept whatever `python3` has become, but not where make is given another Python.
 same-python:
@@ -173,6 +179,12 @@ BENCH_EXTRAS := bench$(if $(wildcard /dev/nvidiactl),$(comma)cuda,$(if $(wildcar
 	@.venv-newest/bin/python -m pip install -qq --disable-pip-version-check -e '.[test]'
 	@.venv-newest/bin/python -m pip install -qq --disable-pip-version-check --no-deps --target .venv-newest/tpu-inference \
 	  tpu-inference==0.32.0
+	@touch $@
+
+.venv-vllm/.test: pyproject.toml
+	@echo "Installing jlora, vLLM and tpu-inference into .venv-vllm (many minutes, once)"
+	@$(NEWEST_PYTHON) -m venv --clear .venv-vllm
+	@.venv-vllm/bin/python -m pip install -qq --disable-pip-version-check -e '.[vllm]' pytest pytest-timeout httpx hypothesis
 	@touch $@
 
 # torch comes first and from its own CPU page where that can be reached: the Linux wheel of the general index brings

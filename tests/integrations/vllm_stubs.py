@@ -104,6 +104,15 @@ class EngineCore:
         return self.model_executor.add_lora(lora_request)
 
 
+class Executor:
+    """The call of an executor that loads an adapter in its workers."""
+
+    collective_rpc: Any
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        return all(self.collective_rpc("add_lora", args=(lora_request,)))
+
+
 def _gen_lora_extra_hash_keys(request: Any) -> list[Any]:
     lora = request.lora_request
     return [("lora", lora.lora_name, lora.lora_path)] if lora else []
@@ -116,6 +125,7 @@ def install() -> None:
         "vllm.lora.request": LoRARequest,
         "vllm.exceptions": LoRAAdapterNotFoundError,
         "vllm.v1.engine.core": EngineCore,
+        "vllm.v1.executor.abstract": Executor,
         "vllm.v1.core.kv_cache_utils": _gen_lora_extra_hash_keys,
     }
     for name, part in real.items():

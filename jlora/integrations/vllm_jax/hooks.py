@@ -6,10 +6,14 @@ docs/upstream.md has the hook of tpu-inference that would replace all but the la
 import dataclasses
 import functools
 import inspect
+import os
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
+import jlora
 from jlora.integrations.vllm_jax.drift import check_parameters, drift
 from jlora.integrations.vllm_jax.worker import WorkerLoRAs, lora_manager
 
@@ -25,16 +29,22 @@ def install() -> None:
     from tpu_inference.models.common import model_loader  # type: ignore[import-not-found]
     from tpu_inference.models.common.interface import ModelInterface  # type: ignore[import-not-found]
     from tpu_inference.runner.lora_utils import LoraUtils  # type: ignore[import-not-found]
+    from tpu_inference.worker.tpu_worker import TPUWorker  # type: ignore[import-not-found]
     from vllm.v1.core import kv_cache_utils  # type: ignore[import-not-found]
     from vllm.v1.engine.core import EngineCore  # type: ignore[import-not-found]
+    from vllm.v1.executor.abstract import Executor  # type: ignore[import-not-found]
 
     of_step = "num_scheduled_tokens_per_req total_num_scheduled_tokens padded_total_num_scheduled_tokens"
     versions = Counter[int]()
+    of_device = "self tpu_process_bounds tpu_chips_per_process_bounds tpu_visible_chips"
     hooks: list[tuple[Any, str, str, Callable[[Function], Function]]] = [
+        (TPUWorker, "init_device", of_device, _join_hosts),
         (model_loader, "_get_nnx_model", "model_class vllm_config rng mesh pooler is_draft_model", _wrap_model),
         (model_loader, "get_flax_model", "vllm_config rng mesh is_draft_model", _serve_model),
         (LoraUtils, "set_active_loras", f"self {of_step}", _start_step),
         (LoraUtils, "extract_lora_metadata", "self", _step_batch),
+        (TPUWorker, "add_lora", "self lora_request", _return_errors),
+        (Executor, "add_lora", "self lora_request", _raise_errors),
         (EngineCore, "add_lora", "self lora_request", functools.partial(_count_reloads, versions)),
         (kv_cache_utils, "_gen_lora_extra_hash_keys", "request", functools.partial(_cache_key, versions)),
     ]
@@ -46,6 +56,27 @@ def install() -> None:
     for owner, name, _, make in hooks:
         theirs = getattr(owner, name)
         setattr(owner, name, functools.wraps(theirs)(make(theirs)))
+
+
+def _join_hosts(theirs: Function) -> Function:
+    """Start JAX's coordination service between the hosts of a slice before a worker looks for its devices.
+
+    Managers agree through it. vLLM's Ray executors start none: the devices of other hosts come from the TPU runtime
+    alone. JAX finds the hosts by itself. If it does not, the manager of a model on several hosts refuses to start; a
+    model on one host, or on torchax, needs no service.
+    """
+
+    def init_device(self: Any, *args: Any, **kwargs: Any) -> None:
+        config = self.vllm_config
+        hosts = os.environ.get("TPU_MULTIHOST_BACKEND") == "ray" and config.parallel_config.pipeline_parallel_size == 1
+        if config.lora_config is not None and hosts and not jax.distributed.is_initialized():
+            try:
+                jax.distributed.initialize()
+            except (ValueError, RuntimeError, OSError) as error:
+                _logger().warning("jax.distributed.initialize() does not find the hosts: %s", error)
+        theirs(self, *args, **kwargs)
+
+    return init_device
 
 
 def _wrap_model(theirs: Function) -> Function:
@@ -140,6 +171,35 @@ def _step_batch(theirs: Function) -> Function:
     return extract_lora_metadata
 
 
+def _return_errors(theirs: Function) -> Function:
+    """Return the message of a failed load from a worker to the engine.
+
+    vLLM's executors of several workers stop at the first that raises. The answers of the others stay in their queues,
+    where the next call takes them for its own, and the engine dies.
+    """
+
+    def add_lora(self: Any, lora_request: Any) -> bool | str:
+        try:
+            return theirs(self, lora_request)
+        except Exception as error:
+            _logger().warning("adapter %s is not loaded: %s", lora_request.lora_name, error)
+            return str(error)
+
+    return add_lora
+
+
+def _raise_errors(theirs: Function) -> Function:
+    """Raise the first error that workers returned for a load."""
+
+    def add_lora(self: Any, lora_request: Any) -> bool:
+        answers = self.collective_rpc("add_lora", args=(lora_request,))
+        if errors := [answer for answer in answers if isinstance(answer, str)]:
+            raise jlora.LoRAError(errors[0])
+        return all(answers)
+
+    return add_lora
+
+
 def _count_reloads(versions: Counter[int], theirs: Function) -> Function:
     """Count the in-place reloads of each adapter in the engine, whose scheduler hashes the blocks of the cache."""
 
@@ -166,6 +226,11 @@ def _cache_key(versions: Counter[int], theirs: Function) -> Function:
 
 @functools.cache
 def _log_torchax() -> None:
+    _logger().info("jlora serves JAX models; this one runs on torchax and keeps vLLM's own LoRA")
+
+
+def _logger() -> Any:
+    """Return a logger under that of vLLM, which alone has a handler."""
     from vllm.logger import init_logger  # type: ignore[import-not-found]
 
-    init_logger(__name__).info("jlora serves JAX models; this one runs on torchax and keeps vLLM's own LoRA")
+    return init_logger(f"vllm.{__name__}")

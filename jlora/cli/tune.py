@@ -7,8 +7,7 @@ from jlora import LoRAConfig, Survey, TuneProgress
 from jlora.cli.budget import skeleton, stored_dtype
 from jlora.cli.generate import device_errors
 from jlora.errors import printable
-from jlora.models import quantized_config, read_config
-from jlora.models.files import config_folder
+from jlora.models import config_folder, quantized_config, read_config
 
 
 def run_tune(args: argparse.Namespace) -> int:

@@ -30,10 +30,9 @@ from jax.experimental import pallas as pl
 
 from benchmarks.roofline import floor_us
 from benchmarks.specs import PROJECTIONS, SLOTS, Projection, group_ids
-from benchmarks.timing import chain, kernel_us, machine, random_layers, write_rows
+from benchmarks.timing import chain, kernel_us, machine, random_layers, wall_us, write_rows
 from jlora.pallas.plan import make_plan
-from jlora.pallas.tables import gpu_tiles
-from jlora.pallas.timing import wall_us
+from jlora.pallas.tiles import gpu_tiles
 from jlora.pallas.triton import lora, parts
 from tests import oracle
 

@@ -29,11 +29,9 @@ from jax.sharding import SingleDeviceSharding
 
 from benchmarks.specs import PROJECTIONS, RANKS, SLOTS, TOKENS
 from benchmarks.timing import machine, write_rows
+from jlora.ops import linear_lora
 from jlora.pallas.plan import make_plan
-from jlora.pallas.tables import product_tiles
-from jlora.pallas.tiles import ProductTiles
-from jlora.pallas.triton import lora as triton
-from jlora.pallas.triton import product as triton_product
+from jlora.pallas.tiles import product_tiles
 from tests.pallas.lowering import for_gpu
 
 
@@ -150,32 +148,17 @@ def kernels_of(target: Target, run: Callable, *args: jax.ShapeDtypeStruct) -> di
 
 
 def compile_lora(
-    target: Target,
-    tokens: int,
-    k: int,
-    slices: tuple[int, ...],
-    rank: int,
-    *,
-    tiles: ProductTiles | None = None,
-    dtype="bfloat16",
+    target: Target, tokens: int, k: int, slices: tuple[int, ...], rank: int, *, dtype="bfloat16"
 ) -> dict[str, dict[str, int]]:
-    """Return `kernels_of` an `add_lora` with its chosen tiles, or of a `linear_lora` with `tiles`."""
+    """Return `kernels_of` a base product with its LoRA (`jlora.ops.linear_lora`)."""
     n, columns = len(slices), sum(slices)
-    shapes = {
-        "base": (tokens, columns),
-        "x": (tokens, k),
-        "w": (k, columns),
-        "a": (SLOTS, n, rank, k),
-        "b": (SLOTS, rank, columns),
-    }
+    shapes = {"x": (tokens, k), "w": (k, columns), "a": (SLOTS, n, rank, k), "b": (SLOTS, rank, columns)}
     floats = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes.values()]
     ids, ranks = jax.ShapeDtypeStruct((tokens,), jnp.int32), jax.ShapeDtypeStruct((SLOTS, n, 2), jnp.float32)
 
-    def run(base, x, w, a, b, ids, ranks):
+    def run(x, w, a, b, ids, ranks):
         plan = make_plan(ids, num_groups=SLOTS, backend="triton")
-        if tiles is None:
-            return triton.add_lora(base, x, a, b, plan, slice_sizes=slices, ranks=ranks)
-        return triton_product.linear_lora(x, w, a, b, plan, slice_sizes=slices, ranks=ranks, tiles=tiles)
+        return linear_lora(x, w, a, b, plan, slice_sizes=slices, ranks=ranks, backend="triton")
 
     return kernels_of(target, run, *floats, ids, ranks)
 
@@ -193,14 +176,12 @@ def main() -> None:
     rows = []
     for gpu, rank, name, tokens in itertools.product(args.gpus, args.ranks, args.projections, args.tokens):
         target, p = TARGETS[gpu], PROJECTIONS[name]
-        like = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((tokens, p.k), (1, 1, rank, p.k), (1, rank, p.n))]
         with for_gpu(target.kind, target.cores):
-            together = product_tiles(triton.sizes_of(tokens, *like, len(p.slices)))
-        for tiles in (None, together) if together else (None,):
-            row = {"gpu": gpu, "projection": name, "rank": rank, "tokens": tokens, "product": tiles is not None}
-            row["kernels"] = compile_lora(target, tokens, p.k, p.slices, rank, tiles=tiles)
-            rows.append(row)
-            print(json.dumps(row), flush=True)
+            own_product = product_tiles(tokens, p.k, p.n) is not None
+        row = {"gpu": gpu, "projection": name, "rank": rank, "tokens": tokens, "product": own_product}
+        row["kernels"] = compile_lora(target, tokens, p.k, p.slices, rank)
+        rows.append(row)
+        print(json.dumps(row), flush=True)
     bad = [row for row in rows if any(kernel["spilled"] for kernel in row["kernels"].values())]
     print(f"{len(rows)} programs compiled for {', '.join(args.gpus)}, {len(bad)} with spilled registers")
     if args.out is not None:

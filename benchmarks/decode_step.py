@@ -1,7 +1,7 @@
 """Measure the cost of adapters for a whole model: step times of a decoder with LoRA against the unwrapped model's.
 
     python -m benchmarks.decode_step [--out results.json] [--layers 32] [--rank 16] [--profile]
-    python -m benchmarks.decode_step --model qwen2.5-7b [--tune]
+    python -m benchmarks.decode_step --model qwen2.5-7b [--one-by-one]
     python -m benchmarks.decode_step --model qwen3-30b-a3b --layers 8 --batches 8 16 32 64
     python -m benchmarks.decode_step --adapters-per-sequence 2
     python -m benchmarks.decode_step --dora
@@ -13,11 +13,12 @@ experts of Qwen3-30B-A3B, filled with random values on the device. `--model smal
 of Llama. Decode is one token a sequence over a cache of `CONTEXT` positions, as in `generate`. Prefill is 4096 tokens
 in eight sequences of 512, with the logits of the last token. Each figure is the median over several rounds of the mean
 of steps enqueued together. Base and LoRA steps alternate within a round. The plan is made inside the step and counted.
+All steps are compiled with `jlora.compiler_options()`, or without them with `--one-by-one`.
+
 `--profile` also records the kernel times of a layer. With `--adapters-per-sequence k`, each sequence sums k of the
 adapters (`jlora.Mix`), and with `--dora` every slot holds a DoRA adapter. With `--batch-invariant`, the same steps with
-`LoRAConfig(batch_invariant=True)` are timed beside the default. With `--tune`, shapes that the device's own table lacks
-are tuned first (`LoRAManager.tune`). With `--quantization`, the kernels of the base model are in int8 or fp8, and its
-bytes are in the JSON beside those in bf16.
+`LoRAConfig(batch_invariant=True)` are timed beside the default. With `--quantization`, the kernels of the base model
+are in int8 or fp8, and its bytes are in the JSON beside those in bf16.
 """
 
 import argparse
@@ -36,7 +37,6 @@ from jax.sharding import NamedSharding
 import jlora
 from benchmarks.roofline import BANDWIDTH
 from benchmarks.timing import kernel_us, kind_of, machine
-from jlora.cli.tune import line
 from jlora.layers.forward.batch import Lease
 from jlora.layers.forward.batch import make_batch as batch_in_slots
 from jlora.layers.forward.batch_shape import BatchShape
@@ -124,12 +124,15 @@ def adapter_bytes(config: DecoderConfig, rank: int, tokens: float) -> float:
     return 2 * rank * config.num_hidden_layers * values
 
 
-def flat_step(model: Decoder, run):
-    """Jit run(model, ...) over flat lists of arrays, to minimise the host's time of a step."""
+def flat_step(model: Decoder, run, *, one_by_one: bool = False):
+    """Jit run(model, ...) over flat lists of arrays, to minimise the host's time of a step.
+
+    With `one_by_one`, kernels run in XLA's default order, and else beside each other.
+    """
     graphdef, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=None if one_by_one else jlora.compiler_options())
     def step(leaves, *args):
         return run(nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves)), *args)
 
@@ -249,6 +252,7 @@ def save(args: argparse.Namespace, rows: list[dict], profiles: list[dict]) -> No
         "dora": args.dora,
         "batch_invariant": args.batch_invariant,
         "quantization": args.quantization,
+        "one_by_one": args.one_by_one,
         "weight_bytes": weight_bytes(quantized_config(config, args.quantization)),
         "weight_bytes_in_bf16": weight_bytes(config),
     }
@@ -282,28 +286,24 @@ def main() -> None:
     parser.add_argument("--dora", action="store_true")
     parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--quantization", choices=("int8", "fp8"))
-    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--one-by-one", action="store_true")
     args = parser.parse_args()
 
     shape, layers, slots = MODELS[args.model]
     args.layers = args.layers or layers
     config = quantized_config(shape(args.layers), args.quantization)
     model = Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    base_decode, base_leaves = flat_step(model, decode)
-    base_prefill, _ = flat_step(model, prefill)
+    step_of = partial(flat_step, one_by_one=args.one_by_one)
+    base_decode, base_leaves = step_of(model, decode)
+    base_prefill, _ = step_of(model, prefill)
     invariant = nnx.clone(model) if args.batch_invariant else None  # shares the arrays
     manager = serve(model, slots, args)
-    if args.tune:
-        started = time.perf_counter()
-        experts = None if config.moe is None else config.moe.experts_per_token
-        table = manager.tune(experts_per_token=experts, progress=lambda step: print(line(step), flush=True))
-        print(f"tuned in {time.perf_counter() - started:.0f} s: {table}", flush=True)
-    lora_decode, lora_leaves = flat_step(model, decode)
-    lora_prefill, _ = flat_step(model, prefill)
+    lora_decode, lora_leaves = step_of(model, decode)
+    lora_prefill, _ = step_of(model, prefill)
     if invariant is not None:
         other = serve(invariant, slots, args, batch_invariant=True)
-        invariant_decode, invariant_leaves = flat_step(invariant, decode)
-        invariant_prefill, _ = flat_step(invariant, prefill)
+        invariant_decode, invariant_leaves = step_of(invariant, decode)
+        invariant_prefill, _ = step_of(invariant, prefill)
 
     def floor(size: int, adapters: int) -> float:
         """Return the least milliseconds for reading the adapters."""

@@ -24,9 +24,8 @@ import numpy as np
 from benchmarks.roofline import floor_us
 from benchmarks.specs import ADAPTERS, MIXES, PROJECTIONS, RANKS, SLOTS, TOKENS, Projection, group_ids
 from benchmarks.specs import ranks as true_ranks
-from benchmarks.timing import chain, kernel_us, machine, random_layers, write_rows
+from benchmarks.timing import chain, compile_all, kernel_us, machine, random_layers, wall_us, write_rows
 from jlora import ops
-from jlora.pallas.timing import compile_all, wall_us
 from tests import oracle
 
 PEERS = ("best_peer_us", "vllm_default_us")

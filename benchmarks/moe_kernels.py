@@ -21,10 +21,9 @@ import numpy as np
 
 from benchmarks.kernels import SAMPLE, TOLERANCE, geometric_mean
 from benchmarks.moe_specs import MODELS, Batch, Experts, batch, floor_us, peers, slots
-from benchmarks.timing import machine, write_rows
+from benchmarks.timing import compile_all, machine, wall_us, write_rows
 from jlora import ops
 from jlora.pallas.tiles import plan_tile_m
-from jlora.pallas.timing import compile_all, wall_us
 from jlora.pallas.triton.moe import side_by_side
 from tests import oracle
 

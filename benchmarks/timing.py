@@ -6,8 +6,12 @@ import json
 import os
 import platform
 import re
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +19,7 @@ import jax.numpy as jnp
 from benchmarks.specs import SLOTS, Projection
 from jlora.pallas.plan import make_plan
 
-_FIRST, _SECOND = ("lora_shrink", "lora_product"), ("lora_expand", "lora_product_sum")
+Job = tuple[Any, Sequence[Any]]  # a jitted function and its arguments, arrays or shapes
 
 
 def machine() -> dict[str, str]:
@@ -88,7 +92,7 @@ def kernel_us(run, *args) -> dict[str, float]:
         measured = profiler.Cupti().measure(run, aggregate=False)(*args)[1]
         records = cast(list[tuple[str, float]], measured or [])  # (kernel, milliseconds)
         count = collections.Counter(kind_of(name).rstrip("_") for name, _ in records)
-        if records and sum(count[name] for name in _FIRST) == sum(count[name] for name in _SECOND):
+        if records and count["lora_shrink"] == count["lora_expand"]:
             break
     else:
         raise RuntimeError("the profiler lost records ten times over")
@@ -96,3 +100,34 @@ def kernel_us(run, *args) -> dict[str, float]:
     for name, ms in records:
         total[name] = total.get(name, 0.0) + ms * 1e3
     return total
+
+
+def compile_all(jobs: Iterable[Job]) -> list[Any]:
+    """Compile each (jitted function, arguments) concurrently; an error is returned in place of the program."""
+
+    def compiled(job: Job) -> Any:
+        run, args = job
+        try:
+            return run.lower(*args).compile()
+        except Exception as error:  # returned, since only the caller can decide about it
+            return error
+
+    with ThreadPoolExecutor(max(2, (os.cpu_count() or 2) - 2)) as pool:
+        return list(pool.map(compiled, jobs))
+
+
+def wall_us(run: Callable[..., Any], base: Any, *args: Any, repeats: int = 5, calls: int = 10) -> tuple[float, float]:
+    """Return the microseconds of a call, the median of `repeats` means of `calls` enqueued calls, and the spread.
+
+    Each call takes the result of the one before as `base`, which may be donated.
+    """
+    base = run(base, *args)
+    base = jax.block_until_ready(run(base, *args))
+    times: list[float] = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for _ in range(calls):
+            base = run(base, *args)
+        jax.block_until_ready(base)
+        times.append((time.perf_counter() - start) * 1e6 / calls)
+    return statistics.median(times), max(times) - min(times)

@@ -27,7 +27,6 @@ from jlora.layers.site import SlotRanks as SlotRanks
 from jlora.layers.specs import EmbedSpec as EmbedSpec
 from jlora.layers.specs import ExpertsSpec as ExpertsSpec
 from jlora.layers.specs import LinearSpec as LinearSpec
-from jlora.layers.tuning import TuneProgress as TuneProgress
 from jlora.layers.wrap.discover import register_layer as register_layer
 from jlora.layers.wrap.linen import LinenModule as LinenModule
 from jlora.layers.wrap.wrapped import LayerInfo as LayerInfo
@@ -41,6 +40,7 @@ from jlora.manager.manager import LoRAManager as LoRAManager
 from jlora.manager.report import AdapterInfo as AdapterInfo
 from jlora.manager.report import Stats as Stats
 from jlora.manager.survey import Survey as Survey
+from jlora.pallas.gpus import compiler_options as compiler_options
 from jlora.presets import Preset as Preset
 from jlora.presets import preset as preset
 from jlora.verify.verify import VerifyReport as VerifyReport

@@ -93,33 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     inspect.set_defaults(run=_inspect, parser=inspect)
 
-    _tune_arguments(commands.add_parser("tune", help="measure a model's shapes on this GPU, once, for faster kernels"))
     _serve_arguments(commands.add_parser("serve", help="a model and its adapters over HTTP, as OpenAI's clients ask"))
     return parser
-
-
-def _tune_arguments(tune: argparse.ArgumentParser) -> None:
-    """Add the flags of `jlora tune`. Those that `jlora serve` has too have the same meaning and default."""
-    dtypes = ("auto", "float32", "bfloat16", "float16")
-    tune.add_argument(
-        "model", type=_text, metavar="MODEL", help="checkpoint folder or repo id; only its config is read"
-    )
-    tune.add_argument("--revision", type=_text, metavar="REV", help="branch, tag or commit of the model's repo")
-    tune.add_argument("--dtype", choices=dtypes, default="auto", help="auto: the checkpoint's")
-    tune.add_argument("--quantization", choices=_QUANTIZATIONS, help="of the weights")
-    tune.add_argument("--max-loras", type=_whole(1, 65536), default=8, metavar="N", help="slots")
-    tune.add_argument("--max-lora-rank", type=_whole(1, 4096), default=16, metavar="R", help="of any adapter")
-    tune.add_argument(
-        "--target-modules", nargs="+", type=_text, metavar="NAME", help="layers with slots (default: all)"
-    )
-    tune.add_argument("--lora-dtype", choices=dtypes, default="auto", help="auto: the model's")
-    tune.add_argument(
-        "--tokens", nargs="+", type=_whole(1, 2**20), metavar="N",
-        help="of a step on this device: sequences that decode together, or tokens of a prefill (default: some of both)",
-    )  # fmt: skip
-    tune.add_argument("--seconds", type=_seconds, default=180.0, help="no search begins later (default: 180)")
-    tune.add_argument("--again", action="store_true", help="search the shapes that were searched before, too")
-    tune.set_defaults(run=_tune, parser=tune)
 
 
 def _serve_arguments(serve: argparse.ArgumentParser) -> None:
@@ -251,12 +226,6 @@ def _inspect(args: argparse.Namespace) -> int:
     from jlora.cli.inspect import run_inspect
 
     return run_inspect(args.adapter, args.model, args.skip, args.revision)
-
-
-def _tune(args: argparse.Namespace) -> int:
-    from jlora.cli.tune import run_tune
-
-    return run_tune(args)
 
 
 def _serve(args: argparse.Namespace) -> int:

@@ -26,7 +26,6 @@ from jlora.layers.forward.batch_shape import batch_shape
 from jlora.layers.forward.context import staged
 from jlora.layers.forward.group_shape import group_shapes
 from jlora.layers.site import SlotParam
-from jlora.layers.tuning import TOKENS, TuneProgress, tune
 from jlora.layers.wrap.apply import wrap_model
 from jlora.layers.wrap.select import PackedModules
 from jlora.layers.wrap.wrapped import LayerInfo, WrappedModel
@@ -753,51 +752,6 @@ class LoRAManager:
         base_only = partial(prepare, names, token_counts, pad_to, length=length)
         locks = (self._step_lock, self._state_lock)
         warm_up(step, shape, base_only, self._wrapped, self._slots, self._leases, locks)
-
-    def tune(
-        self,
-        *,
-        tokens: Sequence[int] = TOKENS,
-        experts_per_token: int | None = None,
-        seconds: float = 180.0,
-        again: bool = False,
-        progress: Callable[[TuneProgress], Any] | None = None,
-    ) -> Path:
-        """Search the tiles of the GPU kernels for this model's layers on this device, and keep them for later starts.
-
-        Times candidates for the LoRA of each shape of the layers, and for few tokens the layer's own product with it,
-        on random values. The result is added, entry by entry, to a table that is read when a step is traced: in the
-        folder that JLORA_TUNED_DIR names, else in ~/.cache/jlora (or below XDG_CACHE_HOME), for this kind of GPU and
-        version of JAX. Steps that were compiled before keep their tiles, so call this first. No other work should run
-        on the device meanwhile. About 3 GB of its memory are needed.
-
-        Args:
-          tokens: numbers of tokens of a step on one device, rounded up to powers of two. The sequences of a decode
-            step, or the tokens of a prefill.
-          experts_per_token: number of experts of each token, for models with layers of experts.
-          seconds: time after which no further entry is begun. A later call goes on from there.
-          again: search entries that the table already has, too.
-          progress: called with a `TuneProgress` after each entry.
-
-        Returns:
-          The file of the table.
-
-        Raises:
-          LoRAUsageError: computations run on another platform than an NVIDIA GPU, or an argument is invalid, or the
-            model is on devices of several processes.
-          LoRAError: the table cannot be written.
-        """
-        self._check_call("tune")
-        self._coordinator.refuse("tune", "tune in one process, and give all the folder by JLORA_TUNED_DIR")
-        self._wrapped.check()
-        return tune(
-            self._wrapped.modules,
-            tokens=tokens,
-            experts_per_token=experts_per_token,
-            seconds=seconds,
-            again=again,
-            progress=progress,
-        )
 
     def layers(self) -> tuple[LayerInfo, ...]:
         """Return a `LayerInfo` of each layer: path, sizes, and whether it is wrapped or the reason why not."""

@@ -2,16 +2,13 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from flax import nnx
 
 from jlora.adapters import Adapter, AdapterShapes, BaseShape
 from jlora.config import LoRAConfig, LoRARequest
-from jlora.layers.tuning import TOKENS, TuneProgress, tune
 from jlora.layers.wrap.apply import survey
 from jlora.layers.wrap.wrapped import LayerInfo
 from jlora.manager.fit import check_base_shapes, describe, place, read_as
@@ -55,39 +52,6 @@ class Survey:
                 itemsize = np.dtype(spec.dtypes[j]).itemsize
                 total += math.prod(shape if sharding is None else sharding.shard_shape(shape)) * itemsize
         return total
-
-    def tune(
-        self,
-        *,
-        tokens: Sequence[int] = TOKENS,
-        experts_per_token: int | None = None,
-        seconds: float = 180.0,
-        again: bool = False,
-        progress: Callable[[TuneProgress], Any] | None = None,
-    ) -> Path:
-        """Search the tiles of the GPU kernels for these layers, as `LoRAManager.tune` does, without the model's arrays.
-
-        Args:
-          tokens: As for `LoRAManager.tune`.
-          experts_per_token: As for `LoRAManager.tune`.
-          seconds: As for `LoRAManager.tune`.
-          again: As for `LoRAManager.tune`.
-          progress: As for `LoRAManager.tune`.
-
-        Returns:
-          The file of the table.
-
-        Raises:
-          LoRAUsageError, LoRAError: As for `LoRAManager.tune`.
-        """
-        return tune(
-            self._wrapped.modules,
-            tokens=tokens,
-            experts_per_token=experts_per_token,
-            seconds=seconds,
-            again=again,
-            progress=progress,
-        )
 
     def check(self, adapter: LoRARequest | Adapter) -> None:
         """Check names, kinds, shapes and ranks of an adapter, without reading tensors from files.

@@ -11,7 +11,6 @@ from jlora.models.config import RopeConfig as RopeConfig
 from jlora.models.config import quantized_config as quantized_config
 from jlora.models.config import read_config as read_config
 from jlora.models.decoder import Decoder as Decoder
-from jlora.models.files import config_folder as config_folder
 from jlora.models.files import model_folder as model_folder
 from jlora.models.generation import cache_size as cache_size
 from jlora.models.generation import check_context as check_context

@@ -51,10 +51,10 @@ from jaxtyping import Float, Int
 from jlora import _qwix
 from jlora._typing import Backend
 from jlora.errors import LoRAError
-from jlora.pallas import gradients, tables, xla
+from jlora.pallas import gradients, xla
 from jlora.pallas.gpus import platform
 from jlora.pallas.plan import INVARIANT_TILE_M, Plan, make_plan
-from jlora.pallas.tiles import ProductTiles
+from jlora.pallas.tiles import product_tiles
 
 Shaped: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 
@@ -246,8 +246,8 @@ def linear_lora(
 ) -> Float[jax.Array, "M N"]:
     """Compute x[m] @ w + scale * b[group of m]ᵀ (a[group of m] @ x[m]) for each slice: a base layer with its LoRA.
 
-    Two fused launches compute both if `product_tiles` returns tiles for these operands. Otherwise `add_lora` adds the
-    delta to x @ w.
+    It is `add_lora` on the product x @ w. On a GPU a kernel computes a product of few rows in bfloat16 or float16 where
+    it is faster than XLA's.
 
     Args:
       x: [M, K] rows.
@@ -263,88 +263,55 @@ def linear_lora(
       backend: As for `add_lora`.
 
     Returns:
-      [M, N] in the dtype of x. The fused launches sum in float32 and round once if K is split, else twice. Their base
-      product equals `x @ w` to rounding, not bitwise, in rows without a group too. The bits of a row depend on the
-      number of rows M, but not on the other rows.
+      [M, N] in the dtype of x. The kernel's product equals `x @ w` to rounding, not bitwise, in rows without a group
+      too. The bits of a row depend on the number of rows M, but not on the other rows.
 
     Raises:
-      LoRAError: As for `add_lora`, or w has another shape or dtype.
+      LoRAError: As for `add_lora`, or w has another shape or dtype than [K, N] and x's.
     """
     if w.ndim != 2 or x.ndim != 2 or w.shape[0] != x.shape[1] or w.dtype != x.dtype:
         raise LoRAError(
             f"linear_lora: x must be [M, K] and w [K, N] of one dtype, got {x.dtype}{list(x.shape)} and "
             f"{w.dtype}{list(w.shape)}"
         )
-    _check_x("linear_lora", x, None, plan)
-    sizes = _check_pair("linear_lora", a, b, plan, x.shape[1], slice_sizes)
-    if w.shape[1] != b.shape[2]:
-        raise LoRAError(f"linear_lora: w [K, N] = {w.shape} and b [G, R, N] = {b.shape}: N disagrees")
-
-    ranks = check_ranks("linear_lora", ranks, a.shape[:2])
-    row_scales = _check_row_scales("linear_lora", row_scales, plan)
-    magnitudes, _ = _check_magnitudes("linear_lora", magnitudes, None, b)
-    check_invariant("linear_lora", batch_invariant, plan)
-
-    def apart(x, w, a, b, plan, ranks, row_scales, magnitudes):
-        options = {"ranks": ranks, "row_scales": row_scales, "magnitudes": magnitudes}
-        return add_lora(
-            gradients.product(x, w), x, a, b, plan,
-            slice_sizes=sizes, batch_invariant=batch_invariant, backend=backend, **options,
-        )  # fmt: skip
-
-    tiles = product_tiles(x, w, a, b, slice_sizes=sizes, tile_m=plan.tile_m, backend=backend)
-    if tiles is None or plan.experts > 1 or batch_invariant:
-        return apart(x, w, a, b, plan, ranks, row_scales, magnitudes)
-    from jlora.pallas.triton import product  # slow import, needed on GPUs only
-
-    run = functools.partial(product.linear_lora, slice_sizes=sizes, tiles=tiles)
-    return gradients.linear_lora(_unless_mapped(run, apart), sizes, x, w, a, b, plan, ranks, row_scales, magnitudes)
+    base = xla.product(x, w) if batch_invariant else product(x, w, backend=backend)
+    return add_lora(
+        base, x, a, b, plan, slice_sizes=slice_sizes, ranks=ranks, row_scales=row_scales,
+        magnitudes=magnitudes, batch_invariant=batch_invariant, backend=backend,
+    )  # fmt: skip
 
 
-def product_tiles(
-    x: Shaped, w: Shaped, a: Shaped, b: Shaped, *, slice_sizes: Sequence[int], tile_m: int = 64,
-    backend: Backend = "auto",
-) -> ProductTiles | None:  # fmt: skip
-    """Return the tiles with which `linear_lora` fuses base product and LoRA, or None if it does not fuse them.
+def product(x: Float[jax.Array, "M K"], w: Float[jax.Array, "K N"], *, backend: Backend = "auto") -> jax.Array:
+    """Compute the base product x @ w, by a kernel where `has_product` is True.
 
-    It fuses them for few rows in bfloat16 or float16, on a GPU whose tuned table or rule of tiles predicts a gain for
-    these sizes (`tables.product_tiles`).
-
-    Args:
-      x: [M, K], an array or a `jax.ShapeDtypeStruct`, as are all operands.
-      w: [K, N].
-      a: [G, n, R, K].
-      b: [G, R, N].
-      slice_sizes: The n column counts, which sum to N.
-      tile_m: Rows of the plan's tiles. The default is the most that `make_plan` chooses for so few rows.
-      backend: As for `linear_lora`.
-
-    Raises:
-      LoRAError: A tuned table is malformed.
+    The kernel's products equal XLA's to rounding, not bitwise.
     """
-    if (_own() if backend == "auto" else backend) != "triton":
-        return None
-    from jlora.pallas.triton import lora, product
+    if not has_product(x, w, backend=backend):
+        return xla.product(x, w)
+    from jlora.pallas.triton import product as kernels  # slow import, needed on GPUs only
 
-    rows, sizes = x.shape[0], tuple(slice_sizes)
-    if not 0 < rows <= product.MAX_ROWS or x.dtype not in (jnp.bfloat16, jnp.float16):
-        return None
-    if not x.dtype == w.dtype == a.dtype == b.dtype:
-        return None
-    if lora.unsupported_reason(_like((rows, w.shape[1]), x.dtype), x, a, b, slice_sizes=sizes) is not None:
-        return None
-    return tables.product_tiles(lora.sizes_of(rows, x, a, b, len(sizes), tile_m))
+    run = functools.partial(kernels.product, tiles=product_tiles(x.shape[0], w.shape[0], w.shape[1]))
+    return gradients.product(_unless_mapped(run), x, w)
 
 
-def _unless_mapped(run: Callable[..., jax.Array], apart: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Return `run` with a batching rule: `jax.vmap` calls `apart`, whose base product then has all mapped rows."""
+def has_product(x: Shaped, w: Shaped, *, backend: Backend = "auto") -> bool:
+    """Return True if a kernel computes x @ w: for few rows in bfloat16 or float16, where a gain is predicted.
+
+    The operands are arrays or `jax.ShapeDtypeStruct`s.
+    """
+    if (_own() if backend == "auto" else backend) != "triton" or x.dtype not in (jnp.bfloat16, jnp.float16):
+        return False
+    return x.dtype == w.dtype and product_tiles(x.shape[0], w.shape[0], w.shape[1]) is not None
+
+
+def _unless_mapped(run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Return `run` with a batching rule: `jax.vmap` calls XLA's product, which then has all mapped rows."""
     chosen = jax.custom_batching.custom_vmap(run)
 
     @chosen.def_vmap
-    def mapped(axis_size, in_batched, *args):
+    def mapped(axis_size, in_batched, x, w):
         del axis_size
-        axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched)
-        return jax.vmap(apart, in_axes=tuple(axes))(*args), True
+        return jax.vmap(xla.product, in_axes=tuple(0 if batched else None for batched in in_batched))(x, w), True
 
     return chosen
 

@@ -2,10 +2,18 @@
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
-from jlora._compat import abstract_device, default_device, gpu_compute_capability, gpu_cores, gpu_shared_memory
+from jlora._compat import (
+    abstract_device,
+    default_device,
+    gpu_compute_capability,
+    gpu_cores,
+    gpu_shared_memory,
+    side_by_side,
+)
 
 
 @dataclass(frozen=True)
@@ -13,7 +21,7 @@ class GPU:
     """A kind of GPU.
 
     Attributes:
-      kind: `jax.Device.device_kind`, normalised, for example "nvidia_h200". It is the name of the tuned table.
+      kind: `jax.Device.device_kind`, normalised, for example "nvidia_h200".
       shared_memory: Bytes of shared memory that one program of a kernel may use.
       capability: Compute capability, 90 for 9.0. 0 for a GPU of another vendor than NVIDIA, None if unknown.
       multiprocessors: Number of multiprocessors; that of an H200 if unknown.
@@ -51,13 +59,26 @@ def platform() -> str:
     return device if isinstance(device, str) else device.platform
 
 
+def compiler_options() -> dict[str, Any] | None:
+    """Return options of `jax.jit` for a step with LoRA on the platform of the default device; None for no options.
+
+    On an NVIDIA GPU, XLA then runs the kernels of LoRA at the same time as the base products (docs/performance.md). JAX
+    takes options only for a function that is not called inside another jitted function:
+
+        step = jax.jit(step, compiler_options=jlora.compiler_options())
+
+    `XLA_FLAGS=--xla_gpu_command_buffer_scheduling_mode=CONCURRENT` does the same for all functions of a process.
+    """
+    return side_by_side(platform())
+
+
 def device_kind(name: str) -> str:
-    """Return `jax.Device.device_kind` as the name of a table: "NVIDIA H200" -> "nvidia_h200"."""
+    """Return `jax.Device.device_kind` normalised: "NVIDIA H200" -> "nvidia_h200"."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
 def shorter_kinds(kind: str) -> list[str]:
-    """Return the kind and its prefixes, longest first, because variants of a chip share its tuned table.
+    """Return the kind and its prefixes, longest first, because variants of a chip share its properties.
 
     "nvidia_h200_nvl" -> ["nvidia_h200_nvl", "nvidia_h200", "nvidia"].
     """
@@ -69,7 +90,7 @@ def current_gpu() -> GPU:
     """Return the GPU that a program traced now is compiled for.
 
     It is the abstract device set by the caller (`jax.sharding.use_abstract_mesh`), else the default device. If neither
-    is a GPU, it is an H200, the GPU of the packaged table.
+    is a GPU, it is an H200.
     """
     local = _local_gpu()
     target = abstract_device()

@@ -46,10 +46,10 @@ def add_lora(
     return run(base, x, a, b, plan, slice_sizes=slice_sizes, **options)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def linear_lora(run, slice_sizes: tuple[int, ...], x, w, a, b, plan: Plan, ranks, row_scales=None, magnitudes=None):
-    """Run `run(x, w, a, b, plan, ranks, row_scales, magnitudes)`, differentiable in x, w, a and b."""
-    return run(x, w, a, b, plan, ranks, row_scales, magnitudes)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def product(run, x, w):
+    """Run `run(x, w)`, a product x [M, K] @ w [K, N], differentiable in both."""
+    return run(x, w)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -114,22 +114,14 @@ def _add_lora_backward(run, slice_sizes, residuals, dout):
     return dbase, *_shrink_grads(x, a, plan, ranks, x_rows, dh), db, None, None, None, None, None, dbias
 
 
-def _linear_lora_forward(run, slice_sizes, *operands):
-    return run(*operands), operands
+def _product_forward(run, x, w):
+    return run(x, w), (x, w)
 
 
 @_qwix.unintercepted
-def _linear_lora_backward(run, slice_sizes, residuals, dout):
-    x, w, a, b, plan, ranks, row_scales, magnitudes = residuals
-    of_lora = x, a, b, plan, ranks, None, row_scales, magnitudes, None
-    dbase, dx, da, db, *_ = _add_lora_backward(run, slice_sizes, of_lora, dout)
-    of_x, of_w = jax.vjp(product, x, w)[1](dbase)
-    return of_x + dx, of_w, da, db, None, None, None, None
-
-
-def product(x, w):
-    """Compute x [M, K] @ w [K, N]. `jnp.matmul` may be cached as a user's call traced it, with quantized operands."""
-    return jax.lax.dot_general(x, w, (((1,), (0,)), ((), ())))
+def _product_backward(run, residuals, dout):
+    del run
+    return jax.vjp(xla.product, *residuals)[1](dout)
 
 
 def _shrink_grads(x, a, plan: Plan, ranks, x_rows, dh):
@@ -200,4 +192,4 @@ shrink.defvjp(_shrink_forward, _shrink_backward)
 expand.defvjp(_expand_forward, _expand_backward)
 combine_lora.defvjp(_combine_forward, _combine_backward)
 add_lora.defvjp(_add_lora_forward, _add_lora_backward)
-linear_lora.defvjp(_linear_lora_forward, _linear_lora_backward)
+product.defvjp(_product_forward, _product_backward)

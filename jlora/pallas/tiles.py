@@ -1,14 +1,11 @@
-"""Tile sizes, derived from static sizes only, so that no result depends on the mix of a batch.
+"""Tile sizes, derived from static sizes and the GPU only, so that no result depends on the mix of a batch."""
 
-`tables` chooses among them.
-"""
-
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from jlora._typing import Backend
 from jlora.errors import LoRAError
-from jlora.pallas.gpus import GPU, platform
+from jlora.pallas.gpus import GPU, H200, current_gpu, platform
 
 
 @dataclass(frozen=True)
@@ -41,47 +38,24 @@ class GPUTiles:
     stages: int = 4
     programs: int = 264
 
-    def __post_init__(self):
-        _check_tiles(self, blocks=("block_k", "block_r", "block_n"), warps=("shrink_warps", "warps"))
-
 
 @dataclass(frozen=True)
 class ProductTiles:
-    """Tile sizes of the GPU kernels for a base product fused with its LoRA: the two launches of `linear_lora`.
+    """Tile sizes of the GPU kernel for a base product of few rows (`triton.product`).
 
-    In the first launch some programs compute parts of the product and the others the shrink. The second launch adds
-    both up. Only product_block_k and product_split_k, and block_k and split_k of `lora`, change the order of additions.
+    Only block_k and split_k change the order of additions.
 
     Attributes:
-      product_block_n, product_block_k: Columns of a program, and in-features that it reads in one step.
-      product_split_k: Parts of K that are summed separately, then added in order. With 1 the product is complete after
-        the first launch, and the second launch is the expand of `add_lora`.
-      product_warps, product_stages: Warps and stages of the first launch, its shrink included.
-      lora: Tiles of the shrink and of the second launch.
+      block_n, block_k: Columns of a program, and in-features that it reads in one step.
+      split_k: Parts of K that are summed separately, then added in order.
+      warps, stages: Warps of a program, and blocks of x and w in flight.
     """
 
-    product_block_n: int
-    product_block_k: int
-    product_split_k: int
-    product_warps: int
-    product_stages: int
-    lora: GPUTiles
-
-    def __post_init__(self):
-        _check_tiles(self, blocks=("product_block_n", "product_block_k"), warps=("product_warps",))
-
-
-def _check_tiles(tiles: GPUTiles | ProductTiles, *, blocks: tuple[str, ...], warps: tuple[str, ...]) -> None:
-    name = type(tiles).__name__
-    values = {f.name: getattr(tiles, f.name) for f in fields(tiles) if f.name != "lora"}
-    for field, value in values.items():
-        if type(value) is not int or value < 1:
-            raise LoRAError(f"{name}.{field} must be a positive int, got {value!r}")
-    for field in (*blocks, *warps):
-        if values[field] & (values[field] - 1):
-            raise LoRAError(f"{name}.{field} must be a power of two, got {values[field]}")
-    if min(values[field] for field in blocks) < 16:
-        raise LoRAError(f"{name}: {', '.join(blocks)} must be at least 16, what a matrix unit takes")
+    block_n: int
+    block_k: int
+    split_k: int
+    warps: int
+    stages: int
 
 
 def max_tiles(num_rows: int, tile_m: int, max_active: int) -> int:
@@ -108,11 +82,6 @@ def plan_tile_m(num_rows: int, max_active: int, backend: Backend = "auto") -> in
         return max(16, min(64, 2 << (rows.bit_length() - 1)))
     sizes = (16, 32, 64, 128) if where == "tpu" else (1, 2, 4, 8, 16, 32, 64, 128)
     return min(sizes, key=lambda t: (max_tiles(num_rows, t, max_active) * (t + 16), t))
-
-
-def rows_bucket(num_rows: int) -> int:
-    """Return `num_rows` rounded up to a power of two, the granularity of the tuned tables."""
-    return 1 << max(0, num_rows - 1).bit_length()
 
 
 class ItemSizes(NamedTuple):
@@ -190,18 +159,6 @@ def expand_shared_bytes(tiles: GPUTiles, p: GPUProblem) -> int:
     return b + h + p.tile_rows * tiles.block_n * 4
 
 
-def product_shared_bytes(tiles: ProductTiles, p: GPUProblem) -> int:
-    """Return the bytes of shared memory of the larger of `linear_lora`'s two launches.
-
-    In the first, programs of the product hold blocks of x and w, and the others hold the shrink's blocks, with as many
-    stages. The second holds as much as the expand.
-    """
-    held = matrix_rows(p.rows) + tiles.product_block_n
-    product = tiles.product_stages * tiles.product_block_k * held * p.itemsizes.x
-    shrink = shrink_shared_bytes(replace(tiles.lora, shrink_stages=tiles.product_stages), p)
-    return max(product, shrink, expand_shared_bytes(tiles.lora, p))
-
-
 def fitted(tiles: GPUTiles, p: GPUProblem, shared_memory: int) -> GPUTiles | None:
     """Return the tiles cut down until each kernel fits into `shared_memory` bytes, or None if that is impossible.
 
@@ -261,26 +218,65 @@ def rule_of_thumb(p: GPUProblem, gpu: GPU) -> GPUTiles:
     )  # fmt: skip
 
 
-def product_rule(p: GPUProblem, gpu: GPU) -> ProductTiles | None:
-    """Return the tiles of `linear_lora` by the shape and the device, or None if no gain is predicted.
+def gpu_tiles(p: GPUProblem, gpu: GPU | None = None) -> GPUTiles:
+    """Return the tiles of `add_lora`: those of the rule, cut down if they need more shared memory than the GPU has.
+
+    Args:
+      p: Static sizes of the call.
+      gpu: GPU to compile for. None means `current_gpu()`.
+
+    Raises:
+      LoRAError: No tiles of this plan's `tile_m` fit into shared memory.
+    """
+    gpu = current_gpu() if gpu is None else gpu
+    chosen = rule_of_thumb(p, gpu)
+    if _ample(p, gpu):
+        return chosen
+    tiles = fitted(chosen, p, gpu.shared_memory)
+    if tiles is None:
+        raise LoRAError(f"add_lora: backend 'triton' {_too_much(p, gpu)}")
+    return tiles
+
+
+def too_large(p: GPUProblem, gpu: GPU | None = None) -> str | None:
+    """Return why no tiles fit on the GPU, or None if some do, for the largest `tile_m` that `make_plan` may choose."""
+    gpu = current_gpu() if gpu is None else gpu
+    p = replace(p, tile_m=plan_tile_m(p.rows, 1, "triton"))
+    return None if _ample(p, gpu) or fitted(rule_of_thumb(p, gpu), p, gpu.shared_memory) else _too_much(p, gpu)
+
+
+def _ample(p: GPUProblem, gpu: GPU) -> bool:
+    """Return True if the rule's tiles need no check of shared memory.
+
+    They were made on GPUs with this much, where all of them compile. `fitted` would cut those of float16 at ranks above
+    256, because it overestimates the shared memory that the compiler takes for them.
+    """
+    return gpu.shared_memory >= H200.shared_memory and p.tile_m <= 64
+
+
+def _too_much(p: GPUProblem, gpu: GPU) -> str:
+    return (
+        f"needs more than the {gpu.shared_memory} bytes of shared memory of {gpu.kind} for R = {p.rank} in tiles of "
+        f"{p.tile_m} rows; lower R, make the plan with a smaller tile_m, or use backend='xla'"
+    )
+
+
+def product_tiles(rows: int, k: int, n: int, gpu: GPU | None = None) -> ProductTiles | None:
+    """Return the tiles of a 16-bit base product x [rows, k] @ w [k, n], or None if XLA's product is as fast.
 
     For 33 to 64 rows XLA reads a kernel at 36 to 65% of the bandwidth if it has few columns. Two programs on each
     multiprocessor, with as many stages as fit, read it faster. With so many columns that K needs no parts XLA reads it
     as fast, and with so few that more than four parts were needed the sum of the parts takes longer than the gain. With
     fewer rows Hopper's matrix unit is not used, and the parts are slower than XLA's product. All of this was measured
-    on an H200. On other chips than Hopper's XLA's products differ, and only a table has entries.
+    on an H200. On other chips than Hopper's XLA's products differ.
     """
+    gpu = current_gpu() if gpu is None else gpu
     block_n, block_k = 64, 128
-    if gpu.capability != 90 or p.experts or not 32 < p.rows <= 64:
+    if gpu.capability != 90 or not 32 < rows <= 64:
         return None
-    blocks = -(-p.n // block_n)
-    parts = min(4, 2 * gpu.multiprocessors // blocks, p.k // (3 * block_k))
+    blocks = -(-n // block_n)
+    parts = min(4, 2 * gpu.multiprocessors // blocks, k // (3 * block_k))
     if parts < 2 or blocks * parts < gpu.multiprocessors:
         return None
-    stages = gpu.shared_memory // 2 // (block_k * (matrix_rows(p.rows) + block_n) * p.itemsizes.x)
-    programs = 4 * gpu.multiprocessors
-    lora = GPUTiles(
-        block_k=128, split_k=min(8, p.k // 128), block_r=16 if p.rank <= 16 else 32, shrink_warps=1, shrink_stages=1,
-        shrink_programs=programs, block_n=128, chunks=programs, warps=4, stages=2, programs=programs,
-    )  # fmt: skip
-    return ProductTiles(block_n, block_k, parts, 4, min(8, stages), lora)
+    stages = gpu.shared_memory // 2 // (block_k * (matrix_rows(rows) + block_n) * 2)
+    return ProductTiles(block_n, block_k, parts, 4, min(8, stages))

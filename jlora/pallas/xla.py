@@ -106,6 +106,11 @@ def add_pairs(
     return jnp.where(touched[:, None], (base.astype(jnp.float32) + total).astype(base.dtype), base)
 
 
+def product(x, w):
+    """Compute x [M, K] @ w [K, N]. `jnp.matmul` may be cached as a user's call traced it, with quantized operands."""
+    return jax.lax.dot_general(x, w, (((1,), (0,)), ((), ())))
+
+
 def to_tiles(rows, plan: Plan, sources=None):
     """Gather rows into tiles: [M, ...] -> [T, tile_m, ...].
 
@@ -127,10 +132,11 @@ def to_rows(tiles, plan: Plan):
     """Return tiles to rows: [T, tile_m, ...] -> [M, ...] in the original order; dropped rows are zero."""
     flat = tiles.reshape(-1, *tiles.shape[2:])
     taken = flat[jnp.minimum(plan.row_slot, flat.shape[0] - 1)]
-    return jnp.where(_has_group(plan).reshape(-1, *(1,) * (taken.ndim - 1)), taken, 0)
+    return jnp.where(has_group(plan).reshape(-1, *(1,) * (taken.ndim - 1)), taken, 0)
 
 
-def _has_group(plan: Plan):
+def has_group(plan: Plan):
+    """Return a mask [M] of the rows with a group, which is computed once for all layers of a step."""
     return plan.row_slot < plan.num_tiles * plan.tile_m
 
 
@@ -232,7 +238,7 @@ def tile_of_rows(plan: Plan):
 
 def _present(plan: Plan, ranks, slices: int):
     """Return [M, n]: True if a row has a group whose rank in the slice is above 0."""
-    grouped = jnp.broadcast_to(_has_group(plan)[:, None], (plan.num_rows, slices))
+    grouped = jnp.broadcast_to(has_group(plan)[:, None], (plan.num_rows, slices))
     if ranks is None:
         return grouped
     return grouped & (ranks[plan.tile_group[tile_of_rows(plan)], :, 0] > 0)

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from jlora.pallas.plan import INVARIANT_TILE_M, Plan
-from jlora.pallas.tables import gpu_tiles
-from jlora.pallas.tiles import GPUTiles
+from jlora.pallas.tiles import GPUTiles, gpu_tiles
 from jlora.pallas.triton.lora import expand_parts, problem_of, shrink_parts
 from jlora.pallas.triton.parts import (
     compiler_params,

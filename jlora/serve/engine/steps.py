@@ -166,7 +166,9 @@ class Steps:
         def settle(cache: Any, rows: Rows) -> tuple[Any, Rows]:
             return self._laid(cache), self._whole(rows)  # sharded like the output of every step
 
-        @partial(jax.jit, static_argnames="extent", donate_argnames="cache")
+        options = jlora.compiler_options()
+
+        @partial(jax.jit, static_argnames="extent", donate_argnames="cache", compiler_options=options)
         def decode(slots: Any, rest: Any, batch: Any, cache: Any, rows: Rows, *, extent: int) -> Any:
             here = jnp.minimum(rows.length, self.capacity - 1)[:, None]
             with jlora.use(batch):
@@ -174,7 +176,7 @@ class Steps:
                 logits, cache = extend(merged(slots, rest), rows.last[:, None], here, cache, zeros, extent)
             return logits, self._laid(cache)
 
-        @partial(jax.jit, static_argnames="extent", donate_argnames=("cache", "rows"))
+        @partial(jax.jit, static_argnames="extent", donate_argnames=("cache", "rows"), compiler_options=options)
         def prefill(
             slots: Any, rest: Any, batch: Any, cache: Any, rows: Rows, tokens: Any, where: Any, *, extent: int
         ) -> Any:

@@ -1,4 +1,4 @@
-"""Fixtures for devices that this machine lacks, for interpreted kernels, and for tuned tables."""
+"""Fixtures for devices that this machine lacks, and for interpreted kernels."""
 
 import types
 from dataclasses import replace
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from jlora.pallas import gpus
+from jlora.pallas import api, gpus
 from jlora.pallas.mosaic_tpu import lora as mosaic_tpu
-from jlora.pallas.tables import cache_folder
+from jlora.pallas.tiles import ProductTiles
 from jlora.pallas.triton import lora as triton
 from jlora.pallas.triton import moe as triton_moe
 from jlora.pallas.triton import product as triton_product
@@ -31,7 +31,7 @@ def default_device(monkeypatch):
 def interpret(monkeypatch):
     """`interpret(**tiles)` interprets the kernels that `jlora.ops` calls, and returns the list of their names."""
     kernels = {
-        "add_lora": (triton, "triton"), "linear_lora": (triton_product, "triton"),
+        "add_lora": (triton, "triton"), "product": (triton_product, "triton"),
         "combine_lora": (triton_moe, "triton"), "tpu_add_lora": (mosaic_tpu, "mosaic_tpu"),
         "expand": (triton, "triton"), "tpu_expand": (mosaic_tpu, "mosaic_tpu"),
     }  # fmt: skip
@@ -67,17 +67,11 @@ def force_tiles(monkeypatch):
     return force
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """Return the folder of the user's own tables, which does not exist yet."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return cache_folder()
-
-
 @pytest.fixture
-def tuned_folder(tmp_path, monkeypatch):
-    """Return an empty folder that JLORA_TUNED_DIR names."""
-    folder = tmp_path / "tuned"
-    folder.mkdir()
-    monkeypatch.setenv("JLORA_TUNED_DIR", str(folder))
-    return folder
+def force_product(monkeypatch):
+    """`force_product(tiles)` makes the kernel of base products take all shapes of up to 128 rows, with these tiles."""
+
+    def force(tiles: ProductTiles) -> None:
+        monkeypatch.setattr(api, "product_tiles", lambda rows, k, n: tiles if rows <= 128 else None)
+
+    return force

@@ -274,6 +274,8 @@ def linear_lora(
             f"linear_lora: x must be [M, K] and w [K, N] of one dtype, got {x.dtype}{list(x.shape)} and "
             f"{w.dtype}{list(w.shape)}"
         )
+    if w.shape[1] != b.shape[-1]:
+        raise LoRAError(f"linear_lora: w [K, N] = {w.shape} and b [G, R, N] = {b.shape}: N disagrees")
     base = xla.product(x, w) if batch_invariant else product(x, w, backend=backend)
     return add_lora(
         base, x, a, b, plan, slice_sizes=slice_sizes, ranks=ranks, row_scales=row_scales,

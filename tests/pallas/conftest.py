@@ -72,6 +72,6 @@ def force_product(monkeypatch):
     """`force_product(tiles)` makes the kernel of base products take all shapes of up to 128 rows, with these tiles."""
 
     def force(tiles: ProductTiles) -> None:
-        monkeypatch.setattr(api, "product_tiles", lambda rows, k, n: tiles if rows <= 128 else None)
+        monkeypatch.setattr(api, "product_tiles", lambda rows, k, n: tiles if 0 < rows <= 128 else None)
 
     return force

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jlora.pallas.tables import Key, entry_of
 
 from jlora import ops
 from jlora.errors import LoRAError
-from jlora.pallas.tables import Key, entry_of
 from jlora.pallas.tiles import GPUTiles, ProductTiles
 from tests.pallas.lowering import lowered_text
 from tests.pallas.running import interpret_of

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jlora.pallas.tables import Key, entry_of
 
 import jlora
 from jlora import Mix, Scaled
-from jlora.pallas.tables import Key, entry_of
 from jlora.pallas.tiles import GPUTiles
 from tests.layers.merging import Target, make_adapter
 from tests.matrix import thinned

@@ -26,10 +26,14 @@ TILES = GPUTiles(
 )
 
 
-def add_lora(base, x, a, b, plan, sizes, ranks, tiles=TILES):
-    run = jax.jit(triton.add_lora, static_argnames=("slice_sizes", "tiles", "interpret"))
+# The expand adds to the base in its place, as for many rows or with `batch_invariant`, or XLA adds the delta.
+IN_PLACE = pytest.mark.parametrize("in_place", [False, True])
+
+
+def add_lora(base, x, a, b, plan, sizes, ranks, tiles=TILES, in_place=False):
+    run = jax.jit(triton.add_lora, static_argnames=("slice_sizes", "tiles", "interpret", "batch_invariant"))
     return run(
-        base, x, a, b, plan, slice_sizes=tuple(sizes), ranks=with_scales(ranks), tiles=tiles,
+        base, x, a, b, plan, slice_sizes=tuple(sizes), ranks=with_scales(ranks), tiles=tiles, batch_invariant=in_place,
         interpret=interpret_of("triton"),
     )  # fmt: skip
 
@@ -51,10 +55,12 @@ SHAPES = [  # rows, K, slices, R, groups, tile_m, split_k
     "block_r", [16, pytest.param(64, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize(("rows", "k", "sizes", "rank", "groups", "tile_m", "split_k"), thinned(SHAPES, 0, 1, 2, 7))
-def test_values(rows, k, sizes, rank, groups, tile_m, split_k, block_r):
+@IN_PLACE
+def test_values(rows, k, sizes, rank, groups, tile_m, split_k, block_r, in_place):
     base, x, a, b, ids, ranks = problem(rows, rows, k, sizes, rank, groups)
     plan = api.make_plan(ids, num_groups=groups, tile_m=tile_m)
-    got = add_lora(base, x, a, b, plan, sizes, ranks, dataclasses.replace(TILES, split_k=split_k, block_r=block_r))
+    tiles = dataclasses.replace(TILES, split_k=split_k, block_r=block_r)
+    got = add_lora(base, x, a, b, plan, sizes, ranks, tiles, in_place)
     close(got, oracle.add_lora(base, x, ids, a, b, sizes), 2e-6)
 
 
@@ -79,37 +85,41 @@ def test_float16_intermediates_may_exceed_its_range():
     close(got, oracle.lora_delta(x, [0, 0], a, b), 5e-3)
 
 
-def test_untouched_values_are_bitwise_the_base():
+@pytest.mark.parametrize("tile_m", [16, 32])
+@IN_PLACE
+def test_untouched_values_are_bitwise_the_base(tile_m, in_place):
+    run = partial(add_lora, in_place=in_place)
     base, x, a, b, _, _ = problem(5, 12, 40, [17, 20], 20, 3)
     base = base.at[:, ::2].set(-0.0).at[0, 1].set(jnp.nan)
     ids = jnp.array([3, -1, 99, 3, 3, 3, 0, 0, 1, 1, 2, 3])
     ranks = jnp.array([[20, 0], [0, 0], [20, 20]])
-    got = np.asarray(add_lora(base, x, a, b, api.make_plan(ids, num_groups=3, tile_m=16), (17, 20), ranks))
+    got = np.asarray(run(base, x, a, b, api.make_plan(ids, num_groups=3, tile_m=tile_m), (17, 20), ranks))
     want = np.asarray(base)
     dropped = np.array([0, 1, 2, 3, 4, 5, 8, 9, 11])
     np.testing.assert_array_equal(got[dropped].view(np.uint32), want[dropped].view(np.uint32))
     np.testing.assert_array_equal(got[6:8, 17:].view(np.uint32), want[6:8, 17:].view(np.uint32))
     assert not np.isnan(got[1:]).any()
     assert (got[6:8, :17] != want[6:8, :17]).any()
-    nobody = api.make_plan(jnp.full(12, 3), num_groups=3, tile_m=16)
-    untouched = add_lora(base, x, a, b, nobody, (17, 20), ranks)
+    nobody = api.make_plan(jnp.full(12, 3), num_groups=3, tile_m=tile_m)
+    untouched = run(base, x, a, b, nobody, (17, 20), ranks)
     np.testing.assert_array_equal(np.asarray(untouched).view(np.uint32), want.view(np.uint32))
 
 
 @pytest.mark.parametrize("rank", thinned([8, 40], 1))
-def test_values_past_the_true_rank_are_never_used(rank):
+@IN_PLACE
+def test_values_past_the_true_rank_are_never_used(rank, in_place):
+    run = partial(add_lora, in_place=in_place)
     base, x, a, b, ids, _ = problem(6, 9, 40, [20], rank, 2, ids=[0, 1, 0, 2, 1, 1, 0, 0, 1])
     ranks = jnp.array([[rank // 2], [rank]])
-    clean = add_lora(base, x, a.at[0, :, rank // 2 :].set(0), b.at[0, rank // 2 :].set(0), plan9(ids), (20,), ranks)
-    dirty = add_lora(
-        base, x, a.at[0, :, rank // 2 :].set(jnp.nan), b.at[0, rank // 2 :].set(0), plan9(ids), (20,), ranks
-    )
+    clean = run(base, x, a.at[0, :, rank // 2 :].set(0), b.at[0, rank // 2 :].set(0), plan9(ids), (20,), ranks)
+    dirty = run(base, x, a.at[0, :, rank // 2 :].set(jnp.nan), b.at[0, rank // 2 :].set(0), plan9(ids), (20,), ranks)
     np.testing.assert_array_equal(clean, dirty)
 
 
 @pytest.mark.parametrize("rank", thinned([8, 24, 40], 1))
 @pytest.mark.parametrize("block_r", [16, 128])
-def test_a_slice_is_cut_at_its_own_rank(rank, block_r):
+@IN_PLACE
+def test_a_slice_is_cut_at_its_own_rank(rank, block_r, in_place):
     """Slices of one block have ranks of their own; NaN past one of them, or in a slice of rank 0, goes nowhere."""
     sizes = (20, 9, 13)
     base, x, a, b, ids, _ = problem(6, 9, 40, sizes, rank, 2, ids=[0, 1, 0, 2, 1, 1, 0, 0, 1])
@@ -117,7 +127,7 @@ def test_a_slice_is_cut_at_its_own_rank(rank, block_r):
     past = (np.arange(rank) >= np.asarray(ranks)[..., None])[..., None]  # [G, n, R, 1]
     cut = np.concatenate([past[:, i].repeat(size, 2) for i, size in enumerate(sizes)], axis=2)
     tiles, b = dataclasses.replace(TILES, block_r=block_r), jnp.where(cut, 0, b)
-    got = add_lora(base, x, jnp.where(past, jnp.nan, a), b, plan9(ids), sizes, ranks, tiles)
+    got = add_lora(base, x, jnp.where(past, jnp.nan, a), b, plan9(ids), sizes, ranks, tiles, in_place)
     close(got, oracle.add_lora(base, x, ids, jnp.where(past, 0, a), b, sizes), 2e-6)
 
 
@@ -134,13 +144,14 @@ def plan9(ids):
     return api.make_plan(ids, num_groups=2, tile_m=16)
 
 
-def test_a_row_does_not_depend_on_its_batch():
+@IN_PLACE
+def test_a_row_does_not_depend_on_its_batch(in_place):
     """Bitwise the same alone, permuted, and among other neighbours, at one static number of rows."""
     base, x, a, b, ids, ranks = problem(7, 24, 50, [30, 7], 20, 5, ids=np.arange(24) % 6)
 
     def run(order, ids):
         plan = api.make_plan(ids, num_groups=5, tile_m=4, max_active=5)
-        return np.asarray(add_lora(base[order], x[order], a, b, plan, (30, 7), ranks))
+        return np.asarray(add_lora(base[order], x[order], a, b, plan, (30, 7), ranks, in_place=in_place))
 
     order = np.random.default_rng(0).permutation(24)
     want = run(np.arange(24), ids)
@@ -149,6 +160,20 @@ def test_a_row_does_not_depend_on_its_batch():
     np.testing.assert_array_equal(alone[10], want[10])
     together = run(np.arange(24), jnp.full(24, ids[10]))
     np.testing.assert_array_equal(together[10], want[10])
+
+
+def test_few_rows_do_not_wait_for_the_base():
+    """The kernels take no base output, so that XLA may run them beside the product that computes it."""
+    base, x, a, b, ids, ranks = problem(8, 30, 64, [40, 8], 20, 4)
+
+    def run(base, x, a, b, ids, ranks, rows):
+        base, x, ids = (jnp.resize(v, (rows, *v.shape[1:])) for v in (base, x, ids))
+        plan = api.make_plan(ids, num_groups=4)
+        return api.add_lora(base, x, a, b, plan, slice_sizes=(40, 8), ranks=ranks, backend="triton")
+
+    for rows, in_place in ((30, False), (triton.SEPARATE_ROWS, False), (triton.SEPARATE_ROWS + 1, True)):
+        text = lowered_text(partial(run, rows=rows), (base, x, a, b, ids, ranks), "cuda")
+        assert ("output_operand_alias" in text) == in_place
 
 
 def test_the_number_of_programs_does_not_change_the_result():

@@ -10,17 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jlora
 from jlora.pallas import api
 from jlora.pallas.gpus import GPU, current_gpu, platform
-from jlora.pallas.tables import too_large
-from jlora.pallas.tiles import GPUTiles, ProductTiles
+from jlora.pallas.tiles import ProductTiles, too_large
 from jlora.pallas.triton import lora as triton
-from jlora.pallas.triton import product as triton_product
+from jlora.pallas.triton import product as kernels
 from tests import oracle
 from tests.pallas.lowering import shared_memory
-from tests.pallas.scales import with_scales
 from tests.pallas.test_xla import close, problem
-from tests.pallas.triton.test_product import expected, of_weights, poisoned
+from tests.pallas.triton.test_product import exact, of_weights, weights
 
 pytestmark = [pytest.mark.device("gpu"), pytest.mark.skipif(platform() != "gpu", reason="compiled for an NVIDIA GPU")]
 
@@ -88,41 +87,44 @@ def test_vmap():
         close(got, oracle.add_lora(one_base, one_x, ids, a, b), 2e-6)
 
 
-PRODUCTS = [  # rows, K, slices, R, groups, tile_m, tiles
-    (1, 4096, (4096,), 16, 2, None, ProductTiles(32, 128, 8, 4, 4, GPUTiles(block_k=128, split_k=8, block_r=16))),
-    (7, 1000, (333, 20), 24, 3, None, ProductTiles(64, 64, 3, 4, 3, GPUTiles(block_k=64, split_k=2, block_r=32))),
-    (19, 129, (65, 1, 33), 8, 5, 16, ProductTiles(16, 16, 1, 2, 1, GPUTiles(block_k=16, block_r=16, block_n=16))),
-    (33, 70, (19,), 40, 2, 5, ProductTiles(16, 32, 5, 4, 2, GPUTiles(block_k=32, split_k=3, block_n=32))),
-    (64, 4096, (4096, 1024, 1024), 16, 64, None, ProductTiles(64, 128, 4, 4, 3, GPUTiles(split_k=16, block_r=16))),
-    (128, 4096, (1024, 512), 64, 2, None, ProductTiles(64, 64, 8, 8, 4, GPUTiles(block_k=64, split_k=4))),
-    (128, 640, (320, 64), 200, 3, 32, ProductTiles(128, 64, 1, 8, 2, GPUTiles(block_k=64, split_k=2, block_n=64))),
+PRODUCTS = [  # rows, K, N, tiles
+    (1, 4096, 4096, ProductTiles(32, 128, 8, 4, 4)), (7, 1000, 353, ProductTiles(64, 64, 3, 4, 3)),
+    (19, 129, 99, ProductTiles(16, 16, 1, 2, 1)), (33, 70, 19, ProductTiles(16, 32, 5, 4, 2)),
+    (64, 4096, 6144, ProductTiles(64, 128, 2, 4, 3)), (128, 4096, 1536, ProductTiles(64, 64, 8, 8, 4)),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("rows", "k", "sizes", "rank", "groups", "tile_m", "tiles"), PRODUCTS)
-def test_products(rows, k, sizes, rank, groups, tile_m, tiles, dtype):
-    """A base product made with its LoRA: the oracle's values, the same bits again and in any order of the rows."""
-    x, w, a, b, ids, ranks = of_weights(rows, rows, k, sizes, rank, groups, dtype=dtype)
-    w, a = w * jnp.asarray(k**-0.5, dtype), a * jnp.asarray(k**-0.5, dtype)
-    dirty = poisoned(a, b, ranks, sizes)
-
-    @jax.jit
-    def run(x, ids):
-        plan = api.make_plan(ids, num_groups=groups, tile_m=tile_m, backend="triton")
-        return triton_product.linear_lora(x, w, *dirty, plan, slice_sizes=sizes, ranks=with_scales(ranks), tiles=tiles)
-
-    got = np.asarray(run(x, ids), np.float64)
-    want = expected(x, w, a, b, ids, sizes)
-    assert np.linalg.norm(got - want) <= {"bfloat16": 5e-3, "float16": 1e-3}[dtype] * np.linalg.norm(want)
-    np.testing.assert_array_equal(np.asarray(run(x, ids), np.float64), got)
+@pytest.mark.parametrize(("rows", "k", "n", "tiles"), PRODUCTS)
+def test_products(rows, k, n, tiles, dtype):
+    """Values of a base product, with the same bits again and in any order of the rows."""
+    x, w = weights(rows, rows, k, n, dtype)
+    run = jax.jit(partial(kernels.product, tiles=tiles))
+    got, want = np.asarray(run(x, w), np.float64), exact(x, w)
+    assert np.linalg.norm(got - want) <= {"bfloat16": 3e-3, "float16": 4e-4}[dtype] * np.linalg.norm(want)
+    np.testing.assert_array_equal(np.asarray(run(x, w), np.float64), got)
     order = np.random.default_rng(rows).permutation(rows)
-    np.testing.assert_array_equal(np.asarray(run(x[order], ids[order]), np.float64), got[order])
-    untouched = np.asarray((ids < 0) | (ids >= groups))
-    alone = np.asarray(run(x, jnp.full_like(ids, groups)), np.float64)
-    np.testing.assert_array_equal(alone[untouched], got[untouched])
-    base = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
-    assert np.linalg.norm(alone - base) <= {"bfloat16": 3e-3, "float16": 4e-4}[dtype] * np.linalg.norm(base)
+    np.testing.assert_array_equal(np.asarray(run(x[order], w), np.float64), got[order])
+
+
+@pytest.mark.parametrize("rows", [8, 64, 256])
+def test_kernels_side_by_side_give_the_same_bits(rows):
+    """A chain of products with LoRA, compiled with and without `jlora.compiler_options()`."""
+    sizes, layers, width = (1024, 512, 512), 4, 2048
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 9, rows), jnp.int32)  # 8 is nobody's
+    of_layers = [of_weights(i, rows, width, sizes, 16, 8, ids=ids, dtype="bfloat16") for i in range(layers)]
+
+    def run(x, layers, ids):
+        plan = api.make_plan(ids, num_groups=8, backend="triton")
+        for w, a, b in layers:
+            x = jnp.tanh(api.linear_lora(x, w * width**-0.5, a * width**-0.5, b, plan, slice_sizes=sizes))
+        return x
+
+    args = of_layers[0][0], [layer[1:4] for layer in of_layers], ids
+    one_by_one = np.asarray(jax.jit(run)(*args), np.float32)
+    step = jax.jit(run, compiler_options=jlora.compiler_options())
+    for _ in range(20):
+        np.testing.assert_array_equal(np.asarray(step(*args), np.float32), one_by_one)
 
 
 SMALL = GPU("of_99_kb", 99 << 10, 89)

@@ -56,14 +56,15 @@ def draw_overheads(axes: Axes, rows: list[dict], title: str) -> None:
 
 def main() -> None:
     kernels = json.loads((HERE / "results" / "kernels_h200.json").read_text())
-    steps = json.loads((HERE / "results" / "decode_step_h200.json").read_text())
-    figure, left, right = panels(f"{kernels['device']}, bf16, JAX {kernels['jax']}, {kernels['date']}")
+    steps = json.loads((HERE / "results" / "decode_step_h100.json").read_text())
+    figure, left, right = panels(f"bf16, JAX {kernels['jax']}")
     draw_projections(left, kernels["rows"], lambda row: 100 * row["of_floor"], "% of the roofline floor")
     left.set_ylim(0, 100)
-    left.set_title("one projection, 1 to 32 adapters")
-    draw_overheads(right, steps["rows"], f"decode step, Llama-3-8B shape, rank {steps['about']['rank']}")
+    left.set_title(f"one projection, 1 to 32 adapters, {kernels['device']}", fontsize=9)
+    draw_overheads(right, steps["models"]["llama-3-8b"]["rows"], "decode step, Llama-3-8B shape, NVIDIA H100")
+    right.title.set_fontsize(9)
     figure.tight_layout()
-    figure.savefig(HERE / "results" / "h200.png", dpi=110)
+    figure.savefig(HERE / "results" / "figures.png", dpi=110)
 
 
 if __name__ == "__main__":

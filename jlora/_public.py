@@ -18,6 +18,7 @@ from jlora.errors import LoRAUsageError as LoRAUsageError
 from jlora.errors import NoFreeSlotError as NoFreeSlotError
 from jlora.layers.einsum import einsum_spec as einsum_spec
 from jlora.layers.forward.batch import LoRABatch as LoRABatch
+from jlora.layers.forward.compiling import compiler_options as compiler_options
 from jlora.layers.forward.experts import expert_delta as expert_delta
 from jlora.layers.forward.rows import RowMap as RowMap
 from jlora.layers.forward.rows import rows as rows
@@ -40,7 +41,6 @@ from jlora.manager.manager import LoRAManager as LoRAManager
 from jlora.manager.report import AdapterInfo as AdapterInfo
 from jlora.manager.report import Stats as Stats
 from jlora.manager.survey import Survey as Survey
-from jlora.pallas.gpus import compiler_options as compiler_options
 from jlora.presets import Preset as Preset
 from jlora.presets import preset as preset
 from jlora.verify.verify import VerifyReport as VerifyReport

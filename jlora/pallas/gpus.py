@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
@@ -12,7 +11,6 @@ from jlora._compat import (
     gpu_compute_capability,
     gpu_cores,
     gpu_shared_memory,
-    side_by_side,
 )
 
 
@@ -57,19 +55,6 @@ def platform() -> str:
     if device is None:
         return jax.default_backend()
     return device if isinstance(device, str) else device.platform
-
-
-def compiler_options() -> dict[str, Any] | None:
-    """Return options of `jax.jit` for a step with LoRA on the platform of the default device; None for no options.
-
-    On an NVIDIA GPU, XLA then runs the kernels of LoRA at the same time as the base products (docs/performance.md). JAX
-    takes options only for a function that is not called inside another jitted function:
-
-        step = jax.jit(step, compiler_options=jlora.compiler_options())
-
-    `XLA_FLAGS=--xla_gpu_command_buffer_scheduling_mode=CONCURRENT` does the same for all functions of a process.
-    """
-    return side_by_side(platform())
 
 
 def device_kind(name: str) -> str:

@@ -70,7 +70,7 @@ def test_each_kernel_adds_every_kind_of_row(interpret, backend):
 
 
 def test_base_products_of_the_kernel(interpret, force_product):
-    """Both kernels serve each kind of row, and the product of a row is the same in all batches."""
+    """The kernel computes the products of all kinds of rows, and base rows have the same bits in every batch."""
     force_product(ProductTiles(block_n=16, block_k=16, split_k=2, warps=4, stages=1))
     calls = interpret()
     check(BATCHES + MIXED, 4e-2, backend="triton", max_adapters_per_sequence=2, dtype=jnp.bfloat16)

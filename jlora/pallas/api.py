@@ -25,8 +25,9 @@ before the product with b, so that b is stored as the adapter's file has it. `sh
 
 DoRA (arXiv:2402.09353) replaces the norms of the columns of a weight. `magnitudes` [G, N] are the ratios of the new
 norms to those of the weight with its LoRA. With mm = magnitudes[g], out = bias + mm * (base + delta - bias) for a base
-output with a bias, in float32 and rounded once. Where mm is 1 the result is bitwise that without magnitudes. Rows
-without a group and slices of rank 0 keep the base. Without a bias, partial sums over K may be passed as base.
+output with a bias, in float32 and rounded once. Where mm is 1 the result is that without magnitudes, bitwise except where
+`add_lora` rounds the delta. Rows without a group and slices of rank 0 keep the base. Without a bias, partial sums over K
+may be passed as base.
 
 Ranks, scales and magnitudes are constants of the gradients.
 
@@ -207,7 +208,9 @@ def add_lora(
     Returns:
       [M, N] in base.dtype. Products are summed in float32. If x, a and b are bfloat16, the kernels round scale *
       (a @ x) to bfloat16 before the product with b; on a GPU they also round each partial sum over K. base + delta is
-      computed in float32 and rounded once. Rows without a group and slices of rank 0 are bitwise the base.
+      computed in float32 and rounded once. Only for up to 256 rows of bfloat16 on a GPU, without magnitudes and
+      `batch_invariant`, the delta is rounded to bfloat16 before. Rows without a group and slices of rank 0 are bitwise
+      the base.
 
     Raises:
       LoRAError: Shapes or dtypes do not fit, or the backend does not support them.

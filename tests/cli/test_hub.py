@@ -123,13 +123,6 @@ def test_only_files_that_are_read_are_downloaded(home):
     assert files_of(home, "sharded") == READ | SHARDS
 
 
-def test_tuning_downloads_no_weights(hub, tmp_path):
-    statuses, _, err = jlora(tmp_path, ["tune", "team/sharded"], hub=hub)
-    assert statuses == [1]
-    assert "computations run on 'cpu'" in err  # after the configuration was read
-    assert files_of(tmp_path, "sharded") == READ | {"model.safetensors.index.json"}
-
-
 def test_cached_models_need_no_network(home):
     assert jlora(home, INSPECT)[0] == [0]  # the hub does not respond
 

@@ -1,10 +1,7 @@
-"""Layers with fused kernels for product and LoRA, interpreted on a CPU, and layers that are not fused.
+"""Layers whose base product jlora's kernel computes, interpreted on a CPU, and layers that keep their own product.
 
-Every shape has an entry in the tuned table. Calls of the kernels are counted while a step is traced.
+Calls of the kernel are counted while a step is traced.
 """
-
-import dataclasses
-import json
 
 import chex
 import jax
@@ -20,41 +17,44 @@ from jlora.adapters import Adapter, ModuleLoRA
 from jlora.layers.site import SlotParam, SlotRanks
 from jlora.layers.specs import LinearSpec
 from jlora.layers.wrap.discover import register_layer
-from jlora.pallas import xla
-from jlora.pallas.tables import Key, entry_of
+from jlora.pallas import api, xla
+from jlora.pallas.tiles import ProductTiles
 from jlora.pallas.triton import lora as triton
 from jlora.pallas.triton import product as triton_product
-from tests.layers.merging import Target, assert_close, expected_rows, make_manager, merge, normal
+from tests.layers.merging import Target, assert_close, expected_rows, make_dora, make_manager, merge, normal
 from tests.matrix import thinned
-from tests.pallas.triton.test_product import TILES
+from tests.pallas.lowering import for_gpu
 
 # No user runs interpreted kernels, so XLA's optimisations are of no interest.
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("quickly_compiled")]
 
-KERNEL = triton_product.linear_lora
+KERNEL = triton_product.product
+TILES = ProductTiles(block_n=16, block_k=16, split_k=2, warps=4, stages=1)
 TOLERANCE = 2e-2  # of bfloat16 through several layers; `manager.verify` allows as much
 
 
-def write(folder, shapes, rows=(2, 4, 8, 16, 128, 256), dtypes=("bfloat16", "float16", "float32")):
-    """Write a table for an H200 with entries for (K, N)."""
-    keys = [Key("linear_lora", dtype, m, k, n, 16) for dtype in dtypes for m in rows for k, n in shapes]
-    (folder / "nvidia_h200.json").write_text(json.dumps([entry_of(key, TILES) for key in keys]))
+@pytest.fixture
+def called(monkeypatch):
+    """Interpret the kernel, and return the list of (rows, K, N) of its calls. XLA computes the LoRA."""
+    calls = []
+
+    def spy(x, w, **kwargs):
+        calls.append((*x.shape, w.shape[1]))
+        return KERNEL(x, w, interpret=True, **kwargs)
+
+    def add_lora(*args, batch_invariant=False, **options):
+        return xla.add_lora(*args, **options)
+
+    monkeypatch.setattr(triton_product, "product", spy)
+    monkeypatch.setattr(triton, "add_lora", add_lora)
+    return calls
 
 
 @pytest.fixture
-def fused(monkeypatch, tmp_path):
-    """Interpret the fused kernels, and return the list of (rows, K, N) of their calls. XLA computes the others."""
-    monkeypatch.setenv("JLORA_TUNED_DIR", str(tmp_path))
-    write(tmp_path, [(16, 24), (24, 32), (32, 16), (16, 16)])
-    calls = []
-
-    def spy(x, w, *args, **kwargs):
-        calls.append((*x.shape, w.shape[1]))
-        return KERNEL(x, w, *args, interpret=True, **kwargs)
-
-    monkeypatch.setattr(triton_product, "linear_lora", spy)
-    monkeypatch.setattr(triton, "add_lora", xla.add_lora)
-    return calls
+def fused(monkeypatch, called):
+    """Make the kernel take all shapes of up to 128 rows, and return its calls."""
+    monkeypatch.setattr(api, "product_tiles", lambda rows, k, n: TILES if rows <= 128 else None)
+    return called
 
 
 def served(step=lambda model, x: model(x)):
@@ -116,7 +116,7 @@ def turn(d):
     return d.T.reshape(16, 4, 4).transpose(1, 0, 2)
 
 
-CALLS = [(16, 24), (24, 32), (32, 16), (16, 16)]  # K, N of those that are fused, in order
+CALLS = [(16, 24), (24, 32), (32, 16), (16, 16)]  # K, N of the kernel's calls, in order
 PARTS = {"q": slice(0, 16), "k": slice(16, 24), "v": slice(24, 32)}
 TARGETS = [
     Target("up", 16, 24, "up.kernel"),
@@ -142,6 +142,15 @@ def make_adapter(name, targets, rank, seed=0):
         for t in targets
     }
     return Adapter(name=name, modules=modules)
+
+
+def mixed(adapters, weights):
+    """Return one adapter of `proj` with the weighted sum of the deltas of several."""
+    modules = [adapter.modules["proj"] for adapter in adapters]
+    a = np.concatenate([module.a for module in modules])
+    b = np.concatenate([weight * module.b for module, weight in zip(modules, weights, strict=True)], axis=1)
+    both = ModuleLoRA(a=a, b=b, kind="linear", alpha=len(a) / 2, scaling=0.5)
+    return Adapter(name="mixed", modules={"proj": both})
 
 
 ONE = make_adapter("one", TARGETS, 3)
@@ -172,7 +181,7 @@ def wrapped(model=None, adapters=(ONE, TWO), **config):
     return model, make_manager(model, adapters, backend="triton", **config)
 
 
-# --- Fused --------------------------------------------------------------------------------------------------------
+# --- By the kernel ----------------------------------------------------------------------------------------------------
 
 
 LAYOUTS = {"[B, 1, K]": lambda x: x, "[B, K]": lambda x: x[:, 0]}
@@ -187,6 +196,28 @@ def test_one_row_a_sequence(fused, layout):
     assert fused == [(5, 16, 16)]
     assert found.dtype == jnp.bfloat16
     assert_close(found, expected_rows(twins, NAMES, x.astype(np.float32)), TOLERANCE)
+
+
+@pytest.mark.parametrize("config", [{"dtype": "float32"}, {"dora": True}], ids=["slots of another dtype", "dora"])
+def test_configured_slots(fused, config):
+    adapters = SINGLE if "dtype" in config else [make_dora("one", PROJ, 3), SINGLE[1]]
+    twins = merged(Holder(), PROJ, adapters, cls=Holder)
+    model, manager = wrapped(Holder(), adapters, **config)
+    with manager.prepare(NAMES) as batch:
+        found = served()(model, X, batch)
+    assert fused == [(5, 16, 16)]
+    assert_close(found, expected_rows(twins, NAMES, X.astype(np.float32)), TOLERANCE)
+
+
+def test_several_adapters_of_a_sequence(fused):
+    twins = merged(Holder(), PROJ, [*SINGLE, mixed(SINGLE, (0.5, -2.0))], cls=Holder)
+    model, manager = wrapped(Holder(), SINGLE, max_adapters_per_sequence=2)
+    entries = ["one", None, jlora.Mix({"one": 0.5, "two": -2.0}), "two", None]
+    with manager.prepare(entries) as batch:
+        found = served()(model, X, batch)
+    assert fused == [(5, 16, 16)]
+    names = [entry if isinstance(entry, str | None) else "mixed" for entry in entries]
+    assert_close(found, expected_rows(twins, names, X.astype(np.float32)), TOLERANCE)
 
 
 @pytest.mark.slow
@@ -257,7 +288,7 @@ def test_a_sequence_has_the_same_bits_in_every_batch(fused):
 
 
 def test_verify_passes(fused):
-    """`verify` passes on fused layers."""
+    """`verify` passes on layers with the kernel's product."""
     _, manager = wrapped(Holder(), SINGLE)
 
     def forward(model, x, batch):
@@ -319,7 +350,7 @@ class Nested(nnx.Module):
 
 
 @pytest.mark.slow
-def test_scan_and_checkpoint_serve_fused_products(fused):
+def test_scan_and_checkpoint_serve_the_kernels_products(fused):
     targets = [Target("proj", 16, 16, "proj.kernel"), Target("again", 16, 16, "again.kernel")]
     adapters = [make_adapter("one", targets, 3), make_adapter("two", targets[1:], 1)]
     twins = merged(Nested(), targets, adapters, cls=Nested)
@@ -330,7 +361,7 @@ def test_scan_and_checkpoint_serve_fused_products(fused):
     assert_close(found, expected_rows(twins, NAMES, X.astype(np.float32)), TOLERANCE)
 
 
-# --- Kernel orders, one layer each ------------------------------------------------------------------------------------
+# --- Orders of axes, one layer each -----------------------------------------------------------------------------------
 
 
 def einsum(equation, shape, **options):
@@ -346,7 +377,7 @@ def into(*shape, order):
     return lambda d: d.T.reshape(shape).transpose(order)
 
 
-ORDERS = {  # the layer, features of x, delta -> kernel, whether it is fused
+ORDERS = {  # the layer, features of x, delta -> kernel, whether jlora's kernel takes it
     "features in first": (einsum("BTD,DNH->BTNH", (16, 4, 4)), (16,), np.transpose, True),
     "features in between": (einsum("BTD,NDH->BTNH", (4, 16, 4)), (16,), into(16, 4, 4, order=(1, 0, 2)), False),
     "features in last": (einsum("BTD,NHD->BTNH", (4, 4, 16)), (16,), into(16, 4, 4, order=(1, 2, 0)), False),
@@ -366,7 +397,7 @@ ORDERS = {  # the layer, features of x, delta -> kernel, whether it is fused
 
 @pytest.mark.parametrize("order", thinned(list(ORDERS), 1, 4, 9))
 def test_orders_of_axes(fused, order):
-    build, features, to_kernel, is_fused = ORDERS[order]
+    build, features, to_kernel, by_kernel = ORDERS[order]
     targets = [Target("proj", 16, 16, "proj.kernel", to_kernel)]
     adapters = [make_adapter("one", targets, 3), make_adapter("two", targets, 1)]
     twins = merged(Holder(build=build), targets, adapters, cls=Holder, build=build)
@@ -374,7 +405,7 @@ def test_orders_of_axes(fused, order):
     x, last = np.asarray(jnp.asarray(normal(5, 2, *features), jnp.bfloat16)), order == "rows last"
     with manager.prepare(NAMES) as batch:
         found = served()(model, x, batch)
-    assert fused == [(10, 16, 16)] * is_fused
+    assert fused == [(10, 16, 16)] * by_kernel
 
     def by_row(y):
         return np.moveaxis(np.asarray(y, np.float64), 2, 0) if last else np.asarray(y, np.float64)
@@ -383,7 +414,7 @@ def test_orders_of_axes(fused, order):
     assert_close(by_row(found), want, 6e-3)
 
 
-# --- Not fused ------------------------------------------------------------------------------------------------------
+# --- Not by the kernel ------------------------------------------------------------------------------------------------
 
 
 ONE_ALONE = ["one", None, "one", None, "one"]
@@ -399,7 +430,7 @@ NOT = {  # the layer, dtype, what else is configured
     "a product of one's own": (linear(dot_general=own_product), jnp.bfloat16, {}),
     "another dtype of the product": (linear(dtype=jnp.float32), jnp.bfloat16, {}),
     "float32": (linear(), jnp.float32, {}),
-    "slots of another dtype": (linear(), jnp.bfloat16, {"dtype": "float32"}),
+    "batch invariant": (linear(), jnp.bfloat16, {"batch_invariant": True}),
     "bitwise": (linear(), jnp.bfloat16, {"bitwise_base": True}),
     "xla": (linear(), jnp.bfloat16, {"backend": "xla"}),
     "promotion of one's own": (
@@ -422,7 +453,7 @@ def serve_one(model, x=X, **config):
 
 
 @pytest.mark.parametrize("what", NOT)
-def test_unsupported_layers_are_not_fused(fused, what):
+def test_other_layers_keep_their_product(fused, what):
     """Rows without an adapter have the bits of the unwrapped model."""
     build, dtype, config = NOT[what]
     assert serve_one(Holder(dtype, build), **config)
@@ -442,27 +473,30 @@ def test_a_bias_of_another_dtype(fused):
     assert fused == []
 
 
-def test_the_plain_layer_is_fused(fused):
+def test_the_plain_layer_has_the_kernels_product(fused):
     serve_one(Holder())
     assert fused == [(5, 16, 16)]
 
 
-@pytest.mark.parametrize(("length", "is_fused"), [(25, True), (26, False)])
-def test_prefill_is_not_fused(fused, length, is_fused):
+@pytest.mark.parametrize(("length", "by_kernel"), [(25, True), (26, False)])
+def test_prefill_keeps_its_product(fused, length, by_kernel):
     """5 sequences: 125 rows, and 130."""
     x = np.asarray(jnp.asarray(normal(5, length, 16), jnp.bfloat16))
-    assert serve_one(Holder(), x) or is_fused
-    assert fused == [(5 * length, 16, 16)] * is_fused
+    assert serve_one(Holder(), x) or by_kernel
+    assert fused == [(5 * length, 16, 16)] * by_kernel
 
 
-def test_a_shape_without_a_table_entry_is_not_fused(fused, tmp_path):
-    write(tmp_path, [(16, 24)])
-    assert serve_one(Holder())
-    write(tmp_path, [(16, 16)], rows=[4])
-    assert serve_one(Holder())
-    (tmp_path / "nvidia_h200.json").unlink()
-    assert serve_one(Holder())
-    assert fused == []
+@pytest.mark.parametrize(
+    ("rows", "n", "by_kernel"),
+    [(32, 4224, False), (33, 4224, True), (64, 4224, True), (65, 4224, False), (64, 4096, False)],
+)
+def test_the_rule_of_tiles_decides(called, rows, n, by_kernel):
+    """On an H200, two parts of K = 768 keep all multiprocessors busy from 4224 columns on."""
+    model = Holder(build=lambda dtype, r: nnx.Linear(768, n, use_bias=False, param_dtype=dtype, rngs=r))
+    manager = make_manager(model, backend="triton")
+    with manager.prepare([None] * rows) as batch, for_gpu("NVIDIA H200"):
+        jax.eval_shape(served(), model, jnp.zeros((rows, 1, 768), jnp.bfloat16), batch)
+    assert called == [(rows, 768, n)] * by_kernel
 
 
 @pytest.mark.slow
@@ -479,7 +513,7 @@ def test_an_array_of_numpy_is_served(fused):
 
 @pytest.mark.parametrize("kind", thinned([AxisType.Auto, AxisType.Explicit], 0))
 def test_with_a_mesh_in_context(fused, kind):
-    """A mesh in context disables fusion, although the model is on one device."""
+    """A mesh in context prevents the kernel, although the model is on one device."""
     model = Holder()
     manager = make_manager(model, [make_adapter("one", PROJ, 3)], backend="triton")
     with (
@@ -499,9 +533,7 @@ class Padded(nnx.Linear):
     [{"real_vocab": 13}, {"out_blocks": [(8, 5), (-1, 3), (0, 8)]}, {"in_index": range(3, 16)}],
     ids=["real_vocab", "out_blocks", "in_index"],
 )
-def test_padded_columns(fused, tmp_path, registered, padding):
-    """Padded columns are not fused, with entries for all columns or for the real ones only."""
-    write(tmp_path, [(k, n) for k in (13, 16) for n in (13, 16)])
+def test_padded_columns(fused, registered, padding):
     register_layer(Padded, lambda layer: LinearSpec(layer.in_features, layer.out_features, **padding))
     model = Holder(build=lambda dtype, r: Padded(16, 16, use_bias=False, param_dtype=dtype, rngs=r))
     bare = np.asarray(jax.jit(lambda model, x: model(x))(model, X), np.float32)
@@ -551,14 +583,14 @@ class Subclass(nnx.Linear):
         return 2 * super().__call__(inputs)
 
 
-def test_a_subclass_with_its_own_call_is_not_fused(fused, registered):
+def test_a_subclass_with_its_own_call_keeps_its_product(fused, registered):
     register_layer(Subclass, lambda layer: LinearSpec(layer.in_features, layer.out_features))
     assert serve_one(Holder(build=lambda dtype, r: Subclass(16, 16, param_dtype=dtype, rngs=r)))
     assert fused == []
 
 
-def test_a_spec_with_rows_is_not_fused(fused, registered):
-    """A spec with `rows` selects the rows of the layer, so its product is not fused."""
+def test_a_spec_with_rows_keeps_its_product(fused, registered):
+    """A spec with `rows` selects the rows of the layer, which are not those of the kernel."""
 
     class Layer(nnx.Linear):
         pass
@@ -576,12 +608,4 @@ def test_no_rows(fused):
     manager = make_manager(model, [make_adapter("one", PROJ, 3)], backend="triton")
     with manager.prepare(ONE_ALONE) as batch:
         assert served()(model, X[:, :0], batch).shape == (5, 0, 16)
-    assert fused == []
-
-
-def test_a_table_entry_of_a_smaller_rank_is_not_used(fused, tmp_path):
-    (key,) = [Key("linear_lora", "bfloat16", 8, 16, 16, 2)]
-    tiles = dataclasses.replace(TILES, product_split_k=1)
-    (tmp_path / "nvidia_h200.json").write_text(json.dumps([entry_of(key, tiles)]))
-    assert serve_one(Holder())
     assert fused == []

@@ -168,7 +168,8 @@ def add_lora(
     separate = plan.num_rows <= SEPARATE_ROWS and plan.experts == 1 and magnitudes is None and not batch_invariant
     if not separate:
         return whole(base, magnitudes=magnitudes, bias=bias)
-    delta = whole(None, out_dtype=base.dtype)
+    # bfloat16 halves the bytes of the delta, and has the range of float32. PEFT rounds the delta to it too.
+    delta = whole(None, out_dtype=jnp.bfloat16 if base.dtype == jnp.bfloat16 else jnp.float32)
     total = base.astype(jnp.float32) + delta.astype(jnp.float32)
     return jnp.where(has_group(plan)[:, None], total.astype(base.dtype), base)
 

@@ -25,9 +25,9 @@ before the product with b, so that b is stored as the adapter's file has it. `sh
 
 DoRA (arXiv:2402.09353) replaces the norms of the columns of a weight. `magnitudes` [G, N] are the ratios of the new
 norms to those of the weight with its LoRA. With mm = magnitudes[g], out = bias + mm * (base + delta - bias) for a base
-output with a bias, in float32 and rounded once. Where mm is 1 the result is that without magnitudes, bitwise except
-where `add_lora` rounds the delta. Rows without a group and slices of rank 0 keep the base. Without a bias, partial sums
-over K may be passed as base.
+output with a bias, in float32 and rounded once. Where mm is 1 the result is that without magnitudes, bitwise except for
+up to 256 rows on a GPU, where it is equal to rounding. Rows without a group and slices of rank 0 keep the base. Without
+a bias, partial sums over K may be passed as base.
 
 Ranks, scales and magnitudes are constants of the gradients.
 

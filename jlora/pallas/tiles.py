@@ -193,7 +193,8 @@ def rule_of_thumb(p: GPUProblem, gpu: GPU) -> GPUTiles:
     """Return tiles by the shape and the number of multiprocessors: those that searches chose most often.
 
     Few rows get short programs and many rows deep read-ahead. Of the expand, two to four programs run on each
-    multiprocessor at once. With more, the last few wait for the end of others.
+    multiprocessor at once, and eight for experts, whose tiles are many and small. With more, the last few wait for the
+    end of others.
     """
     rows, k, rank = p.rows, p.k, p.rank
     wide = rank > 64 or p.tile_m > 64
@@ -201,20 +202,22 @@ def rule_of_thumb(p: GPUProblem, gpu: GPU) -> GPUTiles:
     size = 4 if p.dtype == "float32" else 2
     narrow = 2 * 64 * rank * size > 160 * 1024  # two blocks of b would not fit into shared memory
     long = few and rank <= 32 and not p.experts and p.tile_m <= 64
-    programs = (4 if few else 2) * gpu.multiprocessors * (2 if p.experts and rank <= 64 else 1)
+    programs = (8 if p.experts and rank <= 64 else 4 if few else 2) * gpu.multiprocessors
     expand = {
-        "block_n": 32 if narrow else 64 if wide else 256 if long else 128, "warps": 8 if wide or not few else 4,
-        "stages": 2, "chunks": programs, "programs": programs,
+        "block_n": 32 if narrow else 64 if wide else 256 if long else 128,
+        "warps": 8 if wide or not (few or p.experts) else 4, "stages": 2, "chunks": programs, "programs": programs,
     }  # fmt: skip
     if few:
+        parts = min(28, k // 256) // (2 if rows > 128 and not p.experts else 1)
         return GPUTiles(
-            block_k=128, split_k=max(1, min(28, k // 256)), block_r=32, shrink_warps=2,
+            block_k=128, split_k=max(1, parts), block_r=32, shrink_warps=2,
             shrink_stages=2 if p.experts else 4, shrink_programs=(12 if p.experts else 6) * gpu.multiprocessors,
             **expand,
         )  # fmt: skip
     return GPUTiles(
         block_k=64 if size == 4 else 128, split_k=max(1, min(4, 16384 // rows, k // 256)), block_r=64,
-        shrink_warps=8 if wide else 4, shrink_stages=3, shrink_programs=3 * gpu.multiprocessors, **expand,
+        shrink_warps=8 if wide else 4, shrink_stages=3, shrink_programs=(4 if p.experts else 3) * gpu.multiprocessors,
+        **expand,
     )  # fmt: skip
 
 

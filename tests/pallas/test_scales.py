@@ -153,9 +153,9 @@ def test_magnitudes(operands, backend, dtype, with_bias):
     for m in range(ROWS):
         close(got[m], want[m], 4e-6 if dtype == "float32" else 1e-2)
     plain = run(magnitudes=jnp.ones_like(magnitudes_of()))
-    if (backend, dtype) == ("triton", "bfloat16"):  # without magnitudes the delta is rounded before it is added
+    if backend == "triton":  # without magnitudes the delta of few rows is added apart
         for one, other in zip(plain, np.asarray(run(), np.float64), strict=True):
-            close(one, other, 1e-2)
+            close(one, other, 4e-6 if dtype == "float32" else 1e-2)
     else:
         np.testing.assert_array_equal(np.asarray(run(), np.float32), np.asarray(plain, np.float32))
     same = [np.asarray(v, np.float32).view(np.uint32) for v in (got, plain, base)]

@@ -32,7 +32,7 @@ def product(
         out_shape=jax.ShapeDtypeStruct((tiles.split_k, x.shape[0], w.shape[1]), jnp.float32),
         compiler_params=compiler_params(tiles.warps, tiles.stages),
         interpret=interpret,
-        name="base_product",
+        name="lora_base_product",
     )(x, w)
     return reduce(jnp.add, [parts[i] for i in range(tiles.split_k)]).astype(x.dtype)
 

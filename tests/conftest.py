@@ -56,8 +56,9 @@ CHECKED = (
     *("jlora.layers", "jlora.manager", "jlora.models.decode_attention", "jlora.pallas"),
 )
 if importlib.util.find_spec("beartype"):
-    # An int is a float here, as in every other checker of annotations (PEP 484).
-    jaxtyping.install_import_hook(CHECKED, "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
+    import tests.checked
+
+    jaxtyping.install_import_hook(CHECKED, f"{tests.checked.__name__}.check")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

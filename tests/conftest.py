@@ -89,7 +89,7 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError("`-m device` runs tests on an accelerator, and JAX finds none here")
     # `make test-slow` runs all of hypothesis' tests again.
     quick = jax.config.read("jax_disable_most_optimizations") or on_device(config)
-    settings.register_profile("ci", deadline=None, derandomize=True, max_examples=10 if quick else 50)
+    settings.register_profile("ci", deadline=None, derandomize=True, max_examples=6 if quick else 50)
     settings.load_profile("ci")
 
 

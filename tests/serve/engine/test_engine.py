@@ -468,7 +468,7 @@ def test_load_inplace_serves_new_files_of_the_same_size_and_time(world, tmp_path
     request = jlora.LoRARequest("same", str(tmp_path))
     world.engine.add_lora(request)
     before, wrong = "sort", []
-    for source in ["reverse", "sort"] * 20:
+    for source in ["reverse", "sort"] * 8:
         with world.paused() as go:
             old = world.engine.submit(WORD, GREEDY, lora="same")
             until(lambda: world.engine.stats().running == 1)

@@ -25,8 +25,9 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" and importlib.metadata.version("jaxlib") < "0.11":
-    # Saves another third of the time. Later versions lack the flag and stop at unknown flags.
-    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+    # Saves another third of the time. Later versions lack the first flag and stop at unknown flags. The cores are taken
+    # by other workers, so the parts of a program are compiled as one.
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     # Programs are compiled once a run, for all workers and for the processes that tests start.
@@ -45,19 +46,22 @@ from jax.experimental.compilation_cache import compilation_cache
 
 # Calls into these are held to their annotations, shapes included. The machines that lend a GPU may lack beartype. Not
 # jlora.config, whose classes check every field themselves and turn any path into a string, as tests rely on; not
-# jlora.adapters.patterns and pattern_table, which tests give tens of thousands of expressions; and not
-# jlora._typing, whose two functions are called for tens of thousands of objects while models are traversed.
+# jlora.adapters.patterns and pattern_table, which tests give tens of thousands of expressions; not
+# jlora.layers.site, whose small properties are read hundreds of thousands of times; and not jlora._typing, whose two
+# functions are called for tens of thousands of objects while models are traversed.
 # Tests that pass wrong arguments, or arguments accepted beyond the annotations, use
 # `unchecked_calls`.
 CHECKED = (
     *("jlora._compat", "jlora.errors", "jlora.ops"),
     *(f"jlora.adapters.{name}" for name in ("adapter", "checkpoint", "config_file", "files", "escaping")),
     *(f"jlora.adapters.{name}" for name in ("peft_config", "resolve", "shapes", "strict_json", "tensor_file")),
-    *("jlora.layers", "jlora.manager", "jlora.models.decode_attention", "jlora.pallas"),
+    *(f"jlora.layers.{name}" for name in ("base_kernel", "einsum", "forward", "slot_write", "specs", "tuning", "wrap")),
+    *("jlora.manager", "jlora.models.decode_attention", "jlora.pallas"),
 )
 if importlib.util.find_spec("beartype"):
-    # An int is a float here, as in every other checker of annotations (PEP 484).
-    jaxtyping.install_import_hook(CHECKED, "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
+    import tests.checked
+
+    jaxtyping.install_import_hook(CHECKED, f"{tests.checked.__name__}.check")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -88,7 +92,7 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError("`-m device` runs tests on an accelerator, and JAX finds none here")
     # `make test-slow` runs all of hypothesis' tests again.
     quick = jax.config.read("jax_disable_most_optimizations") or on_device(config)
-    settings.register_profile("ci", deadline=None, derandomize=True, max_examples=10 if quick else 50)
+    settings.register_profile("ci", deadline=None, derandomize=True, max_examples=6 if quick else 50)
     settings.load_profile("ci")
 
 

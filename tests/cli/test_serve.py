@@ -274,8 +274,8 @@ def test_base_model_of_a_module_is_its_parent(served):
         f"a={SORT}",
         *(json.dumps({"name": n, "path": SORT, "base_model_name": b}) for n, b in (("b", "two"), ("c", MODEL))),
     ]
-    names = ("--served-model-name", "one", "two")
-    service = served(*SMALL, *names, "--max-num-seqs", "1", "--lora-modules", *modules).service
+    names = ("--served-model-name", "one", "two", "--max-num-seqs", "1", "--max-num-batched-tokens", "32")
+    service = served(*SMALL, *names, "--lora-modules", *modules).service
     service.engine.start()
     service.state = "serving"
     cards = {card["id"]: card["parent"] for card in ask(service, "GET", "/v1/models").json["data"]}

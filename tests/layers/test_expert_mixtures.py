@@ -82,7 +82,7 @@ STYLES = {
 @pytest.mark.parametrize("style", [pytest.param(s, marks=[pytest.mark.slow] * (s != "methods")) for s in STYLES])
 def test_random_batches_equal_merged_weights(style):
     world, rng = served(STYLES[style]()), np.random.default_rng(0)
-    for _ in range(12):
+    for _ in range(6):
         check(world, [drawn(rng) for _ in range(SEQUENCES)], rng.integers(0, LENGTH + 1, SEQUENCES).tolist())
     assert world.manager.stats().compilations == 1
     counts, first = [3, 1, 0, 2, 4, 1], [1, 0, 0, 2, 3, 1]

@@ -259,8 +259,10 @@ def in_a_process(how: str, seed: int, times: int) -> dict[str, Any]:
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
 
 
-@pytest.mark.parametrize("times", [20, pytest.param(100, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    ("how", "times"),
+    [("script", 20), ("asyncio", 20), *(pytest.param(how, 100, marks=pytest.mark.slow) for how in HOW)],
+)
 def test_signals_harm_nothing(how: str, times: int) -> None:
     figures = in_a_process(how, 1, times)
     assert figures["harm"] == []

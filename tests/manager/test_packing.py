@@ -184,7 +184,7 @@ def split(model, axis, stacked):
 def test_slots_of_any_spec_equal_numpy_packing(write_programs):
     """Any sizes, ranks and slot dtype; layers in a list or a stack; on one device or a mesh; in any number of waves."""
 
-    @settings(max_examples=settings.default.max_examples if write_programs == "each" else 4)
+    @settings(max_examples=settings.default.max_examples if write_programs == "each" else 3)
     @given(data=st.data(), spec=SPECS, dtype=st.sampled_from(sorted(SLOTS)), max_rank=st.sampled_from([1, 4, 16, 20]))
     def check(data, spec, dtype, max_rank):
         model = Dense(**spec)
@@ -295,7 +295,7 @@ def wide_model(layers, k):
 
 def test_adapter_packed_by_threads_equals_numpy_packing():
     """From 128 MiB on several threads pack. NaN and infinity raise no warning in any of them."""
-    model, places = wide_model(5, 1 << 21)
+    model, places = wide_model(3, 1 << 21)
     sizes = {"max_loras": 1, "max_lora_rank": 16, "allow_nonfinite": True, "max_cpu_bytes": 1 << 30}
     manager = jlora.LoRAManager(model, jlora.LoRAConfig(**sizes, dtype="bfloat16"))
     rng = np.random.default_rng(0)
@@ -303,7 +303,7 @@ def test_adapter_packed_by_threads_equals_numpy_packing():
     for name in places:
         a = np.tile(rng.normal(size=(1, 1 << 13)).astype(np.float32), (1, 1 << 8))
         modules[name] = jlora.ModuleLoRA(a=a, b=rng.normal(size=(1, 1)).astype(np.float32), alpha=1.0, scaling=1 / 3)
-    modules["3"].a[0, 5], modules["4"].a[0, 6] = np.inf, -np.inf
+    modules["1"].a[0, 5], modules["2"].a[0, 6] = np.inf, -np.inf
     adapter = jlora.Adapter(name="x", modules=modules)
     manager.add_adapter(adapter)
     assert manager.list_adapters()["x"].nbytes > 128 << 20

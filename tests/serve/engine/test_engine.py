@@ -123,15 +123,15 @@ def test_engine_works_under_a_transfer_guard(world):
 
 
 def test_answers_equal_generate_for_four_adapters_and_the_base(world, oracle):
-    requests = demo_requests(DENSE)[:24]
+    requests = demo_requests(DENSE)[:16]
     assert {request.adapter for request in requests} == {None, *ADAPTERS}
     found = answers(world, requests)
     ends = oracle.model.config.eos_token_ids
-    parts = [oracle.generate(requests[i : i + 8], max_new_tokens=10, stop_tokens=ends) for i in range(0, 24, 8)]
+    parts = [oracle.generate(requests[i : i + 8], max_new_tokens=10, stop_tokens=ends) for i in range(0, 16, 8)]
     want = [tokens for part in parts for tokens in part]
     assert [list(one.tokens) for one in found] == want == oracle(requests)
     assert [one.text for one in found] == [world.tokenizer.decode(tokens) for tokens in want]
-    assert sum(one.text == request.answer for one, request in zip(found, requests, strict=True)) >= 23
+    assert sum(one.text == request.answer for one, request in zip(found, requests, strict=True)) >= 15
     assert {one.finish_reason for one in found} == {"stop"}
     assert [one.prompt_tokens for one in found] == [len(request.prompt) + 1 for request in requests]
 
@@ -468,7 +468,7 @@ def test_load_inplace_serves_new_files_of_the_same_size_and_time(world, tmp_path
     request = jlora.LoRARequest("same", str(tmp_path))
     world.engine.add_lora(request)
     before, wrong = "sort", []
-    for source in ["reverse", "sort"] * 20:
+    for source in ["reverse", "sort"] * 8:
         with world.paused() as go:
             old = world.engine.submit(WORD, GREEDY, lora="same")
             until(lambda: world.engine.stats().running == 1)

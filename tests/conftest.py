@@ -55,7 +55,7 @@ CHECKED = (
     *("jlora._compat", "jlora.errors", "jlora.ops"),
     *(f"jlora.adapters.{name}" for name in ("adapter", "checkpoint", "config_file", "files", "escaping")),
     *(f"jlora.adapters.{name}" for name in ("peft_config", "resolve", "shapes", "strict_json", "tensor_file")),
-    *(f"jlora.layers.{name}" for name in ("base_kernel", "einsum", "forward", "slot_write", "specs", "tuning", "wrap")),
+    *(f"jlora.layers.{name}" for name in ("base_kernel", "einsum", "forward", "slot_write", "specs", "wrap")),
     *("jlora.manager", "jlora.models.decode_attention", "jlora.pallas"),
 )
 if importlib.util.find_spec("beartype"):

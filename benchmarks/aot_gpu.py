@@ -1,4 +1,4 @@
-"""Compile the GPU kernels for an A100, L4, H200 and B200 without a GPU, over the shapes of `specs` and the tuned table.
+"""Compile the GPU kernels for an A100, L4, H200 and B200 without a GPU, over the shapes of `specs`.
 
     make aot-gpu                                                      # installs the compiler, and compiles all shapes
     PYTHONPATH=.venv/cuda:. python -m benchmarks.aot_gpu [--gpus l4] [--ranks 16] [--tokens 64] [--out kernels.json]

@@ -89,7 +89,7 @@ if "jax_triton" not in MISSING:
         M: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr, BLOCK_R: tl.constexpr,
         BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
     ):  # fmt: skip
-        """Compute h[part, rows of a tile, block of ranks] as `lora.shrink_kernel`."""
+        """Compute h[part, rows of a tile, block of ranks] as `lora._shrink_kernel`."""
         per_tile: tl.constexpr = WIDTH // BLOCK_R * PARTS
         steps: tl.constexpr = K // BLOCK_K // PARTS
         for u in range(tl.program_id(0), tl.load(used_ptr) * per_tile, tl.num_programs(0)):
@@ -156,8 +156,9 @@ def jax_triton(projection: Projection, compute_capability: int | None = None):
         sizes = {"M": plan.num_rows, "TILE_M": plan.tile_m, "PARTS": tiles.split_k}
         call = functools.partial(jt.triton_call, compute_capability=compute_capability, **sizes)
         where = plan.tiles_used, plan.tile_group, plan.tile_rows
+        units = plan.num_tiles * -(-n * RANK // tiles.block_r) * tiles.split_k
         h = call(
-            *where, x, a, kernel=lora_shrink, name="lora_shrink", grid=lora.shrink_programs(plan, n * RANK, tiles),
+            *where, x, a, kernel=lora_shrink, name="lora_shrink", grid=min(tiles.shrink_programs, units),
             out_type=jax.ShapeDtypeStruct((tiles.split_k, plan.num_rows, n * RANK), x.dtype),
             num_warps=tiles.shrink_warps, num_stages=tiles.shrink_stages,
             K=projection.k, WIDTH=n * RANK, BLOCK_R=tiles.block_r, BLOCK_K=tiles.block_k,

@@ -203,9 +203,10 @@ def _shrink(x, a, plan: Plan, ranks, x_rows, tiles: GPUTiles, dtype, interpret: 
     """
     groups, n, rank, k = a.shape
     indexed = () if x_rows is None else (x_rows,)
+    units = plan.num_tiles * pl.cdiv(n * rank, tiles.block_r) * tiles.split_k  # an upper bound
     return pl.pallas_call(
-        partial(shrink_kernel, rank=rank, tile_m=plan.tile_m, tiles=tiles),
-        grid=(shrink_programs(plan, n * rank, tiles),),
+        partial(_shrink_kernel, rank=rank, tile_m=plan.tile_m, tiles=tiles),
+        grid=(min(tiles.shrink_programs, units),),
         out_shape=jax.ShapeDtypeStruct((tiles.split_k, plan.num_rows, n * rank), dtype),
         compiler_params=compiler_params(tiles.shrink_warps, tiles.shrink_stages),
         interpret=interpret,
@@ -231,19 +232,13 @@ def _expand(
     )(plan.tiles_used, plan.tile_group, plan.tile_rows, ranks, h, b, base, row_scales, magnitudes, bias)
 
 
-def shrink_programs(plan: Plan, width: int, tiles: GPUTiles) -> int:
-    """Return the number of programs for a shrink of `width` ranks, at most its largest number of units."""
-    return min(tiles.shrink_programs, plan.num_tiles * pl.cdiv(width, tiles.block_r) * tiles.split_k)
-
-
-def shrink_kernel(
-    used_ref, group_ref, rows_ref, ranks_ref, x_ref, a_ref, *refs, rank: int, tile_m: int, tiles: GPUTiles, among=None
+def _shrink_kernel(
+    used_ref, group_ref, rows_ref, ranks_ref, x_ref, a_ref, *refs, rank: int, tile_m: int, tiles: GPUTiles
 ):
     """Compute h[part, rows of a tile, block of ranks] = x[rows, K part] @ a[group, block of ranks, K part]ᵀ.
 
     The ranks of all slices are numbered consecutively. A block may span slices, so x is read once for all of them.
-    `refs` holds h, optionally after an index by which row m of the plan is x[index[m]]. `among` is (p, programs) if not
-    all programs of the grid take part.
+    `refs` holds h, optionally after an index by which row m of the plan is x[index[m]].
 
     The units of work are the used tiles times the blocks of ranks times the parts of K, parts innermost. Program p
     takes the units p, p + programs, ...
@@ -252,7 +247,7 @@ def shrink_kernel(
         tile 0  | x . aᵀ  | x . aᵀ  |  -> two partial sums, which the reader of h adds in order
     """
     *index_refs, h_ref = refs
-    program, programs = among or (pl.program_id(0), pl.num_programs(0))
+    program, programs = pl.program_id(0), pl.num_programs(0)
     _, width, k_size = a_ref.shape
     block_r, block_k, parts = tiles.block_r, tiles.block_k, tiles.split_k
     per_tile = pl.cdiv(width, block_r) * parts
@@ -290,7 +285,7 @@ def shrink_kernel(
 
         return ahead
 
-    share_out(tiles_used(used_ref, group_ref) * per_tile, unit, look_up(program), (program, programs))
+    share_out(tiles_used(used_ref, group_ref) * per_tile, unit, look_up(program))
 
 
 def _expand_kernel(

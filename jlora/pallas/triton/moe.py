@@ -25,7 +25,7 @@ from jlora.pallas.triton.parts import (
     store,
     tiles_used,
 )
-from jlora.pallas.xla import all_ranks, tile_of_rows
+from jlora.pallas.xla import all_ranks, has_group, tile_of_rows
 
 COMBINE = GPUTiles(block_k=64, block_n=128, warps=4, stages=3, programs=4224)
 
@@ -54,8 +54,8 @@ def combine_lora(
     taken = jnp.clip(rows, 0, plan.num_rows - 1)
     h = shrink_parts(x, a, b, plan, ranks, pair_tiles, interpret=interpret)  # [parts, M, R]
     if not side_by_side(plan, token_plan, rank, rows.shape[1]):
-        zeros = jnp.zeros((plan.num_rows, n), jnp.float32)
-        delta = expand_parts(zeros, x, a, h, b, plan, ranks, (n,), pair_tiles, interpret=interpret)
+        options = {"out_dtype": jnp.float32, "interpret": interpret}
+        delta = expand_parts(None, x, a, h, b, plan, ranks, (n,), pair_tiles, **options)
         total = jnp.zeros(base.shape, jnp.float32)
         for j in range(rows.shape[1]):
             part = delta[taken[:, j]]
@@ -85,8 +85,8 @@ def combine_lora(
 
 def _ranks_of_pairs(plan: Plan, token_plan: Plan, rows, experts, ranks):
     """Return the rank of each of a token's pairs [T, k], 0 for none, and its scale [T, k]."""
-    inside = (token_plan.row_slot < token_plan.num_tiles * token_plan.tile_m)[:, None]
-    inside &= (rows >= 0) & (rows < plan.num_rows)
+    inside = has_group(token_plan)[:, None] & (rows >= 0) & (rows < plan.num_rows)
+    inside &= has_group(plan)[jnp.clip(rows, 0, plan.num_rows - 1)]
     slots = token_plan.tile_group[tile_of_rows(token_plan)]
     group = slots[:, None] * (plan.num_groups // token_plan.num_groups) + experts
     own = ranks[jnp.clip(group, 0, plan.num_groups - 1), 0]  # [T, k, 2]

@@ -36,12 +36,9 @@ def tiles_used(used_ref, group_ref):
     return jnp.int32(1) if group_ref.shape[0] == 1 else used_ref[0]
 
 
-def share_out(units, run, carry, among=None):
-    """Run the units p, p + programs, ... in program p, passing `carry` from one to the next.
-
-    `among` is (p, programs) if not all programs of the grid take part.
-    """
-    p, programs = among or (pl.program_id(0), pl.num_programs(0))
+def share_out(units, run, carry):
+    """Run the units p, p + programs, ... in program p, passing `carry` from one to the next."""
+    p, programs = pl.program_id(0), pl.num_programs(0)
     jax.lax.fori_loop(0, (units - p + programs - 1) // programs, lambda s, c: run(p + s * programs, c), carry)
 
 

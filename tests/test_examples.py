@@ -37,6 +37,7 @@ def test_own_model(run, capsys):
     assert change["base"] == pytest.approx(0, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_speculative(run, capsys):
     """Drafted decoding gives the answers of the adapters, and the sequence that copies its prompt takes fewer steps."""
     run("speculative.py")

@@ -36,6 +36,7 @@ def test_quick_start_runs(tmp_path):
     assert "the served logits are those of the merged model" in printed
 
 
+@pytest.mark.slow
 def test_tpu_notebook_runs_without_tpu(tmp_path):
     """The tests are left out, and the report is of a short measurement."""
     printed = run("tpu.py", tmp_path)

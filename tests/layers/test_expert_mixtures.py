@@ -79,7 +79,8 @@ STYLES = {
 }
 
 
-@pytest.mark.parametrize("style", [pytest.param(s, marks=[pytest.mark.slow] * (s != "methods")) for s in STYLES])
+@pytest.mark.slow
+@pytest.mark.parametrize("style", STYLES)
 def test_random_batches_equal_merged_weights(style):
     world, rng = served(STYLES[style]()), np.random.default_rng(0)
     for _ in range(6):

@@ -163,8 +163,8 @@ def source_of(tmp_path, kind):
     ("kind", "quantize"),
     [
         ("untied", "int8"),
-        ("tied", "fp8"),
         ("mixture", "blocks"),
+        pytest.param("tied", "fp8", marks=slow),
         pytest.param("untied", "blocks", marks=slow),
         pytest.param("tied", "blocks", marks=slow),
         pytest.param("mixture", "int8", marks=slow),

@@ -98,6 +98,7 @@ def test_unauthorised_call_changes_and_reveals_nothing(tmp_path, method, path, b
 # --- slow clients -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_slow_clients_do_not_delay_others():
     """Ninety clients send headers or bodies slowly, or do not read. No limit ends them while the others are served."""
     engine = FakeEngine()

@@ -108,10 +108,10 @@ def test_wrong_rows_are_found(known):
     ("cls", "options"),
     [
         (Doubled, {}),
-        (Rolled, {}),
+        pytest.param(Rolled, {}, marks=pytest.mark.slow),
         (Int8, {"dequantize": lambda layer: layer.whole().T}),
-        (Int8, {"dequantize": lambda layer: 2 * layer.whole()}),
-        (Int8, {"rows": lambda layer, x, y: (x[..., ::-1], y, lambda out: out)}),
+        pytest.param(Int8, {"dequantize": lambda layer: 2 * layer.whole()}, marks=pytest.mark.slow),
+        pytest.param(Int8, {"rows": lambda layer, x, y: (x[..., ::-1], y, lambda out: out)}, marks=pytest.mark.slow),
         (Int8, {"rows": lambda layer, x, y: (x, y[..., ::-1], lambda out: out[..., ::-1])}),
     ],
 )

@@ -49,7 +49,8 @@ def test_generate_answers_each_prompt_with_its_adapter(capsys):
     assert capsys.readouterr().out.splitlines() == ["sort: hgfedc=cdefgh", "reverse: abcd=dcba", "(base): abcd=abcd"]
 
 
-@pytest.mark.parametrize("quantization", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
 def test_generate_quantizes_the_model(capsys, quantization):
     """The answers are those of the unquantized demo."""
     adapter, prompts = f"--adapter=sort={DEMO / 'adapters' / 'sort'}", ["--prompt=sort:hgfedc=", "--prompt=:abcd="]

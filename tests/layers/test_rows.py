@@ -191,6 +191,7 @@ def test_one_call_with_foreign_rows_raises(world):
         both(world.model, normal(3, 2, K), normal(7, K), batch)
 
 
+@pytest.mark.slow
 def test_a_model_with_a_table_of_positions_is_served_after_verify():
     class Positions(nnx.Module):
         def __init__(self):

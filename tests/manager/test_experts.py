@@ -372,6 +372,7 @@ def test_pinned_adapters_get_slots_before_experts(few, tmp_path):
     assert set(slot_names(smaller)) in ({"d0", "d1", "e0"}, {"d0", "d1", "e1"})
 
 
+@pytest.mark.slow
 def test_slots_of_experts_cost_nothing_beyond_their_number(few):
     held = nnx.to_flat_state(few.manager.slots)
     slots = {path: variable.shape[0] for path, variable in held if len(variable.shape) > 2}

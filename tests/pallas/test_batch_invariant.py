@@ -60,7 +60,7 @@ def alike(found):
     return all((one == found[0]).all() for one in found)
 
 
-@pytest.mark.parametrize("backend", [pytest.param("xla", marks=pytest.mark.device("cpu")), TRITON, MOSAIC])
+@pytest.mark.parametrize("backend", [pytest.param("xla", marks=pytest.mark.device("cpu")), TRITON, SLOW_MOSAIC])
 def test_add_lora(factors, backend, interpret):
     calls = interpret()
 

@@ -98,6 +98,7 @@ def test_a_row_has_the_same_bits_in_every_batch(interpret, backend):
     assert len({rows[0].tobytes() for rows in found.values()}) == len(OWN)
 
 
+@pytest.mark.slow
 def test_the_number_of_rows_changes_the_bits_without_it(interpret):
     """The comparison above can fail."""
     interpret()

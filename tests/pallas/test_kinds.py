@@ -69,6 +69,7 @@ def test_each_kernel_adds_every_kind_of_row(interpret, backend):
     assert set(calls) == KERNELS[backend]
 
 
+@pytest.mark.slow
 def test_base_products_of_the_kernel(interpret, force_product):
     """The kernel computes the products of all kinds of rows, and base rows have the same bits in every batch."""
     force_product(ProductTiles(block_n=16, block_k=16, split_k=2, warps=4, stages=1))

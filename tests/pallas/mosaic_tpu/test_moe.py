@@ -146,6 +146,7 @@ def test_rows_without_an_adapter_are_unchanged():
     assert same_bits(out, np.asarray(d["base"]))
 
 
+@pytest.mark.slow
 def test_combine_lora_sums_over_the_experts_of_a_token(interpret):
     calls = interpret()
     d = batch(4, 12, 3, 11, 25, 8, 20, (24,))

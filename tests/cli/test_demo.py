@@ -101,11 +101,12 @@ def test_adapters_of_the_mixture_change_only_its_experts():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "slots"),
     [
         pytest.param((), "4 adapters and the base over 2 slots", id="dense"),
-        pytest.param(("--moe",), "2 adapters and the base over 1 slot:", id="moe", marks=pytest.mark.slow),
+        pytest.param(("--moe",), "2 adapters and the base over 1 slot:", id="moe"),
     ],
 )
 def test_demo_command(capsys, arguments, slots):

@@ -55,7 +55,7 @@ from jlora.errors import LoRAError
 from jlora.pallas import gradients, xla
 from jlora.pallas.gpus import platform
 from jlora.pallas.plan import INVARIANT_TILE_M, Plan, make_plan
-from jlora.pallas.tiles import product_tiles
+from jlora.pallas.tiles import ProductTiles, product_tiles
 
 Shaped: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 
@@ -291,11 +291,12 @@ def product(x: Float[jax.Array, "M K"], w: Float[jax.Array, "K N"], *, backend: 
 
     The kernel's products equal XLA's to rounding, not bitwise.
     """
-    if not has_product(x, w, backend=backend):
+    tiles = _product_tiles(x, w, backend)
+    if tiles is None:
         return xla.product(x, w)
     from jlora.pallas.triton import product as kernels  # slow import, needed on GPUs only
 
-    run = functools.partial(kernels.product, tiles=product_tiles(x.shape[0], w.shape[0], w.shape[1]))
+    run = functools.partial(kernels.product, tiles=tiles)
     return gradients.product(_unless_mapped(run), x, w)
 
 
@@ -304,9 +305,16 @@ def has_product(x: Shaped, w: Shaped, *, backend: Backend = "auto") -> bool:
 
     The operands are arrays or `jax.ShapeDtypeStruct`s.
     """
-    if (_own() if backend == "auto" else backend) != "triton" or x.dtype not in (jnp.bfloat16, jnp.float16):
-        return False
-    return x.dtype == w.dtype and product_tiles(x.shape[0], w.shape[0], w.shape[1]) is not None
+    return _product_tiles(x, w, backend) is not None
+
+
+def _product_tiles(x: Shaped, w: Shaped, backend: Backend) -> ProductTiles | None:
+    """Return the tiles of the kernel that computes x @ w, or None if XLA does."""
+    if (_own() if backend == "auto" else backend) != "triton":
+        return None
+    if x.dtype not in (jnp.bfloat16, jnp.float16) or x.dtype != w.dtype:
+        return None
+    return product_tiles(x.shape[0], w.shape[0], w.shape[1])
 
 
 def _unless_mapped(run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:

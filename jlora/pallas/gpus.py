@@ -5,13 +5,7 @@ from dataclasses import dataclass
 
 import jax
 
-from jlora._compat import (
-    abstract_device,
-    default_device,
-    gpu_compute_capability,
-    gpu_cores,
-    gpu_shared_memory,
-)
+from jlora._compat import abstract_device, default_device, gpu_compute_capability, gpu_cores, gpu_shared_memory
 
 
 @dataclass(frozen=True)

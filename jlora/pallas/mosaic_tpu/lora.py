@@ -176,7 +176,7 @@ def unsupported_reason(base, x, a, b, *, slice_sizes: tuple[int, ...], batch_inv
 
 def _row_groups(plan: Plan) -> Int[jax.Array, "M"]:
     tile = xla.tile_of_rows(plan)
-    return jnp.where(plan.row_slot < plan.num_tiles * plan.tile_m, plan.tile_group[tile], NOBODY)
+    return jnp.where(xla.has_group(plan), plan.tile_group[tile], NOBODY)
 
 
 def _sizes(base, x, a, b, slice_sizes, batch_invariant: bool = False) -> Sizes | None:

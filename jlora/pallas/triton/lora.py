@@ -97,7 +97,7 @@ def shrink(
     h = _shrink(x, a, plan, ranks, x_rows, tiles, jnp.dtype(jnp.float32), interpret).sum(0)
     h = jnp.moveaxis(h.reshape(-1, *a.shape[1:3]), 1, 0)
     group = plan.tile_group[tile_of_rows(plan)]
-    rank = jnp.where(plan.row_slot < plan.num_tiles * plan.tile_m, ranks[group, :, 0].T, 0)  # [n, M]
+    rank = jnp.where(has_group(plan), ranks[group, :, 0].T, 0)  # [n, M]
     return jnp.where(jnp.arange(h.shape[2], dtype=jnp.float32)[None, None] < rank[..., None], h, 0)
 
 
@@ -119,9 +119,8 @@ def expand(
 ) -> Float[jax.Array, "M N"]:
     """Implement `jlora.ops.expand`."""
     ranks = all_ranks(b.shape[0], len(slice_sizes), b.shape[1]) if ranks is None else ranks
-    x = jax.ShapeDtypeStruct(
-        (plan.num_rows, b.shape[2]), b.dtype
-    )  # a stand-in with K = N, which only chooses the tiles
+    # Stand-ins with K = N, which only choose the tiles.
+    x = jax.ShapeDtypeStruct((plan.num_rows, b.shape[2]), b.dtype)
     a = jax.ShapeDtypeStruct((b.shape[0], len(slice_sizes), *b.shape[1:]), b.dtype)
     tiles = tiles or gpu_tiles(problem_of(plan, x, a, b, len(slice_sizes), batch_invariant), gpu)
     h = jnp.moveaxis(h, 0, 1).reshape(1, plan.num_rows, -1)

@@ -1,6 +1,7 @@
 """Time the LoRA of single projections against the roofline, other implementations in JAX, and other serving stacks.
 
-    python -m benchmarks.kernels                      # every row of peers_h200.json
+    python -m benchmarks.kernels                      # the rows of Llama-3-8B in peers_h200.json
+    python -m benchmarks.kernels --others             # its rows of other models
     python -m benchmarks.kernels --baselines          # also XLA, one-hot einsum, ragged_dot
     python -m benchmarks.kernels --matrix --layers 32 # every row of the matrix in specs.py
 
@@ -22,12 +23,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.roofline import floor_us
-from benchmarks.specs import ADAPTERS, MIXES, PROJECTIONS, RANKS, SLOTS, TOKENS, Projection, group_ids
+from benchmarks.specs import (
+    ADAPTERS,
+    MIXES,
+    OTHER_PROJECTIONS,
+    PROJECTIONS,
+    RANKS,
+    SLOTS,
+    TOKENS,
+    Projection,
+    group_ids,
+)  # fmt: skip
 from benchmarks.specs import ranks as true_ranks
 from benchmarks.timing import chain, compile_all, kernel_us, machine, random_layers, wall_us, write_rows
 from jlora import ops
 from tests import oracle
 
+SHAPES = PROJECTIONS | OTHER_PROJECTIONS
 PEERS = ("best_peer_us", "vllm_default_us")
 BASELINE_LAYERS = 8
 SAMPLE = 8  # number of rows that are compared with the oracle
@@ -214,24 +226,25 @@ def line(row: dict) -> str:
 
 
 def wanted(args) -> list[tuple[str, int, int, int, str]]:
+    shapes = OTHER_PROJECTIONS if args.others else PROJECTIONS
     if not args.matrix:
         rows = json.loads(Path(__file__).with_name("peers_h200.json").read_text())["rows"]
         keys = [(r["projection"], r["rank"], r["tokens"], r["adapters"], "distinct") for r in rows]
     else:
         keys = [
-            (p, r, t, n, mix) for p in PROJECTIONS for r in RANKS for t in TOKENS for n in ADAPTERS for mix in MIXES
+            (p, r, t, n, mix) for p in shapes for r in RANKS for t in TOKENS for n in ADAPTERS for mix in MIXES
             if n <= t and not (mix == "half" and t < 2 * n)
         ]  # fmt: skip
-    return [
-        k for k in keys if k[0] in args.projection and k[1] in args.rank and k[2] in args.tokens and k[4] in args.mix
-    ]
+    chosen = shapes if args.projection is None else args.projection
+    return [k for k in keys if k[0] in chosen and k[1] in args.rank and k[2] in args.tokens and k[4] in args.mix]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--matrix", action="store_true", help="time the matrix of specs.py instead of the peers' rows")
-    parser.add_argument("--projection", nargs="+", default=list(PROJECTIONS))
-    parser.add_argument("--rank", type=int, nargs="+", default=list(RANKS))
+    parser.add_argument("--others", action="store_true", help="time projections of other models than Llama-3-8B")
+    parser.add_argument("--projection", nargs="+")
+    parser.add_argument("--rank", type=int, nargs="+", default=[*RANKS, 32])
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--mix", nargs="+", default=list(MIXES))
     parser.add_argument("--layers", type=int, default=128, help="layers in a chain (128: all of Llama-3-8B)")
@@ -244,10 +257,10 @@ def main():
     peers = {(r["projection"], r["rank"], r["tokens"], r["adapters"]): r for r in json.loads(file.read_text())["rows"]}
     rows, todo = [], wanted(args)
     for name, rank in dict.fromkeys((key[0], key[1]) for key in todo):
-        layers = random_layers(PROJECTIONS[name], rank, args.layers)
+        layers = random_layers(SHAPES[name], rank, args.layers)
         here = [key[2:] for key in todo if key[:2] == (name, rank)]
         shapes = {
-            tokens: Shape(PROJECTIONS[name], rank, tokens, layers, args.backend, args.baselines)
+            tokens: Shape(SHAPES[name], rank, tokens, layers, args.backend, args.baselines)
             for tokens in dict.fromkeys(tokens for tokens, _, _ in here)
         }
         programs = iter(compile_all([job for shape in shapes.values() for job in shape.jobs]))

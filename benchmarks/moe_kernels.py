@@ -1,6 +1,7 @@
 """Time the LoRA of experts (both products of a block) against the roofline and other serving stacks.
 
-    python -m benchmarks.moe_kernels              # every row of peers_moe_h200.json
+    python -m benchmarks.moe_kernels              # rows of peers_moe_h200.json
+    python -m benchmarks.moe_kernels --others     # its rows of models for which nothing was tuned
     python -m benchmarks.moe_kernels --tokens 64  # some of them
 
 `wall` is microseconds a layer in a jitted chain of layers with distinct weights, kernels only, as for the peers. A
@@ -20,13 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels import SAMPLE, TOLERANCE, geometric_mean
-from benchmarks.moe_specs import MODELS, Batch, Experts, batch, floor_us, peers, slots
+from benchmarks.moe_specs import MODELS, OTHER_MODELS, Batch, Experts, batch, floor_us, peers, slots
 from benchmarks.timing import compile_all, machine, wall_us, write_rows
 from jlora import ops
 from jlora.pallas.tiles import plan_tile_m
 from jlora.pallas.triton.moe import side_by_side
 from tests import oracle
 
+ALL_MODELS = MODELS | OTHER_MODELS
 PLANS = 24  # plans in a chain
 LIVE_BYTES = 150e6  # bytes of factors that a chain reads before it reads any again, several times the L2 cache
 MEMORY = 40e9  # most bytes of the factors of a chain, all groups included
@@ -63,7 +65,7 @@ class Row:
     """The compiled programs of one row of the table."""
 
     def __init__(self, key: dict):
-        self.key, self.e = key, MODELS[key["model"]]
+        self.key, self.e = key, ALL_MODELS[key["model"]]
         self.rank, self.tokens, self.slots = key["rank"], key["tokens"], slots(key["adapters"])
         host = batch(self.e, self.tokens, key["adapters"])
         self.host, self.batch = host, Batch(jnp.asarray(host.expert), jnp.asarray(host.slot))
@@ -249,7 +251,7 @@ def _routing(row: dict) -> tuple:
 
 
 def _pairs(row: dict) -> int:
-    return row["tokens"] * MODELS[row["model"]].top_k
+    return row["tokens"] * ALL_MODELS[row["model"]].top_k
 
 
 def line(r: dict) -> str:
@@ -262,12 +264,14 @@ def line(r: dict) -> str:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--others", action="store_true", help="time other models than those of MODELS")
+    parser.add_argument("--model", nargs="+", choices=list(ALL_MODELS))
     parser.add_argument("--rank", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 64, 256, 2048, 8192])
     parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
     args = parser.parse_args()
-    wanted = [r for r in peers() if r["model"] in args.model and r["rank"] in args.rank and r["tokens"] in args.tokens]
+    models = args.model or (OTHER_MODELS if args.others else MODELS)
+    wanted = [r for r in peers() if r["model"] in models and r["rank"] in args.rank and r["tokens"] in args.tokens]
     todo, rows = [Row(key) for key in wanted], []
     routed = {_routing(row.key): row for row in todo}  # ranks share their plans
     jobs = [row.plan_job() for row in routed.values()] + [job for row in todo for job in row.jobs()]

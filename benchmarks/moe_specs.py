@@ -1,4 +1,4 @@
-"""The measured shapes of experts: the expert products of three models, and the routing of their tokens."""
+"""The measured shapes of experts: the expert products of some models, and the routing of their tokens."""
 
 import json
 from dataclasses import dataclass
@@ -27,6 +27,15 @@ MODELS = {
         Experts("qwen3-30b-a3b", 2048, 768, 128, 8),
         Experts("gpt-oss-20b", 2880, 2880, 32, 4),
         Experts("mixtral-8x7b", 4096, 14336, 8, 2),
+    )
+}
+# Models for which nothing was tuned.
+OTHER_MODELS = {
+    e.name: e
+    for e in (
+        Experts("qwen3-235b", 4096, 1536, 128, 8),
+        Experts("deepseek-lite", 2048, 1408, 64, 6),
+        Experts("gpt-oss-120b", 2880, 2880, 128, 4),
     )
 }
 

@@ -1,4 +1,4 @@
-"""The measured shapes: projections of Llama-3-8B, ranks, tokens, adapters and mixes."""
+"""The measured shapes: projections of Llama-3-8B and of others, ranks, tokens, adapters and mixes."""
 
 from dataclasses import dataclass
 
@@ -29,6 +29,19 @@ PROJECTIONS = {
         Projection("o", 4096, (4096,)),
         Projection("gate_up", 4096, (14336, 14336)),
         Projection("down", 14336, (4096,)),
+    )
+}
+# Of Gemma-3-27B and Qwen2.5-7B, for which nothing was tuned.
+OTHER_PROJECTIONS = {
+    p.name: p
+    for p in (
+        Projection("g27_qkv", 5376, (4096, 2048, 2048)),
+        Projection("g27_o", 4096, (5376,)),
+        Projection("g27_gate_up", 5376, (21504, 21504)),
+        Projection("g27_down", 21504, (5376,)),
+        Projection("q7_qkv", 3584, (3584, 512, 512)),
+        Projection("q7_gate_up", 3584, (18944, 18944)),
+        Projection("q7_down", 18944, (3584,)),
     )
 }
 

@@ -193,32 +193,44 @@ def rule_of_thumb(p: GPUProblem, gpu: GPU) -> GPUTiles:
     """Return tiles by the shape and the number of multiprocessors: those that searches chose most often.
 
     Few rows get short programs and many rows deep read-ahead. Of the expand, two to four programs run on each
-    multiprocessor at once, and eight for experts, whose tiles are many and small. With more, the last few wait for the
-    end of others.
+    multiprocessor at once, and up to sixteen for experts, whose tiles are many and small. With more, the last few wait
+    for the end of others.
     """
-    rows, k, rank = p.rows, p.k, p.rank
+    rank, cores = p.rank, gpu.multiprocessors
     wide = rank > 64 or p.tile_m > 64
-    few = p.tile_m <= 16 if p.experts else rows <= 512
+    few = p.tile_m <= 16 if p.experts else p.rows <= 512
     size = 4 if p.dtype == "float32" else 2
     narrow = 2 * 64 * rank * size > 160 * 1024  # two blocks of b would not fit into shared memory
     long = few and rank <= 32 and not p.experts and p.tile_m <= 64
-    programs = (8 if p.experts and rank <= 64 else 4 if few else 2) * gpu.multiprocessors
+    if p.experts and not wide:
+        programs = 16 * cores if not few else 8 * cores if rank <= 32 else 4 * cores
+    else:
+        programs = 4 * cores if few else 2 * cores
     expand = {
         "block_n": 32 if narrow else 64 if wide else 256 if long else 128,
         "warps": 8 if wide or not (few or p.experts) else 4, "stages": 2, "chunks": programs, "programs": programs,
     }  # fmt: skip
     if few:
-        parts = min(28, k // 256) // (2 if rows > 128 and not p.experts else 1)
+        block_r = 64 if p.experts and rank > 32 else 32
+        steps = -(-p.k // 128)
+        parts = min(28, -(-steps // 2)) // (2 if p.rows > 128 and not p.experts else 1)
         return GPUTiles(
-            block_k=128, split_k=max(1, parts), block_r=32, shrink_warps=2,
-            shrink_stages=2 if p.experts else 4, shrink_programs=(12 if p.experts else 6) * gpu.multiprocessors,
-            **expand,
+            block_k=128, split_k=_even_parts(steps, parts), block_r=block_r, shrink_warps=block_r // 16,
+            shrink_stages=3 if p.experts else 4,
+            shrink_programs=(6 if not p.experts else 12 if block_r == 32 else 8) * cores, **expand,
         )  # fmt: skip
+    block_k, block_r = 64 if size == 4 else 128, 64
+    steps, blocks = -(-p.k // block_k), -(-p.slices * rank // block_r)
+    parts = min(3 * cores * p.tile_m // (p.rows * blocks), -(-steps // 8))  # three programs on each multiprocessor
     return GPUTiles(
-        block_k=64 if size == 4 else 128, split_k=max(1, min(4, 16384 // rows, k // 256)), block_r=64,
-        shrink_warps=8 if wide else 4, shrink_stages=3, shrink_programs=(4 if p.experts else 3) * gpu.multiprocessors,
-        **expand,
+        block_k=block_k, split_k=_even_parts(steps, parts), block_r=block_r, shrink_warps=8 if wide else 4,
+        shrink_stages=3, shrink_programs=(6 if p.experts else 3) * cores, **expand,
     )  # fmt: skip
+
+
+def _even_parts(steps: int, parts: int) -> int:
+    """Return a number of parts near `parts`, of which none is empty if all others have equally many steps."""
+    return -(-steps // -(-steps // max(1, parts)))
 
 
 def gpu_tiles(p: GPUProblem, gpu: GPU | None = None) -> GPUTiles:

@@ -184,6 +184,7 @@ def jax_triton_launch(x, compute_capability: int | None = None):
 
 DEPTH = 64  # of a step of the shrink: a row of 128 bytes
 TILES = 4  # of a step of the expand: 4 x 16 ranks are a row of 128 bytes
+PADDED = 64  # columns of h: rows are copied one by one, from addresses that are multiples of 128 bytes
 
 
 def mosaic_gpu(projection: Projection, split_k: int = 16, block_n: int = 128, programs: int = 132, interpret=None):
@@ -205,7 +206,7 @@ def mosaic_gpu(projection: Projection, split_k: int = 16, block_n: int = 128, pr
             for j in range(steps):
                 k = pl.ds(part * (steps * DEPTH) + j * DEPTH, DEPTH)
                 plgpu.copy_gmem_to_smem(x.at[:, k], x_smem.at[j], ready.at[j])
-                plgpu.copy_gmem_to_smem(a.at[own, :, k], a_smem.at[j], ready.at[j])
+                plgpu.copy_gmem_to_smem(a.at[own, :, k], a_smem.at[j, pl.ds(0, width), :], ready.at[j])
 
             def product(total):
                 for j in range(steps):
@@ -213,9 +214,9 @@ def mosaic_gpu(projection: Projection, split_k: int = 16, block_n: int = 128, pr
                     plgpu.wgmma(total, x_smem.at[j], a_smem.at[j].T)
                 return total[...]
 
-            total = pl.run_scoped(product, plgpu.ACC((TOKENS, width), jnp.float32))
-            column = lax.broadcasted_iota(jnp.int32, (TOKENS, width), 1)
-            scaled = jnp.zeros((TOKENS, width), jnp.float32)
+            total = pl.run_scoped(product, plgpu.ACC((TOKENS, PADDED), jnp.float32))
+            column = lax.broadcasted_iota(jnp.int32, (TOKENS, PADDED), 1)
+            scaled = jnp.zeros((TOKENS, PADDED), jnp.float32)
             for i in range(n):
                 end = i * RANK + ranks[own, i, 0].astype(jnp.int32)
                 inside = (column >= i * RANK) & (column < end)
@@ -291,9 +292,9 @@ def mosaic_gpu(projection: Projection, split_k: int = 16, block_n: int = 128, pr
         )
         h = plgpu.kernel(
             functools.partial(shrink, plan.tile_m), kernel_name="lora_shrink", grid=(programs,),
-            out_type=kind((split_k, TOKENS, width)),
+            out_type=kind((split_k, TOKENS, PADDED)),
             scratch_types=(
-                memory((steps, TOKENS, DEPTH)), memory((steps, width, DEPTH)), memory((TOKENS, width)),
+                memory((steps, TOKENS, DEPTH)), memory((steps, PADDED, DEPTH)), memory((TOKENS, PADDED)),
                 plgpu.Barrier(num_arrivals=2, num_barriers=steps),
             ),
             **options,

@@ -212,8 +212,8 @@ def rule_of_thumb(p: GPUProblem, gpu: GPU) -> GPUTiles:
     }  # fmt: skip
     if few:
         block_r = 64 if p.experts and rank > 32 else 32
-        steps = -(-p.k // 128)
-        parts = min(28, -(-steps // 2)) // (2 if p.rows > 128 and not p.experts else 1)
+        steps, many = -(-p.k // 128), p.rows > 128 and not p.experts
+        parts = min(14 if many else 28, -(-steps // (4 if many or block_r == 64 else 2)))
         return GPUTiles(
             block_k=128, split_k=_even_parts(steps, parts), block_r=block_r, shrink_warps=block_r // 16,
             shrink_stages=3 if p.experts else 4,
@@ -221,7 +221,8 @@ def rule_of_thumb(p: GPUProblem, gpu: GPU) -> GPUTiles:
         )  # fmt: skip
     block_k, block_r = 64 if size == 4 else 128, 64
     steps, blocks = -(-p.k // block_k), -(-p.slices * rank // block_r)
-    parts = min(3 * cores * p.tile_m // (p.rows * blocks), -(-steps // 8))  # three programs on each multiprocessor
+    # Two programs on each multiprocessor. The expand reads all parts, so that long ones are few.
+    parts = min(2 * cores * p.tile_m // (p.rows * blocks), 256 // rank, -(-steps // 8))
     return GPUTiles(
         block_k=block_k, split_k=_even_parts(steps, parts), block_r=block_r, shrink_warps=8 if wide else 4,
         shrink_stages=3, shrink_programs=(6 if p.experts else 3) * cores, **expand,

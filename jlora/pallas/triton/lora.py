@@ -94,7 +94,8 @@ def shrink(
     b = jax.ShapeDtypeStruct((groups, rank, k), a.dtype)  # a stand-in with N = K, which only chooses the tiles
     tiles = tiles or gpu_tiles(problem_of(plan, x, a, b, n, batch_invariant), gpu)
     ranks = all_ranks(groups, n, rank) if ranks is None else ranks
-    h = _shrink(x, a, plan, ranks, x_rows, tiles, jnp.dtype(jnp.float32), interpret).sum(0)
+    parts = _shrink(x, a, plan, ranks, x_rows, tiles, jnp.dtype(jnp.float32), interpret)
+    h = reduce(jnp.add, [parts[i] for i in range(tiles.split_k)])  # XLA's own sum may take another order for other rows
     h = jnp.moveaxis(h.reshape(-1, *a.shape[1:3]), 1, 0)
     group = plan.tile_group[tile_of_rows(plan)]
     rank = jnp.where(has_group(plan), ranks[group, :, 0].T, 0)  # [n, M]

@@ -92,6 +92,7 @@ MIXES = (["one", None, "two", "one"], ["three", "four", None, "four"], ["two", "
     thinned(list(itertools.product([{}, {"fully_sharded": True, "max_staging_bytes": 64}], WRITES)), 2, 4),
     indirect=["write_programs"],
 )
+@pytest.mark.device(devices=4)
 @pytest.mark.usefixtures("write_programs")
 def test_swaps_through_one_program(twins, config):
     world = World(**config)

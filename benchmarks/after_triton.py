@@ -20,6 +20,7 @@ import json
 import os
 import statistics
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -152,7 +153,7 @@ def jax_triton(projection: Projection, compute_capability: int | None = None):
     n, slices = len(projection.slices), projection.slices
 
     def apply(base, x, a, b, plan, ranks):
-        tiles = gpu_tiles(lora.problem_of(plan, x, a, b, n), None)
+        tiles = replace(gpu_tiles(lora.problem_of(plan, x, a, b, n)), block_r=RANK)  # its kernel cuts no block of ranks
         sizes = {"M": plan.num_rows, "TILE_M": plan.tile_m, "PARTS": tiles.split_k}
         call = functools.partial(jt.triton_call, compute_capability=compute_capability, **sizes)
         where = plan.tiles_used, plan.tile_group, plan.tile_rows

@@ -195,8 +195,8 @@ def _same(bits, others):
     return (bits == others).all()
 
 
-def geometric_mean(ratios: list[float]) -> float:
-    return statistics.geometric_mean(ratios) if ratios else float("nan")
+def geometric_mean(ratios: list[float]) -> float | None:
+    return statistics.geometric_mean(ratios) if ratios else None
 
 
 def summary(rows: list[dict]) -> dict:

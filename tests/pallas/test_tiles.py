@@ -98,6 +98,15 @@ def test_programs_of_the_rule_follow_the_multiprocessors(multiprocessors):
         assert tiles.programs % multiprocessors == tiles.shrink_programs % multiprocessors == 0
 
 
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("k", [64, 2880, 4096, 18944])
+def test_no_part_of_k_is_empty(k, experts):
+    for p in matrix("bfloat16", 64):
+        tiles = rule_of_thumb(replace(p, k=k, experts=experts), H200)
+        steps = -(-k // tiles.block_k)
+        assert (tiles.split_k - 1) * -(-steps // tiles.split_k) < steps
+
+
 @pytest.mark.parametrize("slices", [(28672,), (18944, 18944), (4096, 1024, 1024), (3584, 512, 512), (64, 8)])
 @pytest.mark.parametrize("units", [132, 528, 1056])
 @pytest.mark.parametrize("block_n", [32, 256])

@@ -153,7 +153,8 @@ def jax_triton(projection: Projection, compute_capability: int | None = None):
     n, slices = len(projection.slices), projection.slices
 
     def apply(base, x, a, b, plan, ranks):
-        tiles = replace(gpu_tiles(lora.problem_of(plan, x, a, b, n)), block_r=RANK)  # its kernel cuts no block of ranks
+        # The kernel has no mask for ranks, so a block of them must divide their number.
+        tiles = replace(gpu_tiles(lora.problem_of(plan, x, a, b, n)), block_r=RANK)
         sizes = {"M": plan.num_rows, "TILE_M": plan.tile_m, "PARTS": tiles.split_k}
         call = functools.partial(jt.triton_call, compute_capability=compute_capability, **sizes)
         where = plan.tiles_used, plan.tile_group, plan.tile_rows

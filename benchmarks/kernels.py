@@ -33,13 +33,13 @@ from benchmarks.specs import (
     TOKENS,
     Projection,
     group_ids,
-)  # fmt: skip
+)
 from benchmarks.specs import ranks as true_ranks
 from benchmarks.timing import chain, compile_all, kernel_us, machine, random_layers, wall_us, write_rows
 from jlora import ops
 from tests import oracle
 
-SHAPES = PROJECTIONS | OTHER_PROJECTIONS
+ALL_PROJECTIONS = PROJECTIONS | OTHER_PROJECTIONS
 PEERS = ("best_peer_us", "vllm_default_us")
 BASELINE_LAYERS = 8
 SAMPLE = 8  # number of rows that are compared with the oracle
@@ -257,10 +257,10 @@ def main():
     peers = {(r["projection"], r["rank"], r["tokens"], r["adapters"]): r for r in json.loads(file.read_text())["rows"]}
     rows, todo = [], wanted(args)
     for name, rank in dict.fromkeys((key[0], key[1]) for key in todo):
-        layers = random_layers(SHAPES[name], rank, args.layers)
+        layers = random_layers(ALL_PROJECTIONS[name], rank, args.layers)
         here = [key[2:] for key in todo if key[:2] == (name, rank)]
         shapes = {
-            tokens: Shape(SHAPES[name], rank, tokens, layers, args.backend, args.baselines)
+            tokens: Shape(ALL_PROJECTIONS[name], rank, tokens, layers, args.backend, args.baselines)
             for tokens in dict.fromkeys(tokens for tokens, _, _ in here)
         }
         programs = iter(compile_all([job for shape in shapes.values() for job in shape.jobs]))

@@ -192,46 +192,62 @@ def fitted(tiles: GPUTiles, p: GPUProblem, shared_memory: int) -> GPUTiles | Non
 def rule_of_thumb(p: GPUProblem, gpu: GPU) -> GPUTiles:
     """Return tiles by the shape and the number of multiprocessors: those that searches chose most often.
 
-    Few rows get short programs and many rows deep read-ahead. Of the expand, two to four programs run on each
-    multiprocessor at once, and up to sixteen for experts, whose tiles are many and small. With more, the last few wait
-    for the end of others.
+    Few rows get short programs and many rows deep read-ahead.
     """
-    rank, cores = p.rank, gpu.multiprocessors
-    wide = rank > 64 or p.tile_m > 64
     few = p.tile_m <= 16 if p.experts else p.rows <= 512
-    size = 4 if p.dtype == "float32" else 2
-    narrow = 2 * 64 * rank * size > 160 * 1024  # two blocks of b would not fit into shared memory
-    long = few and rank <= 32 and not p.experts and p.tile_m <= 64
-    if p.experts and not wide:
-        programs = 16 * cores if not few else 8 * cores if rank <= 32 else 4 * cores
-    else:
-        programs = 4 * cores if few else 2 * cores
-    expand = {
-        "block_n": 32 if narrow else 64 if wide else 256 if long else 128,
-        "warps": 8 if wide or not (few or p.experts) else 4, "stages": 2, "chunks": programs, "programs": programs,
-    }  # fmt: skip
+    return GPUTiles(**_shrink_rule(p, few, gpu.multiprocessors), **_expand_rule(p, few, gpu.multiprocessors))
+
+
+def _shrink_rule(p: GPUProblem, few: bool, cores: int) -> dict[str, int]:
+    """Return the fields of the shrink for few or many rows."""
     if few:
-        block_r = 64 if p.experts and rank > 32 else 32
-        steps, many = -(-p.k // 128), p.rows > 128 and not p.experts
+        block_k, block_r = 128, 64 if p.experts and p.rank > 32 else 32
+        steps = -(-p.k // block_k)
+        many = p.rows > 128 and not p.experts
         parts = min(14 if many else 28, -(-steps // (4 if many or block_r == 64 else 2)))
-        return GPUTiles(
-            block_k=128, split_k=_even_parts(steps, parts), block_r=block_r, shrink_warps=block_r // 16,
-            shrink_stages=3 if p.experts else 4,
-            shrink_programs=(6 if not p.experts else 12 if block_r == 32 else 8) * cores, **expand,
-        )  # fmt: skip
-    block_k, block_r = 64 if size == 4 else 128, 64
-    steps, blocks = -(-p.k // block_k), -(-p.slices * rank // block_r)
-    # Two programs on each multiprocessor. The expand reads all parts, so that long ones are few.
-    parts = min(2 * cores * p.tile_m // (p.rows * blocks), 256 // rank, -(-steps // 8))
-    return GPUTiles(
-        block_k=block_k, split_k=_even_parts(steps, parts), block_r=block_r, shrink_warps=8 if wide else 4,
-        shrink_stages=3, shrink_programs=(6 if p.experts else 3) * cores, **expand,
-    )  # fmt: skip
+        warps, stages = block_r // 16, 3 if p.experts else 4
+        programs = (6 if not p.experts else 12 if block_r == 32 else 8) * cores
+    else:
+        block_k, block_r = 64 if p.dtype == "float32" else 128, 64
+        steps = -(-p.k // block_k)
+        # Two programs on each multiprocessor. The expand reads all parts, so long ones are few.
+        units = p.rows * -(-p.slices * p.rank // block_r)
+        parts = min(2 * cores * p.tile_m // units, 256 // p.rank, -(-steps // 8))
+        warps, stages = 8 if _is_wide(p) else 4, 3
+        programs = (6 if p.experts else 3) * cores
+    parts = -(-steps // -(-steps // max(1, parts)))  # no part is empty
+    return {
+        "block_k": block_k, "split_k": parts, "block_r": block_r,
+        "shrink_warps": warps, "shrink_stages": stages, "shrink_programs": programs,
+    }  # fmt: skip
 
 
-def _even_parts(steps: int, parts: int) -> int:
-    """Return a number of parts near `parts`, of which none is empty if all others have equally many steps."""
-    return -(-steps // -(-steps // max(1, parts)))
+def _expand_rule(p: GPUProblem, few: bool, cores: int) -> dict[str, int]:
+    """Return the fields of the expand for few or many rows.
+
+    Two to four programs run on each multiprocessor at once, and up to sixteen for experts, whose tiles are many and
+    small. With more, the last few wait for the end of others.
+    """
+    wide = _is_wide(p)
+    if 2 * 64 * p.rank * (4 if p.dtype == "float32" else 2) > 160 * 1024:
+        block_n = 32  # two blocks of 64 columns would not fit into shared memory
+    elif wide:
+        block_n = 64
+    else:
+        block_n = 256 if few and p.rank <= 32 and not p.experts else 128
+    if p.experts and not wide:
+        programs = (16 if not few else 8 if p.rank <= 32 else 4) * cores
+    else:
+        programs = (4 if few else 2) * cores
+    warps = 8 if wide or not (few or p.experts) else 4
+    return {
+        "block_n": block_n, "chunks": programs, "warps": warps, "stages": 2, "programs": programs,
+    }  # fmt: skip
+
+
+def _is_wide(p: GPUProblem) -> bool:
+    """Return True if a product of one tile has so many values that eight warps compute it faster."""
+    return p.rank > 64 or p.tile_m > 64
 
 
 def gpu_tiles(p: GPUProblem, gpu: GPU | None = None) -> GPUTiles:

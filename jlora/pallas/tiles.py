@@ -200,24 +200,24 @@ def rule_of_thumb(p: GPUProblem, gpu: GPU) -> GPUTiles:
 
 def _shrink_rule(p: GPUProblem, few: bool, cores: int) -> dict[str, int]:
     """Return the fields of the shrink for few or many rows."""
+    block_k = 64 if p.dtype == "float32" and not few else 128
+    steps = -(-p.k // block_k)
     if few:
-        block_k, block_r = 128, 64 if p.experts and p.rank > 32 else 32
-        steps = -(-p.k // block_k)
-        many = p.rows > 128 and not p.experts
-        parts = min(14 if many else 28, -(-steps // (4 if many or block_r == 64 else 2)))
+        block_r = 64 if p.experts and p.rank > 32 else 32
+        halved = p.rows > 128 and not p.experts
+        parts = min(14 if halved else 28, -(-steps // (4 if halved or block_r == 64 else 2)))
         warps, stages = block_r // 16, 3 if p.experts else 4
         programs = (6 if not p.experts else 12 if block_r == 32 else 8) * cores
     else:
-        block_k, block_r = 64 if p.dtype == "float32" else 128, 64
-        steps = -(-p.k // block_k)
+        block_r = 64
         # Two programs on each multiprocessor. The expand reads all parts, so long ones are few.
         units = p.rows * -(-p.slices * p.rank // block_r)
         parts = min(2 * cores * p.tile_m // units, 256 // p.rank, -(-steps // 8))
         warps, stages = 8 if _is_wide(p) else 4, 3
         programs = (6 if p.experts else 3) * cores
-    parts = -(-steps // -(-steps // max(1, parts)))  # no part is empty
+    steps_of_part = -(-steps // max(1, parts))
     return {
-        "block_k": block_k, "split_k": parts, "block_r": block_r,
+        "block_k": block_k, "split_k": -(-steps // steps_of_part), "block_r": block_r,  # no part is empty
         "shrink_warps": warps, "shrink_stages": stages, "shrink_programs": programs,
     }  # fmt: skip
 

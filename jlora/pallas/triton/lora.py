@@ -26,6 +26,7 @@ from jlora.pallas.tiles import GPUProblem, GPUTiles, ItemSizes, gpu_tiles, rank_
 from jlora.pallas.triton import fused
 from jlora.pallas.triton.parts import (
     WAIT_FOR_RANK,
+    add_in_order,
     both,
     compiler_params,
     dot,
@@ -95,8 +96,7 @@ def shrink(
     tiles = tiles or gpu_tiles(problem_of(plan, x, a, b, n, batch_invariant), gpu)
     ranks = all_ranks(groups, n, rank) if ranks is None else ranks
     parts = _shrink(x, a, plan, ranks, x_rows, tiles, jnp.dtype(jnp.float32), interpret)
-    h = reduce(jnp.add, [parts[i] for i in range(tiles.split_k)])  # XLA's own sum may take another order for other rows
-    h = jnp.moveaxis(h.reshape(-1, *a.shape[1:3]), 1, 0)
+    h = jnp.moveaxis(add_in_order(parts).reshape(-1, *a.shape[1:3]), 1, 0)
     group = plan.tile_group[tile_of_rows(plan)]
     rank = jnp.where(has_group(plan), ranks[group, :, 0].T, 0)  # [n, M]
     return jnp.where(jnp.arange(h.shape[2], dtype=jnp.float32)[None, None] < rank[..., None], h, 0)

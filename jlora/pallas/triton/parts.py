@@ -3,6 +3,8 @@
 No other file imports Pallas' Triton module.
 """
 
+from functools import reduce
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -26,6 +28,11 @@ def h_dtype(x, a, b):
     anyway. float16 lacks the range that h may have.
     """
     return jnp.dtype(jnp.bfloat16 if dot_dtype(x, a, b) == jnp.bfloat16 else jnp.float32)
+
+
+def add_in_order(parts):
+    """Add parts [P, ...] of a sum, the first to the last. XLA's own sum may take another order for other shapes."""
+    return reduce(jnp.add, [parts[i] for i in range(parts.shape[0])])
 
 
 def tiles_used(used_ref, group_ref):

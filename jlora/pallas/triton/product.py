@@ -8,7 +8,7 @@ bandwidth if it has few columns. Here K is cut into parts, so that all multiproc
 XLA adds up the parts, together with what follows, for example the delta of the LoRA.
 """
 
-from functools import partial, reduce
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Float
 
 from jlora.pallas.tiles import ProductTiles, matrix_rows
-from jlora.pallas.triton.parts import both, compiler_params, dot, load, store
+from jlora.pallas.triton.parts import add_in_order, both, compiler_params, dot, load, store
 
 
 # Jitted so that layers with equal shapes share one trace and lowering, as in `lora`.
@@ -34,7 +34,7 @@ def product(
         interpret=interpret,
         name="lora_base_product",
     )(x, w)
-    return reduce(jnp.add, [parts[i] for i in range(tiles.split_k)]).astype(x.dtype)
+    return add_in_order(parts).astype(x.dtype)
 
 
 def _kernel(x_ref, w_ref, parts_ref, *, tiles: ProductTiles):

@@ -203,22 +203,21 @@ def _shrink_rule(p: GPUProblem, few: bool, cores: int) -> dict[str, int]:
     block_k = 64 if p.dtype == "float32" and not few else 128
     steps = -(-p.k // block_k)
     if few:
-        block_r = 64 if p.experts and p.rank > 32 else 32
-        halved = p.rows > 128 and not p.experts
-        parts = min(14 if halved else 28, -(-steps // (4 if halved or block_r == 64 else 2)))
-        warps, stages = block_r // 16, 3 if p.experts else 4
-        programs = (6 if not p.experts else 12 if block_r == 32 else 8) * cores
+        if p.experts:
+            block_r, least, most, stages, programs = (32, 2, 28, 3, 12) if p.rank <= 32 else (64, 4, 28, 3, 8)
+        else:  # beside a base product of more rows, fewer and longer programs are faster
+            block_r, least, most, stages, programs = (32, 2, 28, 4, 6) if p.rows <= 32 else (32, 4, 14, 3, 4)
+        parts, warps = min(most, -(-steps // least)), block_r // 16
     else:
-        block_r = 64
+        block_r, stages, programs = 64, 3, 6 if p.experts else 3
         # Two programs on each multiprocessor. The expand reads all parts, so long ones are few.
         units = p.rows * -(-p.slices * p.rank // block_r)
         parts = min(2 * cores * p.tile_m // units, 256 // p.rank, -(-steps // 8))
-        warps, stages = 8 if _is_wide(p) else 4, 3
-        programs = (6 if p.experts else 3) * cores
+        warps = 8 if _is_wide(p) else 4
     steps_of_part = -(-steps // max(1, parts))
     return {
         "block_k": block_k, "split_k": -(-steps // steps_of_part), "block_r": block_r,  # no part is empty
-        "shrink_warps": warps, "shrink_stages": stages, "shrink_programs": programs,
+        "shrink_warps": warps, "shrink_stages": stages, "shrink_programs": programs * cores,
     }  # fmt: skip
 
 
@@ -240,8 +239,9 @@ def _expand_rule(p: GPUProblem, few: bool, cores: int) -> dict[str, int]:
     else:
         programs = (4 if few else 2) * cores
     warps = 8 if wide or not (few or p.experts) else 4
+    stages = 3 if few and p.rank <= 16 and not p.experts else 2
     return {
-        "block_n": block_n, "chunks": programs, "warps": warps, "stages": 2, "programs": programs,
+        "block_n": block_n, "chunks": programs, "warps": warps, "stages": stages, "programs": programs,
     }  # fmt: skip
 
 

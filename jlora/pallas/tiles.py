@@ -200,7 +200,7 @@ def rule_of_thumb(p: GPUProblem, gpu: GPU) -> GPUTiles:
 
 def _shrink_rule(p: GPUProblem, few: bool, cores: int) -> dict[str, int]:
     """Return the fields of the shrink for few or many rows."""
-    block_k = 64 if p.dtype == "float32" and not few else 128
+    block_k = 128 if few or p.experts and p.dtype != "float32" else 64
     steps = -(-p.k // block_k)
     if few:
         if p.experts:
@@ -209,11 +209,11 @@ def _shrink_rule(p: GPUProblem, few: bool, cores: int) -> dict[str, int]:
             block_r, least, most, stages, programs = (32, 2, 28, 4, 6) if p.rows <= 32 else (32, 4, 14, 3, 4)
         parts, warps = min(most, -(-steps // least)), block_r // 16
     else:
-        block_r, stages, programs = 64, 3, 6 if p.experts else 3
+        block_r, stages, programs = (64, 3, 6) if p.experts else (128, 4, 2)
         # Two programs on each multiprocessor. The expand reads all parts, so long ones are few.
         units = p.rows * -(-p.slices * p.rank // block_r)
-        parts = min(2 * cores * p.tile_m // units, 256 // p.rank, -(-steps // 8))
-        warps = 8 if _is_wide(p) else 4
+        parts = min(2 * cores * p.tile_m // units, 512 // p.rank, -(-steps // 8))
+        warps = 4 if p.tile_m <= 64 else 8
     steps_of_part = -(-steps // max(1, parts))
     return {
         "block_k": block_k, "split_k": -(-steps // steps_of_part), "block_r": block_r,  # no part is empty
@@ -227,27 +227,19 @@ def _expand_rule(p: GPUProblem, few: bool, cores: int) -> dict[str, int]:
     Two to four programs run on each multiprocessor at once, and up to sixteen for experts, whose tiles are many and
     small. With more, the last few wait for the end of others.
     """
-    wide = _is_wide(p)
-    if 2 * 64 * p.rank * (4 if p.dtype == "float32" else 2) > 160 * 1024:
-        block_n = 32  # two blocks of 64 columns would not fit into shared memory
-    elif wide:
-        block_n = 64
+    large = p.tile_m > 64  # a tile of a plan with a given tile_m
+    block_n = 64 if large else 256 if few and p.rank <= 32 and not p.experts else 128
+    while 2 * block_n * p.rank * (4 if p.dtype == "float32" else 2) > 128 * 1024:
+        block_n //= 2  # two blocks of b would not fit into shared memory beside h
+    if p.experts and not large:
+        programs = 16 if not few else 8 if p.rank <= 32 else 4
     else:
-        block_n = 256 if few and p.rank <= 32 and not p.experts else 128
-    if p.experts and not wide:
-        programs = (16 if not few else 8 if p.rank <= 32 else 4) * cores
-    else:
-        programs = (4 if few else 2) * cores
-    warps = 8 if wide or not (few or p.experts) else 4
-    stages = 3 if few and p.rank <= 16 and not p.experts else 2
+        programs = 4 if few else 2
     return {
-        "block_n": block_n, "chunks": programs, "warps": warps, "stages": stages, "programs": programs,
+        "block_n": block_n, "chunks": programs * cores,
+        "warps": 8 if large or not (few or p.experts or p.rank > 64) else 4,
+        "stages": 3 if few and p.rank <= 16 and not p.experts else 2, "programs": programs * cores,
     }  # fmt: skip
-
-
-def _is_wide(p: GPUProblem) -> bool:
-    """Return True if a product of one tile has so many values that eight warps compute it faster."""
-    return p.rank > 64 or p.tile_m > 64
 
 
 def gpu_tiles(p: GPUProblem, gpu: GPU | None = None) -> GPUTiles:

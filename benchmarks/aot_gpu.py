@@ -1,4 +1,4 @@
-"""Compile the GPU kernels for an A100, L4, H200 and B200 without a GPU, over the shapes of `specs`.
+"""Compile the GPU kernels for an A100, L4, H200 and B200 without a GPU, over the shapes of `specs` and `moe_specs`.
 
     make aot-gpu                                                      # installs the compiler, and compiles all shapes
     PYTHONPATH=.venv/cuda:. python -m benchmarks.aot_gpu [--gpus l4] [--ranks 16] [--tokens 64] [--out kernels.json]
@@ -27,10 +27,10 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
+from benchmarks.moe_specs import MODELS, OTHER_MODELS, Experts
 from benchmarks.specs import PROJECTIONS, RANKS, SLOTS, TOKENS
 from benchmarks.timing import machine, write_rows
-from jlora.ops import linear_lora
-from jlora.pallas.plan import make_plan
+from jlora import ops
 from jlora.pallas.tiles import product_tiles
 from tests.pallas.lowering import for_gpu
 
@@ -87,6 +87,7 @@ TARGETS = {
     "h200": Target("NVIDIA H200", (9, 0), 132, 2048, 227 << 10, 4_800_000_000_000, 141 << 30),
     "b200": Target("NVIDIA B200", (10, 0), 148, 2048, 227 << 10, 8_000_000_000_000, 180 << 30),
 }
+EXPERTS = MODELS | OTHER_MODELS
 # XLA's list of launches: "lora_shrink grid: [264, 1, 1] threads: [128, 1, 1]  shared_memory: 65536 bytes".
 _LAUNCH = re.compile(r"(lora_\w+) .*?shared_memory: (\d+)")
 _KERNEL = re.compile(
@@ -157,10 +158,36 @@ def compile_lora(
     ids, ranks = jax.ShapeDtypeStruct((tokens,), jnp.int32), jax.ShapeDtypeStruct((SLOTS, n, 2), jnp.float32)
 
     def run(x, w, a, b, ids, ranks):
-        plan = make_plan(ids, num_groups=SLOTS, backend="triton")
-        return linear_lora(x, w, a, b, plan, slice_sizes=slices, ranks=ranks, backend="triton")
+        plan = ops.make_plan(ids, num_groups=SLOTS, backend="triton")
+        return ops.linear_lora(x, w, a, b, plan, slice_sizes=slices, ranks=ranks, backend="triton")
 
     return kernels_of(target, run, *floats, ids, ranks)
+
+
+def compile_experts(target: Target, e: Experts, tokens: int, rank: int, *, slots: int = 8) -> dict[str, dict[str, int]]:
+    """Return `kernels_of` the LoRA of both products of a block of experts, the second in both its forms."""
+    k, h, i, groups, pairs = e.top_k, e.hidden, e.intermediate, slots * e.experts, tokens * e.top_k
+    factors = [(groups, 2, rank, h), (groups, rank, 2 * i), (groups, 1, rank, i), (groups, rank, h)]
+    floats = [(tokens, h), (pairs, i), (pairs, 2 * i), (pairs, h), (tokens, h), *factors]
+    ints = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((tokens, k), (tokens,))]
+
+    def run(ranks, expert, slot, x, act, base, pairs_base, tokens_base, a13, b13, a2, b2):
+        flat = expert.reshape(-1)
+        order = ops.expert_order(flat, num_experts=e.experts, backend="triton")
+        sizes = {"num_slots": slots, "num_experts": e.experts}
+        plan = ops.plan_experts(slot, order // k, flat[order], **sizes, backend="triton")
+        token_plan = ops.make_plan(slot, num_groups=slots, backend="triton")
+        rows = {"rows": jnp.argsort(order).reshape(tokens, k), "experts": expert}
+        second = {"ranks": ranks[:, :1], "backend": "triton"}
+        first = {"slice_sizes": (i, i), "ranks": ranks, "x_rows": order // k, "backend": "triton"}
+        return (
+            ops.add_lora(base, x, a13, b13, plan, **first),
+            ops.add_lora(pairs_base, act, a2, b2, plan, **second),
+            ops.combine_lora(tokens_base, act, a2, b2, plan, token_plan, weights=None, **rows, **second),
+        )
+
+    ranks = jax.ShapeDtypeStruct((groups, 2, 2), jnp.float32)
+    return kernels_of(target, run, ranks, *ints, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in floats))
 
 
 def main() -> None:
@@ -168,18 +195,24 @@ def main() -> None:
     parser.add_argument("--gpus", nargs="+", choices=sorted(TARGETS), default=list(TARGETS))
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
-    parser.add_argument("--projections", nargs="+", choices=sorted(PROJECTIONS), default=sorted(PROJECTIONS))
+    parser.add_argument("--projections", nargs="*", choices=sorted(PROJECTIONS), default=sorted(PROJECTIONS))
+    parser.add_argument("--models", nargs="*", choices=sorted(EXPERTS), default=sorted(MODELS), help="of experts")
     parser.add_argument("--out", type=Path, metavar="FILE")
     args = parser.parse_args()
     if compiler() is None:
         parser.error("JAX's CUDA plugin or NVIDIA's compiler is not on the path; `make aot-gpu` brings both")
     rows = []
-    for gpu, rank, name, tokens in itertools.product(args.gpus, args.ranks, args.projections, args.tokens):
-        target, p = TARGETS[gpu], PROJECTIONS[name]
-        with for_gpu(target.kind, target.cores):
-            own_product = product_tiles(tokens, p.k, p.n) is not None
-        row = {"gpu": gpu, "projection": name, "rank": rank, "tokens": tokens, "product": own_product}
-        row["kernels"] = compile_lora(target, tokens, p.k, p.slices, rank)
+    for gpu, rank, tokens, name in itertools.product(
+        args.gpus, args.ranks, args.tokens, (*args.projections, *args.models)
+    ):
+        target, row = TARGETS[gpu], {"gpu": gpu, "rank": rank, "tokens": tokens}
+        if name in PROJECTIONS:
+            p = PROJECTIONS[name]
+            with for_gpu(target.kind, target.cores):
+                row |= {"projection": name, "product": product_tiles(tokens, p.k, p.n) is not None}
+            row["kernels"] = compile_lora(target, tokens, p.k, p.slices, rank)
+        else:
+            row |= {"experts": name, "kernels": compile_experts(target, EXPERTS[name], tokens, rank)}
         rows.append(row)
         print(json.dumps(row), flush=True)
     bad = [row for row in rows if any(kernel["spilled"] for kernel in row["kernels"].values())]

@@ -209,11 +209,11 @@ def _shrink_rule(p: GPUProblem, few: bool, cores: int) -> dict[str, int]:
             block_r, least, most, stages, programs = (32, 2, 28, 4, 6) if p.rows <= 32 else (32, 4, 14, 3, 4)
         parts, warps = min(most, -(-steps // least)), block_r // 16
     else:
-        block_r, stages, programs = (64, 3, 6) if p.experts else (128, 4, 2)
+        block_r = 64 if p.experts or _is_large(p) else 128
+        warps, (stages, programs) = 8 if _is_large(p) else 4, (3, 6) if p.experts else (4, 2)
         # Two programs on each multiprocessor. The expand reads all parts, so long ones are few.
         units = p.rows * -(-p.slices * p.rank // block_r)
         parts = min(2 * cores * p.tile_m // units, 512 // p.rank, -(-steps // 8))
-        warps = 4 if p.tile_m <= 64 else 8
     steps_of_part = -(-steps // max(1, parts))
     return {
         "block_k": block_k, "split_k": -(-steps // steps_of_part), "block_r": block_r,  # no part is empty
@@ -227,19 +227,25 @@ def _expand_rule(p: GPUProblem, few: bool, cores: int) -> dict[str, int]:
     Two to four programs run on each multiprocessor at once, and up to sixteen for experts, whose tiles are many and
     small. With more, the last few wait for the end of others.
     """
-    large = p.tile_m > 64  # a tile of a plan with a given tile_m
+    large = _is_large(p)
     block_n = 64 if large else 256 if few and p.rank <= 32 and not p.experts else 128
     while 2 * block_n * p.rank * (4 if p.dtype == "float32" else 2) > 128 * 1024:
         block_n //= 2  # two blocks of b would not fit into shared memory beside h
-    if p.experts and not large:
-        programs = 16 if not few else 8 if p.rank <= 32 else 4
-    else:
-        programs = 4 if few else 2
+    if p.experts:
+        warps, programs = 8 if large else 4, 16 if not few else 8 if p.rank <= 32 else 4
+    elif p.rank <= 64 or large:
+        warps, programs = 4 if few and not large else 8, 4 if few else 2
+    else:  # of few rows, h has many parts and ranks to add up
+        warps, programs = 8 if few else 4, 2
     return {
-        "block_n": block_n, "chunks": programs * cores,
-        "warps": 8 if large or not (few or p.experts or p.rank > 64) else 4,
+        "block_n": block_n, "chunks": programs * cores, "warps": warps,
         "stages": 3 if few and p.rank <= 16 and not p.experts else 2, "programs": programs * cores,
     }  # fmt: skip
+
+
+def _is_large(p: GPUProblem) -> bool:
+    """Return True if a tile's product takes so many registers that blocks are halved, and shared by eight warps."""
+    return p.tile_m > 64 or p.dtype == "float32"
 
 
 def gpu_tiles(p: GPUProblem, gpu: GPU | None = None) -> GPUTiles:

@@ -199,8 +199,11 @@ def rule_of_thumb(p: GPUProblem, gpu: GPU) -> GPUTiles:
 
 
 def _shrink_rule(p: GPUProblem, few: bool, cores: int) -> dict[str, int]:
-    """Return the fields of the shrink for few or many rows."""
-    block_k = 128 if few or p.experts and p.dtype != "float32" else 64
+    """Return the fields of the shrink for few or many rows.
+
+    `least` is the fewest steps of a part of K, `most` the most parts, and `programs` those of a multiprocessor.
+    """
+    block_k = 128 if few or (p.experts and p.dtype != "float32") else 64
     steps = -(-p.k // block_k)
     if few:
         if p.experts:

@@ -709,6 +709,10 @@ class Cut:
         self._coordinator._service = self._service
         if self._after:
             self._service.key_value_set(*args)
+            name, number, _ = args[0].rsplit("/", 2)
+            # Process 0 deletes its message before this one when it has read this one.
+            while any(key.endswith("/0") for key, _ in self._service.key_value_dir_get(f"{name}/{int(number) - 1}/")):
+                time.sleep(0.01)
         raise KeyboardInterrupt
 
     def __getattr__(self, name: str):

@@ -261,7 +261,7 @@ def in_a_process(how: str, seed: int, times: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("how", "times"),
-    [("script", 20), ("asyncio", 20), *(pytest.param(how, 100, marks=pytest.mark.slow) for how in HOW)],
+    [("asyncio", 20), *(pytest.param(how, 100, marks=pytest.mark.slow) for how in HOW)],
 )
 def test_signals_harm_nothing(how: str, times: int) -> None:
     figures = in_a_process(how, 1, times)

@@ -163,7 +163,7 @@ def source_of(tmp_path, kind):
     ("kind", "quantize"),
     [
         ("untied", "int8"),
-        ("mixture", "blocks"),
+        pytest.param("mixture", "blocks", marks=slow),
         pytest.param("tied", "fp8", marks=slow),
         pytest.param("untied", "blocks", marks=slow),
         pytest.param("tied", "blocks", marks=slow),

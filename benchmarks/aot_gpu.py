@@ -19,7 +19,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -27,7 +27,8 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from benchmarks.moe_specs import MODELS, OTHER_MODELS, Experts
+from benchmarks.moe_kernels import ALL_MODELS, pair_rows, random_layer, route
+from benchmarks.moe_specs import MODELS, Batch, Experts
 from benchmarks.specs import PROJECTIONS, RANKS, SLOTS, TOKENS
 from benchmarks.timing import machine, write_rows
 from jlora import ops
@@ -87,7 +88,6 @@ TARGETS = {
     "h200": Target("NVIDIA H200", (9, 0), 132, 2048, 227 << 10, 4_800_000_000_000, 141 << 30),
     "b200": Target("NVIDIA B200", (10, 0), 148, 2048, 227 << 10, 8_000_000_000_000, 180 << 30),
 }
-EXPERTS = MODELS | OTHER_MODELS
 # XLA's list of launches: "lora_shrink grid: [264, 1, 1] threads: [128, 1, 1]  shared_memory: 65536 bytes".
 _LAUNCH = re.compile(r"(lora_\w+) .*?shared_memory: (\d+)")
 _KERNEL = re.compile(
@@ -109,7 +109,7 @@ def _sharding(target: Target) -> SingleDeviceSharding:
     return SingleDeviceSharding(topology.devices[0])
 
 
-def kernels_of(target: Target, run: Callable, *args: jax.ShapeDtypeStruct) -> dict[str, dict[str, int]]:
+def kernels_of(target: Target, run: Callable, *args: jax.ShapeDtypeStruct | Batch) -> dict[str, dict[str, int]]:
     """Return {registers, spilled, shared_memory} of each LoRA kernel in `run(*args)`, the last two in bytes.
 
     Raises:
@@ -166,28 +166,26 @@ def compile_lora(
 
 def compile_experts(target: Target, e: Experts, tokens: int, rank: int, *, slots: int = 8) -> dict[str, dict[str, int]]:
     """Return `kernels_of` the LoRA of both products of a block of experts, the second in both its forms."""
-    k, h, i, groups, pairs = e.top_k, e.hidden, e.intermediate, slots * e.experts, tokens * e.top_k
-    factors = [(groups, 2, rank, h), (groups, rank, 2 * i), (groups, 1, rank, i), (groups, rank, h)]
-    floats = [(tokens, h), (pairs, i), (pairs, 2 * i), (pairs, h), (tokens, h), *factors]
-    ints = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((tokens, k), (tokens,))]
+    h, i, groups, pairs = e.hidden, e.intermediate, slots * e.experts, tokens * e.top_k
+    factors = jax.eval_shape(partial(random_layer, e=e, groups=groups, rank=rank, layers=1), jax.random.key(0))
+    shapes = [(tokens, h), (pairs, i), (pairs, 2 * i), (pairs, h), (tokens, h)]
+    floats = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    routing = Batch(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((tokens, e.top_k), (tokens,))))
+    ranks = jax.ShapeDtypeStruct((groups, 2, 2), jnp.float32)
 
-    def run(ranks, expert, slot, x, act, base, pairs_base, tokens_base, a13, b13, a2, b2):
-        flat = expert.reshape(-1)
-        order = ops.expert_order(flat, num_experts=e.experts, backend="triton")
-        sizes = {"num_slots": slots, "num_experts": e.experts}
-        plan = ops.plan_experts(slot, order // k, flat[order], **sizes, backend="triton")
-        token_plan = ops.make_plan(slot, num_groups=slots, backend="triton")
-        rows = {"rows": jnp.argsort(order).reshape(tokens, k), "experts": expert}
+    def run(ranks, routing, x, act, base, pairs_base, tokens_base, a13, b13, a2, b2):
+        plan, token, order = route(routing, e, slots, "triton")
+        token_plan = ops.make_plan(routing.slot, num_groups=slots, backend="triton")
+        rows = {"rows": pair_rows(order, e), "experts": routing.expert}
+        first = {"slice_sizes": (i, i), "ranks": ranks, "x_rows": token, "backend": "triton"}
         second = {"ranks": ranks[:, :1], "backend": "triton"}
-        first = {"slice_sizes": (i, i), "ranks": ranks, "x_rows": order // k, "backend": "triton"}
         return (
             ops.add_lora(base, x, a13, b13, plan, **first),
             ops.add_lora(pairs_base, act, a2, b2, plan, **second),
             ops.combine_lora(tokens_base, act, a2, b2, plan, token_plan, weights=None, **rows, **second),
         )
 
-    ranks = jax.ShapeDtypeStruct((groups, 2, 2), jnp.float32)
-    return kernels_of(target, run, ranks, *ints, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in floats))
+    return kernels_of(target, run, ranks, routing, *floats, *factors)
 
 
 def main() -> None:
@@ -196,7 +194,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--projections", nargs="*", choices=sorted(PROJECTIONS), default=sorted(PROJECTIONS))
-    parser.add_argument("--models", nargs="*", choices=sorted(EXPERTS), default=sorted(MODELS), help="of experts")
+    parser.add_argument("--models", nargs="*", choices=sorted(ALL_MODELS), default=sorted(MODELS), help="of experts")
     parser.add_argument("--out", type=Path, metavar="FILE")
     args = parser.parse_args()
     if compiler() is None:
@@ -212,7 +210,7 @@ def main() -> None:
                 row |= {"projection": name, "product": product_tiles(tokens, p.k, p.n) is not None}
             row["kernels"] = compile_lora(target, tokens, p.k, p.slices, rank)
         else:
-            row |= {"experts": name, "kernels": compile_experts(target, EXPERTS[name], tokens, rank)}
+            row |= {"experts": name, "kernels": compile_experts(target, ALL_MODELS[name], tokens, rank)}
         rows.append(row)
         print(json.dumps(row), flush=True)
     bad = [row for row in rows if any(kernel["spilled"] for kernel in row["kernels"].values())]

@@ -24,6 +24,7 @@ from benchmarks.kernels import SAMPLE, TOLERANCE, geometric_mean
 from benchmarks.moe_specs import MODELS, OTHER_MODELS, Batch, Experts, batch, floor_us, peers, slots
 from benchmarks.timing import compile_all, machine, wall_us, write_rows
 from jlora import ops
+from jlora._typing import Backend
 from jlora.pallas.tiles import plan_tile_m
 from jlora.pallas.triton.moe import side_by_side
 from tests import oracle
@@ -46,12 +47,13 @@ def random_layer(key, e: Experts, groups: int, rank: int, layers: int, dtype=jnp
     return tuple(jax.random.normal(k, s, dtype) * dtype(c) for k, s, c in zip(keys, shapes, scales, strict=True))
 
 
-def route(b: Batch, e: Experts, num_slots: int):
+def route(b: Batch, e: Experts, num_slots: int, backend: Backend = "auto"):
     """Return a layer's plan of sorted rows, the rows' tokens, and the sorted order, from the router's choice."""
     flat = b.expert.reshape(-1)
-    order = ops.expert_order(flat, num_experts=e.experts)
+    order = ops.expert_order(flat, num_experts=e.experts, backend=backend)
     token = order // e.top_k
-    plan = ops.plan_experts(b.slot, token, flat[order], num_slots=num_slots, num_experts=e.experts)
+    sizes = {"num_slots": num_slots, "num_experts": e.experts}
+    plan = ops.plan_experts(b.slot, token, flat[order], **sizes, backend=backend)
     return plan, token, order
 
 

@@ -212,8 +212,9 @@ def _shrink_rule(p: GPUProblem, few: bool, cores: int) -> dict[str, int]:
             block_r, least, most, stages, programs = (32, 2, 28, 4, 6) if p.rows <= 32 else (32, 4, 14, 3, 4)
         parts, warps = min(most, -(-steps // least)), block_r // 16
     else:
-        block_r = 64 if p.experts or _is_large(p) else 128
-        warps, (stages, programs) = 8 if _is_large(p) else 4, (3, 6) if p.experts else (4, 2)
+        large = _is_large(p)
+        block_r, warps = 64 if p.experts or large else 128, 8 if large else 4
+        stages, programs = (3, 6) if p.experts else (4, 2)
         # Two programs on each multiprocessor. The expand reads all parts, so long ones are few.
         units = p.rows * -(-p.slices * p.rank // block_r)
         parts = min(2 * cores * p.tile_m // units, 512 // p.rank, -(-steps // 8))

@@ -20,7 +20,6 @@ class GPUTiles:
       block_r: Ranks that one unit of the shrink computes; the ranks of all slices are numbered consecutively.
       shrink_warps, shrink_stages, shrink_programs: Warps of a program, blocks of a and x in flight, size of the grid.
       block_n: Columns of b and of the output in one step of the expand.
-      chunks: Target number of the expand's units of work over all used tiles.
       ahead: Blocks of the base output that are read ahead.
       warps, stages, programs: As for the shrink; `stages` counts blocks of b.
     """
@@ -32,7 +31,6 @@ class GPUTiles:
     shrink_stages: int = 4
     shrink_programs: int = 264
     block_n: int = 128
-    chunks: int = 264
     ahead: int = 1
     warps: int = 4
     stages: int = 4
@@ -214,8 +212,8 @@ def _shrink_rule(p: GPUProblem, few: bool, cores: int) -> dict[str, int]:
     else:
         large = _is_large(p)
         block_r, warps = 64 if p.experts or large else 128, 8 if large else 4
-        stages, programs = (3, 6) if p.experts else (4, 2)
-        # Two programs on each multiprocessor. The expand reads all parts, so long ones are few.
+        stages, programs = (3, 6) if p.experts else (4, 3)
+        # Units for two programs on each multiprocessor. The expand reads all parts, so long ones are few.
         units = p.rows * -(-p.slices * p.rank // block_r)
         parts = min(2 * cores * p.tile_m // units, 512 // p.rank, -(-steps // 8))
     steps_of_part = -(-steps // max(1, parts))
@@ -242,8 +240,8 @@ def _expand_rule(p: GPUProblem, few: bool, cores: int) -> dict[str, int]:
     else:  # of few rows, h has many parts and ranks to add up
         warps, programs = 8 if few else 4, 2
     return {
-        "block_n": block_n, "chunks": programs * cores, "warps": warps,
-        "stages": 3 if few and p.rank <= 16 and not p.experts else 2, "programs": programs * cores,
+        "block_n": block_n, "warps": warps, "stages": 3 if few and p.rank <= 16 and not p.experts else 2,
+        "programs": programs * cores,
     }  # fmt: skip
 
 

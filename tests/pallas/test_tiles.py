@@ -107,19 +107,26 @@ def test_no_part_of_k_is_empty(k, experts):
         assert (tiles.split_k - 1) * -(-steps // tiles.split_k) < steps
 
 
+def longest_program(slices, block_n, used, counts, programs):
+    """Return the blocks of columns of the longest program, each unit's partial sums counted as two."""
+    blocks = [-(-size // block_n) for size in slices]
+    units = [2 + len(range(i, n, count)) for n, count in zip(blocks, counts, strict=True) for i in range(count)] * used
+    return max(sum(units[p::programs]) for p in range(min(programs, len(units))))
+
+
 @pytest.mark.parametrize("slices", [(28672,), (18944, 18944), (4096, 1024, 1024), (3584, 512, 512), (64, 8)])
-@pytest.mark.parametrize("units", [132, 528, 1056])
-@pytest.mark.parametrize("block_n", [32, 256])
-def test_chunks_fill_one_round_of_programs(slices, units, block_n):
-    """No program has a second unit while others have none, if every slice of every tile can have a chunk."""
-    for used in (0, 1, 3, 8, 17, 63, 64, 200, 528, 4000):
-        counts = [int(count) for count in triton.column_chunks(slices, block_n, jnp.int32(used), units)]
-        blocks = [-(-size // block_n) for size in slices]
+@pytest.mark.parametrize("programs", [132, 528])
+@pytest.mark.parametrize("block_n", [64, 256])
+def test_chunks_keep_the_longest_program_short(slices, programs, block_n):
+    """No cut into chunks of one length has a longest program that is shorter by more than 20%."""
+    blocks = [-(-size // block_n) for size in slices]
+    for used in (0, 1, 3, 8, 17, 35, 64, 77, 160, 200, 528):
+        counts = [int(count) for count in triton.column_chunks(slices, block_n, jnp.int32(used), programs)]
         assert all(1 <= count <= most for count, most in zip(counts, blocks, strict=True))
-        if units >= used * len(slices):
-            assert used * sum(counts) <= max(units, used * len(slices))
-        if 0 < used * sum(blocks) <= units:
-            assert counts == blocks  # a chunk for each block
+        cuts = {tuple(-(-n // length) for n in blocks) for length in range(1, max(blocks) + 1)}
+        if used:
+            shortest = min(longest_program(slices, block_n, used, cut, programs) for cut in cuts)
+            assert longest_program(slices, block_n, used, counts, programs) <= 1.2 * shortest
 
 
 # rows, K and N of decode steps -> parts of K, or None for products that XLA computes as fast

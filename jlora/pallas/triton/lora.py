@@ -321,7 +321,7 @@ def _expand_kernel(
     """
     rank, block_n = b_ref.shape[1], tiles.block_n
     used = tiles_used(used_ref, group_ref)
-    counts = column_chunks(slice_sizes, block_n, used, tiles.chunks)
+    counts = column_chunks(slice_sizes, block_n, used, tiles.programs)
     per_tile = sum(counts[1:], counts[0])
 
     def unit(u, carry):
@@ -410,16 +410,19 @@ def sum_parts(h_ref, first, rows, r, live, rank: int, true_rank, scale):
     return jnp.where((r < true_rank)[None, :], total * scale, 0)
 
 
-def column_chunks(slice_sizes, block_n: int, used, units: int):
-    """Return the number of chunks of each slice, of nearly equal length, about `units` over all used tiles.
+def column_chunks(slice_sizes, block_n: int, used, programs: int):
+    """Return the number of chunks of each slice, of nearly equal length, with which the longest program ends first.
 
-    They are never more than `units` if every slice of every tile can have a chunk: a few programs with one unit more
-    than the others would take as long as if all had it.
+    Every program takes a unit in each round, and a round lasts as long as its longest unit. Short chunks even out the
+    last round, but each unit reads its partial sums, which takes about as long as two blocks of columns.
     """
     blocks = [pl.cdiv(size, block_n) for size in slice_sizes]
-    total, per_tile = sum(blocks), units // jnp.maximum(used, 1)
-    length = jnp.clip((used * total + units - 1) // units, 1, max(blocks))
-    return [
-        jnp.where(per_tile < len(blocks), (count + length - 1) // length, jnp.clip(count * per_tile // total, 1, count))
-        for count in blocks
-    ]
+    length, best, shortest = max(blocks), [jnp.int32(1)] * len(blocks), jnp.int32(2**30)
+    while length:
+        counts = [pl.cdiv(count, length) for count in blocks]
+        length = max(map(pl.cdiv, blocks, counts))
+        duration = (used * sum(counts) + programs - 1) // programs * (length + 2)
+        best = [jnp.where(duration < shortest, new, old) for new, old in zip(counts, best, strict=True)]
+        shortest = jnp.minimum(duration, shortest)
+        length = min(length - 1, length * 7 // 8)
+    return best

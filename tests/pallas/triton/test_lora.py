@@ -21,9 +21,7 @@ from tests.pallas.test_xla import close, problem
 # Users never run interpreted kernels, so XLA's optimisations are left out.
 pytestmark = [pytest.mark.device("gpu"), pytest.mark.usefixtures("quickly_compiled")]
 
-TILES = GPUTiles(
-    block_k=32, split_k=2, block_r=16, shrink_programs=3, block_n=16, chunks=5, ahead=2, programs=4, stages=1
-)
+TILES = GPUTiles(block_k=32, split_k=2, block_r=16, shrink_programs=3, block_n=16, ahead=2, programs=4, stages=1)
 
 
 # The expand adds to the base in its place, as for many rows or with `batch_invariant`, or XLA adds the delta.
@@ -180,7 +178,7 @@ def test_the_number_of_programs_does_not_change_the_result():
     base, x, a, b, ids, ranks = problem(8, 30, 64, [40, 8], 20, 4)
     plan = api.make_plan(ids, num_groups=4, tile_m=16)
     want = add_lora(base, x, a, b, plan, (40, 8), ranks)
-    for change in ({"programs": 1, "shrink_programs": 9, "chunks": 1}, {"chunks": 99, "ahead": 1}):
+    for change in ({"programs": 1, "shrink_programs": 9}, {"programs": 99, "ahead": 1}):
         got = add_lora(base, x, a, b, plan, (40, 8), ranks, dataclasses.replace(TILES, **change))
         np.testing.assert_array_equal(got, want)
 

@@ -34,6 +34,7 @@ from tests.layers.vision_model import (
     VisionModel,
     image_inputs,
 )
+from tests.matrix import thinned
 
 NAMES = ["one", None, "two"]
 ONE, TWO = make_adapter("one", TARGETS, 3), make_adapter("two", TARGETS, 2)
@@ -67,7 +68,7 @@ IMAGES = {
 
 
 @pytest.mark.parametrize("case", IMAGES)
-@pytest.mark.parametrize("pad", [32, 40])
+@pytest.mark.parametrize("pad", thinned([32, 40], 0))
 def test_packed_images_take_the_adapter_of_their_sequence(world, case, pad):
     images = image_inputs(*IMAGES[case], pad=pad)
     with world.manager.prepare(NAMES, **images.groups) as batch:
@@ -75,7 +76,7 @@ def test_packed_images_take_the_adapter_of_their_sequence(world, case, pad):
     assert_close(found, world.expected(NAMES, images.inputs), 1e-5)
 
 
-@pytest.mark.parametrize("owners", [[0, 0, 2], [2, 0, 1], [1, None, 2]])
+@pytest.mark.parametrize("owners", thinned([[0, 0, 2], [2, 0, 1], [1, None, 2]], 2))
 def test_images_of_one_size_may_be_an_axis(world, owners):
     """[images, patches, features], with as many images as sequences."""
     images = image_inputs([8, 8, 8], owners, flattened=False)
@@ -159,7 +160,7 @@ def test_dora():
     assert_close(found, expected_rows(twins, names, images.inputs), 1e-5)
 
 
-@pytest.mark.parametrize("axes", [{"t": 2}, {"data": 2, "t": 2}])
+@pytest.mark.parametrize("axes", thinned([{"t": 2}, {"data": 2, "t": 2}], 1))
 @pytest.mark.parametrize("flattened", [True, False])
 def test_on_a_mesh(axes, flattened):
     mesh = Mesh(np.array(jax.devices()[: int(np.prod(list(axes.values())))]).reshape(*axes.values()), tuple(axes))

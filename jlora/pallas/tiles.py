@@ -213,7 +213,8 @@ def _shrink_rule(p: GPUProblem, few: bool, cores: int) -> dict[str, int]:
         large = _is_large(p)
         block_r, warps = 64 if p.experts or large else 128, 8 if large else 4
         stages, programs = (3, 6) if p.experts else (4, 3)
-        # Units for two programs on each multiprocessor. The expand reads all parts, so long ones are few.
+        # Units for the two programs that a multiprocessor holds; a third waits, for the units of unequal groups. The
+        # expand reads all parts, so long ones are few.
         units = p.rows * -(-p.slices * p.rank // block_r)
         parts = min(2 * cores * p.tile_m // units, 512 // p.rank, -(-steps // 8))
     steps_of_part = -(-steps // max(1, parts))

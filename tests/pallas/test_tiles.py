@@ -124,6 +124,8 @@ def test_chunks_keep_the_longest_program_short(slices, programs, block_n):
         counts = [int(count) for count in triton.column_chunks(slices, block_n, jnp.int32(used), programs)]
         assert all(1 <= count <= most for count, most in zip(counts, blocks, strict=True))
         cuts = {tuple(-(-n // length) for n in blocks) for length in range(1, max(blocks) + 1)}
+        if 0 < used * sum(blocks) <= programs:
+            assert counts == blocks  # a chunk for each block
         if used:
             shortest = min(longest_program(slices, block_n, used, cut, programs) for cut in cuts)
             assert longest_program(slices, block_n, used, counts, programs) <= 1.2 * shortest

@@ -727,7 +727,7 @@ def overflowing(folder):
     return folder
 
 
-@pytest.mark.parametrize(("count", "hostile"), [(20, 4), pytest.param(400, 40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("count", "hostile"), [(20, 4), pytest.param(1000, 100, marks=pytest.mark.slow)])
 def test_overflowing_requests_change_no_other_answer(world, oracle, tmp_path, count, hostile):
     """Prompts of two chunks fill rows of the cache with NaN. Later requests reuse parts of these rows."""
     bad = Request("bad", "ab=" * 15)

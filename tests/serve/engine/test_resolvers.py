@@ -362,7 +362,7 @@ def test_made_up_names_leave_nothing_behind(world, store):
     assert not any(name.startswith("made-up") for name in counted)
 
 
-MANY = pytest.mark.parametrize("many", [2_000, pytest.param(20_000, marks=pytest.mark.slow)])
+MANY = pytest.mark.parametrize("many", [2_000, pytest.param(100_000, marks=pytest.mark.slow)])
 
 
 @MANY

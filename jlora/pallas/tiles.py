@@ -206,8 +206,10 @@ def _shrink_rule(p: GPUProblem, few: bool, cores: int) -> dict[str, int]:
     if few:
         if p.experts:
             block_r, least, most, stages, programs = (32, 2, 28, 3, 12) if p.rank <= 32 else (64, 4, 28, 3, 8)
-        else:  # beside a base product of more rows, fewer and longer programs are faster
-            block_r, least, most, stages, programs = (32, 2, 28, 4, 6) if p.rows <= 32 else (32, 4, 14, 3, 4)
+        elif p.rows <= 32:
+            block_r, least, most, stages, programs = 32, 2, 28, 4, 6
+        else:  # beside a base product of more rows, fewer and longer programs are faster, but K has eight parts or more
+            block_r, least, most, stages, programs = 32, min(4, -(-steps // 8)), 14, 3, 4
         parts, warps = min(most, -(-steps // least)), block_r // 16
     else:
         large = _is_large(p)

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from benchmarks.moe_kernels import ALL_MODELS, pair_rows, random_layer, route
+from benchmarks.moe_kernels import ALL_MODELS, random_layer, route
 from benchmarks.moe_specs import MODELS, Batch, Experts
 from benchmarks.specs import PROJECTIONS, RANKS, SLOTS, TOKENS
 from benchmarks.timing import machine, write_rows
@@ -165,24 +165,21 @@ def compile_lora(
 
 
 def compile_experts(target: Target, e: Experts, tokens: int, rank: int, *, slots: int = 8) -> dict[str, dict[str, int]]:
-    """Return `kernels_of` the LoRA of both products of a block of experts, the second in both its forms."""
+    """Return `kernels_of` the LoRA of both products of a block of experts."""
     h, i, groups, pairs = e.hidden, e.intermediate, slots * e.experts, tokens * e.top_k
     factors = jax.eval_shape(partial(random_layer, e=e, groups=groups, rank=rank, layers=1), jax.random.key(0))
-    shapes = [(tokens, h), (pairs, i), (pairs, 2 * i), (pairs, h), (tokens, h)]
+    shapes = [(tokens, h), (pairs, i), (pairs, 2 * i), (pairs, h)]
     floats = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     routing = Batch(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((tokens, e.top_k), (tokens,))))
     ranks = jax.ShapeDtypeStruct((groups, 2, 2), jnp.float32)
 
-    def run(ranks, routing, x, act, base, pairs_base, tokens_base, a13, b13, a2, b2):
-        plan, token, order = route(routing, e, slots, "triton")
-        token_plan = ops.make_plan(routing.slot, num_groups=slots, backend="triton")
-        rows = {"rows": pair_rows(order, e), "experts": routing.expert}
+    def run(ranks, routing, x, act, base, pairs_base, a13, b13, a2, b2):
+        plan, token, _ = route(routing, e, slots, "triton")
         first = {"slice_sizes": (i, i), "ranks": ranks, "x_rows": token, "backend": "triton"}
         second = {"ranks": ranks[:, :1], "backend": "triton"}
         return (
             ops.add_lora(base, x, a13, b13, plan, **first),
             ops.add_lora(pairs_base, act, a2, b2, plan, **second),
-            ops.combine_lora(tokens_base, act, a2, b2, plan, token_plan, weights=None, **rows, **second),
         )
 
     return kernels_of(target, run, ranks, routing, *floats, *factors)

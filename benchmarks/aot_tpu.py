@@ -97,17 +97,16 @@ def compile_experts(chip: str, model: Experts, tokens: int, rank: int, *, layers
 
     def f(weights, slot, expert, bases, x):
         flat = expert.ravel()
-        order = ops.expert_order(flat, num_experts=e.experts)
+        order = jnp.argsort(flat, stable=True).astype(jnp.int32)
         token = order // e.top_k
-        rows = jnp.zeros(pairs, jnp.int32).at[order].set(jnp.arange(pairs, dtype=jnp.int32)).reshape(expert.shape)
         plan = ops.plan_experts(slot, token, flat[order], num_slots=slots, num_experts=e.experts)
-        token_plan = ops.make_plan(slot, num_groups=slots)
         for slot_arrays, (base13, base2) in zip(weights, bases, strict=True):
             a13, b13, ranks13, a2, b2, ranks2 = (array.reshape(-1, *array.shape[2:]) for array in slot_arrays)
             sizes = (e.intermediate, e.intermediate)
             up = ops.add_lora(base13, x, a13, b13, plan, slice_sizes=sizes, ranks=ranks13, x_rows=token)
             hidden = jax.nn.silu(up[:, : e.intermediate]) * up[:, e.intermediate :]
-            x = ops.combine_lora(base2, hidden, a2, b2, plan, token_plan, rows=rows, experts=expert, ranks=ranks2)
+            y = ops.add_lora(base2, hidden, a2, b2, plan, ranks=ranks2)
+            x = jnp.zeros_like(x).at[token].add(y)
         return x
 
     # Slots and experts are separate axes, as in a layer, because XLA chooses the layout of an argument by its shape.
@@ -115,7 +114,7 @@ def compile_experts(chip: str, model: Experts, tokens: int, rank: int, *, layers
     shapes = [(2, r, h), (r, 2 * i), (2, 2), (1, r, i), (r, h), (1, 2)]
     dtypes = ["bfloat16", "bfloat16", "float32"] * 2
     weights = [operand((slots, e.experts, *s), dtype) for s, dtype in zip(shapes, dtypes, strict=True)]
-    bases = [operand((pairs, 2 * i), "bfloat16"), operand((tokens, h), "bfloat16")]
+    bases = [operand((pairs, 2 * i), "bfloat16"), operand((pairs, h), "bfloat16")]
     ids = operand((tokens,), "int32"), operand((tokens, e.top_k), "int32")
     program = jax.jit(f).lower([weights] * layers, *ids, [bases] * layers, operand((tokens, h), "bfloat16")).compile()
     kernels, given = _kernels(program.as_text())

@@ -5,10 +5,9 @@
     python -m benchmarks.moe_kernels --tokens 64  # some of them
 
 `wall` is microseconds a layer in a jitted chain of layers with distinct weights, kernels only, as for the peers. A
-layer is `add_lora` of gate and up, then of down into the pairs' rows, or `combine_lora` into the tokens' rows where
-that is less work. `plan` is the preparation of a layer, rows sorted by expert and their plan. Before a row is timed,
-its results on fresh random data are checked against the NumPy oracle. They must have the same bits in a second run and
-with the tokens permuted.
+layer is `add_lora` of gate and up, then of down into the pairs' rows. `plan` is the plan of a layer's rows, which the
+base model has sorted by expert. Before a row is timed, its results on fresh random data are checked against the NumPy
+oracle. They must have the same bits in a second run and with the tokens permuted.
 """
 
 import argparse
@@ -25,8 +24,6 @@ from benchmarks.moe_specs import MODELS, OTHER_MODELS, Batch, Experts, batch, fl
 from benchmarks.timing import compile_all, machine, wall_us, write_rows
 from jlora import ops
 from jlora._typing import Backend
-from jlora.pallas.tiles import plan_tile_m
-from jlora.pallas.triton.moe import side_by_side
 from tests import oracle
 
 ALL_MODELS = MODELS | OTHER_MODELS
@@ -50,7 +47,7 @@ def random_layer(key, e: Experts, groups: int, rank: int, layers: int, dtype=jnp
 def route(b: Batch, e: Experts, num_slots: int, backend: Backend = "auto"):
     """Return a layer's plan of sorted rows, the rows' tokens, and the sorted order, from the router's choice."""
     flat = b.expert.reshape(-1)
-    order = ops.expert_order(flat, num_experts=e.experts, backend=backend)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     token = order // e.top_k
     sizes = {"num_slots": num_slots, "num_experts": e.experts}
     plan = ops.plan_experts(b.slot, token, flat[order], **sizes, backend=backend)
@@ -77,12 +74,6 @@ class Row:
         self.least_us = 10 + 2 * floor_us(self.e, self.rank, self.tokens, self.present)
         most = min(96, MEMORY * self.present / (per_layer * self.groups))
         self.layers = int(np.clip(np.ceil(max(LIVE_BYTES / per_layer, CHAIN_US / self.least_us)), 8, most))
-        tile_m = plan_tile_m(self.pairs, min(self.pairs, self.groups), "triton")
-        plan = jax.eval_shape(partial(ops.make_plan, num_groups=self.groups, tile_m=tile_m), jnp.zeros(8, jnp.int32))
-        self.combined = side_by_side(plan, jax.eval_shape(self._token_plan, self.batch.slot), self.rank, self.e.top_k)
-
-    def _token_plan(self, slot):
-        return ops.make_plan(slot, num_groups=self.slots)
 
     def jobs(self) -> list[tuple]:
         """Return (jitted function, shapes of its arguments) of `_chain`, `_once`, `inputs`, `plan_all`."""
@@ -94,7 +85,7 @@ class Row:
             jax.ShapeDtypeStruct((size,), jnp.int32) for size in (self.tokens, SAMPLE, SAMPLE * self.e.top_k)
         )
         b = jax.eval_shape(lambda b: b, self.batch)
-        bits = [jax.ShapeDtypeStruct(base.shape, jnp.uint16) for base in self.by_token(inputs[0])]
+        bits = [jax.ShapeDtypeStruct(base.shape, jnp.uint16) for base in self.by_token()]
         return [
             (jax.jit(self._chain, donate_argnums=0), (inputs[0], inputs[1:], [layer] * self.layers, planned, ranks)),
             (jax.jit(self._once), (inputs, layer, b, ranks, order, sample, ids, bits)),
@@ -106,40 +97,35 @@ class Row:
         return random_layer(key, e=self.e, groups=self.groups, rank=self.rank, layers=self.layers)
 
     def plan_job(self) -> tuple:
-        b = jax.eval_shape(lambda b: b, self.batch)
-        return jax.jit(self._plans, donate_argnums=0), (b.expert, b.slot)
+        pairs = jax.ShapeDtypeStruct((self.pairs,), jnp.int32)
+        return jax.jit(self._plans, donate_argnums=0), (pairs, pairs, jax.ShapeDtypeStruct((self.tokens,), jnp.int32))
 
     def inputs(self, key):
         """Return the two base outputs, x [T, H], and the activations [T, k, I], in token order."""
-        e, out = self.e, self.tokens if self.combined else self.pairs
+        e = self.e
         kx, ka = jax.random.split(key)
-        bases = jnp.ones((self.pairs, 2 * e.intermediate), jnp.bfloat16), jnp.ones((out, e.hidden), jnp.bfloat16)
+        bases = jnp.ones((self.pairs, 2 * e.intermediate), jnp.bfloat16), jnp.ones((self.pairs, e.hidden), jnp.bfloat16)
         x = jax.random.normal(kx, (self.tokens, e.hidden), jnp.bfloat16)
         return bases, x, jax.random.normal(ka, (self.tokens, e.top_k, e.intermediate), jnp.bfloat16)
 
-    def by_token(self, bases):
+    def by_token(self):
         """Return the shapes of the outputs of `_once`, in token order."""
-        pairs = (self.tokens, self.e.top_k, 2 * self.e.intermediate)
-        second = bases[1].shape if self.combined else (self.tokens, self.e.top_k, self.e.hidden)
-        return [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (pairs, second)]
+        widths = 2 * self.e.intermediate, self.e.hidden
+        return [jax.ShapeDtypeStruct((self.tokens, self.e.top_k, width), jnp.bfloat16) for width in widths]
 
     def ranks(self):
         return jnp.broadcast_to(jnp.array([self.rank, 1], jnp.float32), (self.groups, 2, 2))
 
     def plan_all(self, b: Batch):
         plan, token, order = route(b, self.e, self.slots)
-        return plan, self._token_plan(b.slot), token, pair_rows(order, self.e), b.expert
+        return plan, token, pair_rows(order, self.e)
 
     def _layer(self, bases, x, act, layer, planned, ranks):
-        plan, token_plan, token, rows, expert = planned
+        plan, token, _ = planned
         a13, b13, a2, b2 = layer
         sizes = (self.e.intermediate,) * 2
         first = ops.add_lora(bases[0], x, a13, b13, plan, slice_sizes=sizes, ranks=ranks, x_rows=token)
-        if not self.combined:
-            return first, ops.add_lora(bases[1], act, a2, b2, plan, ranks=ranks[:, :1])
-        weights = jnp.full(rows.shape, 1 / self.e.top_k, jnp.float32)
-        pairs = {"rows": rows, "experts": expert, "weights": weights}
-        return first, ops.combine_lora(bases[1], act, a2, b2, plan, token_plan, **pairs, ranks=ranks[:, :1])
+        return first, ops.add_lora(bases[1], act, a2, b2, plan, ranks=ranks[:, :1])
 
     def _chain(self, bases, data, layers, planned, ranks):
         x, act = data
@@ -157,20 +143,20 @@ class Row:
         bases, x, act = inputs
         b = Batch(b.expert[order], b.slot[order])
         planned = self.plan_all(b)
-        rows = planned[3]
+        rows = planned[2]
         sorted_act = jnp.zeros((self.pairs, act.shape[-1]), act.dtype).at[rows].set(act[order], unique_indices=True)
         zeros = tuple(base * 0 for base in bases)
         first, second = self._layer(zeros, x[order], sorted_act, layer, planned, ranks)
-        outs = first[rows], second if self.combined else second[rows]
-        outs = [jnp.zeros_like(out).at[order].set(out, unique_indices=True) for out in outs]
+        outs = [jnp.zeros_like(out[rows]).at[order].set(out[rows], unique_indices=True) for out in (first, second)]
         bits = [jax.lax.bitcast_convert_type(out, jnp.uint16) for out in outs]
         same = jnp.array([(one == two).all() for one, two in zip(bits, others, strict=True)]).all()
         return bits, same, [out[sample] for out in outs], [factors[ids] for factors in layer]
 
-    def _plans(self, expert, slot):
+    def _plans(self, expert, token, slot):
+        sizes = {"num_slots": self.slots, "num_experts": self.e.experts}
         for _ in range(PLANS):
-            plan, token, _ = route(Batch(expert, slot), self.e, self.slots)
-            used = plan.tile_rows[0] ^ plan.tile_group[0] ^ plan.tiles_used[0] ^ token[0]
+            plan = ops.plan_experts(slot, token, expert, **sizes)
+            used = plan.tile_rows[0] ^ plan.tile_group[0] ^ plan.tiles_used[0]
             expert = expert ^ (used >> 30)
         return expert
 
@@ -180,7 +166,7 @@ class Row:
         sample = rng.integers(self.tokens, size=SAMPLE)
         ids = (self.host.slot[sample, None] * self.e.experts + self.host.expert[sample]).ravel()
         straight, order = (jnp.asarray(o, jnp.int32) for o in (np.arange(self.tokens), rng.permutation(self.tokens)))
-        none = [jnp.zeros(base.shape, jnp.uint16) for base in self.by_token(inputs[0])]
+        none = [jnp.zeros(base.shape, jnp.uint16) for base in self.by_token()]
 
         def run(order, bits):
             some, groups = jnp.asarray(sample, jnp.int32), jnp.asarray(ids, jnp.int32)
@@ -196,8 +182,6 @@ class Row:
         local = np.arange(len(ids))
         first = oracle.lora_delta(x, local, a13, b13, (self.e.intermediate,) * 2)
         second = oracle.lora_delta(act, local, a2, b2)
-        if self.combined:
-            second = second.reshape(SAMPLE, self.e.top_k, -1).mean(1)
         error = 0.0
         for out, want in zip(got, (first, second), strict=True):
             value = np.asarray(out, np.float64).reshape(want.shape)
@@ -207,8 +191,11 @@ class Row:
         return error
 
     def plan_us(self, plans) -> float:
-        """Return the microseconds of sorting by expert and planning."""
-        return wall_us(plans, jnp.array(self.batch.expert), self.batch.slot, repeats=7, calls=40)[0] / PLANS
+        """Return the microseconds of planning."""
+        flat = np.ravel(self.host.expert)
+        order = np.argsort(flat, kind="stable").astype(np.int32)
+        token = jnp.asarray(order // self.e.top_k)
+        return wall_us(plans, jnp.asarray(flat[order]), token, self.batch.slot, repeats=7, calls=40)[0] / PLANS
 
     def measure(self, chain, once, inputs, plan_all, plan: float) -> dict:
         """Return all figures of the row, given its programs and the time of its plan."""
@@ -224,12 +211,12 @@ class Row:
         calls = max(5, -(-REPEAT_US // (self.layers * self.least_us)))
         wall, spread = wall_us(run, bases, repeats=5, calls=int(calls))
         wall, spread = wall / self.layers, spread / self.layers
-        floor = floor_us(self.e, self.rank, self.tokens, self.present, combined=self.combined)
+        floor = floor_us(self.e, self.rank, self.tokens, self.present)
         best = self.key["best_kernels_us"]
         return {
-            **{k: self.key[k] for k in ("model", "rank", "tokens", "adapters")}, "combined": self.combined,
-            "floor_us": floor, "wall_us": wall, "spread_us": spread, "plan_us": plan, "of_floor": floor / wall,
-            "best_peer_us": best, "faster": best / wall, "faster_with_plan": best / (wall + plan), "error": error,
+            **{k: self.key[k] for k in ("model", "rank", "tokens", "adapters")}, "floor_us": floor, "wall_us": wall,
+            "spread_us": spread, "plan_us": plan, "of_floor": floor / wall, "best_peer_us": best,
+            "faster": best / wall, "faster_with_plan": best / (wall + plan), "error": error,
         }  # fmt: skip
 
 
@@ -258,7 +245,7 @@ def _pairs(row: dict) -> int:
 
 def line(r: dict) -> str:
     return (
-        f"{r['model']:13s} r{r['rank']:<2d} {r['tokens']:4d}/{r['adapters']:<2d} {'c' if r['combined'] else ' '} "
+        f"{r['model']:13s} r{r['rank']:<2d} {r['tokens']:4d}/{r['adapters']:<2d} "
         f"wall {r['wall_us']:7.2f} ±{r['spread_us']:5.2f} floor {r['floor_us']:6.1f} {100 * r['of_floor']:3.0f}% "
         f"x{r['faster']:.2f} plan {r['plan_us']:6.2f} x{r['faster_with_plan']:.2f} error {r['error']:.1e}"
     )

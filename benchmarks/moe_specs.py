@@ -64,17 +64,16 @@ def batch(e: Experts, tokens: int, adapters: int, seed: int = 0) -> Batch:
     return Batch(expert.astype(np.int32), slot.astype(np.int32))
 
 
-def floor_us(e: Experts, rank: int, tokens: int, present: int, *, combined: bool = False) -> float:
+def floor_us(e: Experts, rank: int, tokens: int, present: int) -> float:
     """Return the least microseconds of both products' LoRA.
 
     Each input is read once, each output is written once, and hidden values are free. `present` is the number of
-    distinct (adapter, expert) pairs. The first product adds to [T * k, 2 I]. The second adds to [T * k, H], or to [T,
-    H] if `combined`.
+    distinct (adapter, expert) pairs. The first product adds to [T * k, 2 I], the second to [T * k, H].
     """
     pairs, h, i = tokens * e.top_k, e.hidden, e.intermediate
     factors = present * rank * (2 * h + 2 * i + i + h)
     first = tokens * h + 2 * pairs * 2 * i
-    second = pairs * i + 2 * (tokens if combined else pairs) * h
+    second = pairs * i + 2 * pairs * h
     flops = 2 * pairs * rank * (2 * h + 2 * i + i + h)
     return max(2 * (factors + first + second) / BANDWIDTH, flops / MATRIX_RATE) * 1e6
 

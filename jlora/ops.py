@@ -1,9 +1,6 @@
 """The kernels as plain functions, for use without Flax. See `jlora.pallas.api` and `jlora.pallas.moe`."""
 
 from jlora.pallas.api import Plan, add_lora, expand, linear_lora, make_plan, shrink, unsupported_reason
-from jlora.pallas.moe import combine_lora, expert_order, plan_experts
+from jlora.pallas.moe import plan_experts
 
-__all__ = [
-    "Plan", "add_lora", "combine_lora", "expand", "expert_order", "linear_lora", "make_plan", "plan_experts", "shrink",
-    "unsupported_reason",
-]  # fmt: skip
+__all__ = ["Plan", "add_lora", "expand", "linear_lora", "make_plan", "plan_experts", "shrink", "unsupported_reason"]

@@ -35,16 +35,6 @@ def add_lora(base, x, group_ids, a, b, slice_sizes=None):
     return np.asarray(base, np.float64) + lora_delta(x, group_ids, a, b, slice_sizes)
 
 
-def combine_lora(base, x, group_ids, a, b, rows, weights):
-    """`base` [T, N] plus, for every token t and its j-th row, weights[t, j] times the delta of rows[t, j], float64."""
-    delta, out = lora_delta(x, group_ids, a, b), np.array(base, np.float64)
-    for t, chosen in enumerate(np.asarray(rows)):
-        for j, m in enumerate(chosen):
-            if 0 <= m < len(delta):
-                out[t] += float(weights[t, j]) * delta[m]
-    return out
-
-
 def merged_weight(weight, a, b, scaling):
     """PEFT's merge: weight [N, K] + scaling * b [N, r] @ a [r, K], float64."""
     return np.asarray(weight, np.float64) + scaling * np.asarray(b, np.float64) @ np.asarray(a, np.float64)

@@ -52,29 +52,6 @@ def product(run, x, w):
     return run(x, w)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def combine_lora(run, base, x, a, b, weights, plan: Plan, token_plan: Plan, rows, experts, ranks):
-    """Run `run(base, x, a, b, plan, token_plan, ...)`, differentiable in base, x, a, b and weights (may be None)."""
-    pairs = {"rows": rows, "experts": experts, "weights": weights, "ranks": ranks}
-    return run(base, x, a, b, plan, token_plan, **pairs)
-
-
-def _combine_forward(run, base, x, a, b, weights, plan, token_plan, rows, experts, ranks):
-    out = combine_lora(run, base, x, a, b, weights, plan, token_plan, rows, experts, ranks)
-    return out, (base, x, a, b, weights, plan, rows, ranks)
-
-
-@_qwix.unintercepted
-def _combine_backward(run, residuals, dout):
-    del run
-    *operands, plan, rows, ranks = residuals
-
-    def reference(base, x, a, b, weights):
-        return xla.combine_lora(base, x, a, b, plan, rows=rows, weights=weights, ranks=ranks)
-
-    return *jax.vjp(reference, *operands)[1](dout), None, None, None, None, None
-
-
 def _shrink_forward(run, x, a, plan, ranks, x_rows):
     return run(x, a, plan, ranks=ranks, x_rows=x_rows), (x, a, plan, ranks, x_rows)
 
@@ -190,6 +167,5 @@ def _dot(spec, x, y):
 
 shrink.defvjp(_shrink_forward, _shrink_backward)
 expand.defvjp(_expand_forward, _expand_backward)
-combine_lora.defvjp(_combine_forward, _combine_backward)
 add_lora.defvjp(_add_lora_forward, _add_lora_backward)
 product.defvjp(_product_forward, _product_backward)

@@ -66,46 +66,6 @@ def add_lora(
     return finish(base.astype(jnp.float32) + delta, base, plan, slice_sizes, ranks, magnitudes, bias)
 
 
-def combine_lora(
-    base: Float[jax.Array, "T N"],
-    x: Float[jax.Array, "M K"],
-    a: Float[jax.Array, "G 1 R K"],
-    b: Float[jax.Array, "G R N"],
-    plan: Plan,
-    *,
-    rows: Int[jax.Array, "T k"],
-    weights: Float[jax.Array, "T k"] | None,
-    ranks: Float[jax.Array, "G 1 2"] | None,
-) -> Float[jax.Array, "T N"]:
-    """Implement `jlora.ops.combine_lora`."""
-    h = _shrink_tiles(to_tiles(x, plan), a, plan, ranks)
-    delta = to_rows(_expand_tiles(h, b, plan, (b.shape[2],), ranks), plan)
-    return add_pairs(base, delta, plan, rows=rows, weights=weights, ranks=ranks)
-
-
-def add_pairs(
-    base: Float[jax.Array, "T N"],
-    delta: Float[jax.Array, "M N"],
-    plan: Plan,
-    *,
-    rows: Int[jax.Array, "T k"],
-    weights: Float[jax.Array, "T k"] | None,
-    ranks: Float[jax.Array, "G 1 2"] | None,
-) -> Float[jax.Array, "T N"]:
-    """Add the float32 deltas of each token's pairs to `base`, in the order of `rows`.
-
-    This is the last part of `combine_lora`.
-    """
-    present = _present(plan, ranks, 1)[:, 0]
-    total, touched = jnp.zeros(base.shape, jnp.float32), jnp.zeros(len(base), bool)
-    for j in range(rows.shape[1]):
-        row = jnp.clip(rows[:, j], 0, plan.num_rows - 1)
-        here = (rows[:, j] == row) & present[row]
-        part = delta[row] if weights is None else delta[row] * weights[:, j, None].astype(jnp.float32)
-        total, touched = total + jnp.where(here[:, None], part, 0), touched | here
-    return jnp.where(touched[:, None], (base.astype(jnp.float32) + total).astype(base.dtype), base)
-
-
 def product(x, w):
     """Compute x [M, K] @ w [K, N]. `jnp.matmul` may be cached as a user's call traced it, with quantized operands."""
     return jax.lax.dot_general(x, w, (((1,), (0,)), ((), ())))

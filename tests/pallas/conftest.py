@@ -11,7 +11,6 @@ from jlora.pallas import api, gpus
 from jlora.pallas.mosaic_tpu import lora as mosaic_tpu
 from jlora.pallas.tiles import ProductTiles
 from jlora.pallas.triton import lora as triton
-from jlora.pallas.triton import moe as triton_moe
 from jlora.pallas.triton import product as triton_product
 from tests.pallas.running import interpret_of
 
@@ -32,8 +31,8 @@ def interpret(monkeypatch):
     """`interpret(**tiles)` interprets the kernels that `jlora.ops` calls, and returns the list of their names."""
     kernels = {
         "add_lora": (triton, "triton"), "product": (triton_product, "triton"),
-        "combine_lora": (triton_moe, "triton"), "tpu_add_lora": (mosaic_tpu, "mosaic_tpu"),
-        "expand": (triton, "triton"), "tpu_expand": (mosaic_tpu, "mosaic_tpu"),
+        "expand": (triton, "triton"), "tpu_add_lora": (mosaic_tpu, "mosaic_tpu"),
+        "tpu_expand": (mosaic_tpu, "mosaic_tpu"),
     }  # fmt: skip
 
     def start(**tiles: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""LoRA of experts as plain functions: rows by an index, sums over a token's experts, plans of thousands of groups."""
+"""LoRA of experts as plain functions: rows by an index, plans of thousands of groups."""
 
 import itertools
 from functools import partial
@@ -11,10 +11,8 @@ import pytest
 from jlora import ops
 from jlora.errors import LoRAError
 from jlora.pallas.mosaic_tpu import lora as mosaic_tpu
-from jlora.pallas.tiles import GPUTiles
 from jlora.pallas.triton import fused as triton_fused
 from jlora.pallas.triton import lora as triton
-from jlora.pallas.triton import moe as triton_moe
 from jlora.pallas.triton import plan as triton_plan
 from tests import oracle
 from tests.matrix import thinned
@@ -132,64 +130,6 @@ def test_a_factor_that_experts_share_has_a_plan_of_its_own(backend, once):
     assert got[nobody].tobytes() == np.asarray(base)[nobody].tobytes()
 
 
-def combine_problem(seed, tokens, k, slots, experts, rank, n_in, n, dtype=jnp.float32, tile_m=None):
-    """A routed batch whose x has a row a pair, base a row a token."""
-    d = routed(seed, tokens, k, slots, experts, rank, n_in, (n,), dtype)
-    rng = np.random.default_rng(seed)
-    d["x"] = jnp.asarray(rng.normal(size=(tokens * k, n_in)), dtype)
-    d["base"] = jnp.asarray(rng.normal(size=(tokens, n)), dtype)
-    flat = np.asarray(d["expert"]).ravel()[d["order"]]
-    plans = jax.jit(
-        lambda slot, token, flat: (
-            ops.plan_experts(slot, token, flat, num_slots=slots, num_experts=experts, tile_m=tile_m),
-            ops.make_plan(slot, num_groups=slots),
-        )
-    )
-    d["plan"], d["token_plan"] = plans(d["slot"], d["token"], flat)
-    return d
-
-
-# In one program: else every operation is compiled by itself, which takes longer than all of them together.
-@partial(jax.jit, static_argnames="backend")
-def _combine(base, x, a, b, plan, token_plan, backend="xla", **pairs):
-    return ops.combine_lora(base, x, a, b, plan, token_plan, backend=backend, **pairs)
-
-
-def combine(d, **changed):
-    d = d | changed
-    names = ("base", "x", "a", "b", "plan", "token_plan")
-    pairs = {"rows": d["rows"], "experts": d["expert"], "weights": d["weights"], "ranks": d["ranks"]}
-    return _combine(*(d[name] for name in names), backend=d.get("backend", "xla"), **pairs)
-
-
-@pytest.mark.parametrize(("tokens", "k", "slots", "experts", "rank", "n_in", "sizes"), thinned(SHAPES, 0, 1))
-def test_sums_over_the_experts_of_a_token(tokens, k, slots, experts, rank, n_in, sizes):
-    d = combine_problem(tokens, tokens, k, slots, experts, rank, n_in, sizes[0])
-    want = oracle.combine_lora(d["base"], d["x"], d["group"], d["a"], d["b"], d["rows"], d["weights"])
-    close(combine(d), want, 2e-6)
-    ones = oracle.combine_lora(d["base"], d["x"], d["group"], d["a"], d["b"], d["rows"], np.ones((tokens, k)))
-    close(combine(d, weights=None), ones, 2e-6)
-    missing = np.array(d["rows"])
-    missing[::2, 0], missing[1::3, -1] = -1, tokens * k
-    want = oracle.combine_lora(d["base"], d["x"], d["group"], d["a"], d["b"], missing, d["weights"])
-    close(combine(d, rows=missing), want, 2e-6)
-
-
-def minus_zero(base):
-    """With minus zero in every other row."""
-    return jnp.asarray(np.where(np.arange(len(base))[:, None] % 2, base, np.float32(-0.0)))
-
-
-def test_tokens_without_a_pair_that_has_a_rank_are_bitwise_the_base():
-    d = combine_problem(3, 30, 3, 2, 4, 5, 8, 6)
-    ranks = np.asarray(d["ranks"]) * (np.arange(8) >= 4)[:, None]  # slot 0 has none
-    d["base"] = minus_zero(d["base"])
-    got, want = np.asarray(combine(d, ranks=ranks)), np.asarray(d["base"])
-    alone = np.asarray(d["slot"]) != 1
-    np.testing.assert_array_equal(got[alone].view(np.uint32), want[alone].view(np.uint32))
-    assert (got[~alone] != want[~alone]).any(axis=1).all()
-
-
 def test_a_plan_of_thousands_of_groups_is_as_any_other():
     rng = np.random.default_rng(0)
     ids = rng.integers(-9, 8300, 3000)
@@ -209,10 +149,8 @@ def test_a_large_plan_does_not_compare_all_pairs_of_rows():
 @pytest.mark.parametrize(("tokens", "k", "slots", "experts", "rank", "n_in", "sizes"), SHAPES)
 def test_the_plan_of_experts(tokens, k, slots, experts, rank, n_in, sizes):
     d = routed(tokens, tokens, k, slots, experts, rank, n_in, sizes)
-    flat = np.asarray(d["expert"]).ravel()
-    order = np.asarray(jax.jit(partial(ops.expert_order, num_experts=experts))(flat))
-    np.testing.assert_array_equal(order, d["order"])
-    token, expert = order // k, flat[order]
+    order = np.asarray(d["order"])
+    token, expert = order // k, np.asarray(d["expert"]).ravel()[order]
     # The kernels leave a few rows unsorted.
     make = jax.jit(partial(ops.plan_experts, num_slots=slots, num_experts=experts, tile_m=3, backend="xla"))
     plan = make(d["slot"], token, expert)
@@ -253,14 +191,12 @@ def test_the_kernels_make_the_same_plan(rows, groups, tile_m, most, pairwise):
         return (
             triton_plan.plan(ids, 1, groups, tile_m, most, pairwise=pairwise, interpret=interpret_of("triton")),
             ops.make_plan(ids, num_groups=groups, tile_m=tile_m, max_active=most),
-            triton_plan.order(ids, groups + 1, pairwise=pairwise, interpret=interpret_of("triton")),
         )
 
     random = np.random.default_rng(rows).integers(0, groups + 1, rows)
     for ids in (random, np.sort(random), np.full(rows, groups)):  # in the last no row has a group
-        got, want, order = plans(jnp.asarray(ids, jnp.int32))
+        got, want = plans(jnp.asarray(ids, jnp.int32))
         jax.tree.map(np.testing.assert_array_equal, got, want)
-        np.testing.assert_array_equal(order, np.argsort(ids, kind="stable"))
 
 
 def test_a_plan_without_sorting():
@@ -333,42 +269,6 @@ def test_one_launch_is_for_a_handful_of_rows():
     assert not taken(8, 2048, 768, 1, 1, 16)  # no experts
 
 
-SUM = GPUTiles(block_k=16, block_n=16, programs=3, stages=1)
-SOME = thinned(SHAPES, 1)
-
-
-@pytest.mark.parametrize("tile_m", [16, 32])  # with 32 one product spans all experts of a slot, if k > 1
-@pytest.mark.parametrize(("tokens", "k", "slots", "experts", "rank", "n_in", "sizes"), SOME)
-def test_triton_sums_over_the_experts_of_a_token(tokens, k, slots, experts, rank, n_in, sizes, tile_m):
-    d = combine_problem(tokens, tokens, k, slots, experts, rank, n_in, sizes[0], tile_m=tile_m)
-    wide = triton_moe.side_by_side(d["plan"], d["token_plan"], rank, k)
-    assert wide == (tile_m == 32 and k > 1)
-    d["base"] = minus_zero(d["base"])
-    d["rows"] = np.array(d["rows"])
-    d["rows"][::2, 0] = -1
-    names = ("base", "x", "a", "b", "plan", "token_plan")
-    compiled = jax.jit(partial(triton_moe.combine_lora, tiles=(TILES, SUM), interpret=interpret_of("triton")))
-
-    def run(d):
-        ranks = with_scales(d["ranks"])
-        pairs = {"rows": d["rows"], "experts": d["expert"], "weights": d["weights"], "ranks": ranks}
-        return compiled(*(d[n] for n in names), **pairs)
-
-    got = run(d)
-    close(got, oracle.combine_lora(d["base"], d["x"], d["group"], d["a"], d["b"], d["rows"], d["weights"]), 2e-6)
-    unused = (np.asarray(d["ranks"]) == 0)[..., None]  # unwritten values have no effect
-    dirty = {
-        name: np.where(where, np.float32(np.nan), d[name]) for name, where in (("a", unused[..., None]), ("b", unused))
-    }
-    np.testing.assert_array_equal(run(d | dirty), got)
-    alone = (np.asarray(d["slot"]) < 0) | (np.asarray(d["slot"]) >= slots)
-    np.testing.assert_array_equal(np.asarray(got)[alone].view(np.uint32), np.asarray(d["base"])[alone].view(np.uint32))
-    x = np.array(d["x"])
-    x[d["rows"][-1]] = 7  # the last token's pairs
-    other = np.asarray(run(d | {"x": x}))
-    np.testing.assert_array_equal(other[:-1], np.asarray(got)[:-1])
-
-
 REAL = [(2048, 768, 128, 8), (2880, 2880, 32, 4), (4096, 14336, 8, 2)]  # hidden, intermediate, experts, top k
 
 
@@ -379,42 +279,24 @@ def test_lowers_for_cuda(default_device, hidden, inner, experts, k, tokens, slot
     groups, rank, pairs = slots * experts, 16, tokens * k
     ints = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((tokens, k), (tokens,))]
     shapes = [
-        (pairs, 2 * inner), (tokens, hidden), (tokens, hidden), (pairs, inner), (groups, 2, rank, hidden),
+        (pairs, 2 * inner), (pairs, hidden), (tokens, hidden), (pairs, inner), (groups, 2, rank, hidden),
         (groups, rank, 2 * inner), (groups, 1, rank, inner), (groups, rank, hidden),
     ]  # fmt: skip
 
     def run(expert, slot, base13, base2, x, act, a13, b13, a2, b2):
-        order = ops.expert_order(expert.ravel(), num_experts=experts)
+        order = jnp.argsort(expert.ravel(), stable=True)
         token = order // k
         plan = ops.plan_experts(slot, token, expert.ravel()[order], num_slots=slots, num_experts=experts)
-        token_plan = ops.make_plan(slot, num_groups=slots, backend="triton")
         first = ops.add_lora(base13, x, a13, b13, plan, slice_sizes=(inner, inner), x_rows=token, backend="triton")
-        rows = jnp.zeros(pairs, jnp.int32).at[order].set(jnp.arange(pairs)).reshape(tokens, k)
-        second = ops.combine_lora(base2, act, a2, b2, plan, token_plan, rows=rows, experts=expert, backend="triton")
-        return first, second
+        return first, ops.add_lora(base2, act, a2, b2, plan, backend="triton")
 
     text = lowered_text(run, (*ints, *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)), "cuda")
-    for name in ("lora_sort", "lora_shrink", "lora_expand"):
-        assert name in text
-    assert ("lora_fused" in text) == (tokens == 8 and hidden == 2048)
-    assert ("lora_plan_cut" in text) == (pairs > min(64, experts))
-    assert ("lora_combine" in text) == (tokens == 8192 and experts < 128)
+    for name in ("lora_shrink", "lora_expand"):
+        assert (name in text) == (tokens != 8 or hidden != 2048)  # both products of that one take one launch
+    assert ("lora_fused" in text) == (tokens == 8 and hidden < 4096)
+    for name in ("lora_sort", "lora_plan_cut"):
+        assert (name in text) == (pairs > min(64, experts))
     assert ("lora_sort_move" in text) == (pairs > triton_plan.PAIRWISE)
-
-
-def test_gradients_of_the_sum_equal_those_of_xla(interpret):
-    d = combine_problem(4, 9, 3, 2, 4, 5, 6, 7, tile_m=16)
-    calls = interpret(combine_lora=(TILES, SUM))
-
-    def loss(backend, base, x, a, b, weights):
-        changed = {"base": base, "x": x, "a": a, "b": b, "weights": weights, "backend": backend}
-        return (combine(d, **changed) ** 2).sum()
-
-    operands = [d[n] for n in ("base", "x", "a", "b", "weights")]
-    got, want = (jax.jit(jax.grad(partial(loss, backend), range(5)))(*operands) for backend in ("triton", "xla"))
-    assert "combine_lora" in calls
-    for one, other in zip(got, want, strict=True):
-        close(one, np.asarray(other, np.float64), 1e-5)
 
 
 def test_gradients_follow_the_index():
@@ -450,28 +332,8 @@ def test_gradients_follow_the_index():
     ],
 )
 def test_add_lora_refuses_wrong_shapes(changed, message):
-    d = combine_problem(0, 8, 3, 2, 4, 5, 6, 7)
+    d = routed(0, 8, 3, 2, 4, 5, 6, (7,))
+    plan = ops.make_plan(d["group"], num_groups=8)
     args = {"x": jnp.zeros((8, 6)), "x_rows": d["token"]} if "x" not in changed else {}
     with pytest.raises(LoRAError, match=message):
-        ops.add_lora(jnp.zeros((24, 7)), a=d["a"], b=d["b"], plan=d["plan"], **(args | changed))
-
-
-@pytest.mark.usefixtures("unchecked_calls")
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"rows": jnp.zeros((7, 3), jnp.int32)}, r"rows must be integers \[T, k\] with T = 8"),
-        ({"rows": jnp.zeros((8, 3))}, "rows must be integers"),
-        ({"weights": jnp.zeros((8, 2))}, r"weights must be \[T, k\] = \[8, 3\]"),
-        ({"weights": jnp.zeros((8, 3), jnp.int32)}, "weights must be bfloat16"),
-        ({"x": jnp.zeros((8, 6))}, r"x must be \[M, K\] with M = 24"),
-        ({"a": jnp.zeros((8, 2, 5, 6))}, "n is not 1"),
-        ({"base": jnp.zeros((24, 7))}, r"base must be \[M, N\] = \[8, 7\]"),
-        ({"token_plan": ops.make_plan(jnp.zeros(8, jnp.int32), num_groups=3)}, "8 groups for 4 experts"),
-        ({"expert": jnp.zeros((8, 2), jnp.int32)}, r"experts must be integers \[T, k\] with T = 8"),
-        ({"backend": "mosaic_tpu", "x": jnp.zeros((24, 6), jnp.float16)}, "backend 'mosaic_tpu' takes bfloat16"),
-    ],
-)
-def test_combine_lora_refuses_wrong_shapes(changed, message):
-    with pytest.raises(LoRAError, match=message):
-        combine(combine_problem(0, 8, 3, 2, 4, 5, 6, 7), **changed)
+        ops.add_lora(jnp.zeros((24, 7)), a=d["a"], b=d["b"], plan=plan, **(args | changed))

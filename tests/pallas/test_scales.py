@@ -15,12 +15,11 @@ from jlora.errors import LoRAError
 from jlora.pallas import api, gradients, xla
 from jlora.pallas.tiles import ProductTiles
 from jlora.pallas.triton import fused as triton_fused
-from jlora.pallas.triton import moe as triton_moe
 from tests import oracle
 from tests.pallas.lowering import lowered_text
 from tests.pallas.running import interpret_of
 from tests.pallas.scales import with_scales
-from tests.pallas.test_moe import SUM, combine_problem, routed
+from tests.pallas.test_moe import routed
 from tests.pallas.test_ranks import MOSAIC, TRITON, XLA, run_of
 from tests.pallas.test_xla import close
 from tests.pallas.triton.test_lora import TILES
@@ -324,24 +323,6 @@ def test_one_launch_of_experts():
     a, b = scaled(d["a"], d["b"], np.asarray(d["ranks"]), scales, (11, 8))
     delta = oracle.lora_delta(np.asarray(d["x"])[d["token"]], d["group"], a, b, (11, 8))
     close(got, np.asarray(d["base"], np.float64) + rows[:, None] * delta, 2e-6)
-
-
-@pytest.mark.parametrize("tile_m", [16, 32])  # with 32 one product spans all experts of a slot
-@pytest.mark.parametrize("backend", ["xla", "triton"])
-def test_combine_lora(backend, tile_m):
-    d = combine_problem(23, 23, 4, 3, 6, 5, 20, 11, tile_m=tile_m)
-    scales = np.random.default_rng(0).choice([-2, 1 / 64, 3], d["ranks"].shape).astype(np.float32)
-    names = ("base", "x", "a", "b", "plan", "token_plan")
-    run = partial(ops.combine_lora, backend="xla")
-    if backend == "triton":
-        assert triton_moe.side_by_side(d["plan"], d["token_plan"], 5, 4) == (tile_m == 32)
-        run = partial(triton_moe.combine_lora, tiles=(TILES, SUM), interpret=interpret_of("triton"))
-    got = jax.jit(run)(
-        *(d[name] for name in names), rows=d["rows"], experts=d["expert"], weights=d["weights"],
-        ranks=with_scales(d["ranks"], scales),
-    )  # fmt: skip
-    a, b = scaled(d["a"], d["b"], np.asarray(d["ranks"]), scales, (11,))
-    close(got, oracle.combine_lora(d["base"], d["x"], d["group"], a, b, d["rows"], d["weights"]), 2e-6)
 
 
 @pytest.mark.usefixtures("unchecked_calls")

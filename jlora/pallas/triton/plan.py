@@ -27,13 +27,6 @@ _SAMPLES = 512  # samples in the first step of a search
 _TILES = 32  # tiles of a program, or rows of one in the pairwise sort
 
 
-def order(
-    ids: Int[jax.Array, "M"], num_groups: int, *, pairwise: int = PAIRWISE, interpret: bool = False
-) -> Int[jax.Array, "M"]:
-    """Return the stable argsort of ids in [0, num_groups)."""
-    return _sort(ids, num_groups - 1, pairwise, interpret)[0]
-
-
 def plan(
     ids: Int[jax.Array, "M"], experts: int, num_groups: int, tile_m: int, max_active: int, *,
     pairwise: int = PAIRWISE, interpret: bool = False,

@@ -64,8 +64,10 @@ def batch(e: Experts, tokens: int, adapters: int, seed: int = 0) -> Batch:
     return Batch(expert.astype(np.int32), slot.astype(np.int32))
 
 
-def floor_us(e: Experts, rank: int, tokens: int, present: int, *, combined: bool = False) -> float | None:
-    """Return the least microseconds of both products' LoRA, or None without rates of this device.
+def floor_us(
+    e: Experts, rank: int, tokens: int, present: int, *, combined: bool = False, kind: str | None = None
+) -> float | None:
+    """Return the least microseconds of both products' LoRA, or None without rates of the device.
 
     Each input is read once, each output is written once, and hidden values are free. `present` is the number of
     distinct (adapter, expert) pairs. The first product adds to [T * k, 2 I]. The second adds to [T * k, H], or to [T,
@@ -76,7 +78,7 @@ def floor_us(e: Experts, rank: int, tokens: int, present: int, *, combined: bool
     first = tokens * h + 2 * pairs * 2 * i
     second = pairs * i + 2 * (tokens if combined else pairs) * h
     flops = 2 * pairs * rank * (2 * h + 2 * i + i + h)
-    return least_us(2 * (factors + first + second), flops)
+    return least_us(2 * (factors + first + second), flops, kind)
 
 
 def peers() -> list[dict]:

@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-import jax
-
 from benchmarks.specs import Projection
 
 
@@ -24,19 +22,23 @@ class Rates(NamedTuple):
 RATES = {"NVIDIA H200": Rates(4.3e12, 790e12), "NVIDIA H100 80GB HBM3": Rates(3.0e12, 790e12)}
 
 
-def device_rates() -> Rates | None:
-    """Return the rates of this device, or None if `RATES` has none."""
-    return RATES.get(jax.devices()[0].device_kind)
+def least_us(moved: float, flops: float, kind: str | None = None) -> float | None:
+    """Return the least microseconds of moving so many bytes and of so many operations, or None without rates.
 
+    `kind` is the device_kind, that of JAX's first device by default.
+    """
+    if kind is None:
+        import jax  # benchmarks.peers runs without JAX
 
-def least_us(moved: float, flops: float) -> float | None:
-    """Return the least microseconds of moving so many bytes and of so many operations, or None without rates."""
-    rates = device_rates()
+        kind = jax.devices()[0].device_kind
+    rates = RATES.get(kind)
     return None if rates is None else max(moved / rates.bandwidth, flops / rates.matrix) * 1e6
 
 
-def floor_us(projection: Projection, rank: float, tokens: int, adapters: int, itemsize: int = 2) -> float | None:
-    """Return the least microseconds of shrink then expand, or None without rates of this device.
+def floor_us(
+    projection: Projection, rank: float, tokens: int, adapters: int, itemsize: int = 2, kind: str | None = None
+) -> float | None:
+    """Return the least microseconds of shrink then expand, or None without rates of the device.
 
     Each input is read once, each output is written once, and hidden values are free. The shrink reads x and A of the
     present adapters. The expand reads their B and the base output, and writes the output. The expand depends on the
@@ -45,6 +47,6 @@ def floor_us(projection: Projection, rank: float, tokens: int, adapters: int, it
     n = len(projection.slices)
     shrink_bytes = tokens * projection.k + adapters * n * rank * projection.k
     expand_bytes = adapters * rank * projection.n + 2 * tokens * projection.n
-    shrink = least_us(shrink_bytes * itemsize, 2 * tokens * n * rank * projection.k)
-    expand = least_us(expand_bytes * itemsize, 2 * tokens * rank * projection.n)
+    shrink = least_us(shrink_bytes * itemsize, 2 * tokens * n * rank * projection.k, kind)
+    expand = least_us(expand_bytes * itemsize, 2 * tokens * rank * projection.n, kind)
     return None if shrink is None or expand is None else shrink + expand

@@ -29,9 +29,11 @@ from sglang.srt.lora.moe.plan import ActivationFn, DownOverlap, GateUpOverlap, r
 from sglang.srt.lora.moe.quant_info import MoeLoraBf16QuantInfo
 from sglang.srt.lora.utils import Phase, architecture_for_capability
 from sglang.srt.lora.workspace import LoraWorkspace
+from sglang.srt.runtime_context import get_context
 
 from benchmarks.peers.common import (
     DEVICE,
+    DTYPE,
     EXPERTS,
     Experts,
     Work,
@@ -39,8 +41,11 @@ from benchmarks.peers.common import (
     check_added,
     graph_us,
     int32,
+    random,
     run,
 )  # fmt: skip
+
+get_context().override_server_args().install()  # the defaults of a server, which the choice of tiles reads
 
 
 class Provider(TritonBf16ContiguousProvider):
@@ -119,7 +124,7 @@ class Blocks:
 
     def buffer(self, name: str, columns: int) -> torch.Tensor:
         shape = self.d.tokens * self.d.e.top_k, columns
-        return self.workspace.tensor(name, shape, dtype=torch.bfloat16, device=DEVICE)
+        return self.workspace.tensor(name, shape, dtype=DTYPE, device=DEVICE)
 
     def activation(self) -> tuple[torch.Tensor, torch.Tensor]:
         gate_up, h = self.buffer("base:gateup", 2 * self.d.e.intermediate), self.buffer("act", self.d.e.intermediate)
@@ -162,7 +167,7 @@ class Blocks:
 
 def virtual_us(d: Experts) -> float:
     h, i, k = d.e.hidden, d.e.intermediate, d.e.top_k
-    y13, y2 = (torch.zeros(d.tokens, k, size, dtype=torch.bfloat16, device=DEVICE) for size in (2 * i, h))
+    y13, y2 = (random(d.tokens, k, size) for size in (2 * i, h))
     enabled = int32([slot < d.adapters for slot in range(d.slots)])
     routing = [{} for _ in d.layers]  # filled by the first call, before the graph
 

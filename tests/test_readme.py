@@ -18,7 +18,7 @@ def run_blocks(page):
     """Run the blocks of a page. Return their namespace, and the number of programs of `forward` after each."""
     blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     namespace, compiled = {}, []
-    with contextlib.chdir(ROOT):
+    with contextlib.chdir(ROOT), jax.numpy_dtype_promotion("standard"):  # the default of JAX, which optax needs
         for block in blocks:
             exec(compile(block, page, "exec"), namespace)
             compiled.append(compiled_programs(namespace["forward"]))

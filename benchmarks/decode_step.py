@@ -35,7 +35,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 import jlora
-from benchmarks.roofline import BANDWIDTH
+from benchmarks.roofline import least_us
 from benchmarks.timing import kernel_us, kind_of, machine
 from jlora.layers.forward.batch import Lease
 from jlora.layers.forward.batch import make_batch as batch_in_slots
@@ -305,9 +305,10 @@ def main() -> None:
         invariant_decode, invariant_leaves = step_of(invariant, decode)
         invariant_prefill, _ = step_of(invariant, prefill)
 
-    def floor(size: int, adapters: int) -> float:
-        """Return the least milliseconds for reading the adapters."""
-        return adapters * adapter_bytes(config, args.rank, size / adapters) / BANDWIDTH * 1e3 if adapters else 0.0
+    def floor(size: int, adapters: int) -> float | None:
+        """Return the least milliseconds for reading the adapters, or None without rates of this device."""
+        us = least_us(adapters * adapter_bytes(config, args.rank, size / adapters), 0) if adapters else 0.0
+        return us and us / 1e3
 
     rows, profiles = [], []
     if "prefill" in args.steps:
@@ -337,7 +338,7 @@ def measure(
     size: int,
     calls: dict,
     enqueue: int,
-    floor: Callable[[int, int], float],
+    floor: Callable[[int, int], float | None],
     args: argparse.Namespace,
     rows: list,
     profiles: list,
@@ -352,7 +353,8 @@ def measure(
         row["throughput_kept"] = times["base"] / times[adapters]
         if step == "decode":
             count = 0 if adapters == "base only" else int(str(adapters).split()[0])
-            row["floor_overhead"] = floor(size, count) / times["base"]
+            least = floor(size, count)
+            row["floor_overhead"] = least and least / times["base"]
         rows.append(row)
         print(json.dumps(row), flush=True)
     if args.profile and size in (8, 64):

@@ -7,9 +7,9 @@
 
 Times are microseconds a layer. `wall` is measured in a jitted chain of layers with distinct weights, the plan included.
 `shrink` and `expand` are the times of their kernels, for the distinct mix. `predicted` is the floor plus two launches
-that have next to no work. One compilation serves all rows of a projection, rank and number of tokens. Before a row is
-timed, its result on fresh random data is checked against the NumPy oracle. It must have the same bits in a second run
-and with the batch permuted.
+that have next to no work. Floors are null on devices that roofline.py has no rates of. One compilation serves all rows
+of a projection, rank and number of tokens. Before a row is timed, its result on fresh random data is checked against
+the NumPy oracle. It must have the same bits in a second run and with the batch permuted.
 """
 
 import argparse
@@ -176,8 +176,8 @@ class Shape:
         floor = floor_us(self.projection, float(np.asarray(ranks)[present, :, 0].mean()), len(used), len(present))
         row = {
             "projection": self.projection.name, "rank": self.rank, "tokens": self.tokens, "adapters": adapters,
-            "mix": mix, "floor_us": floor, "predicted_us": floor + TWO_LAUNCHES, "wall_us": wall / count,
-            "spread_us": spread / count, "of_floor": floor / wall * count, "error": error,
+            "mix": mix, "floor_us": floor, "predicted_us": floor and floor + TWO_LAUNCHES, "wall_us": wall / count,
+            "spread_us": spread / count, "of_floor": floor and floor / wall * count, "error": error,
         }  # fmt: skip
         if profile:  # takes longer than all the rest
             kernels = kernel_us(self.kernels, self.base(), self.x1, self.layers, ids, ranks)
@@ -203,7 +203,7 @@ def summary(rows: list[dict]) -> dict:
     """Summarise the rows: speed over peers, the worst row, and the share of the roofline floor."""
     best = [r["best_peer_us"] / r["wall_us"] for r in rows if r.get("best_peer_us")]
     default = [r["vllm_default_us"] / r["wall_us"] for r in rows if r.get("vllm_default_us")]
-    large = [r["of_floor"] for r in rows if r["floor_us"] >= 20]
+    large = [r["of_floor"] for r in rows if (r["floor_us"] or 0) >= 20]
     return {
         "rows": len(rows),
         "faster_than_best_peer": geometric_mean(best),
@@ -220,7 +220,7 @@ def line(row: dict) -> str:
     parts = [f"{row['projection']:7s} r{row['rank']:<3d} {row['tokens']:4d}/{row['adapters']:<2d} {row['mix']:8s}"]
     parts += [f"wall {row['wall_us']:7.2f} ±{row['spread_us']:.2f}"]
     parts += [f"{name} {row[f'{name}_us']:6.2f}" for name in ("shrink", "expand", "plan") if f"{name}_us" in row]
-    parts += [f"floor {100 * row['of_floor']:5.1f}%"]
+    parts += [f"floor {100 * row['of_floor']:5.1f}%"] if row["of_floor"] else []
     others = [key for key in (*PEERS, *(f"{name}_us" for name in BASELINES)) if row.get(key)]
     return "  ".join(parts + [f"{key[:-3]} x{row[key] / row['wall_us']:.2f}" for key in others])
 

@@ -71,7 +71,7 @@ class Row:
         self.pairs, self.groups = self.tokens * self.e.top_k, self.slots * self.e.experts
         self.present = len(np.unique(host.slot[:, None] * self.e.experts + host.expert))
         per_layer = self.present * 6 * self.rank * (self.e.hidden + self.e.intermediate)
-        self.least_us = 10 + 2 * floor_us(self.e, self.rank, self.tokens, self.present)
+        self.least_us = 10 + 2 * (floor_us(self.e, self.rank, self.tokens, self.present) or 0)
         most = min(96, MEMORY * self.present / (per_layer * self.groups))
         self.layers = int(np.clip(np.ceil(max(LIVE_BYTES / per_layer, CHAIN_US / self.least_us)), 8, most))
 
@@ -215,7 +215,7 @@ class Row:
         best = self.key["best_kernels_us"]
         return {
             **{k: self.key[k] for k in ("model", "rank", "tokens", "adapters")}, "floor_us": floor, "wall_us": wall,
-            "spread_us": spread, "plan_us": plan, "of_floor": floor / wall, "best_peer_us": best,
+            "spread_us": spread, "plan_us": plan, "of_floor": floor and floor / wall, "best_peer_us": best,
             "faster": best / wall, "faster_with_plan": best / (wall + plan), "error": error,
         }  # fmt: skip
 
@@ -228,7 +228,7 @@ def summary(rows: list[dict]) -> dict:
         "faster_than_best_peer": geometric_mean([r["faster"] for r in rows]),
         "with_plan": geometric_mean([r["faster_with_plan"] for r in rows]),
         "slowest": [slowest[k] for k in ("model", "rank", "tokens", "adapters", "faster")],
-        "of_floor": geometric_mean([r["of_floor"] for r in rows]),
+        "of_floor": geometric_mean([r["of_floor"] for r in rows if r["of_floor"]]),
         "plan_us_to_512_pairs": max((r["plan_us"] for r in rows if _pairs(r) <= 512), default=None),
         "plan_us_above": max((r["plan_us"] for r in rows if _pairs(r) > 512), default=None),
         "largest_error": max(r["error"] for r in rows),
@@ -244,9 +244,10 @@ def _pairs(row: dict) -> int:
 
 
 def line(r: dict) -> str:
+    floor = f"floor {r['floor_us']:6.1f} {100 * r['of_floor']:3.0f}% " if r["floor_us"] else ""
     return (
         f"{r['model']:13s} r{r['rank']:<2d} {r['tokens']:4d}/{r['adapters']:<2d} "
-        f"wall {r['wall_us']:7.2f} ±{r['spread_us']:5.2f} floor {r['floor_us']:6.1f} {100 * r['of_floor']:3.0f}% "
+        f"wall {r['wall_us']:7.2f} ±{r['spread_us']:5.2f} {floor}"
         f"x{r['faster']:.2f} plan {r['plan_us']:6.2f} x{r['faster_with_plan']:.2f} error {r['error']:.1e}"
     )
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.roofline import BANDWIDTH, MATRIX_RATE
+from benchmarks.roofline import least_us
 
 PEERS = Path(__file__).with_name("peers_moe_h200.json")
 
@@ -64,8 +64,8 @@ def batch(e: Experts, tokens: int, adapters: int, seed: int = 0) -> Batch:
     return Batch(expert.astype(np.int32), slot.astype(np.int32))
 
 
-def floor_us(e: Experts, rank: int, tokens: int, present: int) -> float:
-    """Return the least microseconds of both products' LoRA.
+def floor_us(e: Experts, rank: int, tokens: int, present: int, *, kind: str | None = None) -> float | None:
+    """Return the least microseconds of both products' LoRA, or None without rates of the device.
 
     Each input is read once, each output is written once, and hidden values are free. `present` is the number of
     distinct (adapter, expert) pairs. The first product adds to [T * k, 2 I], the second to [T * k, H].
@@ -75,7 +75,7 @@ def floor_us(e: Experts, rank: int, tokens: int, present: int) -> float:
     first = tokens * h + 2 * pairs * 2 * i
     second = pairs * i + 2 * pairs * h
     flops = 2 * pairs * rank * (2 * h + 2 * i + i + h)
-    return max(2 * (factors + first + second) / BANDWIDTH, flops / MATRIX_RATE) * 1e6
+    return least_us(2 * (factors + first + second), flops, kind)
 
 
 def peers() -> list[dict]:

@@ -1,9 +1,9 @@
-"""Measure tokens per second over HTTP against the bare decode loop, and the time to the first token of adapters.
+"""Measure tokens per second over HTTP with and without adapters, and the time to the first token of adapters.
 
-    python -m benchmarks.serve_http [--out results.json] [--layers 32] [--batches 8 64] [--context 1000]
+    python -m benchmarks.serve_http [--out results.json] [--layers 32] [--batches 8 64] [--in-use 8 32] [--context 1000]
     python -m benchmarks.serve_http --shape tiny          sizes for a CPU, to try the benchmark
 
-Needs starlette, uvicorn, jinja2 and tokenizers (`pip install "jlora[serve]"`). The server is that of `jlora serve`, in
+Needs starlette, uvicorn, jinja2 and tokenizers (extra `serve`). The server is that of `jlora serve`, in
 its own process, with random bf16 weights of Llama-3-8B's shape. The client is this process, which never uses the
 device. Answers are streamed. The text of each token has one mark, so tokens can be counted in any chunks.
 
@@ -12,7 +12,10 @@ decodes for the base model in all of them. Its tokens are counted between the fi
 last token of the first sequence to end. `server_us_per_token` and `client_us_per_token` are the processor time of the
 two processes from the first request to the last answer.
 
-Then, at the last of these servers, the time to the first token is measured in milliseconds for one short prompt after
+At the last of these servers the rows also decode for adapters in slots, `--in-use` of them, in alternation with the
+base model. `of_the_base` is the share of the base model's tokens per second in the same run.
+
+Then, at this server, the time to the first token is measured in milliseconds for one short prompt after
 another, with adapters of rank 16 on all seven projections of every layer (84 MB each at 32 layers):
 
   base        no adapter
@@ -35,7 +38,7 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -165,14 +168,17 @@ class Client:
     def prompts(self, count: int, length: int) -> list[list[int]]:
         return np.random.default_rng(count).integers(10, min(self.vocab, 1000), (count, length)).tolist()
 
-    async def throughput(self, batch: int, context: int, chunk: int, window: int) -> dict[str, Any]:
-        """Return tokens per second while all rows decode."""
+    async def throughput(
+        self, batch: int, context: int, chunk: int, window: int, names: Sequence[str] = (_BASE,)
+    ) -> dict[str, Any]:
+        """Return tokens per second while all rows decode, each for one of the names in turn."""
         lead = batch * -(-context // chunk)  # steps until the last prompt is prefilled
         length = context - lead - window
         if length < 1:
             raise SystemExit(f"a context of {context} is too short: all prompts take {lead} steps, {window} are timed")
         before = processor_seconds(self.pid), time.process_time(), time.perf_counter()
-        asked = (self.stream(prompt, lead + window) for prompt in self.prompts(batch, length))
+        prompts = enumerate(self.prompts(batch, length))
+        asked = (self.stream(prompt, lead + window, names[i % len(names)]) for i, prompt in prompts)
         answers = await asyncio.gather(*asked)
         after = processor_seconds(self.pid), time.process_time(), time.perf_counter()
         counts = [[(at, data.count(_MARK)) for at, data in answer.parts] for answer in answers]
@@ -259,11 +265,34 @@ def expect(told: Any, process: Any, what: str) -> Any:
     return value
 
 
+def streamed(client: Client, args: argparse.Namespace, batch: int, kinds: dict[int, list[str]]) -> list[dict[str, Any]]:
+    """Return a row for each kind of traffic: number of adapters -> names of the model. The first is the base."""
+
+    def once(names: list[str], window: int) -> dict[str, Any]:
+        return asyncio.run(client.throughput(batch, args.context, args.chunk, window, names))
+
+    for names in kinds.values():
+        once(names, min(args.window, 20))  # warm-up: compiled steps, adapters in slots
+    runs: dict[int, list[dict[str, Any]]] = {adapters: [] for adapters in kinds}
+    for _ in range(args.repeats):
+        for adapters, names in kinds.items():
+            runs[adapters].append(once(names, args.window))
+    rows = []
+    for adapters, of_one in runs.items():
+        row = {"what": "HTTP, streamed", "batch": batch, "adapters": adapters}
+        row |= {name: round(statistics.median(run[name] for run in of_one), 3) for name in of_one[0]}
+        row["tokens_per_second_of_each_run"] = [run["tokens_per_second"] for run in of_one]
+        row["of_the_base"] = round(row["tokens_per_second"] / (rows or [row])[0]["tokens_per_second"], 3)
+        rows.append(row)
+    return rows
+
+
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     config = make_config(args)
     start = time.perf_counter()
     write_adapters(folder, config, args.adapters, args.rank)
     size = sum(file.stat().st_size for file in (folder / "adapter000").iterdir())
+    on_disk = sorted(path.name for path in folder.iterdir())
     print(
         f"# {args.adapters} adapters of {size / 1e6:.1f} MB written in {time.perf_counter() - start:.1f} s", flush=True
     )
@@ -288,18 +317,14 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             port, warm = expect(told, process, "ready")
             print(f"# a server of {batch} rows answers after {warm} s", flush=True)
             client = Client(process.pid, port, config.vocab_size)
-            asyncio.run(client.throughput(batch, args.context, args.chunk, min(args.window, 20)))  # warm-up
-            runs = [
-                asyncio.run(client.throughput(batch, args.context, args.chunk, args.window))
-                for _ in range(args.repeats)
-            ]
-            row = {"what": "HTTP, streamed", "batch": batch, **runs[0]}
-            row |= {name: round(statistics.median(run[name] for run in runs), 3) for name in runs[0]}
-            row["of_the_bare_loop"] = round(row["tokens_per_second"] / bare[batch]["tokens_per_second"], 3)
-            row["tokens_per_second_of_each_run"] = [run["tokens_per_second"] for run in runs]
-            found["rows"].append(row)
-            print(json.dumps(row), flush=True)
-            if batch == args.batches[-1]:
+            last = batch == args.batches[-1]
+            # The last adapters are on the host, where the ladder expects them afterwards.
+            names = {n: on_disk[-n:] for n in args.in_use} if last else {}
+            for row in streamed(client, args, batch, {0: [_BASE], **names}):
+                row["of_the_bare_loop"] = round(row["tokens_per_second"] / bare[batch]["tokens_per_second"], 3)
+                found["rows"].append(row)
+                print(json.dumps(row), flush=True)
+            if last:
                 found["first_token_ms"] = asyncio.run(client.ladder(args, folder))
                 print(json.dumps(found["first_token_ms"]), flush=True)
             os.kill(process.pid, signal.SIGTERM)  # drains this server before the next one starts
@@ -322,14 +347,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--slots", type=int, default=8)
-    parser.add_argument("--max-cpu-loras", type=int, default=16)
-    parser.add_argument("--adapters", type=int, default=32)
+    parser.add_argument("--in-use", type=int, nargs="*", default=[8, 32], help="numbers of adapters of the last batch")
+    parser.add_argument("--slots", type=int, default=32)
+    parser.add_argument("--max-cpu-loras", type=int, default=48)
+    parser.add_argument("--adapters", type=int, default=64)
     parser.add_argument("--requests", type=int, default=32, help="number of requests of each kind")
     parser.add_argument("--beside", type=int, default=0)
     args = parser.parse_args()
     if not args.slots < args.max_cpu_loras < args.adapters:
         parser.error("there must be more adapters than the host holds, and more there than in slots")
+    if not all(0 < n <= min(args.slots, args.batches[-1]) for n in args.in_use):
+        parser.error("--in-use takes numbers from 1 to those of slots and of the last batch")
     with tempfile.TemporaryDirectory() as folder:
         found = measure(args, Path(folder))
     if args.out:

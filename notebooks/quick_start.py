@@ -14,10 +14,11 @@
 # # Five minutes with your own model
 #
 # This notebook serves three LoRA adapters on a small Flax model, several of them in one batch. It runs on a CPU, a GPU
-# or a TPU. Replace the model and the folders with yours.
+# or a TPU. Replace the model and the folders with yours. The next cell installs jlora from the checkout that contains
+# this notebook (docs/install.md).
 
 # %%
-# %pip install -q jlora
+# %pip install -q ..
 
 # %%
 import tempfile

@@ -44,6 +44,23 @@ def test_python_blocks_run(page):
             exec(compile(block, page, "exec"), namespace)
 
 
+PAGES_OF_THE_REPOSITORY = [DOCS, DOCS.parent / "examples", DOCS.parent / "benchmarks"]
+TEXTS = {path: path.read_text() for folder in PAGES_OF_THE_REPOSITORY for path in folder.rglob("*.md")}
+TEXTS |= {path: path.read_text() for path in DOCS.parent.glob("*.md")}
+
+
+def test_links_to_pages_have_their_titles():
+    links = [(path, text) for path in TEXTS for text in re.findall(r"\[([^\]\n]+)\]\([^()\s]+\)", TEXTS[path])]
+    assert links
+    assert [(path, text) for path, text in links if re.fullmatch(r"[\w./-]+\.(md|ipynb)", text)] == []
+
+
+def test_pages_install_from_a_checkout():
+    """jlora is not on PyPI yet. install.md says so, and alone names an extra of an installed jlora."""
+    found = [(p, line) for p in TEXTS for line in re.findall(r"pip install .*", TEXTS[p]) if p.name != "install.md"]
+    assert [(path, line) for path, line in found if re.search(r"(?<!/)\bjlora\b", line.partition("`")[0])] == []
+
+
 @pytest.mark.parametrize("name", re.findall(r"`(jlora\.[\w.]+)`", (DOCS / "glossary.md").read_text()))
 def test_glossary_names_exist(name):
     owner, _, last = name.rpartition(".")

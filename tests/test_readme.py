@@ -18,7 +18,7 @@ def run_blocks(page):
     """Run the blocks of a page. Return their namespace, and the number of programs of `forward` after each."""
     blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     namespace, compiled = {}, []
-    with contextlib.chdir(ROOT):
+    with contextlib.chdir(ROOT), jax.numpy_dtype_promotion("standard"):  # the default of JAX, which optax needs
         for block in blocks:
             exec(compile(block, page, "exec"), namespace)
             compiled.append(compiled_programs(namespace["forward"]))
@@ -37,14 +37,18 @@ def test_python_blocks_of_readme_run():
 
 def test_python_blocks_of_loop_run():
     namespace, compiled = run_blocks("docs/loop.md")
-    assert compiled == [0, 0, 1, 1]  # defined, `step` of the split model, loads and swaps, kernels
+    assert compiled == [0, 0, 1, 1, 1]  # defined, `step` of the split model, loads and swaps, training, kernels
     assert compiled_programs(namespace["step"]) == 1
+    assert compiled_programs(namespace["train"]) == 1
 
 
 def test_benchmarks_are_listed():
     command = [sys.executable, "-m", "benchmarks"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    runnable = {path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py") if "if __name__ ==" in path.read_text()}
+    folder = ROOT / "benchmarks"
+    files = [path for path in folder.rglob("[!_]*.py") if "if __name__ ==" in path.read_text()]
+    runnable = {".".join(path.relative_to(folder).with_suffix("").parts) for path in files}
+    assert "peers.sglang_dense" in runnable
     lines = dict(line.split(maxsplit=1) for line in listed.splitlines()[2:])
     assert lines.keys() == runnable
     assert lines["swap"].startswith("Measure the cost")

@@ -1,6 +1,6 @@
 """Many replicas of one model under Ray Serve, each with some of the adapters: a request goes where its adapter is.
 
-    pip install "jlora[ray]"
+    pip install ".[ray]"
     serve run examples.ray_serve.app:build model=jlora/demo/model adapters=jlora/demo/adapters max_lora_rank=32
 
 `model` of a request is the base model's name or the name of a folder below `adapters`; README.md beside this file has

@@ -800,6 +800,7 @@ class LoRAManager:
                 **{name: self._counts[name] for name in names},
                 compilations=self._pool.compilations,
                 registered=len(self._cache.loaded),
+                unevictable=len(self._cache.unevictable()),
                 active=self._slots.active,
                 leased=len({adapter.name for adapter in self._leases.leased()}),
                 slot_bytes=self._pool.slot_nbytes[0],
@@ -845,9 +846,7 @@ class LoRAManager:
                 names = ", ".join(repr(adapter.name) for adapter in lease.adapters) or "the base model alone"
                 if lease.adapters:
                     raise AdapterInUseError(f"a batch with {names} is open; close it before the model is unwrapped")
-            for name in self._cache.loaded:
-                self._cache.loaded.remove(name)
-            self._cache.known.clear()
+            self._cache.clear()
             self._batches.clear()
             self._state = None
             self._wrapped.unwrap()

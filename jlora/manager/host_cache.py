@@ -150,13 +150,13 @@ class HostCache:
                 size -= self.loaded[candidate].nbytes
         if count > 0:
             raise NoFreeSlotError(
-                f"adapter {new.name!r}: the host cache of max_cpu_loras={self._max_count} adapters is full, and each "
-                f"is {_STAYS}; unpin or remove one, or raise max_cpu_loras"
+                f"adapter {new.name!r}: the host cache of {self._max_count} adapters is full, and each is {_STAYS}; "
+                "unpin or remove one, or raise max_cpu_loras"
             )
         if size > 0:
             raise NoFreeSlotError(
-                f"adapter {new.name!r} needs {new.nbytes} bytes of a host cache of max_cpu_bytes={self._max_bytes}, "
-                f"and each other adapter there is {_STAYS}; unpin or remove one, or raise max_cpu_bytes"
+                f"adapter {new.name!r} needs {new.nbytes} bytes of a host cache of {self._max_bytes}, and what else is "
+                f"there is {_STAYS}; unpin or remove one, or raise max_cpu_bytes"
             )
         return victims
 

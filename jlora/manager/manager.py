@@ -18,6 +18,7 @@ from flax import nnx
 
 from jlora._compat import trace_state_clean
 from jlora._memory import machine_bytes
+from jlora._threads import elapsed
 from jlora.adapters import Adapter
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterInUseError, LoRAError, LoRAUsageError
@@ -730,6 +731,8 @@ class LoRAManager:
     ) -> None:
         """Compile the slot write, and `step(batch)` for one batch shape, before serving.
 
+        The log has the seconds so far, every 10 seconds (logger "jlora", level INFO).
+
         `step` runs twice: with a zero adapter in a free slot (with no adapter if no slot is free), and with a batch
         whose `has_adapters` is False, for steps with a base-only variant. Loaded adapters do not change, and no lock
         is held while the step compiles. Call this once for each batch shape.
@@ -751,7 +754,8 @@ class LoRAManager:
         prepare = partial(self.prepare, groups=groups, group_counts=group_counts, group_pad=group_pad)
         base_only = partial(prepare, names, token_counts, pad_to, length=length)
         locks = (self._step_lock, self._state_lock)
-        warm_up(step, shape, base_only, self._wrapped, self._slots, self._leases, locks)
+        with elapsed(partial(_log.info, "warm-up of %d sequences: %.0f s so far", num_sequences)):
+            warm_up(step, shape, base_only, self._wrapped, self._slots, self._leases, locks)
 
     def layers(self) -> tuple[LayerInfo, ...]:
         """Return a `LayerInfo` of each layer: path, sizes, and whether it is wrapped or the reason why not."""

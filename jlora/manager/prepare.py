@@ -344,10 +344,10 @@ class Batches:
             for name in args.adapters
             if not isinstance(name, AdapterHandle)
         }
-        self._cache.check_room(names, () if ticket is None else self._leases.leased())
         if ticket is not None:
             self._check_first(ticket)
             self._check_slots(args, loaded)
+        self._cache.check_room(names, () if ticket is None else self._leases.leased())
         for packed in loaded.values():
             if self._cache.newest(packed):
                 self._cache.loaded.touch(packed.name)

@@ -178,7 +178,8 @@ class HostCache:
             full.append(f"max_cpu_bytes={self._max_bytes}")
         if full:
             some = ", ".join(map(repr, sorted(stay)[:8]))
+            others = f" and {len(stay)} others that are {_STAYS} ({some})" if stay else ""
             raise NoFreeSlotError(
-                f"{len(names)} adapters of this batch, and {len(stay)} others that are {_STAYS} ({some}), exceed "
-                f"{' and '.join(full)}: {nbytes} bytes. Raise it, unpin or remove adapters, or close batches"
+                f"{len(names)} adapters of this batch{others} need {nbytes} bytes of the host cache, and exceed "
+                f"{' and '.join(full)}; unpin or remove adapters, close batches, or raise it"
             )

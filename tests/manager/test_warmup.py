@@ -8,6 +8,8 @@ import pytest
 from flax import nnx
 
 import jlora
+from jlora import _threads
+from tests.manager.test_loader import until
 from tests.manager.tiny import LAYERS, MAX_RANK, SEQUENCES, VOCAB, WIDTH, Model, make_adapter, make_world, request, same
 from tests.records import slot_names
 
@@ -106,6 +108,16 @@ def test_a_step_that_fails_in_warmup_holds_nothing(world):
         world.manager.warmup(step, num_sequences=SEQUENCES)
     assert world.manager.stats().leased == 0
     world.manager.warmup(world.logits, num_sequences=SEQUENCES)
+
+
+def test_a_long_warm_up_reports_its_seconds(world, caplog, monkeypatch):
+    monkeypatch.setattr(_threads, "_REPORT_EVERY", 0.01)
+
+    def step(batch):
+        until(lambda: any("warm-up of 3 sequences: 0 s so far" in text for text in caplog.messages))
+
+    with caplog.at_level("INFO", "jlora"):
+        world.manager.warmup(step, num_sequences=3)
 
 
 def test_stats_count(tmp_path):

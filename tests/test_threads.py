@@ -1,4 +1,4 @@
-"""`on_threads` returns and raises as a loop does, on several threads, and leaves no thread running; so does `elapsed`."""
+"""`on_threads` returns and raises as a loop does, on several threads. It and `elapsed` leave no thread running."""
 
 import threading
 import time
@@ -57,9 +57,8 @@ def test_elapsed_seconds_are_reported_until_the_work_ends(monkeypatch):
         if len(reports) >= 3:
             three.set()
 
-    with pytest.raises(Wrong), elapsed(report):
+    with elapsed(report):
         assert three.wait(20)
-        raise Wrong
     count = len(reports)
     assert reports == sorted(reports)
     assert reports[0] >= 0.01

@@ -172,7 +172,7 @@ def test_lines_for_items_name_the_tower_alone():
     manager = make_manager(model, [])
     with manager.prepare([None] * 3) as batch, pytest.raises(jlora.LoRAError) as caught:
         serve(model, frames_and_tokens(), batch)
-    alike, owned = lines(caught.value)
+    _, owned = lines(caught.value)
     assert owned == dict.fromkeys(["encoder", "encoder_attn.k_proj", "encoder_attn.v_proj"], "images")
     manager.unwrap()
     make_manager(model, [], row_groups=owned)  # each name matches a layer

@@ -171,7 +171,7 @@ class HostCache:
         held = {packed.name for packed in leased if self.loaded.get(packed.name) is packed}
         stay = (self.unevictable() | held).difference(names)
         nbytes = sum(self._sizes.get(name, 0) for name in (*names, *stay))
-        full = []
+        full: list[str] = []
         if len(names) + len(stay) > self._max_count:
             full.append(f"max_cpu_loras={self._max_count}")
         if nbytes > self._max_bytes:

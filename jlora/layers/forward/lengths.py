@@ -65,8 +65,8 @@ def _cover(seen: dict[str, list[int]], kept: int, *, exact: bool = False) -> tup
     Returns:
       The names, and how many of the layers that see only `kept` they declare too.
     """
-    rest = [path for path, lengths in seen.items() if lengths == [kept]]
-    left = [path for path, lengths in seen.items() if lengths != [kept]]
+    rest: list[str] = [path for path, lengths in seen.items() if lengths == [kept]]
+    left: list[str] = [path for path, lengths in seen.items() if lengths != [kept]]
     names: list[str] = []
 
     def cost(name: str) -> tuple[int, ...]:

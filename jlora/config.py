@@ -48,7 +48,8 @@ class LoRAConfig:
         experts once: A of gate and up, B of down. An adapter with only such factors (`ExpertsLoRA` with a single A of
         gate and up, a single B of down) takes one of these slots and no other. With 0, its shared factors are expanded
         during staging and it takes one of `max_expert_loras`.
-      max_cpu_loras: Number of adapters in the host cache, at least `max_loras` (the default).
+      max_cpu_loras: Number of adapters in the host cache, at least `max_loras` (the default). Adapters from memory, or
+        changed by `update_adapter`, are never evicted from it.
       dtype: Dtype of the slot arrays, bfloat16, float16 or float32. None uses, for each layer, the dtype of its spec,
         else its `dtype` attribute, else the dtype of its parameter if that is a float of at least 16 bits. A layer
         without any of these takes no adapter.

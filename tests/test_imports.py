@@ -30,9 +30,9 @@ MAY_IMPORT = {
     "models": COMMON - {"config"} | {"pallas"},  # a model like any user's, without LoRA
     "_public": COMMON | {"adapters", "presets", "sharding", "layers", "verify", "manager"},
     "__init__": {"_public", "models", "ops"},  # all on first use
-    "serve": {"__init__", "errors", "models", "ops", "_hub"},
+    "serve": {"__init__", "errors", "models", "ops", "_hub", "_threads"},
     "integrations": {"__init__"},  # public names only, as a user's code
-    "cli": {"__init__", "errors", "models", "ops", "serve"},
+    "cli": {"__init__", "errors", "models", "ops", "serve", "_threads"},
     "__main__": {"cli"},
 }
 # Parts that use the library as its users do: of these packages the names alone, no module inside.

@@ -1,11 +1,12 @@
-"""`on_threads` returns and raises as a loop does, on several threads, and leaves no thread running."""
+"""`on_threads` returns and raises as a loop does, on several threads. It and `elapsed` leave no thread running."""
 
 import threading
 import time
 
 import pytest
 
-from jlora._threads import on_threads
+from jlora import _threads
+from jlora._threads import elapsed, on_threads
 
 LARGE = 200 << 20
 
@@ -45,3 +46,22 @@ def test_the_first_error_in_order_is_raised_and_later_items_do_not_start(nbytes)
         on_threads(act, range(1000), nbytes)
     assert found.value.args == (2,)
     assert len(begun) < 500
+
+
+def test_elapsed_seconds_are_reported_until_the_work_ends(monkeypatch):
+    monkeypatch.setattr(_threads, "_REPORT_EVERY", 0.01)
+    reports, three = [], threading.Event()
+
+    def report(seconds):
+        reports.append(seconds)
+        if len(reports) >= 3:
+            three.set()
+
+    with elapsed(report):
+        assert three.wait(20)
+    count = len(reports)
+    assert reports == sorted(reports)
+    assert reports[0] >= 0.01
+    time.sleep(0.05)
+    assert len(reports) == count
+    assert not any(thread.name == "jlora-elapsed" for thread in threading.enumerate())

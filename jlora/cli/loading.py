@@ -9,6 +9,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jlora._threads import elapsed
 from jlora.cli.text import size
 from jlora.errors import LoRAError, printable
 from jlora.models import Decoder, LoadProgress, Quantize, from_pretrained
@@ -71,10 +72,15 @@ def native_errors(problem: str) -> Generator[None, None, None]:
 
 @contextlib.contextmanager
 def progress(what: str, *, end: str = "") -> Generator[None, None, None]:
-    """Print `what ...` and `end` on stderr, and the elapsed seconds at the end."""
+    """Print `what ...` and `end` on stderr, and the elapsed seconds at the end, and every 10 seconds if `end` is ""."""
     print(f"{printable(what)} ...", end=end, file=sys.stderr, flush=True)
     started = time.perf_counter()
     try:
-        yield
+        with (
+            contextlib.nullcontext()
+            if end
+            else elapsed(lambda seconds: print(f" {seconds:.0f} s ...", end="", file=sys.stderr, flush=True))
+        ):
+            yield
     finally:
         print(f" {time.perf_counter() - started:.1f} s", file=sys.stderr)

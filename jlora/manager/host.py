@@ -82,7 +82,7 @@ class Host:
         """Return the newest version of a name in the host cache.
 
         Raises:
-          AdapterNotFoundError: the name is not in the host cache.
+          AdapterNotFoundError: the name is unknown or evicted.
         """
         packed = self._cache.loaded.get(name)
         if packed is None:
@@ -153,16 +153,16 @@ class Host:
             return False
         raise load.error
 
-    def recall(self, name: str) -> None:
-        """Reload a name into the host cache if it was evicted.
+    def recall(self, name: str) -> PackedAdapter:
+        """Return the newest version of a name, reloaded into the host cache if it was evicted.
 
         Raises:
           AdapterNotFoundError: the name is unknown.
         """
         while True:
             with self._state_lock:
-                if name in self._cache.loaded:
-                    return
+                if (packed := self._cache.loaded.get(name)) is not None:
+                    return packed
                 load = self.loader.start(self.request_of(name), again=True)
                 load.wanted += 1
             self.wait(load, None)
@@ -279,7 +279,7 @@ class Host:
         Raises:
           AdapterInUseError: open batches held the old version for too long.
           LoadCancelled: the load was abandoned.
-          NoFreeSlotError: the host cache is full of pinned and leased adapters.
+          NoFreeSlotError: the host cache is full of adapters that cannot be evicted.
         """
         name = packed.name
 
@@ -294,7 +294,7 @@ class Host:
                 if load is not None:
                     load.in_use = self.held(old)
                 self.check_free(old, "replacing", deadline)
-            return self._cache.victims_for(packed, self.busy)
+            return self._cache.victims_for(packed, self._leases.leased())
 
         def put(victims: list[str] | None) -> bool:
             if victims is None:
@@ -314,9 +314,7 @@ class Host:
 
     def update(self, name: str, arrays: Mapping[str, Any], deadline: Deadline) -> int:
         """See `LoRAManager.update_adapter`."""
-        self.recall(name)
-        with self._state_lock:
-            old = self.newest(name)
+        old = self.recall(name)
         pool = self._slots.pool
 
         def read() -> tuple[PackedAdapter, tuple[Block, ...]]:
@@ -333,13 +331,15 @@ class Host:
         def decide() -> list[str]:
             self._wrapped.check()
             if not self._cache.newest(old):
-                raise AdapterInUseError(f"adapter {name!r} was replaced or removed while it was updated; try again")
+                raise AdapterInUseError(
+                    f"adapter {name!r} was replaced, removed or evicted while it was updated; try again"
+                )
             self.check_free(old, "updating", deadline)
-            return self._cache.victims_for(packed, self.busy)
+            return self._cache.victims_for(packed, self._leases.leased())
 
         def put(victims: list[str]) -> None:
             if not packed.on_host:
-                # Start the thread before the cache changes: if it cannot start, the adapter could never be evicted.
+                # Start the thread before the cache changes: if it cannot start, the slot could never be evicted.
                 # The thread blocks on the state lock, which this thread holds.
                 copying = threading.Thread(target=self._copy_back, args=(packed,), name="jlora-copy-back")
                 copying.daemon = True
@@ -376,10 +376,6 @@ class Host:
     def held(self, packed: PackedAdapter) -> bool:
         """Return True if an open batch holds the adapter and no handle does."""
         return packed in self._leases.leased() and packed not in self._leases.handled()
-
-    def busy(self, packed: PackedAdapter) -> bool:
-        """Return True if the adapter must not be evicted from the host cache."""
-        return not packed.on_host or packed in self._leases.leased()
 
     def check_free(self, packed: PackedAdapter, doing: str, deadline: Deadline, *, handled: bool = False) -> None:
         """Check that no open batch holds an adapter that a call changes. Called under the state lock.
@@ -429,8 +425,7 @@ class Host:
 
     def oldest(self) -> str | None:
         """Return the name that is evicted next; None if there is none."""
-        loaded = self._cache.loaded
-        return next(loaded.evictable(lambda n: self.busy(loaded[n])), None)
+        return next(self._cache.evictable(self._leases.leased()), None)
 
 
 def _digest(array: np.ndarray | None) -> int:

@@ -1,15 +1,21 @@
 """The host cache: the newest version of each adapter in order of use, and the requests of evicted adapters."""
 
-from collections.abc import Callable
+from collections.abc import Collection, Iterator
 
 from jlora.config import LoRARequest
 from jlora.errors import NoFreeSlotError
+from jlora.layers.forward.batch import Served
 from jlora.manager.lru import LRU
 from jlora.manager.packed_adapter import PackedAdapter
+
+_STAYS = "pinned, held by an open batch, from memory or changed by update_adapter"
 
 
 class HostCache:
     """Store the newest version of each adapter. All methods are called under the manager's state lock.
+
+    An adapter without a request (from memory, or changed by `update_adapter`) is never evicted, since it could not be
+    loaded again.
 
     Args:
       max_count: largest number of adapters.
@@ -33,6 +39,8 @@ class HostCache:
         self.pin_when_loaded: set[str] = set()
         self._max_count = max_count
         self._max_bytes = max_bytes
+        self._own: set[str] = set()  # names in `loaded` without a request
+        self._sizes: dict[str, int] = {}  # bytes of the last version of each name, loaded or evicted
 
     def version(self, packed: PackedAdapter) -> int:
         """Return the version for a new adapter: the last of its name if the same files are reloaded, else the next."""
@@ -49,6 +57,8 @@ class HostCache:
         self.last[packed.name] = (packed.version, packed.key)
         self.loaded.put(packed.name, packed)
         self.known.pop(packed.name, None)
+        self._sizes[packed.name] = packed.nbytes
+        (self._own.add if packed.request is None else self._own.discard)(packed.name)
         if packed.name in self.pin_when_loaded:
             self.pin_when_loaded.discard(packed.name)
             self.loaded.pin(packed.name)
@@ -74,6 +84,7 @@ class HostCache:
             self._take_out(name)
         self.known.clear()
         self.last.clear()
+        self._sizes.clear()
         self.pin_when_loaded.clear()
         self.floor = 0
 
@@ -82,7 +93,7 @@ class HostCache:
         return self.loaded.get(packed.name) is packed
 
     def evict(self, name: str) -> None:
-        """Remove an adapter from the cache. Its request, if any, is kept in `known`."""
+        """Remove an adapter from the cache. Its request is kept in `known`."""
         if (request := self.loaded[name].request) is not None:
             self.known[name] = request
         self._take_out(name)
@@ -95,6 +106,7 @@ class HostCache:
         if name in self.last:
             self.last[name] = (self.last[name][0], None)
         self.pin_when_loaded.discard(name)
+        self._sizes.pop(name, None)
         found = self.known.pop(name, None) is not None
         if name in self.loaded:
             self._take_out(name)
@@ -103,37 +115,71 @@ class HostCache:
 
     def _take_out(self, name: str) -> None:
         self.nbytes -= self.loaded.remove(name).nbytes
+        self._own.discard(name)
 
-    def victims_for(self, new: PackedAdapter | None, busy: Callable[[PackedAdapter], bool]) -> list[str]:
-        """Return the names to evict, least recently used first, to make room for `new`.
+    def unevictable(self) -> set[str]:
+        """Return the names that are not evicted even if no batch holds them: pinned, or without a request."""
+        return self._own | self.loaded.pins
+
+    def evictable(self, leased: Collection[Served]) -> Iterator[str]:
+        """Yield the names that may be evicted, least recently used first.
+
+        The entries must not change during the iteration.
 
         Args:
-          new: the adapter to add; None if there is none.
-          busy: returns True for an adapter that must not be evicted.
+          leased: the adapters that open batches hold.
+        """
+        return self.loaded.evictable(lambda name: name in self._own or self.loaded[name] in leased)
+
+    def victims_for(self, new: PackedAdapter, leased: Collection[Served]) -> list[str]:
+        """Return the names to evict, least recently used first, to make room for `new`.
 
         Raises:
           NoFreeSlotError: there is too little room even if all evictable adapters are evicted.
         """
-        name = None if new is None else new.name
-        replaced = None if name is None else self.loaded.get(name)
-        count = len(self.loaded) + (new is not None and replaced is None) - self._max_count
-        size = self.nbytes - (0 if replaced is None else replaced.nbytes) - self._max_bytes
-        size += 0 if new is None else new.nbytes
+        replaced = self.loaded.get(new.name)
+        count = len(self.loaded) + (replaced is None) - self._max_count
+        size = self.nbytes - (0 if replaced is None else replaced.nbytes) + new.nbytes - self._max_bytes
         victims: list[str] = []
-        for candidate in self.loaded.evictable(lambda n: n == name or busy(self.loaded[n])):
+        for candidate in self.evictable(leased):
             if count <= 0 and size <= 0:
                 break
-            victims.append(candidate)
-            count -= 1
-            size -= self.loaded[candidate].nbytes
+            if candidate != new.name:
+                victims.append(candidate)
+                count -= 1
+                size -= self.loaded[candidate].nbytes
         if count > 0:
             raise NoFreeSlotError(
-                f"the host cache of {self._max_count} adapters is full, and each is pinned or held by an open batch; "
+                f"adapter {new.name!r}: the host cache of {self._max_count} adapters is full, and each is {_STAYS}; "
                 "unpin or remove one, or raise max_cpu_loras"
             )
         if size > 0:
             raise NoFreeSlotError(
-                f"adapter {name!r} needs {0 if new is None else new.nbytes} bytes of a host cache of "
-                f"{self._max_bytes}, and what else is there is pinned or held by an open batch; raise max_cpu_bytes"
+                f"adapter {new.name!r} needs {new.nbytes} bytes of a host cache of {self._max_bytes}, and what else is "
+                f"there is {_STAYS}; unpin or remove one, or raise max_cpu_bytes"
             )
         return victims
+
+    def check_room(self, names: Collection[str], leased: Collection[Served]) -> None:
+        """Check, before loads, that the cache has room for `names` beside the adapters that cannot be evicted.
+
+        Else the loads would evict each other without end. A name that was never loaded counts as 0 bytes.
+
+        Raises:
+          NoFreeSlotError: there is too little room.
+        """
+        held = {packed.name for packed in leased if self.loaded.get(packed.name) is packed}
+        stay = (self.unevictable() | held).difference(names)
+        nbytes = sum(self._sizes.get(name, 0) for name in (*names, *stay))
+        full: list[str] = []
+        if len(names) + len(stay) > self._max_count:
+            full.append(f"max_cpu_loras={self._max_count}")
+        if nbytes > self._max_bytes:
+            full.append(f"max_cpu_bytes={self._max_bytes}")
+        if full:
+            some = ", ".join(map(repr, sorted(stay)[:8]))
+            others = f" and {len(stay)} others that are {_STAYS} ({some})" if stay else ""
+            raise NoFreeSlotError(
+                f"{len(names)} adapters of this batch{others} need {nbytes} bytes of the host cache, and exceed "
+                f"{' and '.join(full)}; unpin or remove adapters, close batches, or raise it"
+            )

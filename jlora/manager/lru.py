@@ -60,6 +60,11 @@ class LRU(Generic[V]):
     def pinned(self, name: str) -> bool:
         return name in self._pinned
 
+    @property
+    def pins(self) -> frozenset[str]:
+        """The pinned names."""
+        return frozenset(self._pinned)
+
     def evictable(self, busy: Callable[[str], bool]) -> Iterator[str]:
         """Yield the names that are neither pinned nor busy, least recently used first.
 

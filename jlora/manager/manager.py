@@ -18,6 +18,7 @@ from flax import nnx
 
 from jlora._compat import trace_state_clean
 from jlora._memory import machine_bytes
+from jlora._threads import elapsed
 from jlora.adapters import Adapter
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterInUseError, LoRAError, LoRAUsageError
@@ -55,8 +56,9 @@ class LoRAManager:
 
     The eligible layers of `model` are wrapped in place. Adapters are kept in a host cache (`max_cpu_loras`) and are
     written into device slots (`max_loras`) when a batch needs them. Both levels evict the least recently used adapter
-    that is neither pinned nor held by an open batch. An evicted adapter that was loaded from a request is loaded again
-    when it is needed.
+    that is neither pinned nor held by an open batch. An evicted adapter is loaded again from its request when it is
+    needed. An adapter from memory, or changed by `update_adapter`, has no request. It may leave its slot, and stays in
+    the host cache until it is removed or replaced.
 
     Threads: every method may be called from any thread. Loads run on their own threads and never access the slot
     arrays. Slots are written only inside `prepare`, `activate_adapter`, `pin_adapter`, `update_adapter` and `warmup`.
@@ -107,6 +109,15 @@ class LoRAManager:
     """
 
     _wrapped: WrappedModel
+
+    def __repr__(self) -> str:
+        if "_slots" not in vars(self):
+            return "LoRAManager(not initialized)"
+        stats, config = self.stats(), self.config
+        return (
+            f"LoRAManager({type(self.model).__name__}, {len(self._wrapped.modules)} layers, {stats.active} of "
+            f"{config.max_loras} slots in use, {stats.registered} of {config.max_cpu_loras} adapters on the host)"
+        )
 
     def __init__(
         self,
@@ -206,7 +217,8 @@ class LoRAManager:
             The first is also raised if another thread removes the name during the load.
           AdapterInUseError: open batches held the adapter to replace for too long.
           LoadTimeoutError: the load took too long. The load is abandoned.
-          NoFreeSlotError: the host cache is full of pinned and leased adapters.
+          NoFreeSlotError: the host cache (`max_cpu_loras`, `max_cpu_bytes`) is full of adapters that cannot be evicted:
+            pinned, held by an open batch, from memory or changed by `update_adapter`.
         """
         self._check_call("add_adapter", waits=True)
         deadline = self._deadline(timeout)
@@ -255,14 +267,18 @@ class LoRAManager:
 
         If the adapter is in a slot, the new weights are written into the same slot. Either all arrays are applied or
         none. Device arrays are cast and written on the device, and copied to the host cache in the background. The
-        adapter cannot be evicted until that copy is done. The call waits for open batches with the old weights, unless
-        a handle holds the old version. The updated adapter has no request, so it is not loaded again after an eviction.
+        adapter keeps its slot until that copy is done. The call waits for open batches with the old weights, unless a
+        handle holds the old version. The updated adapter has no request, so it is never evicted from the host cache:
+        remove or replace it when it is no longer needed.
 
         Args:
           name: name of the adapter.
-          arrays: PEFT tensor name -> A [r, K] or B [N, r], floating point; for an embedding [r, V] and [D, r]. The
-            layers multiply by the scaling of the adapter. Tensors left out keep their weights. If both A and B
-            of a module are given, its rank may change, up to `max_lora_rank`; its scaling then follows its alpha.
+          arrays: tensor name -> A [r, K] or B [N, r], floating point; for an embedding [r, V] and [D, r]. The names are
+            those of PEFT's files, with or without the prefix "base_model.model.": MODULE.lora_A.weight and
+            MODULE.lora_B.weight, for an embedding MODULE.lora_embedding_A and MODULE.lora_embedding_B, where MODULE is
+            the adapter's name of a module, such as "model.layers.0.self_attn.q_proj". The layers multiply by the
+            scaling of the adapter. Tensors left out keep their weights. If both A and B of a module are given, its rank
+            may change, up to `max_lora_rank`; its scaling then follows its alpha.
           timeout: seconds to wait. None waits without limit, but raises at once if the calling thread has such a batch
             open.
 
@@ -273,7 +289,9 @@ class LoRAManager:
           AdapterNotFoundError: the name was not added.
           AdapterMismatchError: the adapter has no such tensor, or a shape or rank does not fit.
           AdapterFormatError: an array is not a floating-point matrix, or has NaN or infinity.
-          AdapterInUseError: open batches held the adapter for too long, or another thread replaced it during the call.
+          AdapterInUseError: open batches held the adapter for too long, or it was replaced, removed or evicted by
+            another thread during the call.
+          NoFreeSlotError: the new weights are larger, and the host cache has no room for them.
         """
         self._check_call("update_adapter", waits=True)
         self._wrapped.check()
@@ -322,7 +340,7 @@ class LoRAManager:
         return found
 
     def remove_oldest_adapter(self) -> bool:
-        """Evict the least recently used adapter that is neither pinned nor leased from the host cache.
+        """Evict the least recently used adapter from the host cache that is not pinned or leased, and has a request.
 
         Returns:
           True if an adapter was evicted, False if there is none.
@@ -529,7 +547,7 @@ class LoRAManager:
             return self._host.commit(decide, release, deadline, same=lambda version: [version])
 
     def pin_adapter(self, name: str) -> bool:
-        """Pin an adapter, so that it is never evicted from its slot or the host cache.
+        """Pin an adapter, so that it is evicted neither from its slot nor from the host cache.
 
         It is written into a slot first if it is in none.
 
@@ -663,7 +681,8 @@ class LoRAManager:
 
         Raises:
           AdapterNotFoundError: a name was not added.
-          NoFreeSlotError: the batch needs more slots than can be freed (in time). Slots are unchanged.
+          NoFreeSlotError: the batch needs more slots than can be freed (in time), or more of the host cache
+            (`max_cpu_loras`, `max_cpu_bytes`) than can be evicted. No adapter is loaded, and slots are unchanged.
           LoadTimeoutError: a load took longer than `timeout`.
           LoRAUsageError: the arguments disagree, a group is not declared, an item belongs to no sequence of the batch
             or to one with an aLoRA adapter, or the call is inside a traced function.
@@ -730,6 +749,8 @@ class LoRAManager:
     ) -> None:
         """Compile the slot write, and `step(batch)` for one batch shape, before serving.
 
+        The log has the seconds so far, every 10 seconds (logger "jlora", level INFO).
+
         `step` runs twice: with a zero adapter in a free slot (with no adapter if no slot is free), and with a batch
         whose `has_adapters` is False, for steps with a base-only variant. Loaded adapters do not change, and no lock
         is held while the step compiles. Call this once for each batch shape.
@@ -751,7 +772,8 @@ class LoRAManager:
         prepare = partial(self.prepare, groups=groups, group_counts=group_counts, group_pad=group_pad)
         base_only = partial(prepare, names, token_counts, pad_to, length=length)
         locks = (self._step_lock, self._state_lock)
-        warm_up(step, shape, base_only, self._wrapped, self._slots, self._leases, locks)
+        with elapsed(partial(_log.info, "warm-up of %d sequences: %.0f s so far", num_sequences)):
+            warm_up(step, shape, base_only, self._wrapped, self._slots, self._leases, locks)
 
     def layers(self) -> tuple[LayerInfo, ...]:
         """Return a `LayerInfo` of each layer: path, sizes, and whether it is wrapped or the reason why not."""
@@ -800,6 +822,7 @@ class LoRAManager:
                 **{name: self._counts[name] for name in names},
                 compilations=self._pool.compilations,
                 registered=len(self._cache.loaded),
+                unevictable=len(self._cache.unevictable()),
                 active=self._slots.active,
                 leased=len({adapter.name for adapter in self._leases.leased()}),
                 slot_bytes=self._pool.slot_nbytes[0],
@@ -845,9 +868,7 @@ class LoRAManager:
                 names = ", ".join(repr(adapter.name) for adapter in lease.adapters) or "the base model alone"
                 if lease.adapters:
                     raise AdapterInUseError(f"a batch with {names} is open; close it before the model is unwrapped")
-            for name in self._cache.loaded:
-                self._cache.loaded.remove(name)
-            self._cache.known.clear()
+            self._cache.clear()
             self._batches.clear()
             self._state = None
             self._wrapped.unwrap()

@@ -269,17 +269,16 @@ class Batches:
           ticket: None if the call does not wait for the loads.
 
         Raises:
-          NoFreeSlotError: there are not enough slots for the batch now, or an earlier ticket waits. Adapters loaded
-            without slots would evict each other from the host cache and be loaded again without end.
+          NoFreeSlotError: there are not enough slots or places in the host cache for the batch now, or an earlier
+            ticket waits. The loads would evict each other from the host cache and be repeated without end.
         """
         # A load that replaces an adapter must not wait for batches of this thread, which itself waits for the load.
         deadline = Deadline(None, threading.get_ident())
 
         def decide() -> list[LoRARequest]:
             absent = self._absent(args, reloaded)
-            if absent and ticket is not None:
-                self._check_first(ticket)
-                self._keep(args)
+            if absent:
+                self._keep(args, ticket)
             return absent[:1] if self._coordinator.several else absent
 
         def start(absent: list[LoRARequest]) -> tuple[list[Load], BaseException | None]:
@@ -330,15 +329,31 @@ class Batches:
                 for load in left:
                     load.wanted -= 1
 
-    def _keep(self, args: BatchArguments) -> None:
-        """Check, before a load, that the batch fits into the slots, and mark a use of its adapters on the host.
+    def _keep(self, args: BatchArguments, ticket: "_Ticket | None") -> None:
+        """Check, before a load, that the batch fits, and mark a use of its adapters on the host.
 
-        The load then evicts other adapters first. A batch that fits into the slots also fits into the host cache.
+        The load then evicts other adapters first. A call that does not wait (no ticket) takes what fits into the slots,
+        and may be repeated once other batches are closed.
 
         Raises:
-          NoFreeSlotError: the slots that are neither pinned nor leased are too few.
+          NoFreeSlotError: the slots that are neither pinned nor leased are too few, or the places in the host cache.
         """
         loaded = self._loaded(args)
+        names = {
+            name if isinstance(name, str) else name.name
+            for name in args.adapters
+            if not isinstance(name, AdapterHandle)
+        }
+        if ticket is not None:
+            self._check_first(ticket)
+            self._check_slots(args, loaded)
+        self._cache.check_room(names, () if ticket is None else self._leases.leased())
+        for packed in loaded.values():
+            if self._cache.newest(packed):
+                self._cache.loaded.touch(packed.name)
+
+    def _check_slots(self, args: BatchArguments, loaded: Mapping[Name, PackedAdapter]) -> None:
+        """Raise NoFreeSlotError if the slots that are neither pinned nor leased are too few for the batch."""
         wanted = {loaded.get(name, name.name if isinstance(name, LoRARequest) else name) for name in args.adapters}
         leased, cache = self._leases.leased(), self._cache
         stay = [
@@ -353,9 +368,6 @@ class Batches:
                 f"{len(wanted)} adapters need a slot, but of {slots} slots {len(stay)} are pinned or held by an open "
                 "batch. Raise max_loras, close batches, or wait for them with prepare(..., timeout=)"
             )
-        for packed in loaded.values():
-            if cache.newest(packed):
-                cache.loaded.touch(packed.name)
 
     def _loaded(self, args: BatchArguments) -> dict[Name, PackedAdapter]:
         """Return the packed adapter of each name, request or handle of a batch. Adapters not loaded are left out.

@@ -31,7 +31,8 @@ class AdapterInfo:
       rank: largest rank over the modules; None if evicted.
       modules: number of modules; None if evicted.
       nbytes: bytes in the host cache; 0 if evicted.
-      request: source of the weights; None if they came from memory.
+      request: source of the weights; None if they came from memory or were changed by `update_adapter`. The adapter is
+        then never evicted.
       base_model_name: base model named in the adapter's files; None if unknown.
       invocation_tokens: token ids that activate an activated LoRA (`jlora.active_from`); empty for a plain adapter, and
         None if evicted.
@@ -64,6 +65,8 @@ class Stats:
       compilations: number of times that the programs that write slots were compiled. It stays at 1, unless the slot
         arrays are moved to other devices.
       registered, active, leased: current number of adapters in the host cache, in slots and in open batches.
+      unevictable: current number of adapters in the host cache that are pinned, came from memory or were changed by
+        `update_adapter`. They are never evicted from it.
       slot_bytes: bytes of the first slot over all layers. Slots without experts, or with experts that share factors,
         are smaller (`LoRAManager.layers`). On a mesh this is the total over devices, with replicas counted once.
       host_bytes: current bytes of the host cache.
@@ -83,6 +86,7 @@ class Stats:
     registered: int
     active: int
     leased: int
+    unevictable: int
     slot_bytes: int
     host_bytes: int
     open_leases: int
@@ -141,7 +145,9 @@ def _record(
 
 
 def unknown_name(name: str, cache: HostCache) -> str:
-    """Return the message for an unknown name, with up to three similar names among the last thousand used."""
+    """Return the message for a name not in the host cache, with up to three similar names of the last thousand."""
+    if name in cache.known:
+        return f"adapter {name!r} was evicted from the host cache; activate_adapter or prepare loads it again"
     names = [*cache.known, *cache.loaded]
     near = difflib.get_close_matches(name[:100], names[-1000:], n=3)  # 30 us a name
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"{len(names)} others are"

@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import difflib
 import functools
 import operator
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from jlora.manager.packing import rank_table
 from jlora.manager.slot_arrays import SlotArrays
 from jlora.manager.update_on_device import NewFactors, UpdatePlan, blocks_on_device, plan_update
 
+_SHOWN = 4  # modules in a message
 _shape_and_dtype = operator.attrgetter("shape", "dtype")
 
 
@@ -46,9 +48,7 @@ def updated(
     """
     where = f"adapter {packed.name!r}"
     if not isinstance(arrays, Mapping) or not arrays or not all(isinstance(name, str) for name in arrays):
-        raise LoRAUsageError(
-            f"{where}: update_adapter takes a mapping of PEFT tensor names to arrays, and at least one"
-        )
+        raise LoRAUsageError(f"{where}: expected a mapping of names to arrays, and at least one. {_taken(packed)}")
     names = tuple(arrays)
     on_device = any(isinstance(array, jax.Array) for array in arrays.values())
     try:
@@ -64,7 +64,10 @@ def updated(
         same.on_host = same.copying = False
         return same, written
     had = {placement.module: placement for placement in packed.placements}
-    parts = _parts(names, where, tuple(packed.saved_outputs))
+    try:
+        parts = _parts(names, where, tuple(packed.saved_outputs))
+    except AdapterMismatchError as error:
+        raise AdapterMismatchError(f"{error}. {_taken(packed)}") from error
     news = [_check(where, had.get(module), packed, module, keys, arrays) for module, keys in parts.items()]
     changed = {new.placement.module: new for new in news}
     placements = tuple(changed[p.module].placement if p.module in changed else p for p in packed.placements)
@@ -116,6 +119,18 @@ def _parts(names: tuple[str, ...], where: str, heads: tuple[str, ...]) -> Mappin
     return sorted_keys(names, where, heads)
 
 
+def _taken(packed: PackedAdapter, module: str = "") -> str:
+    """Return a sentence with the tensor names that an update takes, for the modules whose names are most like one."""
+    modules = [placement.module for placement in packed.placements if placement.site.kind != "head"]
+    near = difflib.get_close_matches(module, modules, n=_SHOWN) or modules[:_SHOWN]
+    more = f" and {len(modules) - len(near)} more" if len(modules) > len(near) else ""
+    return (
+        "update_adapter takes the tensor names of PEFT's files, MODULE.lora_A.weight and MODULE.lora_B.weight "
+        "(MODULE.lora_embedding_A and _B for an embedding), with or without the prefix base_model.model., where MODULE "
+        f"is one of {', '.join(near)}{more}"
+    )
+
+
 def _check(
     where: str,
     placement: Placement | None,
@@ -130,7 +145,7 @@ def _check(
     """
     at = f"{where}: {module}"
     if placement is None:
-        raise AdapterMismatchError(f"{at}: the adapter has no such module; update_adapter changes those that it has")
+        raise AdapterMismatchError(f"{at}: the adapter has no such module. {_taken(packed, module)}")
     site = placement.site
     if site.kind == "head":
         raise AdapterMismatchError(

@@ -289,11 +289,12 @@ def test_warm_up_logs_each_compiled_shape(served, caplog):
         engine.start()
     assert engine.close(60)
     found = [record.getMessage() for record in caplog.records if record.getMessage().startswith("warm-up ")]
-    assert found[:2] == [
-        f"warm-up {i} of 12: prefill of 32 tokens over {extent} positions" for i, extent in ((2, 32), (3, 64))
+    assert found[:3] == [
+        "warm-up 1 of 12: the state on the device",
+        *(f"warm-up {i} of 12: prefill of 32 tokens over {extent} positions" for i, extent in ((2, 32), (3, 64))),
     ]
-    assert found[6].endswith("decode of 1 rows over 64 positions")
-    assert len(found) == 11
+    assert found[7].endswith("decode of 1 rows over 64 positions")
+    assert len(found) == 12
 
 
 def test_help_shows_every_default(capsys):

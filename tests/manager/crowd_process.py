@@ -5,20 +5,29 @@ It runs in its own process, because the annotation checks of the tests cost more
 
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 
 import jlora
 from tests.manager.tiny import make_adapter, make_world
+from tests.records import on_host
 
 EVICTED = 150  # in each of five rounds
 
 
 def crowd(count: int) -> jlora.LoRAManager:
+    """Return a manager with adapters of one content. Those to evict are from disk, and the others from memory."""
     manager = make_world(max_loras=2, max_cpu_loras=count).manager
-    modules = make_adapter("one", rank=1, modules=["layers.0.o_proj"]).modules
-    for i in range(count):
-        manager.add_adapter(jlora.Adapter(name=f"tenant-{i:05d}", modules=modules))
+    one = make_adapter("one", rank=1, modules=["layers.0.o_proj"])
+    with tempfile.TemporaryDirectory() as folder:
+        one.save_pretrained(folder)
+        for i in range(count):
+            name = f"tenant-{i:05d}"
+            on_disk = i < 6 * EVICTED
+            manager.add_adapter(
+                jlora.LoRARequest(name, folder) if on_disk else jlora.Adapter(name=name, modules=one.modules)
+            )
     return manager
 
 
@@ -44,9 +53,9 @@ def measured(count: int) -> dict[str, float]:
     with manager.prepare(["tenant-00007", "tenant-00008"]):  # two that are passed over each time
         manager.pin_adapter("tenant-00007")
         found["evict"] = seconds(lambda: evict(manager))
-    left = manager.list_adapters()
+    left = set(on_host(manager))
     assert len(left) == count - 5 * EVICTED
-    assert {"tenant-00007", "tenant-00008"} < left.keys()
+    assert {"tenant-00007", "tenant-00008"} < left
     assert f"tenant-{5 * EVICTED + 1:05d}" not in left
     assert f"tenant-{5 * EVICTED + 2:05d}" in left
     return found

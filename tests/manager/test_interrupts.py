@@ -111,7 +111,7 @@ class Signals:
         names: list[str | None] = [*self._rng.sample(NAMES, 2), None]
         for name in names:
             if name is not None and name not in on_host(world.manager):
-                world.manager.add_adapter(adapter(name))
+                world.manager.add_adapter(self._request(name))
         with world.manager.prepare(names) as batch:
             logits = world.manager.run(world.logits, batch)
         for row, name in enumerate(names):
@@ -120,7 +120,7 @@ class Signals:
                 raise Harm("wrong", f"an answer for {name!r}")
 
     def _activate(self, world: World, name: str) -> None:
-        world.manager.add_adapter(adapter(name))
+        world.manager.add_adapter(self._request(name))
         world.manager.activate_adapter(name)
 
     def _update(self, world: World, name: str, of: Callable[..., object]) -> None:
@@ -152,7 +152,7 @@ class Signals:
         self.answers += self.judge.answers
         self.judge.answers = 0
         for name in NAMES:
-            self.world.manager.add_adapter(adapter(name))
+            self.world.manager.add_adapter(self._request(name))
 
     def run(self, times: int) -> None:
         for _ in range(times):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import jlora
-from tests.manager.tiny import make_adapter, make_world, same
-from tests.records import slot_names
+from tests.manager.tiny import make_adapter, make_world, request, same
+from tests.records import on_host, slot_names
 
 pytestmark = pytest.mark.device
 
@@ -94,33 +94,36 @@ def test_a_leased_adapter_is_not_removed_deactivated_or_replaced(world):
     assert m.remove_adapter("a")
 
 
-def test_host_eviction_passes_over_leased_adapters(world):
-    load(world, "a", "b", "c", "d")
+def test_host_eviction_passes_over_leased_adapters(world, tmp_path):
     m = world.manager
+    for name in "abcd":
+        m.add_adapter(request(tmp_path, name))
     with m.prepare(["a", None, "b"]):
         assert [m.remove_oldest_adapter() for _ in range(3)] == [True, True, False]
-        assert list(m.list_adapters()) == ["a", "b"]
+        assert on_host(m) == ["a", "b"]
     assert m.remove_oldest_adapter()
 
 
-def test_a_host_full_of_leased_adapters_takes_no_more():
+def test_a_host_full_of_leased_adapters_takes_no_more(tmp_path):
     world = make_world(max_loras=2, max_cpu_loras=2)
-    load(world, "a", "b")
+    for name in "ab":
+        world.manager.add_adapter(request(tmp_path, name))
     with world.manager.prepare(["a", "b", None]):
         before = world.held()
         with pytest.raises(jlora.NoFreeSlotError, match="host cache of 2"):
             load(world, "c")
         assert same(before, world.held())
     load(world, "c")
-    assert list(world.manager.list_adapters()) == ["b", "c"]
+    assert on_host(world.manager) == ["b", "c"]
 
 
-def test_adapters_may_be_added_while_a_batch_is_open(world):
+def test_adapters_may_be_added_while_a_batch_is_open(world, tmp_path):
     load(world, "a")
     with world.manager.prepare(["a", None, None]) as batch:
         first = world.logits(batch)
-        load(world, "b", "c", "d", "e")  # five names, four places: the oldest that is not held makes room
-        assert list(world.manager.list_adapters()) == ["a", "c", "d", "e"]
+        for name in "bcde":  # five names, four places: the oldest that is not held makes room
+            world.manager.add_adapter(request(tmp_path, name))
+        assert on_host(world.manager) == ["a", "c", "d", "e"]
         np.testing.assert_array_equal(world.logits(batch), first)
 
 

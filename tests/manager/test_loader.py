@@ -434,14 +434,14 @@ def test_evicted_request_is_loaded_again_on_demand(world, store):
     m.add_adapter(store.request("a"))
     version = m.list_adapters()["a"].version
     m.add_adapter(make_adapter("memory"))
-    for name in "wxyz":
-        m.add_adapter(make_adapter(name))
-    assert set(on_host(m)) == set("wxyz")
+    for name in "xyz":
+        m.add_adapter(store.request(name))
+    assert set(on_host(m)) == {"memory", *"xyz"}
+    with pytest.raises(jlora.AdapterNotFoundError, match="'a' was evicted from the host cache"):
+        m.export_adapter("a")
     check(world, "a", None, None)
-    assert store.reads == ["a", "a"]
+    assert store.reads == ["a", *"xyz", "a"]
     assert m.list_adapters()["a"].version == version  # the same content
-    with pytest.raises(jlora.AdapterNotFoundError):  # it has no request
-        m.prepare(["memory"])
     for call in (m.activate_adapter, m.pin_adapter, m.hold):
         while m.remove_oldest_adapter():
             pass
@@ -475,15 +475,20 @@ def test_the_host_cache_is_bounded_in_bytes(store):
     size = world.manager.stats().host_bytes
     world = make_world(max_loras=1, max_cpu_loras=100, max_cpu_bytes=3 * size - 1)
     m = world.manager
+
+    def add(name, modules):
+        make_adapter(name, rank=MAX_RANK, modules=modules).save_pretrained(store.folder / name)
+        m.add_adapter(jlora.LoRARequest(name, store.folder / name))
+
     for i, name in enumerate("abcd"):
-        m.add_adapter(make_adapter(name, rank=MAX_RANK, modules=list(MODULES)))
+        add(name, list(MODULES))
         assert m.stats().host_bytes == min(i + 1, 2) * size
-    assert list(m.list_adapters()) == ["c", "d"]
+    assert on_host(m) == ["c", "d"]
     m.pin_adapter("c")
-    m.add_adapter(make_adapter("e", modules=["embed"]))
-    assert list(m.list_adapters()) == ["d", "c", "e"]
-    m.add_adapter(make_adapter("f", rank=MAX_RANK, modules=list(MODULES)))
-    assert list(m.list_adapters()) == ["c", "e", "f"]
+    add("e", ["embed"])
+    assert on_host(m) == ["d", "c", "e"]
+    add("f", list(MODULES))
+    assert on_host(m) == ["c", "e", "f"]
     tiny = make_world(max_loras=1, max_cpu_loras=2, max_cpu_bytes=size - 1)
     with pytest.raises(jlora.NoFreeSlotError, match=rf"'a' needs {size} bytes .* of {size - 1}.*raise max_cpu_bytes"):
         tiny.manager.add_adapter(make_adapter("a", rank=MAX_RANK, modules=list(MODULES)))

@@ -84,6 +84,7 @@ class LRUMachine(RuleBasedStateMachine):
     def agrees(self):
         assert [(n, self.lru[n]) for n in self.lru] == self.entries
         assert len(self.lru) == len(self.entries)
+        assert self.lru.pins == set(self.pins)
         for name in "abcdef":
             assert (name in self.lru) == self.known(name)
             assert self.lru.pinned(name) == (name in self.pins)

@@ -96,8 +96,8 @@ class Books:
 
     def evict(self, item: Item) -> None:
         self.host.remove(item)
-        if item.key is not None:
-            self.known[item.name] = item.key
+        assert item.key is not None
+        self.known[item.name] = item.key
         self.pinned.discard(item.name)
         self.vacate(item)
 
@@ -135,9 +135,13 @@ class Books:
             self.touch(new)
         return new.version
 
+    def stays(self, item: Item) -> bool:
+        """Pinned, or without a request that could load it again."""
+        return item.name in self.pinned or item.key is None
+
     def remove_oldest(self) -> bool:
         for item in self.host:
-            if item.name not in self.pinned and not self.leased(item):
+            if not self.stays(item) and not self.leased(item):
                 self.evict(item)
                 return True
         return False
@@ -398,7 +402,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return None
 
     def crowded(self, asked: list[Any], items: list[Item | None]) -> Any:
-        """Before a load for a batch, return the error if it does not fit into the slots, or count a use."""
+        """Before a load for a batch, return the error if it does not fit into the slots or the host, or count a use."""
         books = self.books
         wanted = [a if isinstance(a, str) else item for a, item in zip(asked, items, strict=True)]
         wanted = list(dict.fromkeys(books.get(w) or w if isinstance(w, str) else w for w in wanted if w is not None))
@@ -411,6 +415,10 @@ class ManagerMachine(RuleBasedStateMachine):
             and (books.leased(item) or (item in books.host and item.name in books.pinned))
         ]  # fmt: skip
         if len(wanted) + len(stay) > len(books.slots):
+            return jlora.NoFreeSlotError
+        names = {a for a in asked if isinstance(a, str)}
+        others = [i for i in books.host if i.name not in names and (books.stays(i) or books.leased(i))]
+        if len(names) + len(others) > books.room:
             return jlora.NoFreeSlotError
         for item in wanted:
             if isinstance(item, Item):
@@ -467,8 +475,8 @@ class ManagerMachine(RuleBasedStateMachine):
                 which = data.draw(st.integers(0, len(self.handles) - 1))
                 asked[i], items[i] = self.handles[which], self.books.handles[which]
             elif name is not None and self.books.get(name) is None and name not in self.books.known:
-                want = self.books.add(Item(adapter(name)), False)
-                self.agree(want, self.manager.add_adapter, adapter(name))
+                want = self.books.add(Item(adapter(name), (name, 0)), False)
+                self.agree(want, self.manager.add_adapter, self.request(name, 0))
         by_name = [name for name in dict.fromkeys(asked) if isinstance(name, str)]
         missing = [name for name in by_name if self.books.get(name) is None]
         if len(missing) > 1 or (missing and not wait):
@@ -583,6 +591,7 @@ class ManagerMachine(RuleBasedStateMachine):
         leased = len({item.name for batch in books.open for item in batch})
         active = sum(name is not None for name in books.names())
         assert (stats.registered, stats.active, stats.leased) == (len(books.host), active, leased)
+        assert stats.unevictable == sum(map(books.stays, books.host))
         assert len(self.manager.leases()) == len(self.batches)
 
     @invariant()

@@ -16,7 +16,7 @@ import pytest
 import jlora
 import jlora.layers.forward.batch
 from tests.manager.test_loader import until
-from tests.manager.tiny import make_adapter, make_world, same
+from tests.manager.tiny import make_adapter, make_world, request, same
 from tests.records import slot_names, waiting
 
 pytestmark = pytest.mark.device
@@ -239,7 +239,7 @@ def test_prepare_waits_for_room_taken_during_its_load(
         return admit(content, *args)
 
     monkeypatch.setattr(m._host, "admit", after_another)
-    m.add_adapter(make_adapter("a"))
+    m.add_adapter(request(tmp_path, "a"))
     with pytest.raises(jlora.NoFreeSlotError, match="host cache of 1 adapters is full"):
         in_time(lambda: m.prepare([b, None, None]))
     taken.pop().close()
@@ -259,7 +259,7 @@ def test_waiting_batches_load_in_order_of_arrival(tmp_path: Path) -> None:
     """Otherwise batches without a slot would evict each other's loads."""
     world = make_world(max_loras=1, max_cpu_loras=1)
     m, came = world.manager, deque[str]()
-    m.add_adapter(make_adapter("a"))
+    m.add_adapter(request(tmp_path, "a"))
     for name in "bcde":
         make_adapter(name).save_pretrained(tmp_path / name)
 
@@ -282,8 +282,7 @@ def test_waiting_batches_load_in_order_of_arrival(tmp_path: Path) -> None:
 
 def test_load_does_not_evict_adapters_of_its_batch(tmp_path: Path) -> None:
     world = make_world(max_loras=2, max_cpu_loras=2)
-    make_adapter("c").save_pretrained(tmp_path / "c")
-    for name in "ab":  # from memory: lost once evicted
-        world.manager.add_adapter(make_adapter(name))
-    request = jlora.LoRARequest("c", str(tmp_path / "c"))
-    world.check(world.serve(["a", request, None]), [make_adapter("a"), make_adapter("c"), None])
+    for name in "ab":
+        world.manager.add_adapter(request(tmp_path, name))
+    world.check(world.serve(["a", request(tmp_path, "c"), None]), [make_adapter("a"), make_adapter("c"), None])
+    assert world.manager.stats().host_loads == 3

@@ -147,3 +147,31 @@ def test_records_show_pins():
     manager.remove_adapter("b")
     manager.add_adapter(make_adapter("b"))
     assert pinned() == {"a": False, "b": False}
+
+
+def test_update_adapter_names_the_tensors_that_it_takes(world):
+    adapter = make_adapter("a", rank=2, modules=["embed", "layers.0.q_proj", "layers.1.o_proj"])
+    world.manager.add_adapter(adapter)
+    q = adapter.modules["layers.0.q_proj"]
+    for name in ("layers.0.q_proj", "layers.0.q_proj.weight", "layers.0.qproj.lora_A.weight", "q_proj.lora_B.weight"):
+        with pytest.raises(jlora.AdapterMismatchError, match=r"MODULE\.lora_A\.weight .*layers\.0\.q_proj"):
+            world.manager.update_adapter("a", {name: q.a})
+    with pytest.raises(jlora.LoRAUsageError, match=r"MODULE\.lora_A\.weight .*layers\.0\.q_proj"):
+        world.manager.update_adapter("a", {})
+    for prefix in ("", "base_model.model."):
+        world.manager.update_adapter("a", {f"{prefix}layers.0.q_proj.lora_A.weight": q.a})
+
+
+def test_managers_and_batches_have_short_reprs(world):
+    m = world.manager
+    for name in "ab":
+        m.add_adapter(make_adapter(name))
+    with m.prepare(["a", None, "b"]) as batch:
+        assert repr(batch) == "LoRABatch(3 sequences: 'a', None, 'b'; open)"
+        assert repr(m) == "LoRAManager(Model, 6 layers, 2 of 2 slots in use, 2 of 4 adapters on the host)"
+        seen = []
+        jax.jit(lambda batch: seen.append(repr(batch)))(batch)
+        assert seen == ["LoRABatch(3 sequences, traced)"]
+    assert repr(batch) == "LoRABatch(3 sequences: 'a', None, 'b'; closed)"
+    with m.prepare([None] * 100) as batch:
+        assert repr(batch) == f"LoRABatch(100 sequences: {'None, ' * 8}...; open)"

@@ -6,8 +6,8 @@ The worlds have two slots; the order of `list_adapters` is least recently used f
 import pytest
 
 import jlora
-from tests.manager.tiny import make_adapter, make_world
-from tests.records import slot_names
+from tests.manager.tiny import make_adapter, make_world, request
+from tests.records import on_host, slot_names
 
 pytestmark = pytest.mark.device
 
@@ -16,8 +16,14 @@ def add(world, *names):
     return [world.manager.add_adapter(make_adapter(name)) for name in names]
 
 
+@pytest.fixture
+def load(tmp_path):
+    """Return `add` for adapters on disk, which can be evicted."""
+    return lambda world, *names: [world.manager.add_adapter(request(tmp_path, name)) for name in names]
+
+
 def hosts(world):
-    return list(world.manager.list_adapters())
+    return on_host(world.manager)
 
 
 def test_add_is_for_the_host_alone(world):
@@ -32,17 +38,16 @@ def test_add_of_a_known_name_touches_it(world):
     assert hosts(world) == ["b", "c", "a"]
 
 
-def test_a_full_host_drops_its_oldest_also_from_its_slot(world):
-    add(world, "a", "b", "c", "d")
+def test_a_full_host_drops_its_oldest_also_from_its_slot(world, load):
+    load(world, "a", "b", "c", "d")
     world.manager.activate_adapter("a")
     for name in ("b", "c", "d"):
-        add(world, name)
+        load(world, name)
     assert hosts(world) == ["a", "b", "c", "d"]
-    assert add(world, "e") == [True]
+    assert load(world, "e") == [True]
     assert hosts(world) == ["b", "c", "d", "e"]
     assert slot_names(world.manager) == (None, None)
-    with pytest.raises(jlora.AdapterNotFoundError, match="'a' is not loaded"):
-        world.manager.activate_adapter("a")
+    assert world.manager.list_adapters()["a"].level == "evicted"
 
 
 def test_slots_fill_lowest_first_and_evict_the_least_recently_used(world):
@@ -85,9 +90,9 @@ def test_remove_takes_an_adapter_from_slot_and_host(world):
     assert hosts(world) == ["b"]
 
 
-def test_remove_oldest_goes_by_use_not_by_slot(world):
+def test_remove_oldest_goes_by_use_not_by_slot(world, load):
     m = world.manager
-    add(world, "a", "b", "c")
+    load(world, "a", "b", "c")
     m.activate_adapter("a")
     assert m.remove_oldest_adapter()
     assert hosts(world) == ["c", "a"]
@@ -109,15 +114,15 @@ def test_remove_all_takes_pinned_ones_too(world):
     assert not m.list_adapters()["a"].pinned
 
 
-def test_pin_activates_and_survives_every_eviction(world):
+def test_pin_activates_and_survives_every_eviction(world, load):
     m = world.manager
-    add(world, "a", "b", "c", "d")
+    load(world, "a", "b", "c", "d")
     assert m.pin_adapter("a")
     assert slot_names(m) == ("a", None)
     for name in ("b", "c", "d"):
         m.activate_adapter(name)
         assert slot_names(m) == ("a", name)
-    add(world, "e", "f", "g")
+    load(world, "e", "f", "g")
     assert hosts(world) == ["a", "e", "f", "g"]
     assert [m.remove_oldest_adapter() for _ in range(4)] == [True, True, True, False]
     assert hosts(world) == ["a"]
@@ -184,10 +189,10 @@ def test_after_unpin_the_old_order_of_use_counts(world):
     assert slot_names(m) == ("c", "b")
 
 
-def test_a_full_host_of_pinned_adapters_takes_no_more():
+def test_a_full_host_of_pinned_adapters_takes_no_more(load):
     world = make_world(max_loras=2, max_cpu_loras=2)
     m = world.manager
-    add(world, "a", "b")
+    load(world, "a", "b")
     m.pin_adapter("a")
     m.pin_adapter("b")
     before = world.held()

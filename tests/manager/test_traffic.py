@@ -9,15 +9,15 @@ from flax import nnx
 
 import jlora
 from jlora.errors import LoRAError
-from tests.manager.tiny import MAX_RANK, SEQUENCES, make_adapter, make_world
-from tests.records import slot_names
+from tests.manager.tiny import MAX_RANK, SEQUENCES, make_adapter, make_world, request
+from tests.records import on_host, slot_names
 
 pytestmark = pytest.mark.device
 
 NAMES = list("abcdefgh")
 
 
-def test_300_operations_one_trace_one_compilation(rng):
+def test_300_operations_one_trace_one_compilation(rng, tmp_path):
     world = make_world(max_loras=3, max_cpu_loras=5)
     m, slots = world.manager, world.manager.config.max_loras
     versions: dict[str, int] = {}
@@ -25,11 +25,11 @@ def test_300_operations_one_trace_one_compilation(rng):
 
     def load(name, **kwargs):
         versions[name] = int(rng.integers(0, 6))
-        return m.add_adapter(make_adapter(name, versions[name]), **kwargs)
+        return m.add_adapter(request(tmp_path, name, versions[name]), **kwargs)
 
     for _ in range(300):
         name = str(rng.choice(NAMES))
-        known = list(m.list_adapters())
+        known = on_host(m)
         operation = str(rng.choice(["add", "replace", "remove", "activate", "deactivate", "oldest", "all", "mix"]))
         if operation == "all" and rng.random() < 0.7:
             operation = "mix"
@@ -50,7 +50,7 @@ def test_300_operations_one_trace_one_compilation(rng):
                 m.remove_all_adapters()
         done.add(operation)
 
-        known = list(m.list_adapters())
+        known = on_host(m)
         picked = rng.permutation(known)[: rng.integers(0, slots + 1)]
         names = [None if not len(picked) or rng.random() < 0.25 else str(rng.choice(picked)) for _ in range(SEQUENCES)]
         adapters = [None if name is None else make_adapter(name, versions[name]) for name in names]

@@ -48,12 +48,12 @@ def served(world: World, adapters: list[jlora.Adapter | None]) -> None:
 
 def test_swaps_loads_and_repairs_make_no_implicit_transfer(world, tmp_path):
     a, b, c, d = (make_adapter(name, rank=2, modules=list(MODULES)) for name in "abcd")
-    world.manager.add_adapter(a)
-    world.manager.add_adapter(b)
+    for one in (a, b, c, d):
+        one.save_pretrained(tmp_path / one.name)
+    for one in (a, b):
+        world.manager.add_adapter(jlora.LoRARequest(one.name, str(tmp_path / one.name)))
     served(world, [a, None, b])
     served(world, [b, a, None])
-    for one in (c, d):
-        one.save_pretrained(tmp_path / one.name)
     world.manager.add_adapter(jlora.LoRARequest("c", str(tmp_path / "c")))
     world.manager.prefetch(jlora.LoRARequest("d", str(tmp_path / "d"))).result(60)
     served(world, [d, None, c])

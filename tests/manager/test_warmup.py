@@ -8,7 +8,9 @@ import pytest
 from flax import nnx
 
 import jlora
-from tests.manager.tiny import LAYERS, MAX_RANK, SEQUENCES, VOCAB, WIDTH, Model, make_adapter, make_world, same
+from jlora import _threads
+from tests.manager.test_loader import until
+from tests.manager.tiny import LAYERS, MAX_RANK, SEQUENCES, VOCAB, WIDTH, Model, make_adapter, make_world, request, same
 from tests.records import slot_names
 
 
@@ -108,7 +110,17 @@ def test_a_step_that_fails_in_warmup_holds_nothing(world):
     world.manager.warmup(world.logits, num_sequences=SEQUENCES)
 
 
-def test_stats_count():
+def test_a_long_warm_up_reports_its_seconds(world, caplog, monkeypatch):
+    monkeypatch.setattr(_threads, "_REPORT_EVERY", 0.01)
+
+    def step(batch):
+        until(lambda: any("warm-up of 3 sequences: 0 s so far" in text for text in caplog.messages))
+
+    with caplog.at_level("INFO", "jlora"):
+        world.manager.warmup(step, num_sequences=3)
+
+
+def test_stats_count(tmp_path):
     world = make_world(max_loras=2, max_cpu_loras=3)
     m = world.manager
 
@@ -118,8 +130,8 @@ def test_stats_count():
 
     assert counts() == (0, 0, 0, 0, 0)
     for name in "abc":
-        m.add_adapter(make_adapter(name))
-    m.add_adapter(make_adapter("a"))  # known
+        m.add_adapter(request(tmp_path, name))
+    m.add_adapter(request(tmp_path, "a"))  # known
     assert counts() == (3, 0, 0, 0, 0)
     m.prepare(["b", "b", "c"]).close()
     assert counts() == (3, 0, 2, 0, 0)
@@ -138,7 +150,7 @@ def test_stats_count():
     assert counts() == (5, 1, 4, 1, 4)
     with m.prepare(["c", "c", None]):
         s = m.stats()
-        assert (s.registered, s.active, s.leased) == (2, 1, 1)
+        assert (s.registered, s.active, s.leased, s.unevictable) == (2, 1, 1, 1)
     assert m.stats().leased == 0
     arrays = [array for _, array in world.slots()]
     assert m.stats().slot_bytes * 2 == sum(array.nbytes for array in arrays)

@@ -45,6 +45,7 @@ _UNDECIDED = (
     "batch.activate(first rows of this forward)"
 )
 _ARRAYS = (jax.Array, np.ndarray)
+_SHOWN = 8  # sequences in a repr
 
 
 @runtime_checkable
@@ -336,6 +337,18 @@ class LoRABatch:
             raise LoRAError(_CLOSED)
         if self.slots.size > self.layout.num_sequences:
             raise LoRAError(_JOINED.format(sequences=self.layout.num_sequences, rows=self.slots.size))
+
+    def __repr__(self) -> str:
+        if self.lease is None:  # inside a traced function, or returned by one
+            return f"LoRABatch({self.layout.num_sequences} sequences, traced)"
+        names = [
+            " + ".join(f"{name!r}" + (f" * {scale:g}" if scale != 1 else "") for name, _, scale in parts or ())
+            or "None"
+            for parts in self.lease.parts[:_SHOWN]
+        ]
+        more = ["..."] if len(self.lease.parts) > _SHOWN else []
+        state = "closed" if self.lease.closed else "open"
+        return f"LoRABatch({self.layout.num_sequences} sequences: {', '.join(names + more)}; {state})"
 
     def __enter__(self) -> "LoRABatch":
         return self

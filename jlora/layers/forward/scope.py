@@ -1,7 +1,6 @@
 """`jlora.use(batch)`: select the adapter of each row in the traced forward."""
 
 import contextlib
-import itertools
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +18,7 @@ from jlora.layers.forward.batch import LoRABatch, batch_of_group, check_batch
 from jlora.layers.forward.context import Opened, around, opening, staged
 from jlora.layers.forward.forward_record import Calls, ForwardRecord, check_all_served
 from jlora.layers.forward.group_shape import SEQUENCES
+from jlora.layers.forward.lengths import Lengths
 from jlora.layers.forward.mesh import check_mesh
 from jlora.layers.forward.plans import plan_key, plan_of
 from jlora.layers.forward.row_layout import (
@@ -61,14 +61,6 @@ _NO_GROUP = (
     "of its items belongs to:\n"
     "    manager.prepare(names, groups={{{group!r}: [0, 0, 1, None]}})   # with group_counts= for flattened rows\n"
     "A step that calls no layer of the group says jlora.use(batch, without=[{group!r}])"
-)
-_OTHER_LENGTH = (
-    "{path}: its rows are [{sequences}, {length}, features], and those of {first} in the same forward "
-    "[{sequences}, {first_length}, features]. Shapes cannot show that index b is sequence b in both. Declare the "
-    "module whose rows are not the tokens of the decoder:\n"
-    "    LoRAManager(..., row_groups={{{module!r}: 'images'}})     # items that sequences own: prepare(..., groups=)\n"
-    "    LoRAManager(..., row_groups={{{module!r}: 'sequences'}})  # index b is sequence b, as in an encoder\n"
-    "(or {other!r}, if that is the one)"
 )
 _MAP_IN_GROUP = (
     "{path}: this layer is of the row group {group!r}, and a jlora.rows map is open around it; use one of them: leave "
@@ -134,6 +126,7 @@ class Scope(Opened):
       eager: True if it was opened outside of any JAX trace.
       calls: calls of the layers inside, shared with an enclosing scope of the same model, if there is one.
       checks: True if the scope checks at its end that every layer served an adapter.
+      undeclared: the lengths that undeclared layers have seen, checked at its end.
     """
 
     def __init__(self, batch: LoRABatch):
@@ -147,7 +140,7 @@ class Scope(Opened):
         # Group -> (only rows under vmap, L) of each [B, L, features] so far; None for the rows of sequences.
         self._lengths: dict[str | None, set[tuple[bool, int]]] = {None: set()}
         self._batches: dict[str | None, LoRABatch] = {None: batch}  # group -> the batch of its items or rows
-        self._first: tuple[int, str] | None = None  # L above 1 and path of the first undeclared layer that had one
+        self.undeclared = Lengths()
         self._trace: object = jax.extend.core.get_opaque_trace_state()
         self._made: dict[Hashable, tuple[RowLayout, Any]] = {}
 
@@ -178,8 +171,7 @@ class Scope(Opened):
 
         Raises:
           LoRAError: the layer's mesh differs from the mesh of the calling code, the batch lacks the layer's row group
-            or has it with another number of rows, an undeclared layer has another number of rows a sequence than an
-            earlier one, or as in `layout_of`.
+            or has it with another number of rows, or as in `layout_of`.
           LoRAUsageError: a row map is open around a layer of a row group, or as in `layout_of`.
         """
         group, batch = _group_of(site), self._batch_of(site)
@@ -195,7 +187,7 @@ class Scope(Opened):
             self.refuse(site, layout)
             return None
         if layout.length is not None:
-            self._check_length(site, layout.length)
+            self.undeclared.add(site, layout.length)
             seen.add((mapped, layout.length))
         check_mesh(site)
         sharding = row_sharding(batch, site, layout, base)
@@ -237,19 +229,6 @@ class Scope(Opened):
             self._lengths[group] = set()
         return self._batches[group]
 
-    def _check_length(self, site: Site, length: int) -> None:
-        """Raise `LoRAError` if an undeclared layer has rows [B, L, features] of another L above 1 than an earlier one.
-
-        One of them may have images or other items at the indices of sequences, with as many items as sequences.
-        """
-        if site.row_group is not None or length == 1:
-            return
-        first_length, first = self._first = self._first or (length, site.path)
-        if length != first_length:
-            module, other = _apart(site.path, first)
-            found = {"length": length, "first": first, "first_length": first_length, "module": module, "other": other}
-            raise LoRAError(_OTHER_LENGTH.format(path=site.path, sequences=self.batch.layout.num_sequences, **found))
-
     def _seen(self, group: str | None) -> frozenset[int]:
         """Return L of each [B, L, features] so far."""
         return frozenset(length for _, length in self._lengths[group])
@@ -282,14 +261,6 @@ def _group_of(site: Site) -> str | None:
     return None if site.row_group == SEQUENCES else site.row_group
 
 
-def _apart(path: str, other: str) -> tuple[str, str]:
-    """Return the outermost modules that contain one of two layers and not the other."""
-    pairs = zip(path.split("."), other.split("."), strict=False)
-    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-    one, two = (".".join(name.split(".")[: same + 1]) for name in (path, other))
-    return one, two
-
-
 def _check_fresh(batch: LoRABatch) -> None:
     if not isinstance(batch.slots, jax.core.Tracer) and staged():
         raise LoRAError(_STALE)
@@ -312,7 +283,8 @@ def use(batch: LoRABatch | None, *, without: Sequence[str] = ()) -> Generator[No
 
     Raises:
       LoRAError: the batch is closed, was returned by a traced function, lacks adapters that were not ready, or is a
-        constant inside `jax.jit`. On exit: a wrapped layer served no adapter; the message lists the remedies.
+        constant inside `jax.jit`. On exit: a wrapped layer served no adapter, or undeclared layers have rows [B, L,
+        features] of several L; the message lists the remedies.
       LoRAUsageError: `batch` is no `LoRABatch`; `without` is a string, or one of its names matches no module.
     """
     if isinstance(without, str):  # its letters would be taken as names
@@ -321,9 +293,22 @@ def use(batch: LoRABatch | None, *, without: Sequence[str] = ()) -> Generator[No
     scope = BaseScope() if batch is None else _scope_of(batch, names)
     _check_eager(scope)
     with opening(scope):
-        yield
+        try:
+            yield
+        except LoRAError as error:
+            _check_lengths(scope, error)  # it may be the cause
+            raise
+    _check_lengths(scope)
     if isinstance(scope, Scope) and scope.checks:
         check_all_served(scope.calls, scope.sites, scope.batch.layout.unserved, names)
+
+
+def _check_lengths(scope: BaseScope | Scope, after: LoRAError | None = None) -> None:
+    if isinstance(scope, Scope):
+        try:
+            scope.undeclared.check(scope.batch.layout.num_sequences)
+        except LoRAError as error:
+            raise error from after
 
 
 def _scope_of(batch: object, without: Sequence[str]) -> Scope:

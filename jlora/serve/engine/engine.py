@@ -106,7 +106,7 @@ class Engine:
         """Allocate the cache, compile every shape, and start the threads. Returns once requests can be served.
 
         Args:
-          progress: called with (shapes compiled, shapes in all).
+          progress: called with (steps done, steps in all), first with 0 steps done.
 
         Raises:
           LoRAUsageError: it was started before.

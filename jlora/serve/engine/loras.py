@@ -50,6 +50,7 @@ class Loras:
         self._held: dict[tuple[str, int], HeldAdapter] = {}
         self._ended = 0  # number of times that an adapter lost its last sequence
         self._loads: dict[str, tuple[Future[bool], int]] = {}  # and `_ended` when the load began
+        self._loaded: set[str] = set()  # names that were loaded since an adapter last lost its last sequence
         self._not_before: dict[str, float] = {}
 
     # --- any thread ---------------------------------------------------------------------------------------------
@@ -195,13 +196,17 @@ class Loras:
         full = len(infos) == self._manager.config.max_loras and all(map(self._stays, infos.values()))
         return set(infos) if full else None
 
+    def _places(self) -> int:
+        """Return the number of adapters of the host cache that can be evicted, or are not there yet."""
+        return (self._manager.config.max_cpu_loras or 1) - self._manager.stats().unevictable
+
     def _stays(self, info: AdapterInfo) -> bool:
         return info.pinned and info.name not in self._going
 
     def loaded(self, name: str) -> bool:
         """Return whether an adapter is in host memory or in a slot."""
         info = self._info(name)
-        return info is not None and info.level != "evicted"
+        return info is not None and _is_loaded(info)
 
     def look(self, waiting: Iterable[Sequence]) -> dict[str, LoRAError]:
         """Retry pending removals, and load the adapters of the requests that wait longest.
@@ -226,7 +231,9 @@ class Loras:
             if self._resolver_pool is not None:
                 self._resolver_pool.forget(name)
             error = None if load.cancelled() else load.exception()
-            if isinstance(error, NoFreeSlotError) and (self._held or self._ended > ended):
+            if error is None and self._ended == ended:
+                self._loaded.add(name)
+            if isinstance(error, NoFreeSlotError) and self._places() > 0 and (self._held or self._ended > ended):
                 # Found no room, but running sequences have made some since, or will.
                 self._not_before[name] = time.monotonic() + _PAUSE
             elif error is not None:
@@ -244,8 +251,19 @@ class Loras:
         return failed
 
     def _ahead(self, waiting: Iterable[Sequence], coming: Collection[str]) -> Iterator[tuple[str, LoRARequest | None]]:
-        """Yield the adapters to load now, except for those in `coming`, with their sources (None if unknown)."""
-        room = max(1, min(_AHEAD, (self._manager.config.max_cpu_loras or 1) - len(self._held)))
+        """Yield the adapters to load now, except for those in `coming`, with their sources (None if unknown).
+
+        They must not evict each other before their requests begin, or they would be loaded again without end. So only
+        places of the host cache are counted whose adapters can be evicted. As sizes are unknown, an adapter that was
+        evicted nevertheless is loaded again when it is the first, or once a running adapter has ended.
+        """
+        running = {name for name, _ in self._held}
+        held = self._manager.list_adapters(running).values()
+        places = self._places()
+        room = places - sum(_is_loaded(info) and not _is_kept(info) for info in held)
+        if room < 1 <= places and self._held:
+            return  # a load would find no room before a running sequence ends
+        room = max(1, min(_AHEAD, room))
         now, seen = time.monotonic(), set[str]()
         for sequence in waiting:
             name = sequence.lora
@@ -253,11 +271,15 @@ class Loras:
                 continue
             if self._resolver_pool is not None and self._resolver_pool.under_way(name) and sequence.request is None:
                 continue
+            info = self._info(name)
+            loaded = info is not None and _is_loaded(info)
+            if info is not None and loaded and (_is_kept(info) or name in running):
+                continue  # takes no other place
             seen.add(name)
             if len(seen) > room or len(self._loads) >= _LOADS_AT_ONCE:
                 break
-            info = self._info(name)
-            loaded = info is not None and info.level != "evicted"
+            if name in self._loaded and len(seen) > 1:
+                continue
             if name in coming or loaded or now < self._not_before.get(name, 0.0):
                 continue
             request = sequence.request if info is None else info.request
@@ -306,7 +328,17 @@ class Loras:
         if not held.users:
             self._held.pop((held.handle.name, held.handle.version), None)
             self._ended += 1
+            self._loaded.clear()
             held.handle.close()
+
+
+def _is_loaded(info: AdapterInfo) -> bool:
+    return info.level != "evicted"
+
+
+def _is_kept(info: AdapterInfo) -> bool:
+    """Return True if the host cache never evicts a loaded adapter, see `Stats.unevictable`."""
+    return info.pinned or info.request is None
 
 
 def _as_error(name: str, error: BaseException) -> LoRAError:

@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 import jlora
+from jlora._threads import elapsed
 from jlora.errors import LoRAUsageError
 from jlora.models import HOTTEST, Sampling, choose, likeliest
 from jlora.serve.engine.model import ServableModel, cache_axes, row_of, with_row
@@ -346,8 +347,13 @@ class Steps:
     # --- warm-up ------------------------------------------------------------------------------------------------
 
     def warm(self, progress: Callable[[int, int], None]) -> None:
-        """Allocate the state and compile every variant, by running each with a free slot and without adapters."""
-        self.reset()
+        """Allocate the state and compile every variant, by running each with a free slot and without adapters.
+
+        The log names each step as it begins, and its seconds so far every 10 seconds.
+
+        Args:
+          progress: called with (steps done, steps in all), first with 0 steps done.
+        """
         chunks = {self.chunk_of(0, size)[1:]: (0, size) for size in self._firsts()}
         for start in range(self.chunk, self.capacity, self.chunk):
             chunks.setdefault(self.chunk_of(start, self.capacity)[1:], (start, start + 1))
@@ -380,14 +386,16 @@ class Steps:
             ),
             *((f"the next tokens, {how}", warmed(self.rows, self.decode, active, 1, how)) for how in variants),
         ]
-        # On a mesh run twice, since equal shardings may have different representations after another step.
-        calls *= 1 if self._everywhere() is None else 2
-        progress(1, 1 + len(calls))
-        for i, (step, call) in enumerate(calls):
-            _log.info("warm-up %d of %d: %s", 2 + i, 1 + len(calls), step)
-            call()
-            jax.block_until_ready(self._state)
-            progress(2 + i, 1 + len(calls))
+        # On a mesh they run twice, since equal shardings may have different representations after another step.
+        calls = [("the state on the device", self.reset), *calls * (1 if self._everywhere() is None else 2)]
+        progress(0, len(calls))
+        for done, (step, call) in enumerate(calls, 1):
+            about = f"warm-up {done} of {len(calls)}: {step}"
+            _log.info("%s", about)
+            with elapsed(partial(_log.info, "%s: %.0f s so far", about)):
+                call()
+                jax.block_until_ready(self._state)
+            progress(done, len(calls))
         self.reset()
 
 

@@ -74,7 +74,8 @@ async def _health(service: Service, request: Request) -> Response:
         service.check_ready()
     except ApiError as error:
         done, total = service.progress
-        body = {"status": service.condition, "done": done, "total": total, **error.body()}
+        about = {"status": service.condition, "done": done, "total": total, "step_seconds": service.step_seconds}
+        body = {**about, **error.body()}
         return JSONResponse(body, error.status, error.headers())
     return Response()
 

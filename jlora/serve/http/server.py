@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -156,7 +157,7 @@ class _Life:
             loop.call_soon_threadsafe(lambda: warm.set_exception(error) if error else warm.set_result(None))
 
     def _progress(self, done: int, total: int) -> None:
-        self._service.progress = (done, total)
+        self._service.progress, self._service.step_started = (done, total), time.monotonic()
 
     def _signalled(self, number: int, frame: Any) -> None:
         self._signals += 1

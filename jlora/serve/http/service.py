@@ -66,7 +66,8 @@ class Service:
       limits: limits of client requests.
       administration: True if adapters may be pinned over HTTP. They may be loaded if `adapters` has sources.
       state: phase of the server.
-      progress: (shapes compiled, shapes in all) of the warm-up.
+      progress: (steps done, steps in all) of the warm-up.
+      step_started: start of the current step of the warm-up, `time.monotonic()` in seconds.
       started: start of the server, in Unix seconds.
     """
 
@@ -83,6 +84,7 @@ class Service:
     administration: bool = False
     state: Phase = "warming"
     progress: tuple[int, int] = (0, 0)
+    step_started: float = field(default_factory=time.monotonic)
     started: float = field(default_factory=time.time)
 
     def __post_init__(self):
@@ -98,6 +100,11 @@ class Service:
     def condition(self) -> Phase:
         """The phase, which is "failed" if the engine failed while serving."""
         return "failed" if self.state == "serving" and not self.engine.ready else self.state
+
+    @property
+    def step_seconds(self) -> int:
+        """Seconds since the current step of the warm-up began."""
+        return round(time.monotonic() - self.step_started)
 
     def check_ready(self) -> None:
         """Check that requests are served. Raises `ApiError` (503) otherwise."""

@@ -74,6 +74,7 @@ def _status(service: Service) -> dict[str, Any]:
         "model": service.names[0],
         "state": service.condition,
         "progress": service.progress,
+        "step_seconds": service.step_seconds,
         "seconds": round(time.time() - service.started),
         "running": stats.running,
         "waiting": stats.waiting,

@@ -103,7 +103,7 @@ def make_engine(model=None, **options):
     return Engine(model, manager, options=options), manager
 
 
-def test_model_of_another_codebase_is_served_and_drained(rng):
+def test_model_of_another_codebase_is_served_and_drained(rng, caplog):
     engine, manager = make_engine()
     adapters = {name: adapter(name, seed) for seed, name in enumerate("abc")}
     for one in adapters.values():
@@ -111,8 +111,12 @@ def test_model_of_another_codebase_is_served_and_drained(rng):
     with pytest.raises(EngineClosedError, match="new"):
         engine.submit([1, 2], GREEDY)
     before, progress = set(threading.enumerate()), []
-    engine.start(lambda done, total: progress.append((done, total)))
-    assert progress[-1][0] == progress[-1][1] == len(progress)
+    with caplog.at_level("INFO", "jlora.serve"):
+        engine.start(lambda done, total: progress.append((done, total)))
+    total = progress[-1][1]
+    assert progress == [(done, total) for done in range(total + 1)]
+    steps = [text.partition(":")[0] for text in caplog.messages if text.startswith("warm-up")]
+    assert steps == [f"warm-up {step} of {total}" for step in range(1, total + 1)]
     prompts = [rng.integers(1, VOCAB, size).tolist() for size in (1, 3, 8, 9, 20)]
     requests = [(prompt, name) for prompt in prompts for name in ("a", "b", "c", None)]
     found = [engine.submit(prompt, GREEDY, lora=name) for prompt, name in requests]

@@ -53,9 +53,10 @@ def scrape(service):
 
 def test_health_reports_the_state():
     service = make_service(state="warming")
-    service.progress = (3, 11)
+    service.progress, service.step_started = (3, 11), time.monotonic() - 40
     answer = ask(service, "GET", "/health")
     assert (answer.status, answer.json["status"], answer.json["done"], answer.json["total"]) == (503, "warming", 3, 11)
+    assert 40 <= answer.json["step_seconds"] <= 60
     assert int(answer.headers["retry-after"]) >= 1
     service.state = "serving"
     assert ask(service, "GET", "/health").status == 200

@@ -1,0 +1,293 @@
+"""Adapters without a request are never evicted from the host cache, and a batch that cannot fit loads nothing."""
+
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jlora
+from jlora.manager.host_cache import HostCache
+from jlora.manager.packed_adapter import PackedAdapter
+from tests.manager.tiny import MAX_RANK, MODULES, make_adapter, make_world, request, same, tensors
+from tests.records import on_host, slot_names
+
+pytestmark = pytest.mark.device
+
+NAMES = "abcdef"
+
+
+def large(name: str) -> jlora.Adapter:
+    """Return an adapter; all have one size."""
+    return make_adapter(name, rank=MAX_RANK, modules=list(MODULES))
+
+
+def large_request(folder, name: str) -> jlora.LoRARequest:
+    large(name).save_pretrained(folder / name)
+    return jlora.LoRARequest(name, str(folder / name))
+
+
+def in_time(call) -> Any:
+    """Return or raise the result of a call, made in a thread because it may never end."""
+    done: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return done.result(20)
+
+
+def update(world, name: str, version: int, put=np.asarray) -> jlora.Adapter:
+    """Replace all weights of an adapter."""
+    new = make_adapter(name, version, rank=MAX_RANK, modules=list(MODULES))
+    world.manager.update_adapter(name, tensors(new, put))
+    return new
+
+
+# --- from memory, or updated ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("put", [np.asarray, jnp.asarray], ids=["host", "device"])
+def test_own_weights_outlive_any_number_of_loads(tmp_path, put):
+    world = make_world(max_loras=1, max_cpu_loras=3)
+    m = world.manager
+    m.add_adapter(large("memory"))
+    m.add_adapter(large_request(tmp_path, "updated"))
+    new = update(world, "updated", 1, put)
+    for name in NAMES:
+        world.check(world.serve([request(tmp_path, name), None, None]), [make_adapter(name), None, None])
+        assert slot_names(m) == (name,)  # they may leave their slots
+        assert set(on_host(m)) == {"memory", "updated", name}
+    assert [m.remove_oldest_adapter() for _ in range(2)] == [True, False]
+    assert m.stats().unevictable == m.stats().registered == 2
+    world.check(world.serve(["memory", None, None]), [large("memory"), None, None])
+    world.check(world.serve(["updated", None, None]), [new, None, None])
+    assert m.list_adapters()["updated"].request is None
+
+
+def test_full_cache_names_the_limit_and_changes_nothing(world, tmp_path):
+    m = world.manager
+    for name in "abcd":
+        m.add_adapter(make_adapter(name))
+    before = world.held()
+    for call in (
+        lambda: m.add_adapter(make_adapter("e")),
+        lambda: m.add_adapter(request(tmp_path, "e")),
+        lambda: m.prefetch(request(tmp_path, "e")).result(20),
+    ):
+        with pytest.raises(jlora.NoFreeSlotError, match=r"adapter 'e'.*from memory.*max_cpu_loras"):
+            call()
+    assert same(before, world.held())
+
+
+def test_own_weights_are_removed_and_replaced_explicitly(world, tmp_path):
+    m = world.manager
+    for name in "abcd":
+        m.add_adapter(make_adapter(name))
+    assert not m.add_adapter(request(tmp_path, "a", 1))  # the name is known
+    assert m.add_adapter(request(tmp_path, "a", 1), load_inplace=True)
+    assert m.add_adapter(make_adapter("b", 1), load_inplace=True)
+    assert m.stats().unevictable == 3
+    world.check(world.serve(["a", "b", None]), [make_adapter("a", 1), make_adapter("b", 1), None])
+    assert m.remove_adapter("c")
+    m.add_adapter(make_adapter("e"))
+    m.add_adapter(make_adapter("f"))  # in place of a, which has a request now
+    assert set(on_host(m)) == set("bdef")
+    assert m.list_adapters()["a"].level == "evicted"
+    m.remove_all_adapters()
+    assert (m.stats().unevictable, m.stats().registered) == (0, 0)
+
+
+def test_update_of_an_evicted_adapter_needs_a_place(tmp_path):
+    world = make_world(max_loras=1, max_cpu_loras=2)
+    m = world.manager
+    m.add_adapter(large_request(tmp_path, "a"))
+    m.add_adapter(make_adapter("b"))
+    m.add_adapter(request(tmp_path, "c"))
+    assert m.list_adapters()["a"].level == "evicted"
+    new = update(world, "a", 1)
+    world.check(world.serve(["a", None, None]), [new, None, None])
+    with pytest.raises(jlora.NoFreeSlotError, match="max_cpu_loras"):
+        m.prepare(["c", None, None])
+
+
+def test_pins_and_own_weights_count_once(world):
+    m = world.manager
+    m.add_adapter(make_adapter("a"))
+    m.pin_adapter("a")
+    assert m.stats().unevictable == 1
+    m.unpin_adapter("a")
+    assert m.stats().unevictable == 1
+    m.deactivate_adapter("a")
+    assert not m.remove_oldest_adapter()
+
+
+def test_evicted_names_are_called_evicted(world, tmp_path):
+    m = world.manager
+    for name in "abcde":
+        m.add_adapter(request(tmp_path, name))
+    for call in (m.export_adapter, m.unpin_adapter):
+        with pytest.raises(jlora.AdapterNotFoundError, match="'a' was evicted from the host cache"):
+            call("a")
+    assert m.activate_adapter("a")
+
+
+# --- batches that cannot fit ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["memory", "updated", "pinned", "leased"])
+@pytest.mark.parametrize("wait", [True, False])
+def test_batch_without_places_loads_nothing(tmp_path, kind, wait):
+    """Two adapters in the one place that is left would evict each other without end."""
+    world = make_world(max_loras=3, max_cpu_loras=3)
+    m = world.manager
+    own = [large("x"), large("y")] if kind == "memory" else [large_request(tmp_path, name) for name in "xy"]
+    for each in own:
+        m.add_adapter(each)
+    if kind == "updated":
+        update(world, "x", 1), update(world, "y", 1)
+    elif kind == "pinned":
+        m.pin_adapter("x"), m.pin_adapter("y")
+    batch = m.prepare(["x", "y", None]) if kind == "leased" else None
+    asked = [large_request(tmp_path, name) for name in "ab"]
+    loads = m.stats().host_loads
+    if kind == "leased" and not wait:  # it may be called again once the batch is closed
+        in_time(lambda: m.prepare([*asked, None], wait=False))[0].close()
+        return
+    match = "2 adapters need a slot" if wait and kind in ("pinned", "leased") else "max_cpu_loras=3"
+    with pytest.raises(jlora.NoFreeSlotError, match=match):
+        in_time(lambda: m.prepare([*asked, None], wait=wait))
+    assert m.stats().host_loads == loads
+    if batch is not None:
+        batch.close()
+    assert world.serve([asked[0], None, None]).shape  # one fits
+    assert m.stats().host_loads == loads + 1
+
+
+def test_batch_waits_for_places_until_its_deadline(tmp_path):
+    world = make_world(max_loras=3, max_cpu_loras=3)
+    m = world.manager
+    m.add_adapter(make_adapter("memory"))
+    asked = [request(tmp_path, name) for name in "ab"]
+    batch = m.prepare([request(tmp_path, "x"), None, None])
+    with pytest.raises(jlora.NoFreeSlotError, match=r"'memory', 'x'.*max_cpu_loras=3"):
+        in_time(lambda: m.prepare([*asked, None], timeout=0.05))
+    threading.Timer(0.1, batch.close).start()
+    in_time(lambda: m.prepare([*asked, None], timeout=20)).close()
+    assert set(on_host(m)) == {"memory", "a", "b"}
+
+
+def test_batch_too_large_for_the_bytes_ends(tmp_path):
+    """Sizes are known once an adapter was loaded. So new ones are loaded at most once, and evicted ones never."""
+    world = make_world(max_loras=3, max_cpu_loras=8)
+    world.manager.add_adapter(large("memory"))
+    size = world.manager.stats().host_bytes
+    world = make_world(max_loras=3, max_cpu_loras=8, max_cpu_bytes=2 * size)
+    m = world.manager
+    m.add_adapter(large("memory"))
+    asked = [large_request(tmp_path, name) for name in "ab"]
+    with pytest.raises(jlora.NoFreeSlotError, match="max_cpu_bytes"):
+        in_time(lambda: m.prepare([*asked, None]))
+    loads = m.stats().host_loads
+    assert loads <= 1 + 2 + 1
+    with pytest.raises(jlora.NoFreeSlotError, match=rf"need {3 * size} bytes .*max_cpu_bytes={2 * size}"):
+        in_time(lambda: m.prepare([*asked, None]))
+    assert m.stats().host_loads == loads
+
+
+# --- every cache of six names -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    name: str
+    size: int
+    request: bool
+    pinned: bool
+    leased: bool
+
+
+ENTRIES = st.lists(
+    st.builds(Entry, st.sampled_from(NAMES), st.integers(1, 4), st.booleans(), st.booleans(), st.booleans()),
+    unique_by=lambda entry: entry.name,
+)
+
+
+def packed(name: str, size: int, with_request: bool = True) -> PackedAdapter:
+    """Return an adapter of 8 * `size` bytes."""
+    source = jlora.LoRARequest(name, name) if with_request else None
+    return PackedAdapter(name, 0, (), (), np.zeros((size, 2), np.float32), 0, request=source)
+
+
+def cache_of(entries: list[Entry], max_count: int, max_bytes: int) -> tuple[HostCache, set[Any]]:
+    """Return a cache with these entries, oldest use first, and its leased adapters."""
+    cache = HostCache(max_count, max_bytes)
+    for entry in entries:
+        cache.put(packed(entry.name, entry.size, entry.request))
+        if entry.pinned:
+            cache.loaded.pin(entry.name)
+    return cache, {cache.loaded[entry.name] for entry in entries if entry.leased}
+
+
+def free(entry: Entry) -> bool:
+    return entry.request and not entry.pinned and not entry.leased
+
+
+@given(entries=ENTRIES, name=st.sampled_from(NAMES), size=st.integers(1, 4), spare=st.integers(0, 2))
+def test_victims_are_the_fewest_oldest_that_make_room(entries, name, size, spare):
+    count, nbytes = max(1, len(entries)) + spare % 2, 8 * (sum(entry.size for entry in entries) + spare)
+    cache, leased = cache_of(entries, count, nbytes)
+    others = [entry for entry in entries if entry.name != name]
+    evictable = [entry for entry in others if free(entry)]
+
+    def fits(gone: list[Entry]) -> bool:
+        left = [entry for entry in others if entry not in gone]
+        return len(left) < count and 8 * (size + sum(entry.size for entry in left)) <= nbytes
+
+    want = next((evictable[:n] for n in range(len(evictable) + 1) if fits(evictable[:n])), None)
+    if want is None:
+        with pytest.raises(jlora.NoFreeSlotError, match="max_cpu_"):
+            cache.victims_for(packed(name, size), leased)
+    else:
+        assert cache.victims_for(packed(name, size), leased) == [entry.name for entry in want]
+
+
+@given(entries=ENTRIES, sizes=st.dictionaries(st.sampled_from(NAMES), st.integers(1, 4), min_size=1), data=st.data())
+def test_batch_with_room_is_loaded_whole_and_another_never(entries, sizes, data):
+    """After `check_room`, loads in any order fit and evict none of the batch."""
+    least = max(1, len(entries))
+    count = data.draw(st.integers(least, least + 3))
+    nbytes = 8 * (sum(entry.size for entry in entries) + data.draw(st.integers(0, 9)))
+    cache, leased = cache_of(entries, count, nbytes)
+    for name, size in sizes.items():  # known from an earlier load
+        if name not in cache.loaded:
+            cache._sizes[name] = 8 * size
+    batch = {name: next((e.size for e in entries if e.name == name), size) for name, size in sizes.items()}
+    stay = [entry for entry in entries if not free(entry) and entry.name not in batch]
+    room = len(batch) + len(stay) <= count and 8 * (sum(batch.values()) + sum(e.size for e in stay)) <= nbytes
+    if not room:
+        with pytest.raises(jlora.NoFreeSlotError, match="max_cpu_"):
+            cache.check_room(batch, leased)
+        return
+    cache.check_room(batch, leased)
+    for name in batch:
+        if name in cache.loaded:
+            cache.loaded.touch(name)
+    for name in data.draw(st.permutations(sorted(batch))):
+        if name not in cache.loaded:
+            new = packed(name, batch[name])
+            for victim in cache.victims_for(new, leased):
+                cache.evict(victim)
+            cache.put(new)
+    assert batch.keys() <= set(cache.loaded)
+    assert cache.unevictable() == {entry.name for entry in entries if entry.pinned or not entry.request}
+    assert cache.nbytes == sum(cache.loaded[name].nbytes for name in cache.loaded) <= nbytes

@@ -1,0 +1,120 @@
+"""The adapters of an engine: loads of waiting requests in a host cache whose places are few."""
+
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import jlora
+from jlora.serve.engine.loras import Loras
+from tests.manager.tiny import MAX_RANK, MODULES, make_adapter, make_world
+from tests.records import on_host
+from tests.serve.conftest import Around
+
+LOOKS = 30
+
+
+def made(name: str) -> jlora.Adapter:
+    """Return an adapter; all have one size."""
+    return make_adapter(name, rank=MAX_RANK, modules=list(MODULES))
+
+
+class Desk:
+    """The adapters of an engine without its thread, over a manager with one slot.
+
+    Attributes:
+      loads: one future for each load that was started.
+    """
+
+    def __init__(self, folder: Path, **sizes: int):
+        self.folder = folder
+        self.manager = make_world(max_loras=1, **sizes).manager
+        self.loads: list[Future[bool]] = []
+        around = Around(self.manager)
+        around.prefetch = self.prefetch
+        self.loras = Loras(around, lambda: None)  # type: ignore[arg-type]
+
+    def prefetch(self, request: Any) -> "Future[bool]":
+        self.loads.append(self.manager.prefetch(request))
+        return self.loads[-1]
+
+    def request(self, name: str) -> jlora.LoRARequest:
+        made(name).save_pretrained(self.folder / name)
+        return jlora.LoRARequest(name, str(self.folder / name))
+
+    def begin(self, name: str) -> Any:
+        """Begin a sequence with an adapter on disk."""
+        self.manager.add_adapter(self.request(name))
+        held, batch = self.loras.begin(name)
+        return held, batch
+
+    def look(self, *names: str) -> dict[str, jlora.LoRAError]:
+        """Look many times, each after all loads have ended. Return the errors."""
+        waiting = [SimpleNamespace(lora=name, request=self.request(name)) for name in names]
+        failed: dict[str, jlora.LoRAError] = {}
+        for one in waiting:
+            self.loras.wanted(one.request)
+        for _ in range(LOOKS):
+            failed |= self.loras.look(one for one in waiting if one.lora not in failed)
+            for load in self.loads:
+                load.exception(30)
+        return failed
+
+
+def test_only_places_that_can_be_evicted_are_loaded_into(tmp_path):
+    """Otherwise the adapters of waiting requests evict each other as fast as they are loaded."""
+    desk = Desk(tmp_path, max_cpu_loras=4)
+    desk.manager.add_adapter(made("memory"))
+    desk.manager.add_adapter(desk.request("pinned"))
+    desk.begin("running")
+    desk.manager.remove_adapter("pinned")
+    desk.manager.add_adapter(made("updated"))
+    assert desk.look("a", "b", "c") == {}
+    assert len(desk.loads) == 1
+    assert on_host(desk.manager)[-1] == "a"
+
+
+def test_adapters_that_keep_their_places_count_as_loaded(tmp_path):
+    desk = Desk(tmp_path, max_cpu_loras=3)
+    desk.manager.add_adapter(made("memory"))
+    desk.begin("running")
+    assert desk.look("memory", "running", "a", "b") == {}
+    assert len(desk.loads) == 1
+    assert set(on_host(desk.manager)) == {"memory", "running", "a"}
+
+
+def test_loads_too_large_for_the_cache_end(tmp_path):
+    """Sizes are known after a load, so each is loaded once, and then the first that waits."""
+    desk = Desk(tmp_path, max_cpu_loras=8)
+    desk.manager.add_adapter(made("memory"))
+    size = desk.manager.stats().host_bytes
+    desk = Desk(tmp_path, max_cpu_loras=8, max_cpu_bytes=3 * size)
+    desk.manager.add_adapter(made("memory"))
+    held, batch = desk.begin("running")
+    assert desk.look("a", "b", "c") == {}
+    assert len(desk.loads) <= 4
+    assert "a" in on_host(desk.manager)
+    batch.close()
+    desk.loras.end(held)
+    assert desk.look("b", "c") == {}
+    assert "b" in on_host(desk.manager)
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_request_without_a_place_is_refused(tmp_path, running):
+    """No sequence that ends makes a place, unless it runs with an adapter that can be evicted."""
+    desk = Desk(tmp_path, max_cpu_loras=2)
+    desk.manager.add_adapter(made("memory"))
+    if running:
+        desk.begin("running")
+        assert desk.look("a") == {}
+        assert desk.loads == []  # it waits
+        desk.manager.pin_adapter("running")
+    else:
+        desk.manager.add_adapter(made("more"))
+    failed = desk.look("a")
+    assert list(failed) == ["a"]
+    with pytest.raises(jlora.NoFreeSlotError, match="raise max_cpu_loras"):
+        raise failed["a"]

@@ -336,7 +336,10 @@ def _read_weights(folder: Path, entry: _Entry, same_layers: bool, slots: SlotTab
     for p in placements:
         if p.rank > (limit := p.site.spec.max_rank):
             of_head = p.site.kind == "head"
-            problem = too_many_outputs(p.rank, limit) if of_head else too_large_rank({p.module: p.rank}, limit)
+            heads = host.config.saved_heads or {}
+            problem = (
+                too_many_outputs({p.site.path: p.rank}, heads) if of_head else too_large_rank({p.module: p.rank}, limit)
+            )
             raise AdapterMismatchError(f"{where}: {problem}")
     factors: dict[Row, tuple[np.ndarray, np.ndarray]] = {}
     for i, row in enumerate(_ranks(placements)):

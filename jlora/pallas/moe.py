@@ -20,7 +20,7 @@ from jlora import _qwix
 from jlora._typing import Backend
 from jlora.errors import LoRAError
 from jlora.pallas import api, gradients, xla
-from jlora.pallas.gpus import MIN_CAPABILITY, current_gpu, platform
+from jlora.pallas.gpus import MIN_CAPABILITY, current_gpu, own_backend
 from jlora.pallas.plan import INVARIANT_TILE_M, Plan, make_plan
 from jlora.pallas.tiles import plan_tile_m
 
@@ -111,8 +111,9 @@ def plan_experts(
 
 def _plan_kernels(backend: Backend, rows: int):
     """Return the kernels that sort and plan, or None for XLA; both give equal results."""
-    if (platform() if backend == "auto" else backend) not in ("gpu", "cuda", "triton"):
+    if (own_backend() if backend == "auto" else backend) != "triton":
         return None
+    api.load("triton")
     from jlora.pallas.triton import plan as triton_plan  # slow import, needed on GPUs only
 
     capability = current_gpu().capability
@@ -195,13 +196,13 @@ def combine_lora(
     if not plan.num_rows or not rows.size:
         return base
     rows, experts = rows.astype(jnp.int32), experts.astype(jnp.int32)
-    where = platform() if backend == "auto" else backend
-    if where in ("tpu", "mosaic_tpu"):
+    where = own_backend() if backend == "auto" else backend
+    if where == "mosaic_tpu":
         zeros = jnp.zeros((plan.num_rows, b.shape[2]), jnp.float32)
         delta = api.add_lora(zeros, x, a, b, plan, ranks=ranks, batch_invariant=batch_invariant, backend=backend)
         return xla.add_pairs(base, delta, plan, rows=rows, weights=weights, ranks=ranks)
     pairs = jax.ShapeDtypeStruct((plan.num_rows, b.shape[2]), base.dtype)
-    if where in ("gpu", "cuda", "triton") and api.choose(op, backend, pairs, x, a, b, sizes, batch_invariant):
+    if where == "triton" and api.choose(op, backend, pairs, x, a, b, sizes, batch_invariant):
         from jlora.pallas.triton import moe  # slow import, needed on GPUs only
 
         run = partial(moe.combine_lora, batch_invariant=batch_invariant)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 from flax import nnx
@@ -52,7 +53,7 @@ from jlora.manager.stage import check_variant
 
 _log = logging.getLogger("jlora")
 
-_FILE, _WEIGHTS, _FORMAT = "adapters.json", "weights", 2
+_FILE, _WEIGHTS, _FORMAT = "adapters.json", "weights", 3
 _ABOUT = (
     "base_model_name",
     "use_rslora",
@@ -205,27 +206,64 @@ def _ranks(placements: Sequence[Placement]) -> dict[Row, int]:
 def base_digest(model: nnx.Module, rules: Sequence[Any] = ()) -> str:
     """Return a SHA-256 digest that distinguishes base models.
 
-    It covers the path, shape, dtype and first two values of each parameter, and the rules for layer names
-    (`SiteIndex.rules`). Reading all values of a large model would take longer than a restart.
+    It covers the path, shape, dtype and all values of each parameter, and the rules for layer names
+    (`SiteIndex.rules`). Values are summed on the devices that hold them. The digest does not depend on their sharding.
 
     Raises:
       LoRAError: a parameter was donated.
     """
     found = hashlib.sha256(json.dumps(rules, default=repr).encode())
+    sums: list[jax.Array] = []
     parameters = cast("Any", nnx.to_flat_state(nnx.state(model, nnx.Param)))
     for path, parameter in sorted(parameters):
-        array: Any = parameter.get_value()
-        if not isinstance(array, jax.Array):
-            continue
-        if array.is_deleted():
-            raise LoRAError(f"{'.'.join(map(str, path))}: the parameter was donated; give it back to the model first")
-        found.update(f"{path} {array.shape} {array.dtype} ".encode())
-        first = next((s.data for s in array.addressable_shards if not any(i.start for i in s.index)), None)
-        if first is not None and first.size:
-            with explicit_transfers():
-                few = first[(0,) * (first.ndim - 1)] if first.ndim else first.reshape(1)
-                found.update(np.asarray(few[:2]).tobytes())  # each shard has at least these
+        for array in jax.tree.leaves(parameter.get_value()):  # several in a quantized parameter of qwix
+            if not isinstance(array, jax.Array):
+                continue
+            if array.is_deleted():
+                raise LoRAError(
+                    f"{'.'.join(map(str, path))}: the parameter was donated; give it back to the model first"
+                )
+            found.update(f"{path} {array.shape} {array.dtype} ".encode())
+            sums.append(_checksum(array))
+    with explicit_transfers():
+        for total in jax.device_get(sums):
+            found.update(total.tobytes())
     return found.hexdigest()
+
+
+@jax.jit
+def _checksum(array: jax.Array) -> jax.Array:
+    """Return uint32 [2], two sums over a hash of the bits and the position of each value.
+
+    The order of additions modulo 2^32 does not matter, so the result is the same for any sharding.
+    """
+    bits = _bits(array)
+    sums: list[jax.Array] = []
+    for seed in range(2):
+        place = jnp.zeros_like(bits)
+        for axis, size in enumerate(bits.shape):
+            index = jax.lax.iota(jnp.uint32, size) + jnp.uint32(0x9E3779B9 * (2 * axis + seed + 1) % 2**32)
+            place += jax.lax.broadcast_in_dim(_mixed(index), bits.shape, (axis,))
+        sums.append(jnp.sum(_mixed(bits ^ place), dtype=jnp.uint32))
+    return jnp.stack(sums)
+
+
+def _bits(array: jax.Array) -> jax.Array:
+    """Return the bits of each value as uint32, with a last axis of two for values of 64 bits."""
+    if jnp.iscomplexobj(array):
+        return jnp.stack([_bits(array.real), _bits(array.imag)])
+    if array.dtype.itemsize == 8:
+        return jax.lax.bitcast_convert_type(array, jnp.uint32)
+    if jnp.issubdtype(array.dtype, jnp.floating):
+        array = jax.lax.bitcast_convert_type(array, f"uint{jnp.finfo(array.dtype).bits}")
+    return array.astype(jnp.uint32)
+
+
+def _mixed(values: jax.Array) -> jax.Array:
+    """Return a hash of each uint32, the last step of MurmurHash3, which maps different values to different ones."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        values = (values ^ (values >> shift)) * jnp.uint32(factor)
+    return values ^ (values >> 16)
 
 
 def layers_digest(slots: SlotTable) -> str:

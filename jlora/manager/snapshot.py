@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any, cast
 
 import jax
@@ -332,13 +333,17 @@ def _read(folder: Path) -> _Snapshot:
         found: Any = json.loads(file.read_bytes())
         if found["format"] != _FORMAT:
             raise AdapterFormatError(f"{file}: has format {found['format']!r:.40}; this release reads {_FORMAT}")
-        saved: Any = found["saved"]
-        if found["sha256"] != _digest(saved):
+        if found["sha256"] != _digest(found["saved"]):
             raise AdapterFormatError(f"{file}: its SHA-256 is not the one that it names; it was changed since")
+        saved = _checked(found["saved"], _FIELDS, f"{file}: saved")
         entries: list[_Entry] = []
-        for one in saved["adapters"]:
-            request: Any = None if one["request"] is None else LoRARequest(**one["request"])
-            entries.append(_Entry(**{**one, "request": request}))
+        for i, one in enumerate(saved["adapters"]):
+            entry = _checked(one, _ENTRY_FIELDS, f"{file}: adapters[{i}]")
+            request = None if entry["request"] is None else LoRARequest(**entry["request"])
+            entries.append(_Entry(**{**entry, "request": request}))
+        for i, name in enumerate(saved["slots"]):
+            _checked({"name": name}, {"name": (str,)}, f"{file}: slots[{i}]")
+        _checked(saved["removed"], dict.fromkeys(saved["removed"], (int,)), f"{file}: removed")
         return _Snapshot(saved["base"], saved["layers"], tuple(entries), tuple(saved["slots"]), saved["removed"])
     except (FileNotFoundError, NotADirectoryError):
         raise AdapterNotFoundError(f"{folder}: no manager has been saved there") from None
@@ -346,6 +351,25 @@ def _read(folder: Path) -> _Snapshot:
         raise AdapterFormatError(f"{file}: cannot be read: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:  # includes invalid UTF-8
         raise AdapterFormatError(f"{file}: is not a saved manager: {type(error).__name__}: {error!s:.200}") from error
+
+
+_FIELDS = {"base": (str,), "layers": (str,), "adapters": (list,), "slots": (list,), "removed": (dict,)}
+_ENTRY_FIELDS = {
+    "name": (str,), "version": (int,), "fingerprint": (str, NoneType), "request": (dict, NoneType),
+    "weights": (str, NoneType), "pinned": (bool,), "cached": (bool,),
+}  # fmt: skip
+
+
+def _checked(found: Any, fields: Mapping[str, tuple[type, ...]], where: str) -> dict[str, Any]:
+    """Return a JSON object. Raise AdapterFormatError if it does not have exactly these fields, each of these types."""
+    if not isinstance(found, dict) or found.keys() != fields.keys():
+        names = list(found) if isinstance(found, dict) else found
+        raise AdapterFormatError(f"{where} must have the fields {list(fields)}, found {names!r:.200}")
+    for name, kinds in fields.items():
+        if type(found[name]) not in kinds:  # a bool is an int for isinstance
+            expected = " or ".join("null" if kind is NoneType else kind.__name__ for kind in kinds)
+            raise AdapterFormatError(f"{where}: field {name!r:.200} must be {expected}, found {found[name]!r:.80}")
+    return found
 
 
 def _read_weights(folder: Path, entry: _Entry, same_layers: bool, slots: SlotTable, host: Host) -> PackedAdapter:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import hashlib
 import itertools
 import json
 import os
@@ -712,6 +713,36 @@ def test_an_edited_file_is_refused(world, tmp_path):
         world.manager.restore(tmp_path)
     world.manager.add_adapter(make_adapter("a"))
     assert world.manager.list_adapters()["a"].version == 0  # no version was restored
+
+
+WRONG = {
+    "base": 3, "layers": None, "adapters": {}, "slots": "a", "removed": [], "slots.0": 3, "removed.gone": "1",
+    "adapters.0": "a", "adapters.0.name": 3, "adapters.0.version": "1", "adapters.0.version ": True,
+    "adapters.0.fingerprint": 3, "adapters.0.request": ["a"], "adapters.0.request.path": 3, "adapters.0.weights": 3,
+    "adapters.0.pinned": 1, "adapters.0.cached": None, "adapters.0.more": 1, "more": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", WRONG)
+def test_an_edited_file_with_a_digest_of_its_own(world, tmp_path, where):
+    """The message names the field, and nothing changes in the manager."""
+    as_new(world).manager.add_adapter(request(tmp_path, "a"))
+    world.manager.activate_adapter("a")
+    world.manager.save(tmp_path)
+    file = tmp_path / "adapters.json"
+    found = json.loads(file.read_text())
+    *parents, last = where.strip().split(".")
+    owner = found["saved"]
+    for name in parents:
+        owner = owner[int(name) if name.isdigit() else name]
+    owner[int(last) if last.isdigit() else last] = WRONG[where]
+    found["sha256"] = hashlib.sha256(json.dumps(found["saved"], sort_keys=True).encode()).hexdigest()
+    file.write_text(json.dumps(found))
+    as_new(world)
+    field = next(name for name in reversed(where.strip().split(".")) if not name.isdigit())
+    with pytest.raises(jlora.AdapterFormatError, match=rf"adapters\.json: .*{field}"):
+        world.manager.restore(tmp_path)
+    assert world.held()[:2] == ((), (None, None))
 
 
 def test_weights_of_another_name(world, tmp_path):

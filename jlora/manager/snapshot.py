@@ -30,7 +30,7 @@ import safetensors.numpy
 from flax import nnx
 
 from jlora._compat import explicit_transfers
-from jlora._typing import is_list_or_tuple
+from jlora._typing import is_list_or_tuple, is_mapping
 from jlora.adapters import Adapter
 from jlora.adapters.checkpoint import all_finite
 from jlora.config import LoRARequest
@@ -339,7 +339,7 @@ def _read(folder: Path) -> _Snapshot:
         entries: list[_Entry] = []
         for i, one in enumerate(saved["adapters"]):
             entry = _checked(one, _ENTRY_FIELDS, f"{file}: adapters[{i}]")
-            request = None if entry["request"] is None else LoRARequest(**entry["request"])
+            request: Any = None if entry["request"] is None else LoRARequest(**entry["request"])
             entries.append(_Entry(**{**entry, "request": request}))
         for i, name in enumerate(saved["slots"]):
             _checked({"name": name}, {"name": (str,)}, f"{file}: slots[{i}]")
@@ -362,8 +362,8 @@ _ENTRY_FIELDS = {
 
 def _checked(found: Any, fields: Mapping[str, tuple[type, ...]], where: str) -> dict[str, Any]:
     """Return a JSON object. Raise AdapterFormatError if it does not have exactly these fields, each of these types."""
-    if not isinstance(found, dict) or found.keys() != fields.keys():
-        names = list(found) if isinstance(found, dict) else found
+    names: Any = list(found) if is_mapping(found) else found
+    if names == found or {*names} != {*fields}:
         raise AdapterFormatError(f"{where} must have the fields {list(fields)}, found {names!r:.200}")
     for name, kinds in fields.items():
         if type(found[name]) not in kinds:  # a bool is an int for isinstance

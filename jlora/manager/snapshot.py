@@ -225,7 +225,8 @@ def base_digest(model: nnx.Module, rules: Sequence[Any] = ()) -> str:
                     f"{'.'.join(map(str, path))}: the parameter was donated; give it back to the model first"
                 )
             found.update(f"{path} {array.shape} {array.dtype} ".encode())
-            sums.append(_checksum(array))
+            total: jax.Array = _checksum(cast("Any", array))
+            sums.append(total)
     with explicit_transfers():
         for total in jax.device_get(sums):
             found.update(total.tobytes())
@@ -360,7 +361,7 @@ _ENTRY_FIELDS = {
 }  # fmt: skip
 
 
-def _checked(found: Any, fields: Mapping[str, tuple[type, ...]], where: str) -> dict[str, Any]:
+def _checked(found: Any, fields: Mapping[str, tuple[type, ...]], where: str) -> Any:
     """Return a JSON object. Raise AdapterFormatError if it does not have exactly these fields, each of these types."""
     names: Any = list(found) if is_mapping(found) else found
     if names == found or {*names} != {*fields}:

@@ -225,8 +225,7 @@ def base_digest(model: nnx.Module, rules: Sequence[Any] = ()) -> str:
                     f"{'.'.join(map(str, path))}: the parameter was donated; give it back to the model first"
                 )
             found.update(f"{path} {array.shape} {array.dtype} ".encode())
-            total: jax.Array = _checksum(cast("Any", array))
-            sums.append(total)
+            sums.append(cast("jax.Array", cast("Any", _checksum)(array)))
     with explicit_transfers():
         for total in jax.device_get(sums):
             found.update(total.tobytes())

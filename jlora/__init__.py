@@ -22,6 +22,7 @@ __all__ = [
     "AdapterInfo",
     "AdapterMismatchError",
     "AdapterNotFoundError",
+    "AdapterUnavailableError",
     "EmbedSpec",
     "ExpertsLoRA",
     "ExpertsSpec",

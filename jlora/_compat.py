@@ -3,7 +3,9 @@
 import _signal  # pyright: ignore[reportMissingImports]
 import contextlib
 import functools
+import importlib.util
 import operator
+import pkgutil
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -172,6 +174,25 @@ def side_by_side(platform: str) -> dict[str, Any] | None:
     jaxlib 0.11.2 on an H100; jaxlib 0.10.2 and 0.12.0 have the flag too.
     """
     return {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"} if platform in ("gpu", "cuda") else None
+
+
+_TRITON = "jax.experimental.pallas.triton"
+
+
+def triton_gap() -> str | None:
+    """Return why the kernels of `jlora.pallas.triton` cannot be lowered with this JAX, or None if they can.
+
+    All names that they use are looked up. JAX 0.10 to 0.12 have them, and JAX 0.11 announced their removal.
+    """
+    missing = [_TRITON]
+    if importlib.util.find_spec(_TRITON) is not None:
+        module = pkgutil.resolve_name(_TRITON)
+        missing = [f"{_TRITON}.{name}" for name in ("CompilerParams", "load", "store") if not hasattr(module, name)]
+    if not missing:
+        return None
+    return (
+        f"needs {missing[0]}, which JAX {jax.__version__} does not have (the extra jlora[cuda] brings one that has it)"
+    )
 
 
 def abstract_device() -> tuple[str, str, int | None] | None:

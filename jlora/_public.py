@@ -12,6 +12,7 @@ from jlora.errors import AdapterFormatError as AdapterFormatError
 from jlora.errors import AdapterInUseError as AdapterInUseError
 from jlora.errors import AdapterMismatchError as AdapterMismatchError
 from jlora.errors import AdapterNotFoundError as AdapterNotFoundError
+from jlora.errors import AdapterUnavailableError as AdapterUnavailableError
 from jlora.errors import LoadTimeoutError as LoadTimeoutError
 from jlora.errors import LoRAError as LoRAError
 from jlora.errors import LoRAUsageError as LoRAUsageError

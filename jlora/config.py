@@ -7,7 +7,7 @@ from typing import Any, cast, get_args
 
 import numpy as np
 
-from jlora._typing import Backend, DType, is_list_or_tuple
+from jlora._typing import Backend, DType, is_list_or_tuple, is_mapping
 from jlora.errors import LoRAUsageError
 
 _SLOT_DTYPES = ("bfloat16", "float16", "float32")
@@ -69,12 +69,12 @@ class LoRAConfig:
       dora: Serve DoRA adapters (arXiv:2402.09353). It takes one more float32 array [slots, N] for each linear layer.
       activated: Serve activated LoRA adapters (aLoRA, arXiv:2504.12397). `prepare` takes `active_from`, the first row
         on which the adapter of each sequence acts.
-      max_saved_outputs: Most outputs (labels) of a saved head, a linear layer that an adapter replaces (PEFT's
-        `modules_to_save`). With 0 such adapters are refused. Otherwise each layer in `saved_heads` has room for a
-        weight [slots, max_saved_outputs, K] and a bias, and returns max(N, max_saved_outputs) columns inside
-        `jlora.use(batch)`. Columns past the outputs of a row's own head are -inf.
-      saved_heads: Layers that can be replaced by saved heads, named as in `target_modules`. It must name a wrapped
-        linear layer if `max_saved_outputs` is set.
+      saved_heads: Linear layers that an adapter can replace by a fully trained one (a saved head, PEFT's
+        `modules_to_save`), named as in `target_modules` -> most outputs R of such a head ({"score": 8}). The longest
+        matching name decides. Each layer has room for a weight [slots, R, K] and a bias, and returns max(N, R) columns
+        inside `jlora.use(batch)`. Columns past the outputs of a row's own head are -inf. The manager raises
+        `LoRAUsageError` for a name that matches no wrapped layer of this kind. With None, adapters with saved heads are
+        refused.
       trace_leases: Record the stack at which each open batch was prepared, for `LoRAManager.leases` (about 50 us a
         batch).
       fully_sharded: Split both factors of a layer with a split kernel, instead of one (S-LoRA, arXiv:2311.03285). It
@@ -109,8 +109,7 @@ class LoRAConfig:
     allow_nonfinite: bool = False
     dora: bool = False
     activated: bool = False
-    max_saved_outputs: int = 0
-    saved_heads: Sequence[str] = ("score", "classifier", "qa_outputs")
+    saved_heads: Mapping[str, int] | None = None
     trace_leases: bool = False
     fully_sharded: bool = False
     data_axes: Sequence[str] = ()
@@ -159,10 +158,19 @@ class LoRAConfig:
                 f"LoRAConfig.max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras ({self.max_loras}): "
                 "every adapter in a slot also lives in the host cache"
             )
-        outputs = self.max_saved_outputs
-        if isinstance(outputs, bool) or not isinstance(outputs, int) or outputs < 0:
-            raise LoRAUsageError(f"LoRAConfig.max_saved_outputs must be an int, and 0 for no heads, got {outputs!r}")
-        for field in ("target_modules", "exclude_modules", "saved_heads"):
+        if self.saved_heads is not None:
+            heads: object = self.saved_heads
+            if (
+                not is_mapping(heads)
+                or not all(isinstance(name, str) and name for name in heads)
+                or not all(map(_positive, heads.values()))
+            ):
+                raise LoRAUsageError(
+                    'LoRAConfig.saved_heads must map names of layers to their most outputs, {"score": 8}, got '
+                    f"{heads!r}"
+                )
+            object.__setattr__(self, "saved_heads", dict(heads) or None)
+        for field in ("target_modules", "exclude_modules"):
             names = getattr(self, field)
             if isinstance(names, str):
                 raise LoRAUsageError(

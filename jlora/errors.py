@@ -28,6 +28,13 @@ class AdapterNotFoundError(LoRAError):
     """No adapter of that name exists, or its path does not exist."""
 
 
+class AdapterUnavailableError(AdapterNotFoundError):
+    """An adapter that was evicted from the host cache cannot be loaded again, because its files are gone or damaged.
+
+    Its name stays known, and the next use tries to load it again.
+    """
+
+
 class AdapterInUseError(LoRAError):
     """Open batches hold an adapter beyond the timeout of a call that removes, deactivates, replaces or updates it."""
 

@@ -400,6 +400,12 @@ def _shapes(
     nbytes += sum(math.prod(weight.shape) * weight.dtype.itemsize for weight in base.values())
     heads: dict[str, HeadShapes] = {}
     for name, (weight, bias) in layout.heads.items():
+        if len(header.shape(weight)) not in (0, 2):
+            raise AdapterMismatchError(
+                f"{header.at(weight)} has shape {header.shape(weight)}: it is of a fully trained module "
+                "(modules_to_save) that is no linear layer, such as a norm or a convolution; jlora serves fully "
+                "trained linear layers only. Train the adapter without it"
+            )
         outputs, inputs = header.matrix(weight, None, 0)
         own = header.dtype(weight) if dtype is None else dtype
         nbytes += outputs * inputs * own.itemsize

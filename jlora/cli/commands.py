@@ -168,6 +168,10 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
     lora.add_argument("--lora-dtype", choices=dtypes, default="auto", help="auto: the model's")
     lora.add_argument("--activated-loras", action="store_true", help="serve activated LoRA (aLoRA) too")
     lora.add_argument("--dora-loras", action="store_true", help="serve DoRA too")
+    lora.add_argument(
+        "--saved-heads", nargs="+", action="extend", default=[], type=_head, metavar="NAME=OUTPUTS",
+        help="linear layers that adapters may bring fully trained (modules_to_save), with their most outputs: score=8",
+    )  # fmt: skip
     lora.add_argument("--fully-sharded-loras", action="store_true", help="split A as well as B")
     lora.add_argument("--bitwise-base", action="store_true", help="without an adapter, the bits of the model alone")
     lora.add_argument(
@@ -254,6 +258,13 @@ def _whole(least: int, most: int) -> Callable[[str], int]:
         return number
 
     return parse
+
+
+def _head(value: str) -> tuple[str, int]:
+    name, _, outputs = value.rpartition("=")
+    if not name:
+        raise argparse.ArgumentTypeError(f"expected NAME=OUTPUTS, got {value!r:.200}")
+    return name, _whole(1, 2**31 - 1)(outputs)
 
 
 def _real(value: str) -> float:

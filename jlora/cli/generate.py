@@ -70,7 +70,10 @@ def run_generate(args: argparse.Namespace) -> int:
     model = load_model(folder, args.dtype, quantize=args.quantization)
     check_memory(model, lengths, limit)
     rank = max((adapter.rank for adapter in loaded), default=1)
-    manager = LoRAManager(model, LoRAConfig(max_loras=max(1, len(loaded)), max_lora_rank=rank))
+    heads: dict[str, int] = {}
+    for adapter in loaded:
+        heads |= {name: max(outputs, heads.get(name, 0)) for name, outputs in adapter.saved_outputs.items()}
+    manager = LoRAManager(model, LoRAConfig(max_loras=max(1, len(loaded)), max_lora_rank=rank, saved_heads=heads))
     for adapter in loaded:
         manager.add_adapter(adapter)
     options = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed}

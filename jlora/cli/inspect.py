@@ -9,7 +9,7 @@ import numpy as np
 from jlora import Adapter, LoRAConfig, Survey
 from jlora.cli.generate import check_rank
 from jlora.cli.text import patterns, size
-from jlora.errors import AdapterMismatchError, printable
+from jlora.errors import AdapterMismatchError, LoRAUsageError, printable
 from jlora.models import read_skeleton, read_weight
 
 _SHOWN_GROUPS = 64
@@ -43,7 +43,7 @@ def run_inspect(path: str, model: str | None, skip: Sequence[str] = (), revision
         bias = "with a bias" if head.biased else "without bias"
         print(
             f"saved head   {printable(name)}: {head.outputs} outputs, {bias}, {head.weight.dtype.name}; served with "
-            f"LoRAConfig(max_saved_outputs={head.outputs})"
+            f"LoRAConfig(saved_heads={{{name!r}: {head.outputs}}}) if the model's {printable(name)} is a linear layer"
         )
     if adapter.use_dora:
         print("DoRA         yes; served with LoRAConfig(dora=True)")
@@ -112,10 +112,13 @@ def fit(adapter: Adapter, model: str | Path, revision: str | None = None) -> dic
         dtype=np.float32,
         dora=adapter.use_dora,
         activated=bool(adapter.invocation_tokens),
-        max_saved_outputs=max(adapter.saved_outputs.values(), default=0),
-        saved_heads=[name.rpartition(".")[2] for name in adapter.heads] or ["score"],
+        saved_heads=adapter.saved_outputs,
     )
-    survey = Survey(read_skeleton(model, revision), config)
+    skeleton = read_skeleton(model, revision)
+    try:
+        survey = Survey(skeleton, config)
+    except LoRAUsageError:  # a saved head replaces no layer of this model, and `check` gives the reason
+        survey = Survey(skeleton, replace(config, saved_heads=None))
     survey.check(adapter)
     problems = [
         f"{name}: {why}" for name in adapter.base_weights if (why := _base_differs(adapter, name, model, revision))

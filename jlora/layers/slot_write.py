@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jlora._compat import gpu_compute_capability
+from jlora._compat import gpu_compute_capability, triton_gap
 from jlora.layers.site import SlotSpec
 from jlora.pallas.gpus import MIN_CAPABILITY
 
@@ -74,9 +74,11 @@ def write_block(
 
 
 def takes_kernels(device: object) -> bool:
-    """Return True if Triton kernels run on the device: NVIDIA GPUs from Ampere on."""
+    """Return True if Triton kernels run on the device: NVIDIA GPUs from Ampere on, and a JAX with their lowering."""
     return (
-        getattr(device, "platform", None) in ("gpu", "cuda") and (gpu_compute_capability(device) or 0) >= MIN_CAPABILITY
+        getattr(device, "platform", None) in ("gpu", "cuda")
+        and (gpu_compute_capability(device) or 0) >= MIN_CAPABILITY
+        and triton_gap() is None
     )
 
 

@@ -64,8 +64,8 @@ def place(
     Raises:
       AdapterMismatchError: The adapter has no module or only skipped ones, a module that the model lacks, a rank above
         max_lora_rank, shapes that differ from the model's, two modules for the same slice, or, with `dora`, a module of
-        an embedding or of experts; or a saved head of more outputs than max_saved_outputs, of other features, or that
-        has a bias where the layer has none, or none where it has one.
+        an embedding or of experts; or a saved head that saved_heads has no room for, of other features, or that has a
+        bias where the layer has none, or none where it has one.
     """
     if not (modules or heads):
         raise AdapterMismatchError(f"{where} brings no LoRA weights: expected at least one module, found none")
@@ -98,16 +98,20 @@ def place(
             problems.append(f"{name}: fills {which}, which {taken[clash]} fills too")
             continue
         placed[name] = found
+    too_small: dict[str, int] = {}  # path of a layer -> outputs of the saved head that it has no room for
     for name, head in heads.items():
         if index.skips(name):
             continue
         found = index.find("head", name)
-        problem = found if isinstance(found, str) else _head_misfit(found[0], head)
-        if problem is not None:
+        site = index.replaceable(name) if isinstance(found, str) else found[0]
+        if (problem := str(found) if site is None else _head_misfit(site, head)) is not None:
             problems.append(f"{name}: {problem}")
+        elif site is not None and (isinstance(found, str) or head.outputs > site.spec.max_rank):
+            too_small[site.path] = head.outputs
         elif not isinstance(found, str):
             placed[name] = found
-    refuse(where, [*map(too_large_rank, too_large.values(), too_large), *problems])
+    no_room = [too_many_outputs(too_small, index.saved_heads)] if too_small else []
+    refuse(where, [*no_room, *map(too_large_rank, too_large.values(), too_large), *problems])
     if not placed:
         raise AdapterMismatchError(f"{where} brings weights for skipped modules only: nothing of it would be served")
     return placed
@@ -115,12 +119,9 @@ def place(
 
 def _head_misfit(site: Site, head: SavedHead | HeadShapes) -> str | None:
     """Return why a saved head cannot replace the layer of its site, or None if it can."""
-    limit = site.spec.max_rank
     if head.in_features != site.spec.in_features:
         return f"the saved head has {head.in_features} input features, and {site.path!r} has {site.spec.in_features}"
-    if head.outputs > limit:
-        return too_many_outputs(head.outputs, limit)
-    if head.biased != site.biased:
+    if site.kind == "head" and head.biased != site.biased:
         return (
             f"the saved head has {'a' if head.biased else 'no'} bias, and {site.path!r} has "
             f"{'one' if site.biased else 'none'}"
@@ -166,11 +167,14 @@ def too_large_rank(modules: Mapping[str, int], limit: int) -> str:
     )
 
 
-def too_many_outputs(outputs: int, limit: int) -> str:
-    """Return the message for a saved head of more outputs than `max_saved_outputs`."""
+def too_many_outputs(heads: Mapping[str, int], saved: Mapping[str, int]) -> str:
+    """Return the message for saved heads (path of a layer -> outputs) that `saved_heads` has no room for."""
+    option = {**saved, **heads}
     return (
-        f"the saved head has {outputs} outputs, above max_saved_outputs={limit}; raise it: "
-        f"LoRAConfig(max_saved_outputs={outputs})"
+        f"fully trained (modules_to_save): {', '.join(f'{path!r} with {n} outputs' for path, n in heads.items())}, and "
+        f"LoRAConfig.saved_heads {f'is {dict(saved)}' if saved else 'has no room for it'}; "
+        f"LoRAConfig(saved_heads={option}) serves it, or jlora serve --saved-heads "
+        + " ".join(f"{name}={outputs}" for name, outputs in option.items())
     )
 
 

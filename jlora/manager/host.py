@@ -18,7 +18,14 @@ import numpy as np
 from jlora.adapters import Adapter
 from jlora.adapters.resolve import AdapterFolder, resolve
 from jlora.config import LoRAConfig, LoRARequest
-from jlora.errors import AdapterInUseError, AdapterNotFoundError, LoadTimeoutError
+from jlora.errors import (
+    AdapterFormatError,
+    AdapterInUseError,
+    AdapterMismatchError,
+    AdapterNotFoundError,
+    AdapterUnavailableError,
+    LoadTimeoutError,
+)
 from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.manager.blocks import Block
 from jlora.manager.histogram import Histogram
@@ -158,6 +165,7 @@ class Host:
 
         Raises:
           AdapterNotFoundError: the name is unknown.
+          AdapterUnavailableError: it cannot be loaded again.
         """
         while True:
             with self._state_lock:
@@ -175,7 +183,9 @@ class Host:
         result = False
         if request.load_inplace or not self.touch(request.name):
             started = time.monotonic()
-            with _logged(request.name, request.path):
+            with self._state_lock:
+                known = self._cache.known.get(request.name) == request
+            with _logged(request.name, request.path), _reloading(request) if known else nullcontext():
                 packed = self._agreed(partial(self._read, request, load))
                 result = self.admit(packed, request.load_inplace, load.deadline, load)
             with self._state_lock:
@@ -451,6 +461,18 @@ def _logged(name: str, path: str | None) -> Generator[None, None, None]:
         )
         raise
     _log.info("loaded %r from %s in %.3f s", name, source, time.monotonic() - started)
+
+
+@contextmanager
+def _reloading(request: LoRARequest) -> Generator[None, None, None]:
+    """Raise AdapterUnavailableError, with a warning in the log, if an evicted adapter cannot be read again."""
+    try:
+        yield
+    except (AdapterNotFoundError, AdapterFormatError, AdapterMismatchError, OSError) as error:
+        _log.warning("adapter %r is unavailable; its files are gone or damaged: %.500r", request.name, str(error))
+        raise AdapterUnavailableError(
+            f"adapter {request.name!r} was evicted and cannot be loaded again from {request.path!r}: {error}"
+        ) from error
 
 
 def in_use(name: str, doing: str) -> AdapterInUseError:

@@ -246,7 +246,7 @@ class LoRAManager:
 
         Returns:
           A future with the result or the exception of `add_adapter(request)`. The exception is AdapterNotFoundError if
-          the name is removed before it is loaded.
+          the name is removed before it is loaded, and AdapterUnavailableError as in `prepare`.
 
         Raises:
           AdapterNotFoundError: no adapter of that name was added.
@@ -509,6 +509,7 @@ class LoRAManager:
 
         Raises:
           AdapterNotFoundError: the name was not added.
+          AdapterUnavailableError: it was evicted and cannot be loaded again; its files are gone or damaged.
           NoFreeSlotError: every slot is pinned or held by an open batch.
         """
         self._check_call("activate_adapter", waits=True)
@@ -681,12 +682,13 @@ class LoRAManager:
 
         Raises:
           AdapterNotFoundError: a name was not added.
+          AdapterUnavailableError: an adapter was evicted and cannot be loaded again; its files are gone or damaged.
           NoFreeSlotError: the batch needs more slots than can be freed (in time), or more of the host cache
             (`max_cpu_loras`, `max_cpu_bytes`) than can be evicted. No adapter is loaded, and slots are unchanged.
           LoadTimeoutError: a load took longer than `timeout`.
           LoRAUsageError: the arguments disagree, a group is not declared, an item belongs to no sequence of the batch
             or to one with an aLoRA adapter, or the call is inside a traced function.
-          AdapterNotFoundError, AdapterFormatError, AdapterMismatchError: an adapter could not be loaded.
+          AdapterNotFoundError, AdapterFormatError, AdapterMismatchError: a request could not be loaded.
         """
         self._check_call("prepare", waits=True)
         of_groups = self._wrapped.sites.groups, groups, group_counts, group_pad

@@ -143,6 +143,17 @@ class SiteIndex:
             return f"it could belong to any of {places}; name one of them with name_map"
         return self._reason(kind, self._read(kind, name))
 
+    @property
+    def saved_heads(self) -> Mapping[str, int]:
+        """`LoRAConfig.saved_heads`."""
+        return self._wrapped.saved_heads
+
+    def replaceable(self, name: str) -> Site | None:
+        """Return the linear site that a saved head of this name could replace, or None."""
+        name = self._read("head", name)
+        sites = self._sites.get(("linear", name), ())
+        return sites[0] if len(sites) == 1 and name not in self._wrapped.headless else None
+
     def _search(self, kind: str, name: str) -> list[Place]:
         """Return all places that a checkpoint name can refer to."""
         hits: list[Place] = []
@@ -160,10 +171,11 @@ class SiteIndex:
             if alias in self._wrapped.unwrapped:
                 return f"{name!r} is not wrapped: {self._wrapped.unwrapped[alias]}"
         if kind == "head":
-            heads = sorted(repr(known) for other, known in self._sites if other == kind)
-            return f"{name!r} is no layer that a saved head can replace (LoRAConfig.saved_heads); those are " + (
-                ", ".join(heads[:8]) or "none"
-            )
+            for short in (name, *(short for _, short in _without_numbers(name))):
+                if short in self._wrapped.headless:
+                    reason = self._wrapped.headless[short]
+                    return f"a fully trained {name!r} (modules_to_save) cannot be served: {reason}"
+            kind = "linear"
         other = "embedding" if kind == "linear" else "linear"
         if (other, name) in self._sites:
             return f"{name!r} takes {other} weights, and these are {kind} weights"

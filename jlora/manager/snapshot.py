@@ -20,15 +20,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 from flax import nnx
 
 from jlora._compat import explicit_transfers
-from jlora._typing import is_list_or_tuple
+from jlora._typing import is_list_or_tuple, is_mapping
 from jlora.adapters import Adapter
 from jlora.adapters.checkpoint import all_finite
 from jlora.config import LoRARequest
@@ -52,7 +54,7 @@ from jlora.manager.stage import check_variant
 
 _log = logging.getLogger("jlora")
 
-_FILE, _WEIGHTS, _FORMAT = "adapters.json", "weights", 2
+_FILE, _WEIGHTS, _FORMAT = "adapters.json", "weights", 3
 _ABOUT = (
     "base_model_name",
     "use_rslora",
@@ -205,27 +207,64 @@ def _ranks(placements: Sequence[Placement]) -> dict[Row, int]:
 def base_digest(model: nnx.Module, rules: Sequence[Any] = ()) -> str:
     """Return a SHA-256 digest that distinguishes base models.
 
-    It covers the path, shape, dtype and first two values of each parameter, and the rules for layer names
-    (`SiteIndex.rules`). Reading all values of a large model would take longer than a restart.
+    It covers the path, shape, dtype and all values of each parameter, and the rules for layer names
+    (`SiteIndex.rules`). Values are summed on the devices that hold them. The digest does not depend on their sharding.
 
     Raises:
       LoRAError: a parameter was donated.
     """
     found = hashlib.sha256(json.dumps(rules, default=repr).encode())
+    sums: list[jax.Array] = []
     parameters = cast("Any", nnx.to_flat_state(nnx.state(model, nnx.Param)))
     for path, parameter in sorted(parameters):
-        array: Any = parameter.get_value()
-        if not isinstance(array, jax.Array):
-            continue
-        if array.is_deleted():
-            raise LoRAError(f"{'.'.join(map(str, path))}: the parameter was donated; give it back to the model first")
-        found.update(f"{path} {array.shape} {array.dtype} ".encode())
-        first = next((s.data for s in array.addressable_shards if not any(i.start for i in s.index)), None)
-        if first is not None and first.size:
-            with explicit_transfers():
-                few = first[(0,) * (first.ndim - 1)] if first.ndim else first.reshape(1)
-                found.update(np.asarray(few[:2]).tobytes())  # each shard has at least these
+        for array in jax.tree.leaves(parameter.get_value()):  # several in a quantized parameter of qwix
+            if not isinstance(array, jax.Array):
+                continue
+            if array.is_deleted():
+                raise LoRAError(
+                    f"{'.'.join(map(str, path))}: the parameter was donated; give it back to the model first"
+                )
+            found.update(f"{path} {array.shape} {array.dtype} ".encode())
+            sums.append(cast("jax.Array", cast("Any", _checksum)(array)))
+    with explicit_transfers():
+        for total in jax.device_get(sums):
+            found.update(total.tobytes())
     return found.hexdigest()
+
+
+@jax.jit
+def _checksum(array: jax.Array) -> jax.Array:
+    """Return uint32 [2], two sums over a hash of the bits and the position of each value.
+
+    The order of additions modulo 2^32 does not matter, so the result is the same for any sharding.
+    """
+    bits = _bits(array)
+    sums: list[jax.Array] = []
+    for seed in range(2):
+        place = jnp.zeros_like(bits)
+        for axis, size in enumerate(bits.shape):
+            index = jax.lax.iota(jnp.uint32, size) + jnp.uint32(0x9E3779B9 * (2 * axis + seed + 1) % 2**32)
+            place += jax.lax.broadcast_in_dim(_mixed(index), bits.shape, (axis,))
+        sums.append(jnp.sum(_mixed(bits ^ place), dtype=jnp.uint32))
+    return jnp.stack(sums)
+
+
+def _bits(array: jax.Array) -> jax.Array:
+    """Return the bits of each value as uint32, with a last axis of two for values of 64 bits."""
+    if jnp.iscomplexobj(array):
+        return jnp.stack([_bits(array.real), _bits(array.imag)])
+    if array.dtype.itemsize == 8:
+        return jax.lax.bitcast_convert_type(array, jnp.uint32)
+    if jnp.issubdtype(array.dtype, jnp.floating):
+        array = jax.lax.bitcast_convert_type(array, f"uint{jnp.finfo(array.dtype).bits}")
+    return array.astype(jnp.uint32)
+
+
+def _mixed(values: jax.Array) -> jax.Array:
+    """Return a hash of each uint32, the last step of MurmurHash3, which maps different values to different ones."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        values = (values ^ (values >> shift)) * jnp.uint32(factor)
+    return values ^ (values >> 16)
 
 
 def layers_digest(slots: SlotTable) -> str:
@@ -294,13 +333,17 @@ def _read(folder: Path) -> _Snapshot:
         found: Any = json.loads(file.read_bytes())
         if found["format"] != _FORMAT:
             raise AdapterFormatError(f"{file}: has format {found['format']!r:.40}; this release reads {_FORMAT}")
-        saved: Any = found["saved"]
-        if found["sha256"] != _digest(saved):
+        if found["sha256"] != _digest(found["saved"]):
             raise AdapterFormatError(f"{file}: its SHA-256 is not the one that it names; it was changed since")
+        saved = _checked(found["saved"], _FIELDS, f"{file}: saved")
         entries: list[_Entry] = []
-        for one in saved["adapters"]:
-            request: Any = None if one["request"] is None else LoRARequest(**one["request"])
-            entries.append(_Entry(**{**one, "request": request}))
+        for i, one in enumerate(saved["adapters"]):
+            entry = _checked(one, _ENTRY_FIELDS, f"{file}: adapters[{i}]")
+            request: Any = None if entry["request"] is None else LoRARequest(**entry["request"])
+            entries.append(_Entry(**{**entry, "request": request}))
+        for i, name in enumerate(saved["slots"]):
+            _checked({"name": name}, {"name": (str,)}, f"{file}: slots[{i}]")
+        _checked(saved["removed"], dict.fromkeys(saved["removed"], (int,)), f"{file}: removed")
         return _Snapshot(saved["base"], saved["layers"], tuple(entries), tuple(saved["slots"]), saved["removed"])
     except (FileNotFoundError, NotADirectoryError):
         raise AdapterNotFoundError(f"{folder}: no manager has been saved there") from None
@@ -308,6 +351,25 @@ def _read(folder: Path) -> _Snapshot:
         raise AdapterFormatError(f"{file}: cannot be read: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:  # includes invalid UTF-8
         raise AdapterFormatError(f"{file}: is not a saved manager: {type(error).__name__}: {error!s:.200}") from error
+
+
+_FIELDS = {"base": (str,), "layers": (str,), "adapters": (list,), "slots": (list,), "removed": (dict,)}
+_ENTRY_FIELDS = {
+    "name": (str,), "version": (int,), "fingerprint": (str, NoneType), "request": (dict, NoneType),
+    "weights": (str, NoneType), "pinned": (bool,), "cached": (bool,),
+}  # fmt: skip
+
+
+def _checked(found: Any, fields: Mapping[str, tuple[type, ...]], where: str) -> Any:
+    """Return a JSON object. Raise AdapterFormatError if it does not have exactly these fields, each of these types."""
+    names: Any = list(found) if is_mapping(found) else found
+    if names == found or {*names} != {*fields}:
+        raise AdapterFormatError(f"{where} must have the fields {list(fields)}, found {names!r:.200}")
+    for name, kinds in fields.items():
+        if type(found[name]) not in kinds:  # a bool is an int for isinstance
+            expected = " or ".join("null" if kind is NoneType else kind.__name__ for kind in kinds)
+            raise AdapterFormatError(f"{where}: field {name!r:.200} must be {expected}, found {found[name]!r:.80}")
+    return found
 
 
 def _read_weights(folder: Path, entry: _Entry, same_layers: bool, slots: SlotTable, host: Host) -> PackedAdapter:
@@ -336,7 +398,10 @@ def _read_weights(folder: Path, entry: _Entry, same_layers: bool, slots: SlotTab
     for p in placements:
         if p.rank > (limit := p.site.spec.max_rank):
             of_head = p.site.kind == "head"
-            problem = too_many_outputs(p.rank, limit) if of_head else too_large_rank({p.module: p.rank}, limit)
+            heads = host.config.saved_heads or {}
+            problem = (
+                too_many_outputs({p.site.path: p.rank}, heads) if of_head else too_large_rank({p.module: p.rank}, limit)
+            )
             raise AdapterMismatchError(f"{where}: {problem}")
     factors: dict[Row, tuple[np.ndarray, np.ndarray]] = {}
     for i, row in enumerate(_ranks(placements)):

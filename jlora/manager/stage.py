@@ -72,15 +72,10 @@ def pack_in_memory(
 
 
 def check_variant(where: str, config: LoRAConfig, adapter: Adapter | AdapterShapes | PackedAdapter) -> None:
-    """Raise AdapterMismatchError if `config` does not serve DoRA, activated LoRA (aLoRA) or saved heads."""
+    """Raise AdapterMismatchError if `config` does not serve DoRA or activated LoRA (aLoRA)."""
     if adapter.use_dora and not config.dora:
         raise AdapterMismatchError(
             f"{where} is a DoRA adapter; LoRAConfig(dora=True) serves it, or jlora serve --dora-loras"
-        )
-    if (saved := adapter.saved_outputs) and not config.max_saved_outputs:
-        raise AdapterMismatchError(
-            f"{where} has a fully trained module (modules_to_save), {next(iter(saved))!r}; "
-            f"LoRAConfig(max_saved_outputs={max(saved.values())}) serves a head of that many outputs"
         )
     if adapter.invocation_tokens and not config.activated:
         raise AdapterMismatchError(

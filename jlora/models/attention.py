@@ -13,7 +13,7 @@ from jlora.models.config import DecoderConfig
 from jlora.models.partition import Partition, merged
 from jlora.models.parts import RMSNorm, linear
 from jlora.models.rope import rotate
-from jlora.pallas.gpus import platform
+from jlora.pallas.gpus import own_backend
 
 
 class LayerCache(NamedTuple):
@@ -165,7 +165,7 @@ class Attention(nnx.Module):
 
         It serves one query per sequence, and reads only the live positions of the cache.
         """
-        if self.on_mesh or platform() != "gpu":
+        if self.on_mesh or own_backend() != "triton":
             return None
         from jlora.models import decode_attention  # slow import, needed on GPUs only
 

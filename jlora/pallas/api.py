@@ -39,7 +39,6 @@ bits were equal at all sizes tried.
 """
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TypeAlias
@@ -50,10 +49,11 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from jlora import _qwix
+from jlora._compat import triton_gap
 from jlora._typing import Backend
 from jlora.errors import LoRAError
 from jlora.pallas import gradients, xla
-from jlora.pallas.gpus import platform
+from jlora.pallas.gpus import own_backend, tell_once
 from jlora.pallas.plan import INVARIANT_TILE_M, Plan, make_plan
 from jlora.pallas.tiles import ProductTiles, product_tiles
 
@@ -310,8 +310,9 @@ def has_product(x: Shaped, w: Shaped, *, backend: Backend = "auto") -> bool:
 
 def _product_tiles(x: Shaped, w: Shaped, backend: Backend) -> ProductTiles | None:
     """Return the tiles of the kernel that computes x @ w, or None if XLA does."""
-    if (_own() if backend == "auto" else backend) != "triton":
+    if (own_backend() if backend == "auto" else backend) != "triton":
         return None
+    _kernels("triton")
     if x.dtype not in (jnp.bfloat16, jnp.float16) or x.dtype != w.dtype:
         return None
     return product_tiles(x.shape[0], w.shape[0], w.shape[1])
@@ -346,8 +347,13 @@ def _kernels(backend: Backend) -> ModuleType | None:
     """Import and return the kernels of a named backend; None for "auto" and "xla".
 
     The imports are slow, and each is needed on its own platform only.
+
+    Raises:
+      LoRAError: There is no such backend, or "triton" is named and JAX has no Triton lowering.
     """
     if backend == "triton":
+        if (gap := triton_gap()) is not None:
+            raise LoRAError(f"backend 'triton' {gap}")
         from jlora.pallas.triton import lora
 
         return lora
@@ -366,13 +372,7 @@ def load(backend: Backend) -> None:
     From JAX 0.11 on, this import adds settings that belong to the key of each trace. A function that imports the
     kernels while it is traced is therefore traced and compiled again at its second call.
     """
-    _kernels(_own() if backend == "auto" else backend)
-
-
-def _own() -> Backend:
-    """Return the backend that "auto" prefers on this platform."""
-    where = platform()
-    return "triton" if where in ("gpu", "cuda") else "mosaic_tpu" if where == "tpu" else "xla"
+    _kernels(own_backend() if backend == "auto" else backend)
 
 
 def choose(
@@ -382,11 +382,11 @@ def choose(
     if batch_invariant:
         base = _like((INVARIANT_TILE_M, base.shape[1]), base.dtype)
     if backend == "auto":
-        name = _own()
+        name = own_backend()
         reason = unsupported_reason(name, base, x, a, b, slice_sizes=sizes)
         if reason is not None:
             shapes = ", ".join(f"{n} {v.dtype}{list(v.shape)}" for n, v in zip("xab", (x, a, b), strict=True))
-            _tell_once(f"{op}: backend 'auto' takes 'xla' for {shapes}: '{name}' {reason}")
+            tell_once(f"{op}: backend 'auto' takes 'xla' for {shapes}: '{name}' {reason}")
         return _kernels(name) if reason is None else None
     reason = unsupported_reason(backend, base, x, a, b, slice_sizes=sizes)
     if reason is not None:
@@ -404,12 +404,6 @@ def check_invariant(op: str, batch_invariant: bool, plan: Plan) -> None:
             f"{op}: batch_invariant needs a plan with tile_m = {INVARIANT_TILE_M}, got {plan.tile_m}; "
             "make it with batch_invariant=True"
         )
-
-
-@functools.cache
-def _tell_once(message: str) -> None:
-    """Log a warning about a slower path, once for each message (the reason and the shapes)."""
-    logging.getLogger("jlora").warning(message)
 
 
 def _like(shape: tuple[int, ...], dtype=jnp.float32) -> jax.ShapeDtypeStruct:

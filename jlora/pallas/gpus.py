@@ -1,11 +1,21 @@
 """The GPU that a program is compiled for, and its properties that the choice of tiles depends on."""
 
+import functools
+import logging
 import re
 from dataclasses import dataclass
 
 import jax
 
-from jlora._compat import abstract_device, default_device, gpu_compute_capability, gpu_cores, gpu_shared_memory
+from jlora._compat import (
+    abstract_device,
+    default_device,
+    gpu_compute_capability,
+    gpu_cores,
+    gpu_shared_memory,
+    triton_gap,
+)
+from jlora._typing import Backend
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,23 @@ def platform() -> str:
     if device is None:
         return jax.default_backend()
     return device if isinstance(device, str) else device.platform
+
+
+def own_backend() -> Backend:
+    """Return the backend that "auto" prefers on this platform; "xla" on a GPU if JAX has no Triton lowering."""
+    where = platform()
+    if where not in ("gpu", "cuda"):
+        return "mosaic_tpu" if where == "tpu" else "xla"
+    if (gap := triton_gap()) is None:
+        return "triton"
+    tell_once(f"backend 'auto' takes 'xla' for all layers: 'triton' {gap}")
+    return "xla"
+
+
+@functools.cache
+def tell_once(message: str) -> None:
+    """Log a warning about a slower path, once for each message (the reason and the shapes)."""
+    logging.getLogger("jlora").warning(message)
 
 
 def device_kind(name: str) -> str:

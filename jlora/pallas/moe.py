@@ -14,7 +14,8 @@ from jaxtyping import Int
 
 from jlora._typing import Backend
 from jlora.errors import LoRAError
-from jlora.pallas.gpus import MIN_CAPABILITY, current_gpu, platform
+from jlora.pallas import api
+from jlora.pallas.gpus import MIN_CAPABILITY, current_gpu, own_backend
 from jlora.pallas.plan import INVARIANT_TILE_M, Plan, make_plan
 from jlora.pallas.tiles import plan_tile_m
 
@@ -84,8 +85,9 @@ def plan_experts(
 
 def _plan_kernels(backend: Backend, rows: int):
     """Return the kernels that plan, or None for XLA; both give equal results."""
-    if (platform() if backend == "auto" else backend) not in ("gpu", "cuda", "triton"):
+    if (own_backend() if backend == "auto" else backend) != "triton":
         return None
+    api.load("triton")
     from jlora.pallas.triton import plan as triton_plan  # slow import, needed on GPUs only
 
     capability = current_gpu().capability

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from jlora._typing import Backend
 from jlora.errors import LoRAError
-from jlora.pallas.gpus import GPU, H200, current_gpu, platform
+from jlora.pallas.gpus import GPU, H200, current_gpu, own_backend
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ def plan_tile_m(num_rows: int, max_active: int, backend: Backend = "auto") -> in
     units of the kernels work on at least 16 rows, so smaller tiles would only be more tiles. The GPU kernels skip empty
     tiles, and read ahead best with 64 rows if groups have half as many.
     """
-    where = platform() if backend == "auto" else {"triton": "gpu", "mosaic_tpu": "tpu", "xla": "cpu"}[backend]
-    if where in ("gpu", "cuda"):
+    where = own_backend() if backend == "auto" else backend
+    if where == "triton":
         rows = max(1, num_rows // max_active)
         return max(16, min(64, 2 << (rows.bit_length() - 1)))
-    sizes = (16, 32, 64, 128) if where == "tpu" else (1, 2, 4, 8, 16, 32, 64, 128)
+    sizes = (16, 32, 64, 128) if where == "mosaic_tpu" else (1, 2, 4, 8, 16, 32, 64, 128)
     return min(sizes, key=lambda t: (max_tiles(num_rows, t, max_active) * (t + 16), t))
 
 

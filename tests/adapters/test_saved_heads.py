@@ -82,7 +82,7 @@ SCORE = "base_model.model.score."
         ({}, r"holds no tensor of modules_to_save.*\['classifier', 'score'\]"),
         ({SCORE + "bias": BIAS}, "'score' is of modules_to_save and has a bias without a weight"),
         ({SCORE + "weight": WEIGHT, SCORE + "bias": BIAS[:2]}, r"score.bias.*shape \(2,\); expected \(3,\)"),
-        ({SCORE + "weight": BIAS}, "score.weight.*expected a matrix"),
+        ({SCORE + "weight": WEIGHT[:0]}, "score.weight.*expected a matrix"),
         ({SCORE + "weight": WEIGHT.astype(np.int32)}, "score.weight.*dtype I32"),
         ({SCORE + "weight": WEIGHT * np.float32(np.nan)}, "score.weight"),
         ({SCORE + "weight": WEIGHT, SCORE + "modules_to_save.weight": WEIGHT}, "mean the same array"),
@@ -98,6 +98,8 @@ def test_malformed_heads(load, tensors, message):
     [
         ({SCORE + "weight": WEIGHT, "base_model.model.other.weight": WEIGHT}, "other.weight' is of a kind"),
         ({SCORE + "weight": WEIGHT, "base_model.model.x.modules_to_save.weight": WEIGHT}, "a fully trained module"),
+        ({SCORE + "weight": BIAS}, r"score.weight.*\(3,\): it is of a fully trained module.*such as a norm"),
+        ({SCORE + "weight": WEIGHT[None]}, "score.weight.*is no linear layer.*a convolution"),
         ({SCORE + "original_module.weight": WEIGHT}, "original_module.weight' is of a fully trained module"),
         (
             {SCORE + "weight": WEIGHT, SCORE + "lora_A.weight": WEIGHT[:2], SCORE + "lora_B.weight": WEIGHT[:, :2]},

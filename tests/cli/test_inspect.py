@@ -55,7 +55,7 @@ def test_inspect_shows_saved_heads(capsys, tmp_path):
         replace(plain, heads=heads, task_type="SEQ_CLS").save_pretrained(tmp_path / "it")
         code = run(["inspect", str(tmp_path / "it"), "--model", str(tmp_path / "base")])
         out = capsys.readouterr()
-        assert "score: 5 outputs, without bias, float32; served with LoRAConfig(max_saved_outputs=5)" in out.out
+        assert "score: 5 outputs, without bias, float32; served with LoRAConfig(saved_heads={'score': 5})" in out.out
         assert (code == 0) == fits
         assert (": yes; " if fits else "has 31 input features, and 'score' has 32") in out.out + out.err
 

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import logging
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -123,6 +124,10 @@ def test_a_quantized_model_is_served(served, capsys):
         (["--lora-modules", "x\ny=a"], "do not print"),
         (["--served-model-name", "x", "--lora-modules", "x=a"], "base model"),
         (["--served-model-name", "x", "x"], "twice"),
+        (["--saved-heads", "embed_tokens=32"], "'model.embed_tokens': it is an embedding"),
+        (["--saved-heads", "score"], "expected NAME=OUTPUTS, got 'score'"),
+        (["--saved-heads", "score=0"], "from 1 to"),
+        (["--saved-heads", "score=2"], "saved_heads names 'score'"),
         (["--lora-root", "no/such/folder"], "no/such/folder"),
         (["--lora-resolver", "folder"], "--lora-root"),
         (["--lora-resolver", "hub"], "--lora-hub-repos"),
@@ -295,6 +300,38 @@ def test_warm_up_logs_each_compiled_shape(served, caplog):
     ]
     assert found[7].endswith("decode of 1 rows over 64 positions")
     assert len(found) == 12
+
+
+def test_a_fully_trained_lm_head(served, tmp_path, capsys):
+    """The advice of the refusal serves the adapter: its answers are those of a model with that lm_head."""
+    base = from_pretrained(MODEL, dtype="float32")
+    own = np.roll(np.asarray(base.lm_head.kernel[...]).T, 1, axis=0)  # each token is answered by the one before it
+    lora = jlora.Adapter.from_pretrained(SORT)
+    replace(lora, heads={"lm_head": jlora.SavedHead(own)}).save_pretrained(tmp_path / "own")
+    options = (
+        *SMALL,
+        "--max-num-seqs",
+        "2",
+        "--max-num-batched-tokens",
+        "32",
+        "--lora-modules",
+        f"own={tmp_path / 'own'}",
+    )
+    assert run(["serve", MODEL, "--port", "0", *options]) == 1
+    advice = re.search(r"jlora serve (--saved-heads \S+)", capsys.readouterr().err)[1]
+    assert advice == "--saved-heads lm_head=32"
+    service = served(*options, f"sort={SORT}", *advice.split()).service
+    service.engine.start()
+    service.state = "serving"
+    body = {"prompt": "sort=dcba", "max_tokens": 1, "temperature": 0, "logprobs": 5}
+    answers = {}
+    for name in ("sort", "own", MODEL):
+        (choice,) = ask(service, "POST", "/v1/completions", body | {"model": name}).json["choices"]
+        answers[name] = choice["logprobs"]["top_logprobs"][0]
+    assert service.engine.close(60)
+    assert answers["own"].keys() != answers["sort"].keys()
+    np.testing.assert_allclose([*answers["own"].values()], [*answers["sort"].values()], rtol=1e-4, atol=1e-4)
+    assert answers[MODEL].keys() != answers["own"].keys()
 
 
 def test_help_shows_every_default(capsys):

@@ -1,5 +1,9 @@
 """Saved heads: layers that an adapter replaces (PEFT's modules_to_save), compared with NumPy row by row."""
 
+import ast
+import re
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,7 +92,7 @@ def serve(model, x, batch):
 
 
 def manager_of(model=None, adapters=ADAPTERS, **config):
-    options = {"max_loras": 5, "max_saved_outputs": MOST} | config
+    options = {"max_loras": 5, "saved_heads": {"score": MOST}} | config
     return make_manager(Classifier() if model is None else model, adapters, **options)
 
 
@@ -128,7 +132,7 @@ def test_packed_rows():
 
 def test_items_of_a_row_group():
     model = Classifier()
-    config = jlora.LoRAConfig(max_loras=5, max_lora_rank=2, max_saved_outputs=MOST)
+    config = jlora.LoRAConfig(max_loras=5, max_lora_rank=2, saved_heads={"score": MOST})
     manager = jlora.LoRAManager(model, config, row_groups={"proj": "images", "score": "images"})
     for adapter in ADAPTERS:
         manager.add_adapter(adapter)
@@ -230,8 +234,8 @@ def test_save_and_restore(tmp_path):
     again.restore(tmp_path)
     with again.prepare(["three", "one"]) as batch:
         close(serve(again.model, x, batch), expected(["three", "one"], x))
-    with pytest.raises(jlora.AdapterMismatchError, match="4 outputs, above max_saved_outputs=3"):
-        manager_of(adapters=[], max_saved_outputs=3).restore(tmp_path)
+    with pytest.raises(jlora.AdapterMismatchError, match=r"LoRAConfig\(saved_heads={'score': 4}\)"):
+        manager_of(adapters=[], saved_heads={"score": 3}).restore(tmp_path)
 
 
 @pytest.mark.slow
@@ -287,7 +291,7 @@ def test_on_a_mesh(axes, kernel, fully_sharded):
 
 @pytest.mark.mesh
 def test_split_outputs_are_refused():
-    with pytest.raises(jlora.LoRAUsageError, match="score: its outputs are split over t; leave them whole"):
+    with pytest.raises(jlora.LoRAUsageError, match="'score': its outputs are split over t; leave them whole"):
         manager_of(on_mesh({"t": 2}, P(None, "t")))
 
 
@@ -340,7 +344,6 @@ def normal_array(*shape):
     ("adapter", "message"),
     [
         (broken_head((3, K + 1)), f"score: the saved head has {K + 1} input features, and 'score' has {K}"),
-        (broken_head((5, K), 5), r"5 outputs, above max_saved_outputs=4; raise it: LoRAConfig\(max_saved_outputs=5\)"),
         (broken_head(bias=None), "score: the saved head has no bias, and 'score' has one"),
     ],
 )
@@ -349,7 +352,7 @@ def test_heads_that_do_not_fit(adapter, message):
     with pytest.raises(jlora.AdapterMismatchError, match=message):
         manager.add_adapter(adapter)
     assert "broken" not in manager.list_adapters()
-    config = jlora.LoRAConfig(max_loras=1, max_lora_rank=4, max_saved_outputs=MOST)
+    config = jlora.LoRAConfig(max_loras=1, max_lora_rank=4, saved_heads={"score": MOST})
     with pytest.raises(jlora.AdapterMismatchError, match=message):
         jlora.Survey(Classifier(), config).check(adapter)
 
@@ -360,26 +363,101 @@ def test_a_bias_that_the_layer_lacks():
         manager.add_adapter(ADAPTERS[0])
 
 
-def test_heads_are_refused_when_off():
-    with pytest.raises(jlora.AdapterMismatchError, match=r"modules_to_save.*'score'.*max_saved_outputs=3"):
-        make_manager(Classifier(), [ADAPTERS[0]])
+def advised(error):
+    """Return the `saved_heads` of a message's advice, checked to be the same for LoRAConfig and for `jlora serve`."""
+    option = re.search(
+        r"LoRAConfig\(saved_heads=({.*?})\) serves .*, or jlora serve --saved-heads ([^\n]*)", str(error)
+    )
+    found = ast.literal_eval(option[1])
+    assert option[2] == " ".join(f"{name}={outputs}" for name, outputs in found.items())
+    return found
 
 
-def test_a_layer_without_room():
-    heads = {"proj": jlora.SavedHead(normal_array(2, K))}
-    adapter = jlora.Adapter.from_arrays("a", {"score": (normal(2, K), normal(N, 2))}, alpha=1, heads=heads)
-    with pytest.raises(jlora.AdapterMismatchError, match="'proj' is no layer that a saved head can replace"):
-        manager_of().add_adapter(adapter)
-    manager = manager_of(Classifier(), [], saved_heads=["proj"], max_saved_outputs=K)
-    with pytest.raises(jlora.AdapterMismatchError, match=r"'score' is no layer.*those are 'proj'"):
-        manager.add_adapter(ADAPTERS[0])
+class Wide(nnx.Module):
+    """Two scores, of which the second is below another module, an embedding and a norm."""
+
+    def __init__(self):
+        self.embed_tokens = nnx.Embed(8, K, rngs=nnx.Rngs(0))
+        self.norm = nnx.RMSNorm(K, rngs=nnx.Rngs(0))
+        self.first = Classifier()
+        self.second = Classifier(outputs=3)
+
+    def __call__(self, x):
+        tokens = jnp.zeros(x.shape[:-1], jnp.int32)
+        return self.embed_tokens(tokens), self.first(x), self.second.score(x), self.second.proj(x)
 
 
-def test_no_layer_of_that_name():
-    with pytest.raises(jlora.LoRAUsageError, match=r"max_saved_outputs=4: no wrapped linear layer.*\['head'\]"):
-        manager_of(saved_heads=["head"])
-    with pytest.raises(jlora.LoRAUsageError, match="no wrapped linear layer"):
+TWO = {"first.score": head_of(5, 1), "second.proj": head_of(7, 2, bias=False)}
+
+
+@pytest.mark.parametrize("saved", [None, {"score": 2}, {"first.score": 5}, {"score": 5, "second.score": 1}])
+def test_advice_serves_the_adapter(saved):
+    """One message names all heads without room, and its option keeps the other layers of the configuration."""
+    adapter = jlora.Adapter.from_arrays("a", {"first.proj": (normal(2, K), normal(K, 2))}, alpha=1, heads=TWO)
+    with pytest.raises(jlora.AdapterMismatchError, match=r"fully trained \(modules_to_save\)") as caught:
+        make_manager(Wide(), [adapter], saved_heads=saved)
+    heads = advised(caught.value)
+    assert (saved or {}).items() <= heads.items()
+    manager = make_manager(Wide(), [adapter], saved_heads=heads)
+    assert info_of(manager, "a").saved_outputs == {"first.score": 5, "second.proj": 7}
+    x = jnp.asarray(normal(1, LENGTH, K))
+    with manager.prepare(["a"]) as batch, jlora.use(batch):
+        _, score, _, proj = manager.model(x)
+    close(proj, np.asarray(x, np.float64) @ TWO["second.proj"].weight.astype(np.float64).T)
+    lora, head = adapter.modules["first.proj"], TWO["first.score"]
+    inner = np.asarray(x, np.float64) @ (
+        np.asarray(Wide().first.proj.kernel[...], np.float64) + (lora.b @ lora.a).T / 2
+    )
+    close(score, inner @ head.weight.astype(np.float64).T + head.bias)
+
+
+@pytest.mark.parametrize("saved", [{"score": 3}, {"classifier": 3}])
+def test_heads_of_a_mapped_name(saved):
+    """The advice names the layer as the model does, not as the adapter does."""
+    adapter = jlora.Adapter.from_arrays("a", {}, alpha=1, heads={"classifier": head_of(3, 1)})
+    options = {"name_map": {"^classifier$": "score"}}
+    if "classifier" in saved:
+        with pytest.raises(jlora.LoRAUsageError, match="saved_heads names 'classifier'"):
+            jlora.LoRAManager(
+                Classifier(), jlora.LoRAConfig(max_loras=1, max_lora_rank=1, saved_heads=saved), **options
+            )
+        return
+    config = jlora.LoRAConfig(max_loras=1, max_lora_rank=1)
+    with pytest.raises(jlora.AdapterMismatchError) as caught:
+        jlora.LoRAManager(Classifier(), config, **options).add_adapter(adapter)
+    assert advised(caught.value) == saved
+    jlora.LoRAManager(Classifier(), replace(config, saved_heads=saved), **options).add_adapter(adapter)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("embed_tokens", "a fully trained 'embed_tokens' .* cannot be served: it is an embedding"),
+        ("norm", "'norm' is not wrapped"),
+        ("third.score", r"the model has no module 'third.score'.*the nearest is '(first|second).score'"),
+    ],
+)
+def test_modules_that_cannot_be_replaced(name, message):
+    """The message advises no option, and the option itself is refused."""
+    adapter = jlora.Adapter.from_arrays("a", {}, alpha=1, heads={name: jlora.SavedHead(normal_array(8, K))})
+    with pytest.raises(jlora.AdapterMismatchError, match=message) as caught:
+        make_manager(Wide(), [adapter])
+    assert "saved_heads" not in str(caught.value)
+    with pytest.raises(jlora.LoRAUsageError, match=f"saved_heads names '{name}', and no wrapped layer of that name"):
+        make_manager(Wide(), [], saved_heads={"score": 2, name: 8})
+
+
+def test_a_layer_that_is_not_wrapped():
+    with pytest.raises(
+        jlora.LoRAUsageError, match=r"saved_heads names 'score'.*not among the configured target_modules"
+    ):
         manager_of(target_modules=["proj"])
+
+
+@pytest.mark.parametrize("value", [["score"], "score", {"score": 0}, {"score": True}, {"": 2}, {"score": 2.0}, 8])
+def test_values_of_the_option(value):
+    with pytest.raises(jlora.LoRAUsageError, match=r"LoRAConfig\.saved_heads must map names"):
+        jlora.LoRAConfig(max_loras=1, max_lora_rank=1, saved_heads=value)
 
 
 @pytest.mark.parametrize("given", [jlora.Scaled("three", 0.5), jlora.Mix({"three": 1.0, "plain": 1.0})])

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ from tests.manager.tiny import (
     WIDTH,
     DeviceError,
     World,
+    as_new,
     failing_call,
     failing_write,
     lora,
@@ -368,3 +371,44 @@ def test_a_full_host_evicts_nothing_for_an_adapter_that_does_not_fit(busy):
     with pytest.raises(jlora.AdapterMismatchError):
         busy.manager.add_adapter(BAD["rank"][0](busy))
     assert same(before, busy.held())
+
+
+@pytest.mark.parametrize("damage", ["gone", "truncated", "rank"])
+def test_an_evicted_adapter_that_cannot_be_read_again(world, tmp_path, caplog, damage):
+    """The error has one class for all causes, the name stays known, and files that are back are served."""
+    manager, folder = as_new(world).manager, tmp_path / "a"
+    make_adapter("a").save_pretrained(folder)
+    request = jlora.LoRARequest("a", folder)
+    manager.add_adapter(request)
+    assert manager.remove_oldest_adapter()
+    folder.rename(tmp_path / "kept")
+    if damage == "truncated":
+        shutil.copytree(tmp_path / "kept", folder)
+        (folder / "adapter_model.safetensors").write_bytes(b"x" * 100)
+    elif damage == "rank":
+        make_adapter("a", rank=MAX_RANK + 1).save_pretrained(folder)
+    calls = [
+        lambda: manager.prepare(["a", None]),
+        lambda: manager.prepare([request]),
+        lambda: manager.pin_adapter("a"),
+        lambda: manager.activate_adapter("a"),
+        lambda: manager.update_adapter("a", {}),
+        lambda: manager.prefetch("a").result(30),
+        lambda: manager.prepare(["a", None]),  # the error of the prefetch
+    ]
+    for number, call in enumerate(calls):
+        caplog.clear()
+        with pytest.raises(jlora.AdapterUnavailableError, match=f"'a' was evicted.*{re.escape(str(folder))}") as caught:
+            call()
+        assert isinstance(caught.value, jlora.AdapterNotFoundError)
+        assert isinstance(caught.value.__cause__, jlora.LoRAError)
+        warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert len(warned) == (number < len(calls) - 1)
+        assert all(str(folder) in line for line in warned)
+        assert manager.list_adapters()["a"].level == "evicted"
+    with pytest.raises(jlora.AdapterNotFoundError) as unknown:
+        manager.prepare(["b"])
+    assert type(unknown.value) is jlora.AdapterNotFoundError
+    shutil.rmtree(folder, ignore_errors=True)
+    (tmp_path / "kept").rename(folder)
+    world.check(world.serve(["a", None, None]), [make_adapter("a"), None, None])

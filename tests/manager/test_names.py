@@ -298,7 +298,7 @@ def trunk_adapter(name, task_type, rng):
 
 
 def trunk_manager(*paths):
-    config = jlora.LoRAConfig(max_loras=1, max_lora_rank=2, max_saved_outputs=2)
+    config = jlora.LoRAConfig(max_loras=1, max_lora_rank=2, saved_heads={"score": 2})
     return jlora.LoRAManager(Trunk(*paths), config)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import hashlib
 import itertools
 import json
 import os
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 
 import jlora
 from jlora.manager import snapshot
@@ -287,8 +289,8 @@ def seams():
     return ExpertModel(Seams, nnx.Rngs(0))
 
 
-def on_mesh():
-    return placed(Small(), mesh_of(data=2, t=2), SMALL)
+def on_mesh(kind=AxisType.Auto):
+    return placed(Small(), mesh_of(kind, data=2, t=2), SMALL)
 
 
 # (the manager that saves, the one that restores, the adapter)
@@ -713,6 +715,36 @@ def test_an_edited_file_is_refused(world, tmp_path):
     assert world.manager.list_adapters()["a"].version == 0  # no version was restored
 
 
+WRONG = {
+    "base": 3, "layers": None, "adapters": {}, "slots": "a", "removed": [], "slots.0": 3, "removed.gone": "1",
+    "adapters.0": "a", "adapters.0.name": 3, "adapters.0.version": "1", "adapters.0.version ": True,
+    "adapters.0.fingerprint": 3, "adapters.0.request": ["a"], "adapters.0.request.path": 3, "adapters.0.weights": 3,
+    "adapters.0.pinned": 1, "adapters.0.cached": None, "adapters.0.more": 1, "more": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", WRONG)
+def test_an_edited_file_with_a_digest_of_its_own(world, tmp_path, where):
+    """The message names the field, and nothing changes in the manager."""
+    as_new(world).manager.add_adapter(request(tmp_path, "a"))
+    world.manager.activate_adapter("a")
+    world.manager.save(tmp_path)
+    file = tmp_path / "adapters.json"
+    found = json.loads(file.read_text())
+    *parents, last = where.strip().split(".")
+    owner = found["saved"]
+    for name in parents:
+        owner = owner[int(name) if name.isdigit() else name]
+    owner[int(last) if last.isdigit() else last] = WRONG[where]
+    found["sha256"] = hashlib.sha256(json.dumps(found["saved"], sort_keys=True).encode()).hexdigest()
+    file.write_text(json.dumps(found))
+    as_new(world)
+    field = next(name for name in reversed(where.strip().split(".")) if not name.isdigit())
+    with pytest.raises(jlora.AdapterFormatError, match=rf"adapters\.json: .*{field}"):
+        world.manager.restore(tmp_path)
+    assert world.held()[:2] == ((), (None, None))
+
+
 def test_weights_of_another_name(world, tmp_path):
     """A file in the place of another does not match its name."""
     for name in "ab":
@@ -727,7 +759,7 @@ def test_weights_of_another_name(world, tmp_path):
         world.manager.restore(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["[]", "null", "3", '{"format": 2}', '{"format": 1}', "[" * 5000, "\x00", "{}"])
+@pytest.mark.parametrize("text", ["[]", "null", "3", '{"format": 3}', '{"format": 1}', "[" * 5000, "\x00", "{}"])
 def test_a_file_of_another_kind(world, tmp_path, text):
     (tmp_path / "adapters.json").write_text(text)
     as_new(world)
@@ -797,9 +829,72 @@ def test_an_unwrapped_manager_takes_nothing(tmp_path):
 
 
 @pytest.mark.device(devices=4)
-def test_base_models_differ_by_weights_on_any_device():
+def test_base_models_are_equal_on_any_device():
     assert snapshot.base_digest(Small()) == snapshot.base_digest(on_mesh())
-    graph, state = nnx.split(Small())
-    first, *_ = nnx.to_flat_state(state)
-    first[1].set_value(first[1].get_value() + 1)
-    assert snapshot.base_digest(nnx.merge(graph, state)) != snapshot.base_digest(Small())
+    assert snapshot.base_digest(on_mesh()) == snapshot.base_digest(on_mesh(AxisType.Explicit))
+
+
+class One(nnx.Module):
+    def __init__(self, array):
+        self.kernel = nnx.Param(array)
+
+
+def exchanged(array, one, other):
+    array = array.copy()
+    array[[one, other]] = array[[other, one]]
+    return array
+
+
+def changed(array, where, value):
+    array = array.copy()
+    array[where] = value
+    return array
+
+
+DTYPES = [
+    "float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "uint8", "int32", "int4", "bool", "complex64",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_value_and_place_of_a_base_parameter_counts(dtype):
+    """Of a matrix: one value, exchanged rows and columns, a transposed square, a negated value, one row moved."""
+    rng = np.random.default_rng(0)
+    base = (rng.integers(0, 2, (6, 6)) if dtype == "bool" else rng.integers(-8, 8, (6, 6))).astype(np.float32)
+    base[0], base[5], base[1, 1] = [0, 1, 1, 0, 1, 0], [1, 0, 1, 1, 0, 1], 1
+    others = [
+        changed(base, (3, 4), float(base[3, 4] == 0)),
+        exchanged(base, 0, 5),
+        exchanged(base.T, 0, 5).T,
+        base.T,
+        np.roll(base, 1, axis=0),
+        *([] if dtype in ("bool", "uint8") else [changed(base, (1, 1), -1)]),
+    ]
+    digests = [snapshot.base_digest(One(jnp.asarray(each).astype(dtype))) for each in (base, *others)]
+    assert len({*digests}) == len(digests)
+    assert snapshot.base_digest(One(jnp.asarray(base).astype(dtype))) == digests[0]
+
+
+def test_rows_exchanged_in_one_of_many_layers_are_another_base_model(world, tmp_path):
+    """Rows far from the first values, as in a checkpoint of the same shapes."""
+    as_new(world).manager.save(tmp_path)
+    model = Model()
+    table = model.layers[1].o_proj.kernel
+    table[...] = table[...][jnp.array([*range(14), 15, 14])]
+    with pytest.raises(jlora.AdapterMismatchError, match="another base model"):
+        manager_of(model).restore(tmp_path)
+    manager_of(Model()).restore(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:qwix")  # of names of Flax
+def test_values_of_quantized_parameters_count():
+    qwix = pytest.importorskip("qwix")
+
+    def digest(change=lambda kernel: kernel):
+        model = Small()
+        model.up.kernel[...] = change(model.up.kernel[...])
+        rules = qwix.PtqProvider([qwix.QuantizationRule(module_path=".*", weight_qtype=jnp.int8)])
+        return snapshot.base_digest(qwix.quantize_model(model, rules, jnp.zeros((1, 2), jnp.int32)))
+
+    assert digest() == digest()
+    assert len({digest(), digest(lambda kernel: kernel[::-1]), digest(lambda kernel: kernel * 2)}) == 3

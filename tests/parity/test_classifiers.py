@@ -101,7 +101,7 @@ def test_sequence_classifiers(tmp_path, family):
         "plain": adapter_of(base, "plain", tmp_path, None),  # LoRA alone
     }
     model = jlora.models.from_pretrained(tmp_path / "base")
-    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=3, max_lora_rank=4, max_saved_outputs=3))
+    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=3, max_lora_rank=4, saved_heads={"score": 3}))
     for name in of:
         manager.add_adapter(jlora.LoRARequest(name, path=str(tmp_path / name)))
     found = manager.list_adapters()

@@ -44,7 +44,7 @@ def replace_rows(
         raise LoRAError(
             f"{site.path}: saved heads are not served inside a jax.shard_map over "
             f"{' and '.join(map(repr, split_of(site.spec).ins))}, where the output of the layer is a partial sum; call "
-            "the layer outside, or set LoRAConfig(max_saved_outputs=0)"
+            "the layer outside, or leave it out of LoRAConfig.saved_heads"
         )
     sharding, columns = split_of(site.spec), max(base.shape[-1], site.spec.max_rank)
 

@@ -20,9 +20,11 @@ from jlora.layers.specs import Doubt, EmbedSpec, ExpertsSpec, LinearSpec, Spec, 
 from jlora.layers.wrap.discover import Found, discover
 from jlora.layers.wrap.select import (
     Heads,
+    Nearest,
     PackedModules,
     Selection,
     is_position_table,
+    matching,
     packed_modules_of,
     part_names,
     slices,
@@ -68,7 +70,7 @@ class _Context:
     packed: PackedModules
     heads: Heads
     mesh: Mesh | AbstractMesh | None
-    headless: dict[str, str] = field(default_factory=dict[str, str])  # path in `saved_heads` -> why it takes no head
+    headless: dict[str, str] = field(default_factory=dict[str, str])  # name of a wrapped layer -> why it takes no head
 
 
 def choose(
@@ -125,20 +127,29 @@ def choose(
     selection.finish(type(model).__name__)
     if not plans:
         raise LoRAError(f"{type(model).__name__} has no layer that can serve LoRA{_listed(others, wrapped.unwrapped)}")
-    if config.max_saved_outputs and not any(site.head for _, sites in plans for site in sites):
-        found = "; ".join(f"{path}: {reason}" for path, reason in [*context.headless.items()][:_SHOWN])
-        raise LoRAUsageError(
-            f"LoRAConfig.max_saved_outputs={config.max_saved_outputs}: no wrapped linear layer that an adapter can "
-            f"replace is named by saved_heads={list(config.saved_heads)}{found and f' ({found})'}. Name such a layer, "
-            "or set max_saved_outputs=0"
-        )
     _stamp(plans)
     every = [site for _, sites in plans for site in sites]
+    wrapped.saved_heads, wrapped.headless = config.saved_heads or {}, context.headless
+    _check_saved_heads(wrapped, every)
     attends = [name for name in wrapped.unwrapped if name.endswith(".attend") and name not in others]
     wrapped_names = {alias for site in every for alias in site.aliases}
     wrapped.others = tuple(name for name in (*others, *attends) if name not in wrapped_names)
     wrapped.set_unserved({site: site.doubt.reason for site in every if site.doubt is not None})
     return plans
+
+
+def _check_saved_heads(wrapped: WrappedModel, sites: Sequence[Site]) -> None:
+    """Raise `LoRAUsageError` if a name in `saved_heads` matches no layer that an adapter can replace."""
+    able = [alias for site in sites if site.head is not None for alias in site.aliases]
+    for name in wrapped.saved_heads:
+        if not matching([name], able):
+            reasons = {**wrapped.unwrapped, **wrapped.headless}
+            why = next((f"; {path!r}: {reasons[path]}" for path in reasons if matching([name], [path])), None)
+            known = [alias for site in sites if site.kind == "linear" for alias in site.aliases]
+            raise LoRAUsageError(
+                f"LoRAConfig.saved_heads names {name!r}, and no wrapped layer of that name can be replaced by a saved "
+                f"head{Nearest(known).hint(name) if why is None else why}"
+            )
 
 
 _NO_METHOD = "its spec leaves it no method that serves LoRA"
@@ -225,6 +236,7 @@ def _uses(found: Found, spec: Spec, context: _Context) -> list[_Use]:
         def lookup() -> Site:
             slots = _slots(found, spec, spec.table, (spec.features,), aliases, context)
             doubt = _POSITIONS if is_position_table(aliases) else None
+            context.headless.update(dict.fromkeys(aliases, "it is an embedding, and only linear layers are replaced"))
             return Site(aliases[0], aliases, "embedding", slots, dict.fromkeys(aliases, (0, 1)), backend, doubt=doubt)
 
         uses.append(_Use(aliases[0], aliases, lookup))
@@ -236,6 +248,8 @@ def _uses(found: Found, spec: Spec, context: _Context) -> list[_Use]:
             parts = dict.fromkeys((*aliases, *names), (0, 1))
             slots = _slots(found, spec, spec.head, (spec.rows,), parts, context)
             doubt = None if key in context.heads.known else _HEAD
+            for name in names:
+                context.headless.setdefault(name, "its weight is that of an embedding (tied), which is not replaced")
             return Site(names[0], names, "linear", slots, parts, backend, prefix=_ATTEND, doubt=doubt)
 
         uses.append(_Use(names[0], (*names, *aliases), attend))
@@ -243,21 +257,24 @@ def _uses(found: Found, spec: Spec, context: _Context) -> list[_Use]:
 
 
 def _head(layer: nnx.Module, site: Site, spec: LinearSpec, context: _Context) -> Site | None:
-    """Return the site of the saved heads of a linear layer, or None if it takes none."""
-    config, slots = context.config, site.spec
-    named = any(n == name or n.endswith(f".{name}") for n in site.aliases for name in config.saved_heads)
-    if not config.max_saved_outputs or not named:
-        return None
+    """Return the site of the saved heads of a linear layer, or None if it takes none.
+
+    If no adapter can replace it, its names are added to `context.headless` with the reason.
+    """
+    slots, saved = site.spec, context.config.saved_heads or {}
+    sharding, reason = slots.sharding, None
     plain = spec.rows is None and len(spec.out_axes) == len(spec.in_axes) == 1
     if not plain or spec.columns_in or spec.columns_out or slots.stack or slots.slices > 1:
-        context.headless[site.path] = "it is not a plain projection [..., K] to [..., N]"
+        reason = "it is not a plain projection [..., K] to [..., N]"
+    elif sharding is not None and sharding.outs:
+        reason = f"its outputs are split over {' and '.join(sharding.outs)}; leave them whole"
+    if reason is not None:
+        context.headless.update(dict.fromkeys((*site.aliases, *site.parts), reason))
         return None
-    sharding = slots.sharding
-    if sharding is not None and sharding.outs:
-        context.headless[site.path] = f"its outputs are split over {' and '.join(sharding.outs)}; leave them whole"
+    if (name := matching(saved, site.aliases)) is None:
         return None
     sharding = None if sharding is None else replace(sharding, fully=False)
-    slots = replace(slots, out_sizes=(1,), max_rank=config.max_saved_outputs, sharding=sharding, dora=False)
+    slots = replace(slots, out_sizes=(1,), max_rank=saved[name], sharding=sharding, dora=False)
     return Site(
         site.path,
         site.aliases,
@@ -283,6 +300,7 @@ def _product_use(found: Found, spec: ExpertsSpec, name: str, context: _Context) 
         sizes = (linear.real_out // len(names),) * len(names)
         slots = _slots(found, spec, linear, sizes, parts, context)
         site = Site(aliases[0], aliases, "linear", slots, parts, context.config.backend, prefix=prefix_of(name))
+        context.headless.update(dict.fromkeys(parts, "it is a product of experts, and only linear layers are replaced"))
         shared = context.config.max_shared_expert_loras
         return replace(site, shared=shared_sites(site, names, shared)) if shared else site
 

@@ -77,7 +77,8 @@ class Selection:
 
     def hits(self, names: Iterable[str]) -> list[str]:
         """Return the targets that match one of `names`: its full path, or a suffix of it that begins after a dot."""
-        return [t for t in self.targets or () if any(n == t or n.endswith("." + t) for n in names)]
+        names = tuple(names)
+        return [t for t in self.targets or () if matching([t], names)]
 
     def max_rank(self, names: Iterable[str]) -> int:
         """Return the maximum rank of the layer's slots. The longest matching name in `max_lora_rank` wins."""
@@ -110,6 +111,12 @@ class Selection:
             if missing:
                 near = Nearest(self._known).hint(missing[0])
                 raise LoRAUsageError(f"{label} {missing} match no layer of {model_name}{near}")
+
+
+def matching(given: Iterable[str], names: Iterable[str]) -> str | None:
+    """Return the longest given name that is one of `names` or a suffix of one that begins after a dot, or None."""
+    names = tuple(names)
+    return max((g for g in given if any(f".{n}".endswith(f".{g}") for n in names)), key=len, default=None)
 
 
 def _longest(given: Iterable[str], names: Iterable[str]) -> str | None:

@@ -75,6 +75,8 @@ class WrappedModel:
       unwrapped: path -> the reason why that module takes no adapter.
       others: the paths in `unwrapped` that `layers` returns: modules with variables, and uses of a table.
       unserved: the layers that serve no adapter. Replaced as a whole, only by `set_unserved`.
+      saved_heads: `LoRAConfig.saved_heads`, or {}.
+      headless: name of a wrapped layer -> the reason why no saved head can replace it.
       classes: id of a layer -> its class before wrapping.
       skip: patterns of checkpoint modules that this process lacks on purpose.
       skipped: checkpoint name -> the `skip` pattern that matched it, collected from loaded adapters.
@@ -85,6 +87,8 @@ class WrappedModel:
         self.modules: dict[Site, nnx.Module] = {}
         self.sites = ModelSites((), frozenset(), None, None)
         self.unwrapped: dict[str, str] = {}
+        self.saved_heads: Mapping[str, int] = {}
+        self.headless: Mapping[str, str] = {}
         self.skip = skip
         self.skipped: dict[str, str] = {}
         self.classes: dict[int, type] = {}

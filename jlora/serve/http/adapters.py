@@ -48,7 +48,11 @@ class AllowedSources:
                 )
             return path
         if self.root is None:
-            raise invalid_input(f"lora_path {path!r:.200} is none of the repositories that may be loaded", "lora_path")
+            raise invalid_input(
+                f"lora_path {path!r:.200} is none of the repositories of --lora-hub-repos, and the server was started "
+                "without --lora-root DIR",
+                "lora_path",
+            )
         found = below(self.root, path)
         if found is None:
             raise invalid_input(

@@ -7,6 +7,7 @@ from jlora.errors import (
     AdapterFormatError,
     AdapterMismatchError,
     AdapterNotFoundError,
+    AdapterUnavailableError,
     LoadTimeoutError,
     LoRAError,
     LoRAUsageError,
@@ -85,6 +86,8 @@ def of_generation(error: LoRAError, model: str) -> ApiError:
         return ApiError(503, UNAVAILABLE, str(error), retry_after=_RETRY)
     if isinstance(error, RequestTimeoutError):
         return ApiError(504, "TimeoutError", str(error))
+    if isinstance(error, AdapterUnavailableError):  # /v1/models lists it
+        return ApiError(503, UNAVAILABLE, str(error), retry_after=_RETRY)
     if isinstance(error, AdapterNotFoundError):
         return no_such_model(model)
     if isinstance(error, AdapterFormatError | AdapterMismatchError):  # the adapter exists but cannot be served

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from jlora import LoRARequest
-from jlora.errors import AdapterNotFoundError, LoRAError, NoFreeSlotError
+from jlora.errors import AdapterNotFoundError, AdapterUnavailableError, LoRAError, NoFreeSlotError
 from jlora.serve.engine.request import AdapterExistsError, EngineClosedError
 from jlora.serve.http.body import RequestFields, read_object
 from jlora.serve.http.errors import INTERNAL, INVALID_INPUT, NOT_FOUND, UNAVAILABLE, ApiError, invalid_input
@@ -71,7 +71,7 @@ async def unload_adapter(service: Service, request: Request) -> Response:
 async def pin_adapter(service: Service, request: Request, *, pin: bool) -> Response:
     """Handle `POST /v1/pin_lora_adapter` and `/v1/unpin_lora_adapter`."""
     if not (service.administration or service.adapters.sources):
-        raise ApiError(404, NOT_FOUND, "Not Found")
+        raise _closed("the server was started without --lora-root DIR, --lora-hub-repos REPO or --admin-api-key KEY")
     name = await _read_name(service, request)
 
     await _change(service, name, partial(service.adapters.pin, name, pin))
@@ -79,8 +79,12 @@ async def pin_adapter(service: Service, request: Request, *, pin: bool) -> Respo
 
 
 def _check_sources(service: Service) -> None:
-    if not service.adapters.sources:  # the endpoint does not exist without sources
-        raise ApiError(404, NOT_FOUND, "Not Found")
+    if not service.adapters.sources:
+        raise _closed("the server was started without --lora-root DIR or --lora-hub-repos REPO")
+
+
+def _closed(why: str) -> ApiError:
+    return ApiError(404, NOT_FOUND, f"Not Found: requests cannot change adapters, because {why}")
 
 
 async def _read_name(service: Service, request: Request, *ignored: str) -> str:
@@ -96,9 +100,9 @@ async def _read_name(service: Service, request: Request, *ignored: str) -> str:
 async def _change(service: Service, name: str, call: Callable[[], None]) -> None:
     try:
         await service.load(call)
+    except (EngineClosedError, NoFreeSlotError, AdapterUnavailableError) as error:
+        raise ApiError(503, UNAVAILABLE, str(error), retry_after=1) from None
     except AdapterNotFoundError:
         raise ApiError(404, NOT_FOUND, f"adapter {name!r:.200} is not loaded", "lora_name") from None
-    except (EngineClosedError, NoFreeSlotError) as error:
-        raise ApiError(503, UNAVAILABLE, str(error), retry_after=1) from None
     except LoRAError as error:  # the change could not be saved
         raise ApiError(500, INTERNAL, str(error)) from None

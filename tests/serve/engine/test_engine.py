@@ -512,6 +512,23 @@ def test_evicted_adapters_are_listed_and_reloaded_on_request(world, oracle):
     assert [list(one.tokens) for one in found] == want
 
 
+def test_evicted_adapter_whose_folder_is_gone(world, tmp_path, caplog):
+    """It stays listed, its requests fail with the folder's name, and it is served once the folder is back."""
+    shutil.copytree(ADAPTERS["sort"], tmp_path / "guest")
+    world.engine.add_lora(jlora.LoRARequest("guest", str(tmp_path / "guest")))
+    while "guest" not in evicted(world.manager):
+        assert world.manager.remove_oldest_adapter()
+    (tmp_path / "guest").rename(tmp_path / "away")
+    with pytest.raises(jlora.AdapterUnavailableError, match=str(tmp_path / "guest")):
+        world.engine.submit(WORD, GREEDY, lora="guest").result(60)
+    assert [r.levelname for r in caplog.records if "guest" in r.getMessage()].count("WARNING") == 1
+    assert "guest" in world.engine.list_loras()
+    (tmp_path / "away").rename(tmp_path / "guest")
+    assert world.engine.submit(WORD, GREEDY, lora="guest").result(60).text == "aelnpt"
+    for name in ADAPTERS:
+        world.manager.prepare([name]).close()
+
+
 def test_hanging_loads_leave_room_for_others(world):
     hung, prefetch = [], world.manager.prefetch
 

@@ -2,7 +2,14 @@
 
 import pytest
 
-from jlora.errors import AdapterMismatchError, AdapterNotFoundError, LoRAError, LoRAUsageError, NoFreeSlotError
+from jlora.errors import (
+    AdapterMismatchError,
+    AdapterNotFoundError,
+    AdapterUnavailableError,
+    LoRAError,
+    LoRAUsageError,
+    NoFreeSlotError,
+)
 from jlora.serve.engine.request import EngineClosedError, Piece, RequestTimeoutError, SamplingParams, TokenLogprob
 from jlora.serve.http.template import ChatTemplate
 from tests.serve.client import make_service, post
@@ -241,6 +248,7 @@ ERRORS = [
     (BUSY, 429, "TooManyRequestsError", "3"),
     (EngineClosedError("closed"), 503, "ServiceUnavailableError", "1"),
     (RequestTimeoutError("too long"), 504, "TimeoutError", None),
+    (AdapterUnavailableError("its folder is gone"), 503, "ServiceUnavailableError", "1"),
     (AdapterNotFoundError("gone"), 404, "NotFoundError", None),
     (AdapterMismatchError("its rank is 64"), 400, "BadRequestError", None),
     (NoFreeSlotError("all are pinned"), 503, "ServiceUnavailableError", "1"),

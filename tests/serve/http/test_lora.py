@@ -6,7 +6,14 @@ import time
 
 import pytest
 
-from jlora.errors import AdapterMismatchError, AdapterNotFoundError, LoRAError, LoRAUsageError, NoFreeSlotError
+from jlora.errors import (
+    AdapterMismatchError,
+    AdapterNotFoundError,
+    AdapterUnavailableError,
+    LoRAError,
+    LoRAUsageError,
+    NoFreeSlotError,
+)
 from jlora.serve.engine.request import EngineClosedError
 from jlora.serve.http.adapters import AllowedSources
 from jlora.serve.http.errors import ApiError
@@ -258,14 +265,15 @@ def test_pin_and_unpin(service, engine):
         assert post(service, path, {}).status == 400
 
 
-def test_pin_without_a_free_slot_is_unavailable(service, engine):
+@pytest.mark.parametrize("error", [NoFreeSlotError("each slot is pinned"), AdapterUnavailableError("'/sort' is gone")])
+def test_pin_that_must_wait_is_unavailable(service, engine, error):
     def pin(name):
-        raise NoFreeSlotError(f"adapter {name!r} needs a slot, and each is pinned")
+        raise error
 
     engine.pin_lora = pin
     answer = post(service, PIN, {"lora_name": "sort"})
     assert (answer.status, answer.error["type"]) == (503, "ServiceUnavailableError")
-    assert (answer.headers["retry-after"], "'sort' needs a slot" in answer.error["message"]) == ("1", True)
+    assert (answer.headers["retry-after"], answer.error["message"]) == ("1", str(error))
 
 
 def test_pin_waits_for_the_load_of_its_name(service, engine):
@@ -289,8 +297,11 @@ def test_no_root_means_no_load_endpoints(engine, options):
     for path in (LOAD, UNLOAD):
         answer = post(service, path, {"lora_name": "sort", "lora_path": "one"})
         assert (answer.status, answer.error["type"]) == (404, "NotFoundError")
+        assert "--lora-root DIR or --lora-hub-repos" in answer.error["message"]
     for path in (PIN, UNPIN):
-        assert post(service, path, {"lora_name": "sort"}).status == (200 if options else 404)
+        answer = post(service, path, {"lora_name": "sort"})
+        assert answer.status == (200 if options else 404)
+        assert options or "--admin-api-key" in answer.error["message"]
     assert engine.calls["add"] == engine.calls["remove"] == 0
 
 

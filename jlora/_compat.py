@@ -197,7 +197,7 @@ def cudnn_attention(
       window: number of latest keys that a causal query sees; None means all.
       lengths: [B] int32 number of keys of each sequence; None means C.
     """
-    library = jax._src.cudnn.fused_attention_stablehlo
+    library: Any = jax._src.cudnn.fused_attention_stablehlo
     kinds = library.MaskType
     batch, length = q.shape[:2]
     if lengths is None:

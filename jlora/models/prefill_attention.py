@@ -77,20 +77,7 @@ def attend(
     within = None if window is None or window >= length else window
     parts = [kernel(q, k, v, True, within, None)]
     if past is not None and window != 1:
-        size = past[0].shape[1]
-        latest = window is not None and window <= size
-        if latest:
-            size = window - 1
-            order = jnp.maximum(start[:, None] - 1 - jnp.arange(size, dtype=start.dtype)[None], 0)
-            past = jax.tree.map(lambda rows: jax.vmap(lambda own, places: own[places])(rows, order), past)
-            start, q_past = jnp.minimum(start, size), _resized(q, 1, size)[:, ::-1]
-        else:
-            q_past = q
-        keys, values = (_first(rows, start) for rows in past)
-        out, sums = kernel(q_past, keys, values, latest, None, start)
-        if latest:
-            out, sums = _resized(out[:, ::-1], 1, length), _resized(sums[:, :, ::-1], 2, length, -jnp.inf)
-        parts.append((out, sums))
+        parts.append(_of_past(q, past, start, window, kernel))
     logits = [sums for _, sums in parts]
     if sinks is not None:
         logits.append(jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, None], logits[0].shape))
@@ -102,6 +89,25 @@ def attend(
         weight = jnp.exp(sums - total).swapaxes(1, 2)[..., None]
         added += jnp.where(weight == 0, 0, weight * out.astype(jnp.float32))
     return added.astype(q.dtype)
+
+
+def _of_past(
+    q: Float[Array, "B L H D"],
+    past: tuple[Float[Array, "B C G D"], Float[Array, "B C G D"]],
+    start: Int[Array, "B"],
+    window: int | None,
+    kernel: Kernel,
+) -> tuple[Float[Array, "B L H D"], Float[Array, "B H L"]]:
+    """Return attention to the rows before `start`, and the logarithms of its sums."""
+    if window is None or window > past[0].shape[1]:
+        keys, values = (_first(rows, start) for rows in past)
+        return kernel(q, keys, values, False, None, start)
+    length, size = q.shape[1], window - 1
+    latest = jnp.maximum(start[:, None] - 1 - jnp.arange(size, dtype=start.dtype)[None], 0)
+    count = jnp.minimum(start, size)
+    keys, values = (_first(jax.vmap(lambda own, places: own[places])(rows, latest), count) for rows in past)
+    out, sums = kernel(_resized(q, 1, size)[:, ::-1], keys, values, True, None, count)
+    return _resized(out[:, ::-1], 1, length), _resized(sums[:, :, ::-1], 2, length, -jnp.inf)
 
 
 def _resized(x: jax.Array, axis: int, size: int, fill: float = 0.0) -> jax.Array:
@@ -122,7 +128,7 @@ def _no_gradient(x: jax.Array) -> jax.Array:
 
 
 @_no_gradient.defjvp
-def _(*_: object) -> None:
+def _(*_: object) -> tuple[jax.Array, jax.Array]:
     raise NotImplementedError("attention with a cache or with sinks has no gradient on this platform")
 
 

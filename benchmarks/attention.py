@@ -6,10 +6,10 @@
 `values` compares cuDNN or splash attention with float64 sums on the host, in cases of chunks at different starts,
 windows, padding, grouped heads and sinks. All rows of caches and padding that no query may read are NaN. `decoders`
 does the same through a small decoder, alone and on a mesh of one device. `layers` times one layer of Llama-3-8B's
-heads: scores in memory, the same in blocks of queries, and the library for new tokens alone, for the first and the last chunk
-of a cache, and as JAX exposes it. `prompts` times a whole prefill of Llama-3-8B's shape with random weights. `decode`
-compares the decode kernel with the library for 64 sequences. A time is the median over rounds of the mean of calls
-enqueued together. A case that fails prints its error, and the others go on.
+heads: scores in memory, the same in blocks of queries, and the library for new tokens alone, for the first and the last
+chunk of a cache, and as JAX exposes it. `prompts` times a whole prefill of Llama-3-8B's shape with random weights.
+`decode` compares the decode kernel with the library for 64 sequences. A time is the median over rounds of the mean of
+calls enqueued together. A case that fails prints its error, and the others go on.
 """
 
 import argparse

@@ -99,7 +99,7 @@ def _of_past(
     kernel: Kernel,
 ) -> tuple[Float[Array, "B L H D"], Float[Array, "B H L"]]:
     """Return attention to the rows before `start`, and the logarithms of its sums."""
-    if window is None or window > past[0].shape[1]:
+    if window is None or window >= past[0].shape[1]:
         keys, values = (_first(rows, start) for rows in past)
         return kernel(q, keys, values, False, None, start)
     length, size = q.shape[1], window - 1

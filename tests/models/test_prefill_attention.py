@@ -19,7 +19,10 @@ NAN = float("nan")
 
 
 def plain(q, k, v, causal, window, lengths):
-    """A kernel with what the libraries offer and no more: masked values are multiplied by weights of 0."""
+    """A kernel with what the libraries offer and no more.
+
+    Masked values are multiplied by weights of 0, the results of no keys and of more than there are may be NaN.
+    """
     repeats = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(rows.astype(jnp.float32), repeats, axis=2) for rows in (k, v))
     scores = jnp.einsum("blhd,bchd->bhlc", q.astype(jnp.float32), k) * q.shape[3] ** -0.5
@@ -29,7 +32,12 @@ def plain(q, k, v, causal, window, lengths):
     live = jnp.arange(k.shape[1])[None] < (k.shape[1] if lengths is None else lengths[:, None])
     scores = jnp.where(seen[None, None] & live[:, None, None], scores, -1e30)
     sums = jax.nn.logsumexp(scores, axis=-1)
-    return jnp.einsum("bhlc,bchd->blhd", jnp.exp(scores - sums[..., None]), v).astype(q.dtype), sums
+    out = jnp.einsum("bhlc,bchd->blhd", jnp.exp(scores - sums[..., None]), v).astype(q.dtype)
+    if lengths is not None:
+        sums = jnp.where((lengths > 0)[:, None, None], sums, -jnp.inf)
+        sums = jnp.where((lengths > k.shape[1])[:, None, None], NAN, sums)
+        out = jnp.where((lengths > 0)[:, None, None, None], out, jnp.asarray(NAN, out.dtype))
+    return out, sums
 
 
 def expected(q, k, v, start, count, past, sinks, window):

@@ -14,6 +14,7 @@ import flax.nnx.nn.dtypes
 import jax
 import jax._src.config
 import jax._src.core
+import jax._src.cudnn.fused_attention_stablehlo
 import jax._src.distributed
 import jax._src.interpreters.pxla
 import jax.core
@@ -192,6 +193,48 @@ def triton_gap() -> str | None:
         return None
     return (
         f"needs {missing[0]}, which JAX {jax.__version__} does not have (the extra jlora[cuda] brings one that has it)"
+    )
+
+
+def cudnn_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    causal: bool,
+    window: int | None = None,
+    lengths: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Return cuDNN's softmax attention [B, L, H, D], and the float32 logarithms [B, H, L] of the sums of exp(score).
+
+    `jax.nn.dot_product_attention(implementation="cudnn", return_residual=True)` makes the same call and rounds the
+    logarithms to the dtype of q, which is too coarse to combine two results. Verified with JAX 0.10.0 to 0.12.0.
+
+    Args:
+      q: [B, L, H, D] queries, bfloat16 or float16.
+      k: [B, C, G, D] keys.
+      v: [B, C, G, D] values.
+      causal: True if query i sees keys 0..i only.
+      window: number of latest keys that a causal query sees; None means all.
+      lengths: [B] int32 number of keys of each sequence; None means C.
+    """
+    library: Any = jax._src.cudnn.fused_attention_stablehlo
+    kinds = library.MaskType
+    batch, length = q.shape[:2]
+    if lengths is None:
+        kind, query_lengths = kinds.CAUSAL if causal else kinds.NO_MASK, None
+    else:
+        kind, query_lengths = kinds.PADDING_CAUSAL if causal else kinds.PADDING, jax.numpy.full(batch, length, "int32")
+    return library.dot_product_attention(
+        q,
+        k,
+        v,
+        q_seqlen=query_lengths,
+        kv_seqlen=lengths,
+        scale=q.shape[3] ** -0.5,
+        mask_type=kind,
+        sliding_window_length=window,
+        return_residual=True,
     )
 
 

@@ -56,7 +56,7 @@ CHECKED = (
     *(f"jlora.adapters.{name}" for name in ("adapter", "checkpoint", "config_file", "files", "escaping")),
     *(f"jlora.adapters.{name}" for name in ("peft_config", "resolve", "shapes", "strict_json", "tensor_file")),
     *(f"jlora.layers.{name}" for name in ("base_kernel", "einsum", "forward", "slot_write", "specs", "wrap")),
-    *("jlora.manager", "jlora.models.decode_attention", "jlora.pallas"),
+    *("jlora.manager", "jlora.models.decode_attention", "jlora.models.prefill_attention", "jlora.pallas"),
 )
 if importlib.util.find_spec("beartype"):
     import tests.checked

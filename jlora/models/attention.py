@@ -1,19 +1,22 @@
 """Attention with grouped queries, rotary positions, windows and sinks, and the key-value cache of a layer."""
 
+from functools import partial
 from types import ModuleType
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from jlora._typing import DType
+from jlora.models import prefill_attention
 from jlora.models.config import DecoderConfig
 from jlora.models.partition import Partition, merged
 from jlora.models.parts import RMSNorm, linear
 from jlora.models.rope import rotate
-from jlora.pallas.gpus import own_backend
+from jlora.pallas.gpus import own_backend, platform
 
 
 class LayerCache(NamedTuple):
@@ -22,6 +25,8 @@ class LayerCache(NamedTuple):
     keys: Float[Array, "B C G D"]
     values: Float[Array, "B C G D"]
 
+
+_SCORES = 1 << 30  # bytes of the scores that `attend` computes at once
 
 Rotation = tuple[Float[Array, "B L 1 half"], Float[Array, "B L 1 half"]]  # cos and sin of every position
 
@@ -39,11 +44,31 @@ def attend(
     and infinity.
 
     `sinks` adds one logit per head that takes part in the softmax and has no value (arXiv:2309.17453).
+
+    Scores of more than 1 GiB are computed in blocks of queries.
     """
-    batch, length, heads, width = q.shape
-    groups = k.shape[2]
+    batch, length, heads, _ = q.shape
     seen = visible.any(axis=1)[..., None, None]  # a weight of 0 would not mask them, since 0 x NaN is NaN
     k, v = (jnp.where(seen, rows, jnp.zeros((), rows.dtype)) for rows in (k, v))
+    block = max(1, _SCORES // (4 * batch * heads * k.shape[1]))
+    if block >= length:
+        return _attend(q, k, v, visible, sinks)
+
+    def query(row: tuple[Float[Array, "B H D"], Bool[Array, "B C"]]) -> Float[Array, "B H D"]:
+        return _attend(row[0][:, None], k, v, row[1][:, None], sinks)[:, 0]
+
+    return jax.lax.map(query, (q.swapaxes(0, 1), visible.swapaxes(0, 1)), batch_size=block).swapaxes(0, 1)
+
+
+def _attend(
+    q: Float[Array, "B L H D"],
+    k: Float[Array, "B C G D"],
+    v: Float[Array, "B C G D"],
+    visible: Bool[Array, "B L C"],
+    sinks: Float[Array, "H"] | None,
+) -> Float[Array, "B L H D"]:
+    batch, length, heads, width = q.shape
+    groups = k.shape[2]
     q = q.reshape(batch, length, groups, heads // groups, width)
     scores = jnp.einsum("blghd,bcgd->bghlc", q, k, preferred_element_type=jnp.float32) * width**-0.5
     scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
@@ -70,11 +95,19 @@ class Attention(nnx.Module):
     """
 
     def __init__(
-        self, config: DecoderConfig, window: int | None, *, dtype: DType, rngs: nnx.Rngs, partition: Partition
+        self,
+        config: DecoderConfig,
+        window: int | None,
+        *,
+        dtype: DType,
+        rngs: nnx.Rngs,
+        partition: Partition,
+        rows: tuple[str, ...],
     ):
         heads, groups, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.shards = partition.size("tensor")
-        self.on_mesh = partition.mesh is not None
+        self.partition = partition
+        self.rows = rows  # mesh axes over which sequences are sharded
         self.groups = max(groups, self.shards)
         self.qkv_proj = linear(
             config.hidden_size,
@@ -121,7 +154,7 @@ class Attention(nnx.Module):
 
         Args:
           x: [B, L, E] normalised hidden states.
-          positions: [B, L] position of each token.
+          positions: [B, L] position of each token, increasing by one from that of a sequence's first token.
           rotation: cos and sin of these positions.
           cache: Keys and values of earlier positions, or None to attend to the keys of `x` only.
           end: [B] number of real positions of each sequence. None means no padding.
@@ -139,9 +172,7 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *rotation), rotate(k, *rotation)
         sinks = self.sinks[...] if config.sinks else None
-        if cache is None:
-            key_positions = positions
-        else:
+        if cache is not None:
             cache = LayerCache(_write(cache.keys, positions, k), _write(cache.values, positions, v))
             kernels = self.kernels(q.dtype) if length == 1 else None
             if kernels is not None:
@@ -149,7 +180,17 @@ class Attention(nnx.Module):
                 begin = jnp.zeros_like(here) if self.window is None else jnp.maximum(here + 1 - self.window, 0)
                 out = kernels.decode_attention(q[:, 0], cache.keys, cache.values, begin, here + 1, sinks)
                 return self.o_proj(out.reshape(batch, 1, -1)), cache
-            k, v = cache.keys[:, :extent], cache.values[:, :extent]
+        kept = None if cache is None else LayerCache(cache.keys[:, :extent], cache.values[:, :extent])
+        library = self.library(q.dtype) if length > 1 else None
+        if library is not None:
+            start = positions[:, 0]
+            count = None if end is None else end - start
+            out = self._by_library(library, q, k, v, start, count, kept, sinks)
+            return self.o_proj(out.reshape(batch, length, -1)), cache
+        if kept is None:
+            key_positions = positions
+        else:
+            k, v = kept
             key_positions = jnp.broadcast_to(jnp.arange(k.shape[1]), (batch, k.shape[1]))
         # Padding sees no further than the last real token. No query thus sees the keys of padding, nor stale keys that
         # an earlier sequence left in the cache.
@@ -165,8 +206,40 @@ class Attention(nnx.Module):
 
         It serves one query per sequence, and reads only the live positions of the cache.
         """
-        if self.on_mesh or own_backend() != "triton":
+        if self.partition.mesh is not None or own_backend() != "triton":
             return None
         from jlora.models import decode_attention  # slow import, needed on GPUs only
 
         return decode_attention if decode_attention.unsupported_reason(dtype, self.config.head_dim) is None else None
+
+    def library(self, dtype: DType) -> prefill_attention.Kernel | None:
+        """Return the library's kernel for many queries per sequence, or None if it has none."""
+        mesh = self.partition.mesh
+        where = platform() if mesh is None else mesh.devices.flat[0].platform
+        return prefill_attention.kernel_of(where, dtype, self.config.head_dim)
+
+    def _by_library(
+        self,
+        kernel: prefill_attention.Kernel,
+        q: Float[Array, "B L H D"],
+        k: Float[Array, "B L G D"],
+        v: Float[Array, "B L G D"],
+        start: Int[Array, "B"],
+        count: Int[Array, "B"] | None,
+        past: LayerCache | None,
+        sinks: Float[Array, "H"] | None,
+    ) -> Float[Array, "B L H D"]:
+        """Run the kernel on each shard's sequences and heads, because the compiler cannot divide a library's kernel."""
+        run = partial(prefill_attention.attend, window=self.window, kernel=kernel)
+        if self.partition.mesh is not None:
+            rows = self.partition.dividing(q.shape[0], self.rows) or None
+            heads = self.partition.dividing(q.shape[2], ("tensor",)) or None
+            by_head, by_row = P(rows, None, heads), P(rows)
+            run = jax.shard_map(
+                run,
+                mesh=self.partition.mesh,
+                in_specs=(by_head, by_head, by_head, by_row, by_row, by_head, P(heads)),
+                out_specs=by_head,
+                check_vma=False,
+            )
+        return run(q, k, v, start, count, past, sinks)

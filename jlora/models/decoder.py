@@ -41,7 +41,8 @@ class Layer(nnx.Module):
         dispatch: Dispatch,
     ):
         window = None if config.sliding_windows is None else config.sliding_windows[index]
-        self.self_attn = Attention(config, window, dtype=dtype, rngs=rngs, partition=partition)
+        rows = spread_over(dispatch)
+        self.self_attn = Attention(config, window, dtype=dtype, rngs=rngs, partition=partition, rows=rows)
         if config.moe is not None and config.moe.layers[index]:
             self.mlp = MoE(
                 config.hidden_size,

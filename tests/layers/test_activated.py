@@ -16,8 +16,7 @@ from tests.layers.test_scope import NAMES, ONE, TARGETS, TOKENS, TWO, Model, ser
 pytestmark = pytest.mark.device
 
 SEQUENCES, LENGTH = TOKENS.shape
-NEVER = 2**31 - 1
-FIRST = [(1, 0, 2, 3), (0, 1, NEVER, 2), (2, 2, 0, NEVER)]
+FIRST = [(1, 0, 2, 3), (0, 1, jlora.NOWHERE, 2), (2, 2, 0, jlora.NOWHERE)]
 
 
 class World:
@@ -30,22 +29,22 @@ class World:
         self.base = np.asarray(run(twins[None], TOKENS), np.float64)
         self.manager = make_manager(self.model, [ONE, TWO], activated=True)
 
-    def check(self, step, *args, take=lambda array: array, place=0, options=()):
+    def check(self, step, *args, take=lambda array: array, place=0, **options):
         """Compare a step with the expected values and with the bits of the base, for all of FIRST.
 
         Args:
           step: called with the model, `args` and a batch.
           take: the rows of the step's output, from values [B, L, ...].
           place: the place in TOKENS of row 0 of the step.
-          options: further arguments of `prepare`.
+          options: further arguments of `prepare`; by default, the length of TOKENS.
         """
-        served = np.array([name is not None for name in NAMES])
-        with self.manager.prepare([None] * SEQUENCES, active_from=[0] * SEQUENCES, **dict(options)) as batch:
+        options, served = options or {"length": LENGTH}, np.array([name is not None for name in NAMES])
+        with self.manager.prepare([None] * SEQUENCES, active_from=[0] * SEQUENCES, **options) as batch:
             base = np.asarray(step(self.model, *args, batch))
         for first in FIRST:
             active = (np.arange(LENGTH) >= np.array(first)[:, None]) & served[:, None]
             starts = [max(0, row - place) for row in first]
-            with self.manager.prepare(NAMES, active_from=starts, **dict(options)) as batch:
+            with self.manager.prepare(NAMES, active_from=starts, **options) as batch:
                 found = np.asarray(step(self.model, *args, batch))
             assert_close(found, take(np.where(active[..., None], self.merged, self.base)))
             active = take(active)
@@ -67,14 +66,14 @@ def flat(array):
 
 def test_rows_of_sequences(world):
     world.check(serve, TOKENS)
-    world.check(serve, flat(TOKENS), take=flat, options={"length": LENGTH})
+    world.check(serve, flat(TOKENS), take=flat)
 
 
 def test_decode_steps(world):
     """One row a sequence, as [B] and as [B, 1], takes its adapter if `active_from` is 0."""
     for place in range(LENGTH):
-        world.check(serve, TOKENS[:, place], take=lambda a, i=place: a[:, i], place=place)
-        world.check(serve, TOKENS[:, [place]], take=lambda a, i=place: a[:, [i]], place=place)
+        world.check(serve, TOKENS[:, place], take=lambda a, i=place: a[:, i], place=place, length=1)
+        world.check(serve, TOKENS[:, [place]], take=lambda a, i=place: a[:, [i]], place=place, length=1)
 
 
 def head_of(rows_of_head):
@@ -90,14 +89,35 @@ def head_of(rows_of_head):
 
 
 def test_the_head_of_the_last_row(world):
+    """[B, F], [B, 1, F], and rows of a map whose sequences have one row."""
     order = np.array([2, 0, 3, 1, 0])
 
     def mapped(model, x):
-        with jlora.rows(jlora.RowMap(order)):
+        with jlora.rows(jlora.RowMap(order, of="tokens", length=1)):
             return model.lm_head(x[order, -1])
 
     world.check(head_of(lambda model, x: model.lm_head(x[:, -1])), TOKENS, take=lambda a: a[:, -1])
+    world.check(head_of(lambda model, x: model.lm_head(x[:, -1:])), TOKENS, take=lambda a: a[:, -1:])
     world.check(head_of(mapped), TOKENS, take=lambda a: a[order, -1])
+
+
+def test_a_step_of_the_head_alone(world):
+    """The rows of the prompt are declared, so a step that sees its last ones alone knows their places."""
+
+    @jax.jit
+    def step(model, x, batch):
+        with jlora.use(batch, without=["embed", "proj"]):
+            return model.lm_head(x)
+
+    x = np.random.default_rng(2).normal(size=(SEQUENCES, 6)).astype(np.float32)
+    bare = Model()
+    merged = {"one": merge(bare, TARGETS, ONE), "two": merge(bare, TARGETS, TWO), None: bare}
+    for first in FIRST:
+        names = [name if row < LENGTH else None for name, row in zip(NAMES, first, strict=True)]
+        want = np.stack([np.asarray(merged[name].lm_head(row)) for name, row in zip(names, x, strict=True)])
+        with world.manager.prepare(NAMES, active_from=first, length=LENGTH) as batch:
+            assert_close(step(world.model, x, batch), want)
+            assert_close(step(world.model, x[:, None], batch)[:, 0], want)
 
 
 def test_maps_of_tokens(world):
@@ -127,7 +147,7 @@ def test_packed_rows(world, pad_to):
             return model.lm_head(x[order])
 
     def check(rows_of_head, of_head):
-        world.check(head_of(rows_of_head), rows, take=lambda a: flat(a)[PACKED][of_head], options=packed)
+        world.check(head_of(rows_of_head), rows, take=lambda a: flat(a)[PACKED][of_head], **packed)
 
     check(lambda model, x: model.lm_head(x)[: len(PACKED)], slice(None))
     check(mapped, order)
@@ -138,7 +158,7 @@ def test_sequences_under_vmap(world):
     mapped = jax.jit(jax.vmap(serve, in_axes=(None, 0, 0)))
     world.check(mapped, TOKENS)
     for place in range(LENGTH):
-        world.check(mapped, TOKENS[:, place], take=lambda a, i=place: a[:, i], place=place)
+        world.check(mapped, TOKENS[:, place], take=lambda a, i=place: a[:, i], place=place, length=1)
 
 
 @pytest.mark.device(devices=8)
@@ -151,13 +171,13 @@ def test_shards_of_sequences(world):
 def test_a_batch_activated_inside_a_step(world):
     @jax.jit
     def step(model, tokens, first, batch):
-        with jlora.use(batch.activate(first)):
+        with jlora.use(batch.activate(first, length=LENGTH)):
             return model(tokens)
 
     first = FIRST[0]
-    with world.manager.prepare(NAMES, active_from=[LENGTH] * SEQUENCES) as batch:
+    with world.manager.prepare(NAMES) as batch:
         found = np.asarray(step(world.model, TOKENS, np.array(first), batch))
-    with world.manager.prepare(NAMES, active_from=first) as batch:
+    with world.manager.prepare(NAMES, active_from=first, length=LENGTH) as batch:
         np.testing.assert_array_equal(found, np.asarray(serve(world.model, TOKENS, batch)))
 
 
@@ -192,30 +212,11 @@ def test_positions_before_heads():
             serve(model, X.swapaxes(1, 2), batch)
         with pytest.raises(jlora.LoRAError, match=r"proj: a sequence has rows of shape \(5, 3\), and `active_from`"):
             jax.vmap(serve, in_axes=(None, 0, 0))(model, X.swapaxes(1, 2), batch)
-        with pytest.raises(jlora.LoRAError, match=r"proj: a sequence has rows of shape \(5,\), and `active_from`"):
-            serve(model, X[:, 0], batch)
+        for rows in (X[:, 0], X[:, -1:], X[:, -2:, 0]):
+            with pytest.raises(jlora.LoRAError, match=r"proj: a sequence has rows of shape .*, and `active_from`"):
+                serve(model, rows, batch)
     active = np.arange(3) >= np.array([[2], [1]])
     assert_close(found, np.where(active[..., None, None], run(twin, X), run(Heads(), X)))
-    with (
-        manager.prepare(["one", "one"], active_from=[2, 1]) as batch,
-        pytest.raises(jlora.LoRAError, match=r"one of the sizes \[\] .*prepare\(\.\.\., length=\)"),
-    ):
-        serve(model, X, batch)
-
-
-def test_one_row_a_sequence_after_rows_of_two_lengths():
-    model, _, manager = heads_of()
-
-    @jax.jit
-    def step(model, x, batch):
-        with jlora.use(batch):
-            return [model.proj(rows) for rows in (x[:, :, 0], x[:, 0, :1], x[:, -1, 0])]
-
-    with (
-        manager.prepare(["one", "one"], active_from=[2, 1]) as batch,
-        pytest.raises(jlora.LoRAError, match=r"one row a sequence is the last .* lengths \[1, 3\]"),
-    ):
-        step(model, X, batch)
 
 
 # --- Batches without first rows ---------------------------------------------------------------------------------------
@@ -230,13 +231,13 @@ def test_an_activated_adapter_needs_first_rows():
         assert batch.needs_activation
         with pytest.raises(jlora.LoRAError, match=r"aLoRA.*prepare\(\.\.\., active_from=\) or batch\.activate\("):
             serve(manager.model, TOKENS, batch)
-        found = np.asarray(serve(manager.model, TOKENS, batch.activate([2, 0, 0, LENGTH])))
+        found = np.asarray(serve(manager.model, TOKENS, batch.activate([2, 0, 0, LENGTH], length=LENGTH)))
         prompts = [[3, 4, 3, 4], [3, 4, 1, 2], [1], [7, 7, 7, 7]]
-        again = np.asarray(serve(manager.model, TOKENS, batch.activate_in(prompts)))
+        again = np.asarray(serve(manager.model, TOKENS, batch.activate_in(prompts, length=LENGTH)))
     with manager.prepare([None, "two", "two", None]) as batch:
         assert not batch.needs_activation
         serve(manager.model, TOKENS, batch)
-    with plain.prepare(NAMES, active_from=[2, 0, 0, LENGTH]) as batch:
+    with plain.prepare(NAMES, active_from=[2, 0, 0, LENGTH], length=LENGTH) as batch:
         want = np.asarray(serve(plain.model, TOKENS, batch))
     np.testing.assert_array_equal(found, want)
     np.testing.assert_array_equal(again, want)

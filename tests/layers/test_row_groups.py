@@ -124,7 +124,7 @@ def test_other_counts_of_the_same_padded_sizes_run_the_same_step(world):
 def test_other_options(config):
     world, images = World(**config), image_inputs([4, 8, 4, 12], [2, 1, 2, 2], pad=32)
     with world.manager.prepare(
-        NAMES, **images.groups, **({"active_from": [0] * 3} if "activated" in config else {})
+        NAMES, **images.groups, **({"active_from": [0] * 3, "length": LENGTH} if "activated" in config else {})
     ) as b:
         found = serve(world.model, images.inputs, b)
     assert_close(found, world.expected(NAMES, images.inputs), 1e-5)
@@ -420,10 +420,10 @@ def test_images_of_activated_adapters_are_refused():
     with pytest.raises(
         jlora.LoRAUsageError, match=r"item 1 of group 'images' belongs to sequence 1, which has an aLoRA"
     ):
-        manager.prepare(["one", "later"], groups={"images": [0, 1]}, active_from=[0, 0])
+        manager.prepare(["one", "later"], groups={"images": [0, 1]}, active_from=[0, 0], length=LENGTH)
     with pytest.raises(jlora.LoRAUsageError, match=r"belongs to sequence 1, whose adapter is active from row 2 on"):
-        manager.prepare(["one", "later"], groups={"images": [0, 1]}, active_from=[0, 2])
-    manager.prepare(["one", "later"], groups={"images": [0, None]}, active_from=[0, 2]).close()
+        manager.prepare(["one", "later"], groups={"images": [0, 1]}, active_from=[0, 2], length=LENGTH)
+    manager.prepare(["one", "later"], groups={"images": [0, None]}, active_from=[0, 2], length=LENGTH).close()
 
 
 # --- undeclared layers ----------------------------------------------------------------------------------------------

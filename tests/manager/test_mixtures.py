@@ -38,7 +38,7 @@ def parts_of(entry, adapters):
 
 
 def check(world, adapters, entries, first=(0, 0, 0)):
-    with world.manager.prepare(entries, active_from=first) as batch:
+    with world.manager.prepare(entries, active_from=first, length=LENGTH) as batch:
         got = world.logits(batch)
     want = [
         expected(world.model, parts_of(entry, adapters), tokens, start)
@@ -73,7 +73,9 @@ def parts_names(entry):
 
 def test_factor_0_and_inactive_rows_are_bitwise_base(world):
     base = world.serve([None, None, None])
-    with world.manager.prepare([Scaled("a", 0), "b", Mix({"a": 0, "c": 1})], active_from=[0, LENGTH, 2]) as batch:
+    with world.manager.prepare(
+        [Scaled("a", 0), "b", Mix({"a": 0, "c": 1})], active_from=[0, LENGTH, 2], length=LENGTH
+    ) as batch:
         got = world.logits(batch)
     assert (got[:2] == base[:2]).all()
     assert (got[2, :2] == base[2, :2]).all()

@@ -241,3 +241,149 @@ def test_an_activated_adapter_needs_first_rows():
         want = np.asarray(serve(plain.model, TOKENS, batch))
     np.testing.assert_array_equal(found, want)
     np.testing.assert_array_equal(again, want)
+
+
+# --- `activate` ------------------------------------------------------------------------------------------------------
+
+
+def test_length_is_required(world):
+    for options in ({}, {"length": None}):
+        with pytest.raises(jlora.LoRAUsageError, match=r"`length`.*: prepare\(names, active_from=first_rows, length="):
+            world.manager.prepare(NAMES, active_from=[0] * SEQUENCES, **options)
+        with world.manager.prepare(NAMES) as batch:
+            with pytest.raises(jlora.LoRAUsageError, match=r"`length`.*: batch\.activate\(first_rows, length="):
+                batch.activate([0] * SEQUENCES, **options)
+            with pytest.raises(jlora.LoRAUsageError, match=r"`length`"):
+                batch.activate_in([[1]] * SEQUENCES, **options)
+
+
+LARGE = [2**31, 2**31 + 5, jlora.NOWHERE + 3, 2**63 - 1]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        list,
+        lambda rows: np.array(rows, np.int64),
+        lambda rows: np.array(rows, np.uint64),
+        lambda rows: jnp.array(np.minimum(rows, 2**32 - 1).astype(np.uint32)),
+    ],
+    ids=["list", "int64", "uint64", "device uint32"],
+)
+def test_rows_past_int32_are_nowhere(world, make):
+    """Left padding adds to the first row that means nowhere."""
+    with world.manager.prepare([None] * SEQUENCES) as batch:
+        base = np.asarray(serve(world.model, TOKENS, batch))
+    with world.manager.prepare(NAMES) as batch:
+        found = serve(world.model, TOKENS, batch.activate(make(LARGE), length=LENGTH))
+        np.testing.assert_array_equal(found, base)
+    with world.manager.prepare(NAMES, active_from=make(LARGE), length=LENGTH) as batch:
+        np.testing.assert_array_equal(serve(world.model, TOKENS, batch), base)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        [True] * SEQUENCES,
+        np.array(FIRST[0]) > 0,
+        jnp.array(FIRST[0]) > 0,
+        [0, 0, 0, -1],
+        jnp.array([0, 0, 0, -1]),
+        [0.0] * SEQUENCES,
+        jnp.zeros(SEQUENCES),
+        [0] * (SEQUENCES - 1),
+        np.zeros((SEQUENCES, 1), int),
+        0,
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("unchecked_calls")
+def test_first_rows_are_checked_alike(world, first):
+    with pytest.raises(jlora.LoRAUsageError, match="active_from must be"):
+        world.manager.prepare(NAMES, active_from=first, length=LENGTH)
+    with world.manager.prepare(NAMES) as batch, pytest.raises(jlora.LoRAUsageError, match="first_rows must be"):
+        batch.activate(first, length=LENGTH)
+
+
+@pytest.mark.usefixtures("unchecked_calls")
+@pytest.mark.parametrize("length", [0, -1, 1.5, True, "3"])
+def test_lengths_are_checked_alike(world, length):
+    with pytest.raises(jlora.LoRAUsageError, match="prepare: length must be"):
+        world.manager.prepare(NAMES, active_from=[0] * SEQUENCES, length=length)
+    with world.manager.prepare(NAMES) as batch, pytest.raises(jlora.LoRAUsageError, match="activate: length must be"):
+        batch.activate([0] * SEQUENCES, length=length)
+
+
+def traced(world, batch, first, **options):
+    """Return the rows of a batch that a step activates itself."""
+
+    @jax.jit
+    def step(model, tokens, first, batch):
+        with jlora.use(batch.activate(first, **options)):
+            return model(tokens)
+
+    return np.asarray(step(world.model, TOKENS, first, batch))
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint32])
+def test_traced_first_rows_of_any_integer_type(world, dtype):
+    """Values are clamped before they are narrowed: those below 0 act from the first row on."""
+    most = np.iinfo(dtype).max
+    first = np.array([1, 0, most, -5 if np.iinfo(dtype).min else 2], dtype)
+    with world.manager.prepare(NAMES) as batch:
+        found = traced(world, batch, first, length=LENGTH)
+        want = serve(world.model, TOKENS, batch.activate([max(0, int(row)) for row in first], length=LENGTH))
+        np.testing.assert_array_equal(found, want)
+
+
+@pytest.mark.parametrize(
+    ("first", "options", "message"),
+    [
+        (np.zeros(SEQUENCES, bool), {"length": LENGTH}, r"takes integers \[4\].*got bool\[4\]"),
+        (np.zeros(SEQUENCES, np.float32), {"length": LENGTH}, r"takes integers \[4\].*got float32\[4\]"),
+        (np.zeros(3, np.int32), {"length": LENGTH}, r"takes integers \[4\].*got int32\[3\]"),
+        (np.zeros(SEQUENCES, np.int32), {}, "`length`"),
+        (np.zeros(SEQUENCES, np.int32), {"length": 0}, "must be positive"),
+    ],
+)
+def test_traced_first_rows_are_checked(world, first, options, message):
+    with world.manager.prepare(NAMES) as batch, pytest.raises(jlora.LoRAUsageError, match=message):
+        traced(world, batch, first, **options)
+
+
+def test_host_rows_inside_a_step(world):
+    @jax.jit
+    def step(model, tokens, batch):
+        with jlora.use(batch.activate(list(FIRST[0]), length=LENGTH)):
+            return model(tokens)
+
+    with world.manager.prepare(NAMES) as batch:
+        want = serve(world.model, TOKENS, batch.activate(FIRST[0], length=LENGTH))
+        np.testing.assert_array_equal(step(world.model, TOKENS, batch), want)
+
+
+def test_one_step_for_all_batches_with_first_rows(world):
+    """Also those that a warm-up and `verify` make, and that are activated later; packed ones likewise."""
+    traces = []
+
+    @jax.jit
+    def step(model, tokens, batch):
+        traces.append(1)
+        with jlora.use(batch):
+            return model(tokens)
+
+    world.manager.warmup(lambda batch: step(world.model, TOKENS, batch), num_sequences=SEQUENCES, length=LENGTH)
+    for options in ({"length": LENGTH, "active_from": FIRST[0]}, {}):
+        with world.manager.prepare(NAMES, **options) as batch:
+            step(world.model, TOKENS, batch.activate(FIRST[1], length=LENGTH))
+            if options:
+                step(world.model, TOKENS, batch)
+    assert len(traces) == 1
+    packed = {"token_counts": COUNTS, "pad_to": 12}
+    rows = np.pad(flat(TOKENS)[PACKED], (0, 3))
+    world.manager.warmup(lambda batch: step(world.model, rows, batch), num_sequences=SEQUENCES, **packed)
+    with world.manager.prepare(NAMES, active_from=FIRST[0], **packed) as batch:
+        step(world.model, rows, batch)
+    assert len(traces) == 2
+    report = world.manager.verify(serve, TOKENS, length=LENGTH)
+    assert set(report.checked) == {"embed", "proj", "lm_head"}

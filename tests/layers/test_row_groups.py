@@ -426,6 +426,35 @@ def test_images_of_activated_adapters_are_refused():
     manager.prepare(["one", "later"], groups={"images": [0, None]}, active_from=[0, 2], length=LENGTH).close()
 
 
+def test_activation_of_a_batch_with_images():
+    """Sequences with images are active from row 0 on, whenever the first rows are given."""
+    manager = make_manager(VisionModel(), [ONE], row_groups=ROW_GROUPS, activated=True)
+    with manager.prepare(["one", None, "one"], groups={"images": [0, None]}) as batch:
+        batch.activate([0, 2, 2], length=LENGTH)
+        for first in ([1, 0, 0], jnp.array([1, 0, 0])):
+            with pytest.raises(jlora.LoRAUsageError, match=r"first_rows: item 0 .* active from row 1 on"):
+                batch.activate(first, length=LENGTH)
+        for first in (jnp.zeros(3, jnp.int32), [0, 0, 0]):
+            with pytest.raises(jlora.LoRAUsageError, match=r"the row groups \['images'\].*outside of it"):
+                jax.jit(lambda batch, first: batch.activate(first, length=LENGTH))(batch, first)
+            with pytest.raises(jlora.LoRAUsageError, match=r"the row groups \['images'\].*outside of it"):
+                jax.jit(lambda batch: batch.activate([0, 0, 0], length=LENGTH))(batch)
+
+
+def test_cache_keys_count_the_items_of_a_sequence(world):
+    def keys(**groups):
+        with world.manager.prepare(NAMES, groups=groups) as batch:
+            return batch.cache_keys
+
+    owned, of_none = keys(images=[0, 2, 2]), keys(images=[None, 2, None])
+    assert owned[0] != of_none[0]
+    assert owned[0].items == (("images", 1),)
+    assert owned[1] is of_none[1] is None  # the base model
+    assert owned[2] != of_none[2]
+    assert keys(images=[None, None]) == keys()
+    assert keys(images=[0], merged=[0])[0] != keys(images=[0])[0]
+
+
 # --- undeclared layers ----------------------------------------------------------------------------------------------
 
 

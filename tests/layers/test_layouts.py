@@ -48,7 +48,8 @@ class Declared(World):
                     found = self.model.proj(jnp.asarray(x.reshape(*shape, K)))
             except jlora.LoRAError:
                 return False
-        assert_close(found.reshape(-1, N)[np.array(known)], self.expected(x, adapters)[known])
+        if any(known):
+            assert_close(found.reshape(-1, N)[np.array(known)], self.expected(x, adapters)[known])
         return True
 
 

@@ -7,13 +7,14 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jaxtyping import Int, Integer, Shaped
+from jaxtyping import Int, Shaped
 
 from jlora.adapters.activation import NOWHERE
 from jlora.errors import LoRAUsageError
 from jlora.layers.forward.group_shape import GroupShape
 
-FirstRows: TypeAlias = Sequence[int] | Integer[jax.Array | np.ndarray, "B"]
+# One integer for each sequence. Arrays of other types and shapes get an error of `checked_first_rows`.
+FirstRows: TypeAlias = Sequence[int] | jax.Array | np.ndarray
 
 
 @dataclass(frozen=True)

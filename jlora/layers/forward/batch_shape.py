@@ -171,7 +171,7 @@ def _integers(option: str, values: Any) -> tuple[int, ...]:
 
 def _integer(option: str, value: Any) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise LoRAUsageError(f"{option} must be an integer, got {value!r:.100}")
+        raise LoRAUsageError(f"{option} must be integers, got {type(value).__name__}")
     return operator.index(value)
 
 

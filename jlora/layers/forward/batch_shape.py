@@ -170,9 +170,12 @@ def _integers(option: str, values: Any) -> tuple[int, ...]:
 
 
 def _integer(option: str, value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise LoRAUsageError(f"{option} must be integers, got {type(value).__name__}")
-    return operator.index(value)
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise LoRAUsageError(f"{option} must be integers, got {type(value).__name__}") from None
 
 
 def _packed_rows(num_sequences: int, counts: tuple[int, ...] | None, pad_to: int | None) -> int:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "NOWHERE",
     "Adapter",
     "AdapterFormatError",
     "AdapterHandle",

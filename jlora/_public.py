@@ -4,6 +4,7 @@ from jlora.adapters import Adapter as Adapter
 from jlora.adapters import ExpertsLoRA as ExpertsLoRA
 from jlora.adapters import ModuleLoRA as ModuleLoRA
 from jlora.adapters import SavedHead as SavedHead
+from jlora.adapters.activation import NOWHERE as NOWHERE
 from jlora.adapters.activation import active_from as active_from
 from jlora.adapters.resolve import local_folder as local_folder
 from jlora.config import LoRAConfig as LoRAConfig

@@ -14,6 +14,9 @@ from jlora._typing import is_list_or_tuple
 from jlora.adapters.escaping import shown_value
 from jlora.errors import AdapterFormatError, LoRAUsageError
 
+# The first active row of a sequence without any. It is past the last row of every forward, padding included.
+NOWHERE = 2**31 - 1
+
 
 def active_from(
     tokens: Sequence[int] | Integer[np.ndarray, "tokens"], invocation_tokens: Sequence[int], *, start: int = 0
@@ -27,7 +30,7 @@ def active_from(
 
     Returns:
       Start of the last occurrence of `invocation_tokens` in `tokens`, minus `start`, at least 0. Without an occurrence
-      2**31 - 1, which is past the last row, padding included.
+      `jlora.NOWHERE`.
 
     Raises:
       LoRAUsageError: `tokens` or `invocation_tokens` is not a sequence of ints, or `start` is not from 0 to
@@ -41,7 +44,7 @@ def active_from(
     starts = np.arange(max(0, len(prompt) - len(called) + 1))
     for i, token in enumerate(called):
         starts = starts[prompt[starts + i] == token]
-    return max(0, int(starts[-1]) - start) if len(starts) else 2**31 - 1
+    return max(0, int(starts[-1]) - start) if len(starts) else NOWHERE
 
 
 def check_invocation_tokens(value: Any, where: str) -> tuple[int, ...]:

@@ -247,7 +247,8 @@ class Site:
         its B the biases (one column), and its true rank is the number of outputs, 0 without a head.
       biased: True for a head whose layer has a bias.
       bitwise_base, batch_invariant: the configured options.
-      row_group: the group of items that its rows belong to, "sequences" for rows declared as the batch's own, or None.
+      row_group: the group of items that its rows belong to, "sequences", "last" or "packed" for rows declared as the
+        batch's own, or None.
     """
 
     path: str
@@ -310,7 +311,7 @@ class ModelSites:
       adapters: the most adapters of a sequence.
       scaled: True if batches hold a factor for each adapter of a sequence.
       activated: True if batches hold the first active row of each sequence.
-      groups: the declared row groups, without "sequences".
+      groups: the declared row groups, without those of the batch's own sequences.
       intercepted: True if qwix had quantized the model when it was wrapped.
     """
 
@@ -323,6 +324,11 @@ class ModelSites:
     activated: bool = False
     groups: frozenset[str] = frozenset()
     intercepted: bool = False
+
+    @functools.cached_property
+    def rows_declared(self) -> bool:
+        """True if the rows of every site are declared by `row_groups`."""
+        return all(site.row_group is not None for site in self.sites)
 
     def __deepcopy__(self, memo: object) -> "ModelSites":
         raise LoRAError(

@@ -9,7 +9,7 @@ import numpy as np
 
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import LoRAUsageError
-from jlora.layers.forward.batch_shape import BatchShape, batch_shape
+from jlora.layers.forward.batch_shape import BatchShape, FirstRows, batch_shape
 from jlora.layers.forward.group_shape import Counts, Owners, Pads, group_shapes
 from jlora.manager.casting import fits_float32
 from jlora.manager.leases import AdapterHandle
@@ -24,7 +24,8 @@ class Scaled:
 
     Attributes:
       adapter: Name, request or handle of the adapter.
-      scale: The factor, a finite number beside the adapter's own scaling. With 0 the sequence takes the base model.
+      scale: The factor, a finite number beside the adapter's own scaling, rounded to float32. With 0 the sequence takes
+        the base model.
 
     Raises:
       LoRAUsageError: `scale` is not a finite float32, or `adapter` is no adapter.
@@ -35,7 +36,7 @@ class Scaled:
 
     def __post_init__(self) -> None:
         _check_part("Scaled", self.adapter, self.scale)
-        object.__setattr__(self, "scale", float(self.scale))
+        object.__setattr__(self, "scale", _rounded(self.scale))
 
     @property
     def parts(self) -> Parts:
@@ -51,7 +52,7 @@ class Mix:
     deltas are summed in float32, in the order of the weights.
 
     Attributes:
-      parts: (name, request or handle of an adapter, its weight), for weights other than 0.
+      parts: (name, request or handle of an adapter, its weight rounded to float32), for weights other than 0.
 
     Raises:
       LoRAUsageError: `weights` is not a mapping of adapters to finite numbers, or it is empty.
@@ -67,13 +68,19 @@ class Mix:
             raise LoRAUsageError(f"Mix takes a mapping of adapters to weights, and at least one, got {weights!r:.100}")
         for name, weight in weights.items():
             _check_part("Mix", name, weight)
-        object.__setattr__(self, "parts", tuple((name, float(weight)) for name, weight in weights.items() if weight))
+        rounded = {name: _rounded(weight) for name, weight in weights.items()}
+        object.__setattr__(self, "parts", tuple((name, weight) for name, weight in rounded.items() if weight))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mix) and self.parts == other.parts
 
     def __hash__(self) -> int:
         return hash(self.parts)
+
+
+def _rounded(factor: float) -> float:
+    """Return the float32 that a batch holds for a factor, so that equal factors have equal keys."""
+    return float(np.float32(factor))
 
 
 def _check_part(what: str, adapter: object, scale: object) -> None:
@@ -133,7 +140,7 @@ def read_arguments(
     token_counts: Sequence[int] | None,
     pad_to: int | None,
     length: int | None,
-    active_from: Sequence[int] | None,
+    active_from: FirstRows | None,
     config: LoRAConfig,
     of_groups: tuple[Collection[str], Owners, Counts, Pads],
 ) -> BatchArguments:

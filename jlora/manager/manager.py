@@ -23,7 +23,7 @@ from jlora.adapters import Adapter
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterInUseError, LoRAError, LoRAUsageError
 from jlora.layers.forward.batch import LoRABatch
-from jlora.layers.forward.batch_shape import batch_shape
+from jlora.layers.forward.batch_shape import FirstRows, all_active, batch_shape
 from jlora.layers.forward.context import staged
 from jlora.layers.forward.group_shape import group_shapes
 from jlora.layers.site import SlotParam
@@ -94,9 +94,11 @@ class LoRAManager:
         paths differ. The first pattern found in a name is substituted.
       row_groups: name of a module -> name of the group of items that its rows belong to, such as {"visual": "images"},
         for a vision tower or its connector (docs/vision.md). Modules are named as in `LoRAConfig.exclude_modules`, and
-        the longest matching name wins. `prepare(..., groups=)` maps the items of a group to sequences. "sequences"
-        declares rows that are the batch's own, but of another length than those of other layers (an encoder beside a
-        decoder).
+        the longest matching name wins; "*" matches all. `prepare(..., groups=)` maps the items of a group to sequences.
+        "sequences" declares rows [batch, ..., features] that are the batch's own, but of another length than those of
+        other layers (an encoder beside a decoder). In batches with `token_counts`, "last" declares one row of each
+        sequence (a head on the last tokens) and "packed" all packed rows. Once one of these two is used, layers that
+        are not named are "packed". Without them, a batch with as many packed rows as sequences may raise.
       skip: regular expressions searched in checkpoint module names, for modules that this process does not have (MTP
         heads, other pipeline stages, a vision tower). Adapter weights for these modules are ignored and listed by
         `layers()`.
@@ -611,7 +613,7 @@ class LoRAManager:
         pad_to: int | None = None,
         *,
         length: int | None = None,
-        active_from: Sequence[int] | None = None,
+        active_from: FirstRows | None = None,
         groups: Mapping[str, Sequence[int | None]] | None = None,
         group_counts: Mapping[str, Sequence[int]] | None = None,
         group_pad: Mapping[str, int] | None = None,
@@ -627,7 +629,7 @@ class LoRAManager:
         pad_to: int | None = None,
         *,
         length: int | None = None,
-        active_from: Sequence[int] | None = None,
+        active_from: FirstRows | None = None,
         groups: Mapping[str, Sequence[int | None]] | None = None,
         group_counts: Mapping[str, Sequence[int]] | None = None,
         group_pad: Mapping[str, int] | None = None,
@@ -642,7 +644,7 @@ class LoRAManager:
         pad_to: int | None = None,
         *,
         length: int | None = None,
-        active_from: Sequence[int] | None = None,
+        active_from: FirstRows | None = None,
         groups: Mapping[str, Sequence[int | None]] | None = None,
         group_counts: Mapping[str, Sequence[int]] | None = None,
         group_pad: Mapping[str, int] | None = None,
@@ -657,13 +659,14 @@ class LoRAManager:
           token_counts: number of rows of each sequence, in order, for packed rows [tokens, features].
           pad_to: total number of packed rows, at least the sum of `token_counts` (the default). Padding rows use no
             adapter.
-          length: rows per sequence, for models whose layers get rows [batch * length, features] before any
-            [batch, length, features].
+          length: rows of each sequence in this forward, padding included. It is needed for `active_from` of rows that
+            are not packed, and for models whose layers get rows [batch * length, features] before any [batch, length,
+            features].
           active_from: with `LoRAConfig(activated=True)`, the first row of each sequence in this forward that takes its
-            adapter: 0 for all rows, and the number of rows or more for none. Layers that get one row a sequence beside
-            longer sequences (as a head on the last token) are given the last row. Rows [batch, n, m, features] are
-            counted along n, which must be the declared or seen length. None: all rows are active, which is refused for
-            aLoRA adapters.
+            adapter: 0 for all rows, and `jlora.NOWHERE` for none. Rows [batch, length, ..., features] are those of the
+            sequences, and [batch, features] or [batch, 1, features] the last of each. Other rows need a `RowMap`. None:
+            all rows are active, which is refused for aLoRA adapters. Batches with and without it run two compiled
+            steps.
           groups: row group -> for each of its items (an image), the index of the sequence that it belongs to, or None
             for an item that takes no adapter. The layers of the group get rows [items, ..., features]. The groups are
             those of `LoRAManager(row_groups=)`. A group that is left out is not served, and its layers raise.
@@ -686,8 +689,8 @@ class LoRAManager:
           NoFreeSlotError: the batch needs more slots than can be freed (in time), or more of the host cache
             (`max_cpu_loras`, `max_cpu_bytes`) than can be evicted. No adapter is loaded, and slots are unchanged.
           LoadTimeoutError: a load took longer than `timeout`.
-          LoRAUsageError: the arguments disagree, a group is not declared, an item belongs to no sequence of the batch
-            or to one with an aLoRA adapter, or the call is inside a traced function.
+          LoRAUsageError: the arguments disagree, `active_from` lacks `length`, a group is not declared, an item belongs
+            to no sequence of the batch or to one with an aLoRA adapter, or the call is inside a traced function.
           AdapterNotFoundError, AdapterFormatError, AdapterMismatchError: a request could not be loaded.
         """
         self._check_call("prepare", waits=True)
@@ -762,17 +765,19 @@ class LoRAManager:
           num_sequences: number of sequences of the batch.
           token_counts: as in `prepare`.
           pad_to: as in `prepare`.
-          length: as in `prepare`.
+          length: as in `prepare`. With `LoRAConfig(activated=True)`, the batch has first active rows if it has `length`
+            or `token_counts`.
           groups: as in `prepare`. Only the sizes with padding matter.
           group_counts: as in `prepare`.
           group_pad: as in `prepare`.
         """
         self._check_call("warmup")
         rows = group_shapes(num_sequences, self._wrapped.sites.groups, groups, group_counts, group_pad)
-        shape = batch_shape(num_sequences, token_counts, pad_to, length, groups=rows)
+        first = all_active(self.config.activated, num_sequences, token_counts, length)
+        shape = batch_shape(num_sequences, token_counts, pad_to, length, first, rows)
         names = [None] * num_sequences
         prepare = partial(self.prepare, groups=groups, group_counts=group_counts, group_pad=group_pad)
-        base_only = partial(prepare, names, token_counts, pad_to, length=length)
+        base_only = partial(prepare, names, token_counts, pad_to, length=length, active_from=first)
         locks = (self._step_lock, self._state_lock)
         with elapsed(partial(_log.info, "warm-up of %d sequences: %.0f s so far", num_sequences)):
             warm_up(step, shape, base_only, self._wrapped, self._slots, self._leases, locks)

@@ -49,7 +49,7 @@ def generate(
       prompts: Token ids, one list per sequence, of any length above 0.
       batch: Adapters of the sequences, `manager.prepare([...])` with one entry per prompt. None for a model that is not
         wrapped. Activated LoRA (aLoRA) adapters are active from the last occurrence of their invocation tokens in the
-        prompt on, and nowhere without one, unless the batch was prepared with `active_from`.
+        prompt on, and nowhere without one, unless the batch was prepared with `active_from`, counted in each prompt.
       max_new_tokens: Most new tokens of a sequence. Together with the longest prompt it must fit the model's context.
       temperature: 0 takes the likeliest token; above 0, tokens are drawn from softmax(logits / temperature).
       top_k: Draw among the k likeliest tokens only.
@@ -92,8 +92,12 @@ def generate(
         )
     elif top_k is not None or top_p is not None:
         raise ModelError("top_k and top_p only mean something when sampling; give a temperature above 0 as well")
-    if batch is not None and batch.needs_activation:
-        batch = batch.activate_in(prompts)
+    if batch is not None and batch.can_activate:
+        if batch.active_from is None:
+            batch = batch.activate_in(prompts, length=tokens.shape[1])
+        else:  # a first row past the prompt may be one of its padding
+            first = jax.device_get(batch.active_from)
+            batch = batch.activate(np.where(first < lengths, first, tokens.shape[1]), length=tokens.shape[1])
     out, counts = _run(
         model,
         batch,
@@ -184,7 +188,7 @@ def _run(
     # A generated token is active if any row of its prompt is.
     decoding = batch
     if batch is not None and batch.active_from is not None:
-        decoding = batch.activate((batch.active_from >= lengths).astype(jnp.int32))
+        decoding = batch.activate((batch.active_from >= lengths).astype(jnp.int32), length=1)
 
     def body(state: _State) -> _State:
         # Token number `step` of a sequence has position `length + step - 1`.

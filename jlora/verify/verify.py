@@ -19,7 +19,7 @@ from jax import Array
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.base_kernel import can_dequantize, held_by
 from jlora.layers.forward.batch import Lease, LoRABatch, make_batch
-from jlora.layers.forward.batch_shape import batch_shape
+from jlora.layers.forward.batch_shape import all_active, batch_shape
 from jlora.layers.forward.context import opening
 from jlora.layers.forward.forward_record import ForwardRecord
 from jlora.layers.forward.group_shape import GroupShape, group_shapes
@@ -92,7 +92,8 @@ def verify(
       num_sequences: number of sequences in `inputs`; None reads the first axis of its first array (or `token_counts`).
       token_counts: as in `LoRAManager.prepare`.
       pad_to: as in `LoRAManager.prepare`.
-      length: as in `LoRAManager.prepare`.
+      length: as in `LoRAManager.prepare`. With `LoRAConfig(activated=True)`, the batch has first active rows if it has
+        `length` or `token_counts`.
       groups: as in `LoRAManager.prepare`. Rows of groups are compared by their effect on the rows of sequences in the
         outputs, so every item that a sequence reads needs that sequence as its owner.
       group_counts: as in `LoRAManager.prepare`.
@@ -283,12 +284,13 @@ class _Probe:
             for attribute, array in zip(site.attributes, arrays, strict=True):
                 vars(layers[site])[attribute].set_value(array)
         layout = self.layout
-        shape = batch_shape(len(names), layout.counts, layout.pad_to, layout.length, groups=layout.groups)
+        model, count = self.wrapped.sites, len(names)
+        first = all_active(model.activated, count, layout.counts, layout.length)
+        shape = batch_shape(count, layout.counts, layout.pad_to, layout.length, first, layout.groups)
         none = max(site.spec.slots.stop for site in self.wrapped.modules)
         slots = [none if name is None else self.names.index(name) for name in names]
         # The manager does not use the copy's slots, so the lease holds no adapter. It lasts for this forward.
-        lease = Lease((), (None,) * len(names), thread=0)
-        model = self.wrapped.sites
+        lease = Lease((), (None,) * count, thread=0, shape=shape)
         batch = make_batch(slots, shape, model, lease, none=none, unserved=frozenset())
         arrays, self._owners = self.layout.rows(self.forward(copy, self.inputs, batch))
         return arrays

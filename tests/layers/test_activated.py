@@ -16,8 +16,7 @@ from tests.layers.test_scope import NAMES, ONE, TARGETS, TOKENS, TWO, Model, ser
 pytestmark = pytest.mark.device
 
 SEQUENCES, LENGTH = TOKENS.shape
-NEVER = 2**31 - 1
-FIRST = [(1, 0, 2, 3), (0, 1, NEVER, 2), (2, 2, 0, NEVER)]
+FIRST = [(1, 0, 2, 3), (0, 1, jlora.NOWHERE, 2), (2, 2, 0, jlora.NOWHERE)]
 
 
 class World:
@@ -30,22 +29,22 @@ class World:
         self.base = np.asarray(run(twins[None], TOKENS), np.float64)
         self.manager = make_manager(self.model, [ONE, TWO], activated=True)
 
-    def check(self, step, *args, take=lambda array: array, place=0, options=()):
+    def check(self, step, *args, take=lambda array: array, place=0, **options):
         """Compare a step with the expected values and with the bits of the base, for all of FIRST.
 
         Args:
           step: called with the model, `args` and a batch.
           take: the rows of the step's output, from values [B, L, ...].
           place: the place in TOKENS of row 0 of the step.
-          options: further arguments of `prepare`.
+          options: further arguments of `prepare`; by default, the length of TOKENS.
         """
-        served = np.array([name is not None for name in NAMES])
-        with self.manager.prepare([None] * SEQUENCES, active_from=[0] * SEQUENCES, **dict(options)) as batch:
+        options, served = options or {"length": LENGTH}, np.array([name is not None for name in NAMES])
+        with self.manager.prepare([None] * SEQUENCES, active_from=[0] * SEQUENCES, **options) as batch:
             base = np.asarray(step(self.model, *args, batch))
         for first in FIRST:
             active = (np.arange(LENGTH) >= np.array(first)[:, None]) & served[:, None]
             starts = [max(0, row - place) for row in first]
-            with self.manager.prepare(NAMES, active_from=starts, **dict(options)) as batch:
+            with self.manager.prepare(NAMES, active_from=starts, **options) as batch:
                 found = np.asarray(step(self.model, *args, batch))
             assert_close(found, take(np.where(active[..., None], self.merged, self.base)))
             active = take(active)
@@ -67,14 +66,14 @@ def flat(array):
 
 def test_rows_of_sequences(world):
     world.check(serve, TOKENS)
-    world.check(serve, flat(TOKENS), take=flat, options={"length": LENGTH})
+    world.check(serve, flat(TOKENS), take=flat)
 
 
 def test_decode_steps(world):
     """One row a sequence, as [B] and as [B, 1], takes its adapter if `active_from` is 0."""
     for place in range(LENGTH):
-        world.check(serve, TOKENS[:, place], take=lambda a, i=place: a[:, i], place=place)
-        world.check(serve, TOKENS[:, [place]], take=lambda a, i=place: a[:, [i]], place=place)
+        world.check(serve, TOKENS[:, place], take=lambda a, i=place: a[:, i], place=place, length=1)
+        world.check(serve, TOKENS[:, [place]], take=lambda a, i=place: a[:, [i]], place=place, length=1)
 
 
 def head_of(rows_of_head):
@@ -90,14 +89,35 @@ def head_of(rows_of_head):
 
 
 def test_the_head_of_the_last_row(world):
+    """[B, F], [B, 1, F], and rows of a map whose sequences have one row."""
     order = np.array([2, 0, 3, 1, 0])
 
     def mapped(model, x):
-        with jlora.rows(jlora.RowMap(order)):
+        with jlora.rows(jlora.RowMap(order, of="tokens", length=1)):
             return model.lm_head(x[order, -1])
 
     world.check(head_of(lambda model, x: model.lm_head(x[:, -1])), TOKENS, take=lambda a: a[:, -1])
+    world.check(head_of(lambda model, x: model.lm_head(x[:, -1:])), TOKENS, take=lambda a: a[:, -1:])
     world.check(head_of(mapped), TOKENS, take=lambda a: a[order, -1])
+
+
+def test_a_step_of_the_head_alone(world):
+    """The rows of the prompt are declared, so a step that sees its last ones alone knows their places."""
+
+    @jax.jit
+    def step(model, x, batch):
+        with jlora.use(batch, without=["embed", "proj"]):
+            return model.lm_head(x)
+
+    x = np.random.default_rng(2).normal(size=(SEQUENCES, 6)).astype(np.float32)
+    bare = Model()
+    merged = {"one": merge(bare, TARGETS, ONE), "two": merge(bare, TARGETS, TWO), None: bare}
+    for first in FIRST:
+        names = [name if row < LENGTH else None for name, row in zip(NAMES, first, strict=True)]
+        want = np.stack([np.asarray(merged[name].lm_head(row)) for name, row in zip(names, x, strict=True)])
+        with world.manager.prepare(NAMES, active_from=first, length=LENGTH) as batch:
+            assert_close(step(world.model, x, batch), want)
+            assert_close(step(world.model, x[:, None], batch)[:, 0], want)
 
 
 def test_maps_of_tokens(world):
@@ -127,7 +147,7 @@ def test_packed_rows(world, pad_to):
             return model.lm_head(x[order])
 
     def check(rows_of_head, of_head):
-        world.check(head_of(rows_of_head), rows, take=lambda a: flat(a)[PACKED][of_head], options=packed)
+        world.check(head_of(rows_of_head), rows, take=lambda a: flat(a)[PACKED][of_head], **packed)
 
     check(lambda model, x: model.lm_head(x)[: len(PACKED)], slice(None))
     check(mapped, order)
@@ -138,7 +158,7 @@ def test_sequences_under_vmap(world):
     mapped = jax.jit(jax.vmap(serve, in_axes=(None, 0, 0)))
     world.check(mapped, TOKENS)
     for place in range(LENGTH):
-        world.check(mapped, TOKENS[:, place], take=lambda a, i=place: a[:, i], place=place)
+        world.check(mapped, TOKENS[:, place], take=lambda a, i=place: a[:, i], place=place, length=1)
 
 
 @pytest.mark.device(devices=8)
@@ -151,13 +171,13 @@ def test_shards_of_sequences(world):
 def test_a_batch_activated_inside_a_step(world):
     @jax.jit
     def step(model, tokens, first, batch):
-        with jlora.use(batch.activate(first)):
+        with jlora.use(batch.activate(first, length=LENGTH)):
             return model(tokens)
 
     first = FIRST[0]
-    with world.manager.prepare(NAMES, active_from=[LENGTH] * SEQUENCES) as batch:
+    with world.manager.prepare(NAMES) as batch:
         found = np.asarray(step(world.model, TOKENS, np.array(first), batch))
-    with world.manager.prepare(NAMES, active_from=first) as batch:
+    with world.manager.prepare(NAMES, active_from=first, length=LENGTH) as batch:
         np.testing.assert_array_equal(found, np.asarray(serve(world.model, TOKENS, batch)))
 
 
@@ -192,30 +212,11 @@ def test_positions_before_heads():
             serve(model, X.swapaxes(1, 2), batch)
         with pytest.raises(jlora.LoRAError, match=r"proj: a sequence has rows of shape \(5, 3\), and `active_from`"):
             jax.vmap(serve, in_axes=(None, 0, 0))(model, X.swapaxes(1, 2), batch)
-        with pytest.raises(jlora.LoRAError, match=r"proj: a sequence has rows of shape \(5,\), and `active_from`"):
-            serve(model, X[:, 0], batch)
+        for rows in (X[:, 0], X[:, -1:], X[:, -2:, 0]):
+            with pytest.raises(jlora.LoRAError, match=r"proj: a sequence has rows of shape .*, and `active_from`"):
+                serve(model, rows, batch)
     active = np.arange(3) >= np.array([[2], [1]])
     assert_close(found, np.where(active[..., None, None], run(twin, X), run(Heads(), X)))
-    with (
-        manager.prepare(["one", "one"], active_from=[2, 1]) as batch,
-        pytest.raises(jlora.LoRAError, match=r"one of the sizes \[\] .*prepare\(\.\.\., length=\)"),
-    ):
-        serve(model, X, batch)
-
-
-def test_one_row_a_sequence_after_rows_of_two_lengths():
-    model, _, manager = heads_of()
-
-    @jax.jit
-    def step(model, x, batch):
-        with jlora.use(batch):
-            return [model.proj(rows) for rows in (x[:, :, 0], x[:, 0, :1], x[:, -1, 0])]
-
-    with (
-        manager.prepare(["one", "one"], active_from=[2, 1]) as batch,
-        pytest.raises(jlora.LoRAError, match=r"one row a sequence is the last .* lengths \[1, 3\]"),
-    ):
-        step(model, X, batch)
 
 
 # --- Batches without first rows ---------------------------------------------------------------------------------------
@@ -230,13 +231,159 @@ def test_an_activated_adapter_needs_first_rows():
         assert batch.needs_activation
         with pytest.raises(jlora.LoRAError, match=r"aLoRA.*prepare\(\.\.\., active_from=\) or batch\.activate\("):
             serve(manager.model, TOKENS, batch)
-        found = np.asarray(serve(manager.model, TOKENS, batch.activate([2, 0, 0, LENGTH])))
+        found = np.asarray(serve(manager.model, TOKENS, batch.activate([2, 0, 0, LENGTH], length=LENGTH)))
         prompts = [[3, 4, 3, 4], [3, 4, 1, 2], [1], [7, 7, 7, 7]]
-        again = np.asarray(serve(manager.model, TOKENS, batch.activate_in(prompts)))
+        again = np.asarray(serve(manager.model, TOKENS, batch.activate_in(prompts, length=LENGTH)))
     with manager.prepare([None, "two", "two", None]) as batch:
         assert not batch.needs_activation
         serve(manager.model, TOKENS, batch)
-    with plain.prepare(NAMES, active_from=[2, 0, 0, LENGTH]) as batch:
+    with plain.prepare(NAMES, active_from=[2, 0, 0, LENGTH], length=LENGTH) as batch:
         want = np.asarray(serve(plain.model, TOKENS, batch))
     np.testing.assert_array_equal(found, want)
     np.testing.assert_array_equal(again, want)
+
+
+# --- `activate` ------------------------------------------------------------------------------------------------------
+
+
+def test_length_is_required(world):
+    for options in ({}, {"length": None}):
+        with pytest.raises(jlora.LoRAUsageError, match=r"`length`.*: prepare\(names, active_from=first_rows, length="):
+            world.manager.prepare(NAMES, active_from=[0] * SEQUENCES, **options)
+        with world.manager.prepare(NAMES) as batch:
+            with pytest.raises(jlora.LoRAUsageError, match=r"`length`.*: batch\.activate\(first_rows, length="):
+                batch.activate([0] * SEQUENCES, **options)
+            with pytest.raises(jlora.LoRAUsageError, match=r"`length`"):
+                batch.activate_in([[1]] * SEQUENCES, **options)
+
+
+LARGE = [2**31, 2**31 + 5, jlora.NOWHERE + 3, 2**63 - 1]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        list,
+        lambda rows: np.array(rows, np.int64),
+        lambda rows: np.array(rows, np.uint64),
+        lambda rows: jnp.array(np.minimum(rows, 2**32 - 1).astype(np.uint32)),
+    ],
+    ids=["list", "int64", "uint64", "device uint32"],
+)
+def test_rows_past_int32_are_nowhere(world, make):
+    """Left padding adds to the first row that means nowhere."""
+    with world.manager.prepare([None] * SEQUENCES) as batch:
+        base = np.asarray(serve(world.model, TOKENS, batch))
+    with world.manager.prepare(NAMES) as batch:
+        found = serve(world.model, TOKENS, batch.activate(make(LARGE), length=LENGTH))
+        np.testing.assert_array_equal(found, base)
+    with world.manager.prepare(NAMES, active_from=make(LARGE), length=LENGTH) as batch:
+        np.testing.assert_array_equal(serve(world.model, TOKENS, batch), base)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        [True] * SEQUENCES,
+        np.array(FIRST[0]) > 0,
+        jnp.array(FIRST[0]) > 0,
+        [0, 0, 0, -1],
+        jnp.array([0, 0, 0, -1]),
+        [0.0] * SEQUENCES,
+        jnp.zeros(SEQUENCES),
+        [0] * (SEQUENCES - 1),
+        np.zeros((SEQUENCES, 1), int),
+        0,
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("unchecked_calls")
+def test_first_rows_are_checked_alike(world, first):
+    with pytest.raises(jlora.LoRAUsageError, match="active_from must be"):
+        world.manager.prepare(NAMES, active_from=first, length=LENGTH)
+    with world.manager.prepare(NAMES) as batch, pytest.raises(jlora.LoRAUsageError, match="first_rows must be"):
+        batch.activate(first, length=LENGTH)
+
+
+@pytest.mark.usefixtures("unchecked_calls")
+@pytest.mark.parametrize("length", [0, -1, 1.5, True, "3"])
+def test_lengths_are_checked_alike(world, length):
+    with pytest.raises(jlora.LoRAUsageError, match="prepare: length must be"):
+        world.manager.prepare(NAMES, active_from=[0] * SEQUENCES, length=length)
+    with world.manager.prepare(NAMES) as batch, pytest.raises(jlora.LoRAUsageError, match="activate: length must be"):
+        batch.activate([0] * SEQUENCES, length=length)
+
+
+def traced(world, batch, first, **options):
+    """Return the rows of a batch that a step activates itself."""
+
+    @jax.jit
+    def step(model, tokens, first, batch):
+        with jlora.use(batch.activate(first, **options)):
+            return model(tokens)
+
+    return np.asarray(step(world.model, TOKENS, first, batch))
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint32])
+def test_traced_first_rows_of_any_integer_type(world, dtype):
+    """Values are clamped before they are narrowed: those below 0 act from the first row on."""
+    most = np.iinfo(dtype).max
+    first = np.array([1, 0, most, -5 if np.iinfo(dtype).min else 2], dtype)
+    with world.manager.prepare(NAMES) as batch:
+        found = traced(world, batch, first, length=LENGTH)
+        want = serve(world.model, TOKENS, batch.activate([max(0, int(row)) for row in first], length=LENGTH))
+        np.testing.assert_array_equal(found, want)
+
+
+@pytest.mark.parametrize(
+    ("first", "options", "message"),
+    [
+        (np.zeros(SEQUENCES, bool), {"length": LENGTH}, r"takes integers \[4\].*got bool\[4\]"),
+        (np.zeros(SEQUENCES, np.float32), {"length": LENGTH}, r"takes integers \[4\].*got float32\[4\]"),
+        (np.zeros(3, np.int32), {"length": LENGTH}, r"takes integers \[4\].*got int32\[3\]"),
+        (np.zeros(SEQUENCES, np.int32), {}, "`length`"),
+        (np.zeros(SEQUENCES, np.int32), {"length": 0}, "must be positive"),
+    ],
+)
+def test_traced_first_rows_are_checked(world, first, options, message):
+    with world.manager.prepare(NAMES) as batch, pytest.raises(jlora.LoRAUsageError, match=message):
+        traced(world, batch, first, **options)
+
+
+def test_host_rows_inside_a_step(world):
+    @jax.jit
+    def step(model, tokens, batch):
+        with jlora.use(batch.activate(list(FIRST[0]), length=LENGTH)):
+            return model(tokens)
+
+    with world.manager.prepare(NAMES) as batch:
+        want = serve(world.model, TOKENS, batch.activate(FIRST[0], length=LENGTH))
+        np.testing.assert_array_equal(step(world.model, TOKENS, batch), want)
+
+
+def test_one_step_for_all_batches_with_first_rows(world):
+    """Also those that a warm-up and `verify` make, and that are activated later; packed ones likewise."""
+    traces = []
+
+    @jax.jit
+    def step(model, tokens, batch):
+        traces.append(1)
+        with jlora.use(batch):
+            return model(tokens)
+
+    world.manager.warmup(lambda batch: step(world.model, TOKENS, batch), num_sequences=SEQUENCES, length=LENGTH)
+    for options in ({"length": LENGTH, "active_from": FIRST[0]}, {}):
+        with world.manager.prepare(NAMES, **options) as batch:
+            step(world.model, TOKENS, batch.activate(FIRST[1], length=LENGTH))
+            if options:
+                step(world.model, TOKENS, batch)
+    assert len(traces) == 1
+    packed = {"token_counts": COUNTS, "pad_to": 12}
+    rows = np.pad(flat(TOKENS)[PACKED], (0, 3))
+    world.manager.warmup(lambda batch: step(world.model, rows, batch), num_sequences=SEQUENCES, **packed)
+    with world.manager.prepare(NAMES, active_from=FIRST[0], **packed) as batch:
+        step(world.model, rows, batch)
+    assert len(traces) == 2
+    report = world.manager.verify(serve, TOKENS, length=LENGTH)
+    assert set(report.checked) == {"embed", "proj", "lm_head"}

@@ -55,7 +55,7 @@ def drawn(rng):
 def check(world, entries, first, x=None, counts=None):
     """Compare a batch with merged weights, and its inactive rows with the bits of the base."""
     x = world.x if x is None else x
-    layout = {} if counts is None else {"token_counts": counts}
+    layout = {"length": LENGTH} if counts is None else {"token_counts": counts}
     counts = [LENGTH] * SEQUENCES if counts is None else counts
     with world.manager.prepare(entries, active_from=first, **layout) as batch:
         found = np.asarray(world.forward(world.model, x, batch)).reshape(-1, HIDDEN)
@@ -99,8 +99,9 @@ def test_an_activated_adapter_of_experts():
     world.manager.add_adapter(called)
     with world.manager.prepare(["called"] * SEQUENCES) as batch:
         prompts = [[3, 4], [4, 3], [1], [2, 3, 4], [3, 4, 3], [3, 4, 3, 4]]
-        found = np.asarray(world.forward(world.model, world.x, batch.activate_in(prompts)))
-    with world.manager.prepare(["called"] * SEQUENCES, active_from=[0, LENGTH, LENGTH, 1, 0, 2]) as batch:
+        found = np.asarray(world.forward(world.model, world.x, batch.activate_in(prompts, length=LENGTH)))
+    first = [0, LENGTH, LENGTH, 1, 0, 2]
+    with world.manager.prepare(["called"] * SEQUENCES, active_from=first, length=LENGTH) as batch:
         np.testing.assert_array_equal(found, np.asarray(world.forward(world.model, world.x, batch)))
 
 
@@ -128,7 +129,7 @@ FIRST = ([0, 2, 1, 0], [3, 1, 5, 0])
 def logits(served):
     found = []
     for entries, first in zip(ENTRIES, FIRST, strict=True):
-        with served.manager.prepare(entries, active_from=first) as batch:
+        with served.manager.prepare(entries, active_from=first, length=served.tokens.shape[1]) as batch:
             found.append(np.asarray(served.forward(served.model, served.tokens, batch)))
     return np.stack(found)
 

@@ -124,7 +124,7 @@ def test_other_counts_of_the_same_padded_sizes_run_the_same_step(world):
 def test_other_options(config):
     world, images = World(**config), image_inputs([4, 8, 4, 12], [2, 1, 2, 2], pad=32)
     with world.manager.prepare(
-        NAMES, **images.groups, **({"active_from": [0] * 3} if "activated" in config else {})
+        NAMES, **images.groups, **({"active_from": [0] * 3, "length": LENGTH} if "activated" in config else {})
     ) as b:
         found = serve(world.model, images.inputs, b)
     assert_close(found, world.expected(NAMES, images.inputs), 1e-5)
@@ -420,10 +420,40 @@ def test_images_of_activated_adapters_are_refused():
     with pytest.raises(
         jlora.LoRAUsageError, match=r"item 1 of group 'images' belongs to sequence 1, which has an aLoRA"
     ):
-        manager.prepare(["one", "later"], groups={"images": [0, 1]}, active_from=[0, 0])
+        manager.prepare(["one", "later"], groups={"images": [0, 1]}, active_from=[0, 0], length=LENGTH)
     with pytest.raises(jlora.LoRAUsageError, match=r"belongs to sequence 1, whose adapter is active from row 2 on"):
-        manager.prepare(["one", "later"], groups={"images": [0, 1]}, active_from=[0, 2])
-    manager.prepare(["one", "later"], groups={"images": [0, None]}, active_from=[0, 2]).close()
+        manager.prepare(["one", "later"], groups={"images": [0, 1]}, active_from=[0, 2], length=LENGTH)
+    manager.prepare(["one", "later"], groups={"images": [0, None]}, active_from=[0, 2], length=LENGTH).close()
+
+
+def test_activation_of_a_batch_with_images():
+    """Sequences with images are active from row 0 on, whenever the first rows are given."""
+    manager = make_manager(VisionModel(), [ONE], row_groups=ROW_GROUPS, activated=True)
+    with manager.prepare(["one", None, "one"], groups={"images": [0, None]}) as batch:
+        batch.activate([0, 2, 2], length=LENGTH)
+        for first in ([1, 0, 0], jnp.array([1, 0, 0])):
+            with pytest.raises(jlora.LoRAUsageError, match=r"first_rows: item 0 .* active from row 1 on"):
+                batch.activate(first, length=LENGTH)
+        for step in (
+            lambda batch: batch.activate(jnp.zeros_like(batch.slots), length=LENGTH),
+            lambda batch: batch.activate([0, 0, 0], length=LENGTH),
+        ):
+            with pytest.raises(jlora.LoRAUsageError, match=r"the row groups \['images'\].*outside of it"):
+                jax.jit(step)(batch)
+
+
+def test_cache_keys_count_the_items_of_a_sequence(world):
+    def keys(**groups):
+        with world.manager.prepare(NAMES, groups=groups) as batch:
+            return batch.cache_keys
+
+    owned, of_none = keys(images=[0, 2, 2]), keys(images=[None, 2, None])
+    assert owned[0] != of_none[0]
+    assert owned[0].items == (("images", 1),)
+    assert owned[1] is of_none[1] is None  # the base model
+    assert owned[2] != of_none[2]
+    assert keys(images=[None, None]) == keys()
+    assert keys(images=[0], merged=[0])[0] != keys(images=[0])[0]
 
 
 # --- undeclared layers ----------------------------------------------------------------------------------------------

@@ -114,13 +114,14 @@ def test_tokens_of_two_lengths_are_not_guessed(world):
 
 
 def test_a_map_selects_one_row_a_sequence_among_as_many_packed_tokens(world):
-    """Three sequences of 0, 1 and 2 tokens: a map distinguishes one row a sequence from three packed rows."""
+    """Three sequences of 0, 1 and 2 tokens: maps distinguish one row a sequence from three packed rows."""
     x, last = normal(3, K), normal(3, K, seed=1)
 
     @jax.jit
     def step(model, x, last, batch):
         with jlora.use(batch, without=["*"]):
-            y = model.proj(x)
+            with jlora.rows(jlora.RowMap(jnp.arange(3), of="tokens")):
+                y = model.proj(x)
             with jlora.rows(jlora.RowMap(jnp.arange(3))):
                 return y, model.proj(last)
 

@@ -113,7 +113,7 @@ def test_rows_before_first_active_row_take_base_layer():
     """Plain adapters too take `active_from`, with their saved head."""
     manager, x = manager_of(activated=True), normal(len(NAMES), LENGTH, K)
     first = [2, 1, 1, 2, 0, 0, LENGTH]
-    with manager.prepare(NAMES, active_from=first) as batch:
+    with manager.prepare(NAMES, active_from=first, length=LENGTH) as batch:
         active = np.arange(LENGTH)[None, :, None] >= np.array(first)[:, None, None]
         want = np.where(active, expected(NAMES, x), expected([None] * len(NAMES), x))
         close(serve(manager.model, x, batch), want)

@@ -1,5 +1,7 @@
 """`Scaled`, `Mix` and `active_from` of `prepare`: values against NumPy, one compilation, and refusals."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,7 +40,7 @@ def parts_of(entry, adapters):
 
 
 def check(world, adapters, entries, first=(0, 0, 0)):
-    with world.manager.prepare(entries, active_from=first) as batch:
+    with world.manager.prepare(entries, active_from=first, length=LENGTH) as batch:
         got = world.logits(batch)
     want = [
         expected(world.model, parts_of(entry, adapters), tokens, start)
@@ -73,7 +75,9 @@ def parts_names(entry):
 
 def test_factor_0_and_inactive_rows_are_bitwise_base(world):
     base = world.serve([None, None, None])
-    with world.manager.prepare([Scaled("a", 0), "b", Mix({"a": 0, "c": 1})], active_from=[0, LENGTH, 2]) as batch:
+    with world.manager.prepare(
+        [Scaled("a", 0), "b", Mix({"a": 0, "c": 1})], active_from=[0, LENGTH, 2], length=LENGTH
+    ) as batch:
         got = world.logits(batch)
     assert (got[:2] == base[:2]).all()
     assert (got[2, :2] == base[2, :2]).all()
@@ -124,6 +128,34 @@ def test_cache_keys(world):
     assert len(set(keys)) == 4
     with world.manager.prepare(entries, [3, 3, 3, 3, 3], active_from=[3, 2, 0, 0, 0]) as batch:
         assert batch.cache_keys == (None, *keys[1:])
+
+
+def test_factors_of_one_float32_have_one_key(world):
+    third = float(np.float32(0.1))
+    assert Scaled("a", 0.1) == Scaled("a", third)
+    assert Mix({"a": 0.1, "b": 1e-60}) == Mix({"a": third})
+    with world.manager.prepare([Scaled("a", 0.1), Scaled("a", third), Mix({"a": 0.1})]) as batch:
+        assert len(set(batch.cache_keys)) == 1
+    with world.manager.prepare([Mix({"a": 1, "b": 2}), Mix({"b": 2, "a": 1}), "a"]) as batch:
+        assert len(set(batch.cache_keys)) == 3  # sums in another order may differ in their last bits
+
+
+def test_keys_follow_the_first_rows_of_each_forward(world):
+    with world.manager.prepare(["a", "a", "b"]) as batch:
+        plain = batch.cache_keys
+        assert batch.activate([0, 0, 0], length=4).cache_keys == plain
+        prefill, decode = batch.activate([0, 2, 4], length=4), batch.activate([0, 1, 1], length=1)
+        assert prefill.cache_keys == (plain[0], plain[1]._replace(active_from=2), None)
+        assert decode.cache_keys == (plain[0], None, None)
+
+
+def test_an_undecided_batch_has_no_keys(adapters):
+    world = make_world(activated=True)
+    world.manager.add_adapter(dataclasses.replace(adapters["a"], name="called", invocation_tokens=(3,)))
+    with world.manager.prepare(["called", None, None]) as batch:
+        with pytest.raises(jlora.LoRAUsageError, match=r"no first active rows: give prepare\(\.\.\., active_from=\)"):
+            _ = batch.cache_keys
+        assert batch.activate([1, 0, 0], length=LENGTH).cache_keys[0].active_from == 1
 
 
 @pytest.mark.parametrize(

@@ -44,10 +44,10 @@ def check(batches, tolerance=1e-5, **config):
     world = make_world(max_loras=4, **SWITCHES, **config)
     for adapter in ADAPTERS.values():
         world.manager.add_adapter(adapter)
-    with world.manager.prepare([None] * SEQUENCES, active_from=[0] * SEQUENCES) as batch:
+    with world.manager.prepare([None] * SEQUENCES, active_from=[0] * SEQUENCES, length=LENGTH) as batch:
         base = world.logits(batch).astype(np.float32)
     for entries, first in batches:
-        with world.manager.prepare(entries, active_from=first) as batch:
+        with world.manager.prepare(entries, active_from=first, length=LENGTH) as batch:
             found = world.logits(batch).astype(np.float32)
         for row, entry, start, tokens, of_base in zip(
             found, entries, first, np.asarray(world.tokens), base, strict=True

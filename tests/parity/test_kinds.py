@@ -140,11 +140,12 @@ def assert_close(got, want, what):
 def check_random_batches(world, manager, count):
     rng = np.random.default_rng(2)
     served, before = set(), compiled_programs(forward)
-    with manager.prepare([None] * ROWS, active_from=[0] * ROWS) as batch:
+    with manager.prepare([None] * ROWS, active_from=[0] * ROWS, length=LENGTH) as batch:
         base = np.asarray(forward(manager.model, world.tokens, batch))
     for step in range(count):
         entries = [ENTRIES[i] for i in rng.integers(0, len(ENTRIES), ROWS)]
-        with manager.prepare(entries, active_from=first_rows(world, entries, world.tokens)) as batch:
+        first = first_rows(world, entries, world.tokens)
+        with manager.prepare(entries, active_from=first, length=LENGTH) as batch:
             got = np.asarray(forward(manager.model, world.tokens, batch))
         for i, entry in enumerate(entries):
             assert_close(got[i], world.logits(entry)[i], (step, i, entry))

@@ -51,7 +51,9 @@ def lora_manager(model: nnx.Module, vllm_config: Any, mesh: Any) -> jlora.LoRAMa
     # Llama's table has a name of its own.
     name_map = {r"^model\.embed_tokens$": "model.embed"} if hasattr(getattr(model, "model", None), "embed") else None
     config = jlora.LoRAConfig(**(options | additional.get("jlora", {})))
-    return jlora.LoRAManager(model, config, packed_modules=PACKED_MODULES, name_map=name_map)
+    # With prompt logprobs the heads too get all rows of a step. A batch of logits alone has no token counts.
+    groups = {"*": "packed"}
+    return jlora.LoRAManager(model, config, packed_modules=PACKED_MODULES, name_map=name_map, row_groups=groups)
 
 
 class WorkerLoRAs:

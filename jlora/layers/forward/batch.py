@@ -14,9 +14,15 @@ from jax import Array
 from jaxtyping import Float, Int, Shaped
 
 from jlora._compat import to_device
-from jlora.adapters.activation import active_from
+from jlora.adapters.activation import NOWHERE, active_from
 from jlora.errors import LoRAError, LoRAUsageError
-from jlora.layers.forward.batch_shape import BatchShape
+from jlora.layers.forward.batch_shape import (
+    LENGTH_NEEDED,
+    BatchShape,
+    FirstRows,
+    checked_first_rows,
+    checked_length,
+)
 from jlora.layers.forward.group_shape import GroupShape
 from jlora.layers.forward.mesh import across_mesh, here
 from jlora.layers.site import ModelSites, Site
@@ -42,7 +48,11 @@ _ABSENT = (
 )
 _UNDECIDED = (
     "this LoRABatch holds activated LoRA (aLoRA) adapters and no first active rows: give prepare(..., active_from=) or "
-    "batch.activate(first rows of this forward)"
+    "batch.activate(first rows of this forward), each with `length`"
+)
+_GROUPS = (
+    "LoRABatch.activate: this batch has the row groups {groups}, whose items take no adapter that is active from a "
+    "later row on, and the first rows of a traced function are not known: activate the batch outside of it"
 )
 _ARRAYS = (jax.Array, np.ndarray)
 _SHOWN = 8  # sequences in a repr
@@ -68,10 +78,12 @@ class CacheKey(NamedTuple):
     Attributes:
       adapters: (name, version, scale) of each adapter of the sequence, in the order of their sum.
       active_from: the first row of the forward that the adapters change; 0 if they change all.
+      items: (row group, number of its items that the sequence owns), for groups with such items.
     """
 
     adapters: Parts
     active_from: int = 0
+    items: tuple[tuple[str, int], ...] = ()
 
 
 class Lease:
@@ -132,6 +144,9 @@ class Layout:
       num_sequences: sequences of the whole batch; one shard of it may have fewer `slots`.
       unserved: the sites that serve no adapter.
       length: rows of each sequence, if declared.
+      activated: True if first active rows are given, so that rows of a sequence differ.
+      one_each: True if packed row b is known to be the only row of sequence b, so that [T, features] and [B, features]
+        of one shape are the same rows.
       absent: True if sequences lack their adapter.
       undecided: True if there are aLoRA adapters, and the first active rows are not given.
       orphan: True if the batch was returned by a traced function. A step is traced for it and raises.
@@ -143,6 +158,8 @@ class Layout:
     num_sequences: int
     unserved: frozenset[Site]
     length: int | None = None
+    activated: bool = False
+    one_each: bool = False
     absent: bool = False
     undecided: bool = False
     orphan: bool = False
@@ -182,8 +199,8 @@ class LoRABatch:
     Attributes:
       assigned: the first adapter of each sequence, then the second of each, up to
         `LoRAConfig.max_adapters_per_sequence`.
-      active_from: int32 [B], the first row of each sequence that takes its adapters; None for all rows, and for packed
-        rows, whose `token_slots` hold it.
+      active_from: int32 [B], the first row of each sequence that takes its adapters, among the `layout.length` rows of
+        this forward; None for all rows, and for packed rows, whose `token_slots` hold it.
 
     Under `jax.vmap` over its sequences, the batch inside is one sequence with a scalar `slots`. Under `jax.shard_map`
     over its sequences, the batch inside holds the sequences and packed rows of its own shard.
@@ -235,24 +252,29 @@ class LoRABatch:
     def cache_keys(self) -> tuple[Hashable | None, ...]:
         """Key of the results of each sequence, for prefix caches; None for rows of the base model alone.
 
-        A key holds the names, versions and factors of the adapters, and the first active row of this forward. Rows with
-        equal keys, equal tokens and equal positions have equal results, if the forward begins with the first token of
-        the sequence. For a later chunk, add the first active token of the prompt (`jlora.active_from`) to the key. If
-        all declared rows (`token_counts`, `length`) of a sequence precede the first active one, they are those of the
-        base model, and the key is None.
+        A key holds the names, versions and factors of the adapters, the first active row of this forward, and the
+        number of items of each row group that the sequence owns. Rows with equal keys, equal tokens and equal positions
+        have equal results, if the forward begins with the first token of the sequence. For a later chunk, add the first
+        active token of the prompt (`jlora.active_from`) to the key. If a sequence owns some of the items that it reads
+        and not others, add which. If all declared rows (`token_counts`, `length`) of a sequence precede the first
+        active one, they are those of the base model, and the key is None.
 
         Raises:
-          LoRAUsageError: inside a traced function, where the keys are unknown.
+          LoRAUsageError: inside a traced function, where the keys are unknown; the batch has activated LoRA adapters
+            and no first active rows (`needs_activation`).
         """
         lease = self._host_state()
+        if self.layout.undecided:
+            raise LoRAUsageError(_UNDECIDED)
         shape = lease.shape or BatchShape(len(lease.parts))
-        first = shape.active_from if self.active_from is None else self.active_from.tolist()
-        rows = shape.token_counts or (shape.length,) * len(lease.parts)
+        first = shape.active_from if self.active_from is None else jax.device_get(self.active_from).tolist()
+        rows = shape.token_counts or (self.layout.length,) * len(lease.parts)
         keys: list[CacheKey | None] = []
         for i, parts in enumerate(lease.parts):
             start, count = 0 if first is None else first[i], rows[i]
             inactive = not parts or (count is not None and start >= count > 0)
-            keys.append(None if inactive else CacheKey(parts or (), start))
+            items = tuple((group.name, owned) for group in shape.groups if (owned := group.owners.count(i)))
+            keys.append(None if inactive else CacheKey(parts or (), start, items))
         return tuple(keys)
 
     def _host_state(self) -> Lease:
@@ -291,42 +313,62 @@ class LoRABatch:
         """True if there are aLoRA adapters and `prepare` was not given their first active rows; see `activate`."""
         return self.layout.undecided
 
-    def activate(self, first_rows: Int[jax.Array | np.ndarray, "B"] | Sequence[int]) -> "LoRABatch":
-        """Return the same batch for another forward, with other first active rows, as in `prepare(..., active_from=)`.
+    @property
+    def can_activate(self) -> bool:
+        """True if `activate` is possible: the manager has `LoRAConfig(activated=True)`, and rows are not packed."""
+        return self.layout.sites.activated and self.token_slots is None
+
+    def activate(self, first_rows: FirstRows, *, length: int | None = None) -> "LoRABatch":
+        """Return the same batch for another forward, as `prepare(..., active_from=first_rows, length=length)` would.
 
         It shares the lease, and may be called inside a traced function. It is for rows that are not packed.
 
         Args:
-          first_rows: integers [B], the first row of each sequence in that forward that takes its adapter.
+          first_rows: integers [B], the first row of each sequence in that forward that takes its adapter; 0 for all
+            rows, and `jlora.NOWHERE`, or any value above it, for none. Traced values below 0 count as 0.
+          length: rows of each sequence in that forward, padding included. It is required.
 
         Raises:
-          LoRAUsageError: the manager has no `LoRAConfig(activated=True)`, the rows are packed, or the shape differs.
+          LoRAUsageError: the manager has no `LoRAConfig(activated=True)`, the rows are packed, the shape differs, a
+            value is no integer or negative, `length` is missing or not positive, or a sequence that owns items of a row
+            group has another first row than 0. Inside a traced function, the batch has row groups.
         """
-        if self.active_from is None:
+        if not self.can_activate:
             raise LoRAUsageError("LoRABatch.activate needs LoRAConfig(activated=True), and rows that are not packed")
-        first: Any = first_rows if isinstance(first_rows, jax.Array) else np.asarray(first_rows)
-        if first.shape != self.active_from.shape or not jnp.issubdtype(first.dtype, jnp.integer):
-            raise LoRAUsageError(
-                f"LoRABatch.activate takes integers {list(self.active_from.shape)}, one a sequence, got "
-                f"{first.dtype}{list(first.shape)}"
-            )
-        first = first.astype(np.int32)
-        if isinstance(first, np.ndarray):  # placed as by `prepare`, so that no step is compiled again
-            first = _placed(cast("list[Any]", [first]), self.layout.sites)[0]
-        return LoRABatch(self.assigned, first, replace(self.layout, undecided=False), self.lease)
+        if length is None:
+            raise LoRAUsageError(LENGTH_NEEDED.format(call="batch.activate(first_rows"))
+        length = checked_length("LoRABatch.activate: length", length)
+        groups, shape = self.assigned[0].groups, self.slots.shape
+        traced = isinstance(first_rows, jax.core.Tracer)
+        if groups and (traced or self.lease is None):
+            raise LoRAUsageError(_GROUPS.format(groups=sorted(groups)))
+        if traced:
+            first = _clamped(first_rows, shape)
+        else:
+            owned = self.lease.shape.groups if self.lease is not None and self.lease.shape is not None else ()
+            given: Any = first_rows if shape else [first_rows]
+            rows = checked_first_rows("LoRABatch.activate: first_rows", given, self.slots.size, owned)
+            array = np.array(rows, np.int32).reshape(shape)
+            # Placed as by `prepare`, so that no step is compiled again.
+            first = jnp.asarray(array) if self.lease is None else _placed([array], self.layout.sites)[0]
+        layout = replace(self.layout, length=length, activated=True, undecided=False)
+        return LoRABatch(self.assigned, first, layout, self.lease)
 
-    def activate_in(self, prompts: Sequence[Sequence[int]], *, start: int = 0) -> "LoRABatch":
+    def activate_in(
+        self, prompts: Sequence[Sequence[int]], *, length: int | None = None, start: int = 0
+    ) -> "LoRABatch":
         """Return the same batch for a forward over these prompts, each row active from its invocation tokens on.
 
         Args:
           prompts: token ids of the whole prompt of each sequence.
+          length: rows of each sequence in that forward, padding included. It is required.
           start: number of tokens of each prompt that are in the cache already. Row 0 of the forward is the next one.
 
         Raises:
           LoRAUsageError: as `activate`, or inside a traced function.
         """
         pairs = zip(prompts, self.invocation_tokens, strict=True)
-        return self.activate([active_from(prompt, tokens, start=start) for prompt, tokens in pairs])
+        return self.activate([active_from(prompt, tokens, start=start) for prompt, tokens in pairs], length=length)
 
     def check_usable(self) -> None:
         """Raise `LoRAError` unless the slots hold the adapters of the batch."""
@@ -388,6 +430,16 @@ class LoRABatch:
         if layout.lease is None:
             return cls(*children, replace(layout, orphan=True), None)
         return cls(*children, layout, layout.lease())
+
+
+def _clamped(first: Any, shape: tuple[int, ...]) -> Int[Array, "B"]:
+    """Return traced first rows as int32, from 0 to `NOWHERE`. Raises `LoRAUsageError` for another shape or dtype."""
+    if first.shape != shape or not jnp.issubdtype(first.dtype, jnp.integer):
+        raise LoRAUsageError(
+            f"LoRABatch.activate takes integers {list(shape)}, one a sequence, got {first.dtype}{list(first.shape)}"
+        )
+    wide = first.astype(jnp.int32) if first.dtype.itemsize < 4 else first
+    return jnp.clip(wide, 0, NOWHERE).astype(jnp.int32)
 
 
 def check_batch(batch: LoRABatch) -> None:
@@ -473,11 +525,20 @@ def make_batch(
                 groups=_of_groups(shape.groups, own, scale, none) if shape.groups else None,
             )
         )
-    of_batch = tuple(assigned), shape.first_rows() if sites.activated else None
+    of_batch = tuple(assigned), shape.first_rows()
     tree = cast("Any", jax.tree.structure(of_batch))
     found, first = jax.tree.unflatten(tree, _placed(jax.tree.leaves(of_batch), sites))
-    undecided = shape.active_from is None and any(lease.invocations)
-    layout = Layout(sites, shape.num_sequences, unserved, shape.length, absent, undecided, lease=weakref.ref(lease))
+    layout = Layout(
+        sites,
+        shape.num_sequences,
+        unserved,
+        shape.length,
+        activated=shape.active_from is not None,
+        one_each=shape.one_each and not sites.rows_declared,
+        absent=absent,
+        undecided=shape.active_from is None and any(lease.invocations),
+        lease=weakref.ref(lease),
+    )
     return LoRABatch(found, first, layout, lease)
 
 
@@ -507,7 +568,9 @@ def batch_of_group(batch: LoRABatch, name: str) -> LoRABatch | None:
         if own.token_slots is not None:
             own = own._replace(slots=own.token_slots, scales=own.token_scales)
         assigned.append(own)
-    return LoRABatch(tuple(assigned), None, replace(batch.layout, length=None), batch.lease)
+    # Each row is an entry of its own, and all of them are active.
+    layout = replace(batch.layout, length=None, activated=False, one_each=True)
+    return LoRABatch(tuple(assigned), None, layout, batch.lease)
 
 
 def _placed(arrays: Sequence[np.ndarray], sites: ModelSites) -> Sequence[jax.Array]:
@@ -530,6 +593,6 @@ def renewed(batch: LoRABatch, lease: Lease) -> LoRABatch:
     """Return a batch with the arrays of `batch` under another lease of the same adapters."""
     old = batch.layout
     # `dataclasses.replace` takes 3 us, a tenth of a `prepare` of a known batch.
-    of_old = old.sites, old.num_sequences, old.unserved, old.length, old.absent, old.undecided
-    layout = Layout(*of_old, lease=weakref.ref(lease))
+    of_old = old.sites, old.num_sequences, old.unserved, old.length, old.activated, old.one_each, old.absent
+    layout = Layout(*of_old, old.undecided, lease=weakref.ref(lease))
     return LoRABatch(batch.assigned, batch.active_from, layout, lease)

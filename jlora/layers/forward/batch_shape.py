@@ -3,13 +3,18 @@
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+import jax
 import numpy as np
 from jaxtyping import Int, Shaped
 
+from jlora.adapters.activation import NOWHERE
 from jlora.errors import LoRAUsageError
 from jlora.layers.forward.group_shape import GroupShape
+
+# One integer for each sequence. Arrays of other types and shapes get an error of `checked_first_rows`.
+FirstRows: TypeAlias = Sequence[int] | jax.Array | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -20,7 +25,7 @@ class BatchShape:
       num_sequences: B.
       token_counts: packed rows of each sequence, in order; None if rows are not packed.
       num_rows: T, packed rows with padding; 0 if rows are not packed.
-      length: rows of each sequence, if declared.
+      length: rows of each sequence, if declared, as it must be for `active_from` of rows that are not packed.
       active_from: the first row of each sequence that takes its adapter; None for all rows.
       groups: the rows of layers that see other items than the sequences, such as images.
     """
@@ -58,11 +63,16 @@ class BatchShape:
             return slots
         return np.where(np.array(self.active_from) < np.array(self.token_counts), slots, none).astype(np.int32)
 
+    @property
+    def one_each(self) -> bool:
+        """True if rows are packed and row b is the only one of sequence b."""
+        return self.num_rows == self.num_sequences and self.token_counts == (1,) * self.num_sequences
+
     def first_rows(self) -> Int[np.ndarray, "B"] | None:
-        """Return the first active row of each sequence, int32 [B]; None if rows are packed."""
-        if self.token_counts is not None:
+        """Return the first active row of each sequence, int32 [B]; None if all are active or rows are packed."""
+        if self.token_counts is not None or self.active_from is None:
             return None
-        return np.array(self.active_from or (0,) * self.num_sequences, np.int32)
+        return np.array(self.active_from, np.int32)
 
 
 def batch_shape(
@@ -70,7 +80,7 @@ def batch_shape(
     token_counts: Sequence[int] | None,
     pad_to: int | None,
     length: int | None,
-    active_from: Sequence[int] | None = None,
+    active_from: FirstRows | None = None,
     groups: tuple[GroupShape, ...] = (),
 ) -> BatchShape:
     """Check the shape arguments of `LoRAManager.prepare` and return them as a `BatchShape`.
@@ -80,46 +90,92 @@ def batch_shape(
     """
     if num_sequences < 1:
         raise LoRAUsageError("prepare needs at least one sequence")
-    counts, first = _integers("token_counts", token_counts), _integers("active_from", active_from)
-    num_rows = None if pad_to is None else _integer("pad_to", pad_to)
-    if length is not None and (length := _integer("length", length)) < 1:
-        raise LoRAUsageError(f"prepare: length must be positive, got {length}")
-    if length is not None and counts is not None:
-        raise LoRAUsageError("prepare: length is for rows [batch * length, features]; packed rows have token_counts")
-    if first is not None and (len(first) != num_sequences or min(first) < 0):
-        raise LoRAUsageError(
-            f"prepare: active_from must be one first row, from 0 on, for each of {num_sequences} sequences, got "
-            f"{list(first)!r:.100}"
-        )
-    first = None if first is None else tuple(min(row, 2**31 - 1) for row in first)
-    if first is not None:
-        for group in groups:
-            _check_active(group, first)
+    counts = None if token_counts is None else _integers("prepare: token_counts", token_counts)
+    num_rows = None if pad_to is None else _integer("prepare: pad_to", pad_to)
+    if length is not None:
+        if counts is not None:
+            raise LoRAUsageError("prepare: length is for rows that are not packed; packed rows have token_counts")
+        length = checked_length("prepare: length", length)
+    first = None
+    if active_from is not None:
+        if length is None and counts is None:
+            raise LoRAUsageError(LENGTH_NEEDED.format(call="prepare(names, active_from=first_rows"))
+        first = checked_first_rows("prepare: active_from", active_from, num_sequences, groups)
     return BatchShape(num_sequences, counts, _packed_rows(num_sequences, counts, num_rows), length, first, groups)
 
 
-def _check_active(group: GroupShape, active_from: tuple[int, ...]) -> None:
-    for item, owner in enumerate(group.owners):
-        if owner >= 0 and active_from[owner]:
-            raise LoRAUsageError(
-                f"prepare: item {item} of group {group.name!r} belongs to sequence {owner}, whose adapter is active "
-                f"from row {active_from[owner]} on, and items have no place among these rows; give None as the "
-                "sequence of an item before that row"
-            )
+LENGTH_NEEDED = (
+    "first active rows need `length`, the number of rows of each sequence in this forward, padding included: {call}, "
+    "length=tokens.shape[1]), or length=1 for a decode step"
+)
 
 
-def _integers(option: str, values: Sequence[int] | None) -> tuple[int, ...] | None:
+def checked_length(option: str, length: Any) -> int:
+    """Return the number of rows of each sequence.
+
+    Raises:
+      LoRAUsageError: it is no positive integer.
+    """
+    if (found := _integer(option, length)) < 1:
+        raise LoRAUsageError(f"{option} must be positive, got {found}")
+    return found
+
+
+def checked_first_rows(
+    option: str,
+    values: FirstRows,
+    num_sequences: int,
+    groups: Sequence[GroupShape],
+) -> tuple[int, ...]:
+    """Return the first active row of each sequence, at most `NOWHERE`, from a list or an array outside a trace.
+
+    Raises:
+      LoRAUsageError: they are not one integer for each sequence, one is negative, or an item of `groups` belongs to a
+        sequence with another first row than 0.
+    """
+    first = _integers(option, values)
+    if len(first) != num_sequences or min(first) < 0:
+        raise LoRAUsageError(
+            f"{option} must be one first row, from 0 on, for each of {num_sequences} sequences, got "
+            f"{list(first)!r:.100}"
+        )
+    for group in groups:
+        for item, owner in enumerate(group.owners):
+            if owner >= 0 and first[owner]:
+                raise LoRAUsageError(
+                    f"{option}: item {item} of group {group.name!r} belongs to sequence {owner}, whose adapter is "
+                    f"active from row {first[owner]} on, and items have no place among these rows; give None as the "
+                    "sequence of an item before that row"
+                )
+    return tuple([min(row, NOWHERE) for row in first])
+
+
+def all_active(activated: bool, num_sequences: int, token_counts: object, length: object) -> list[int] | None:
+    """Return first active rows of 0, if batches have first active rows and this one declares the rows they count.
+
+    A step that was compiled for the batch then serves batches with inactive rows too.
+    """
+    return [0] * num_sequences if activated and (token_counts, length) != (None, None) else None
+
+
+def _integers(option: str, values: Any) -> tuple[int, ...]:
+    given = jax.device_get(values) if isinstance(values, jax.Array) else values
     try:
-        return None if values is None else tuple(_integer(option, value) for value in values)
+        listed = given.tolist() if isinstance(given, np.ndarray) else list(given)
+        if bool in set(map(type, listed)):
+            raise TypeError  # a mask is no list of rows
+        return tuple(map(operator.index, listed))
     except TypeError:
-        raise LoRAUsageError(f"prepare: {option} must be integers, got {values!r:.100}") from None
+        raise LoRAUsageError(f"{option} must be integers, got {values!r:.100}") from None
 
 
 def _integer(option: str, value: Any) -> int:
     try:
+        if isinstance(value, bool):
+            raise TypeError
         return operator.index(value)
     except TypeError:
-        raise LoRAUsageError(f"prepare: {option} must be integers, got {type(value).__name__}") from None
+        raise LoRAUsageError(f"{option} must be integers, got {type(value).__name__}") from None
 
 
 def _packed_rows(num_sequences: int, counts: tuple[int, ...] | None, pad_to: int | None) -> int:

@@ -17,7 +17,6 @@ from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.forward.delta import add_delta
 from jlora.layers.forward.linear import first_input, parameters_of
 from jlora.layers.forward.mesh import parts_of
-from jlora.layers.forward.row_layout import counted_rows
 from jlora.layers.forward.rows import RowMap
 from jlora.layers.forward.scope import Scope, enter_site
 from jlora.layers.site import Site
@@ -178,7 +177,7 @@ def _add_product_delta(
             raise LoRAError(f"{site.path}: its spec says that it {label} [..., {size}] floats, found {found}")
     if gathers:
         taken = row_map.source if row_map.taken is None else row_map.taken
-        if row_map.taken is None and math.prod(x.shape[:-1]) != (counted := counted_rows(row_map, scope.slots(site))):
+        if row_map.taken is None and math.prod(x.shape[:-1]) != (counted := scope.counted_rows(site, y, row_map)):
             raise LoRAError(
                 f"{site.path}: its ExpertsSpec says that it gathers its rows from all {counted} {row_map.of} of the "
                 f"batch, and {list(x.shape)} went in"

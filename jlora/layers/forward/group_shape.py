@@ -14,8 +14,10 @@ Owners: TypeAlias = Mapping[str, Sequence[int | None]] | None
 Counts: TypeAlias = Mapping[str, Sequence[int]] | None
 Pads: TypeAlias = Mapping[str, int] | None
 
-# The value of `row_groups` for layers whose rows are those of the batch's sequences.
-SEQUENCES = "sequences"
+# The values of `row_groups` for layers whose rows are those of the batch's own sequences. The last two declare the rows
+# of packed batches: one of each sequence, or all.
+SEQUENCES, LAST, PACKED = "sequences", "last", "packed"
+OF_SEQUENCES = frozenset({SEQUENCES, LAST, PACKED})
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ With as many images as sequences, a tower looks like a layer of sequences, so a 
 """
 
 from jlora.errors import LoRAError
+from jlora.layers.forward.group_shape import LAST, PACKED
 from jlora.layers.site import Site, is_named
 
 _OTHER_LENGTH = (
@@ -26,7 +27,7 @@ class Lengths:
 
     def add(self, site: Site, length: int) -> None:
         """Record a call of a layer with rows [B, length, features]."""
-        if site.row_group is None and length != 1:
+        if site.row_group in (None, LAST, PACKED) and length != 1:
             self._seen.setdefault(site, {})[length] = None
             self._last = length
 

@@ -27,18 +27,14 @@ from jlora.pallas.plan import Plan, make_plan
 from jlora.sharding.rules import partition
 
 
-def plan_key(
-    site: Site, spec: SlotSpec, layout: RowLayout, sharding: RowSharding, lengths: frozenset[int] | None
-) -> Hashable:
+def plan_key(site: Site, spec: SlotSpec, layout: RowLayout, sharding: RowSharding) -> Hashable:
     """Return the cache key of a plan. Calls with equal keys in one scope share the plan of one adapter of a sequence.
 
-    Keep the layout alive as long as the key, as for `row_key`. `lengths` are those seen so far, as in `BatchSlots`, and
-    None if all rows are active.
+    Keep the layout alive as long as the key, as for `row_key`.
     """
     rows = (sharding, layout.shape) if sharding.split else None
     experts = site.spec.experts, spec.experts, split_of(spec).experts
-    active = None if lengths is None else (layout.positions, layout.length, lengths)
-    return row_key(layout), spec.slots, experts, site.backend, rows, active
+    return row_key(layout), spec.slots, experts, site.backend, rows
 
 
 def plan_of(
@@ -86,7 +82,7 @@ def _plan_of_experts(
     row_map, sharding = layout.kind, split_of(site.spec)
     assert isinstance(row_map, RowMap)  # `layout_of` has checked `expert`
     own = num_experts // site.spec.expert_shards
-    table, index = entries_of(row_map, slots, spec.slots.stop)
+    table, index = entries_of(layout, slots, spec.slots.stop)
     table = table if spec.first_slot == 0 else table - spec.first_slot
 
     def make(table: Array, index: Array, expert: Array) -> Plan:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, Integer
 
 from jlora.errors import LoRAUsageError
 from jlora.layers.forward.batch import LoRABatch
-from jlora.layers.forward.group_shape import SEQUENCES
+from jlora.layers.forward.group_shape import LAST, OF_SEQUENCES, PACKED, SEQUENCES
 from jlora.layers.forward.mesh import explicit_axes, here, manual_axes
 from jlora.layers.forward.rows import RowMap, current_rows
 from jlora.layers.site import Site
@@ -34,7 +34,9 @@ class RowLayout:
       shape: shape of the axes before the features.
       repeats: consecutive rows of each sequence; 1 for the other kinds.
       length: L if the rows are [B, L, features]; else None.
-      positions: number of consecutive positions of a sequence among its rows; 1 for the other kinds.
+      positions: for a `RowMap`, the rows of each sequence among those that it indexes, 0 for packed tokens. For
+        sequences with first active rows, the number of their positions among the rows: all of them, or 1 for the last.
+        Else 1.
     """
 
     kind: RowKind
@@ -70,21 +72,29 @@ class BatchSlots:
     """One adapter of each sequence of a batch.
 
     Attributes:
-      sequences: int32 [B], the slot of each sequence.
+      sequences: int32 [B], the slot of each sequence. In packed rows with first active rows, that of its last row.
       tokens: int32 [T], the slot of each packed row; None if rows are not packed.
-      lengths: the possible numbers of tokens of a sequence, if rows are not packed: the declared one, else those seen
-        so far.
       scales: float32 [B], the factor of each sequence; None if all are 1.
       token_scales: float32 [T], the factor of each packed row.
       active_from: int32 [B], the first active row of each sequence; None if all rows are active, or packed.
+      length: the number of rows of each sequence that `active_from` counts; 1 without it.
     """
 
     sequences: Int[Array, "B"]
     tokens: Int[Array, "T"] | None
-    lengths: frozenset[int]
     scales: Float[Array, "B"] | None = None
     token_scales: Float[Array, "T"] | None = None
     active_from: Int[Array, "B"] | None = None
+    length: int = 1
+
+
+_FITS_BOTH = (
+    "{path}: its rows of shape {shape} may be the {count} packed rows of this batch or rows of its {count} sequences. "
+    "Declare the layers that get one row of each sequence, such as a head on the last tokens; all others get packed "
+    "rows:\n"
+    "    LoRAManager(..., row_groups={{{path!r}: 'last'}})\n"
+    "    LoRAManager(..., row_groups={{'*': 'packed'}})  # if all layers get packed rows"
+)
 
 
 def layout_of(
@@ -108,8 +118,9 @@ def layout_of(
 
     Raises:
       LoRAError: the open row map is a constant inside a traced function.
-      LoRAUsageError: the row map has another number of rows; it has `expert` but the layer is no product of experts, or
-        it lacks `expert` for one; or rows under `jax.vmap` could be those of one sequence or of all.
+      LoRAUsageError: the row map has another number of rows, or as in `map_positions`; it has `expert` but the layer is
+        no product of experts, or it lacks `expert` for one; rows under `jax.vmap` could be those of one sequence or of
+        all; undeclared rows could be packed rows or rows of sequences.
     """
     if row_map is None:
         row_map = current_rows(site.path)
@@ -118,50 +129,56 @@ def layout_of(
             f"{site.path}: a RowMap with `expert` is for the products of experts, and needed there"
             + ("" if site.spec.experts is None else "; none was given")
         )
-    total = math.prod(shape)
+    declared, sequences, group = batch.layout.length, batch.slots.size, site.row_group
+    packed = None if batch.token_slots is None else batch.token_slots.size
+    alike = packed is None or batch.layout.one_each  # rows that fit two layouts have the same adapters in both
+    if batch.slots.ndim == 0 and not alike and group in (None, PACKED):
+        raise LoRAUsageError(
+            f"{site.path}: under jax.vmap over a packed batch, a row may be a packed row or that of a sequence: call "
+            "the layer outside of vmap"
+        )
     if row_map is not None:
-        if total != row_map.source.shape[0]:
+        if (total := math.prod(shape)) != row_map.source.shape[0]:
             raise LoRAUsageError(
                 f"{site.path}: {total} rows of shape {shape}, and a RowMap of {row_map.source.shape[0]} rows"
             )
-        return RowLayout(row_map, shape)
+        return RowLayout(row_map, shape, positions=map_positions(batch, site, row_map, lengths))
     if batch.slots.ndim == 0:  # the batch is mapped over its sequences, so every row belongs to this one
-        if reason := _unclear_positions(batch, shape, lengths):
-            return reason
-        return RowLayout("sequences", shape, total, shape[0] if len(shape) == 1 else None, shape[0] if shape else 1)
-    if batch.layout.length is not None:
-        lengths |= {batch.layout.length}
-    sequences = batch.slots.size
-    packed = None if batch.token_slots is None else batch.token_slots.shape[0]
-    match shape:
-        case (rows,) if mapped and not lengths:
-            raise LoRAUsageError(
-                f"{site.path}: under jax.vmap, {rows} rows may be those of one sequence or of the whole batch. If "
-                "each call is one sequence, map the batch too: jax.vmap(f, in_axes=(None, 0, 0))(model, tokens, "
-                "batch), with `with jlora.use(batch):` inside f"
-            )
-        case (rows,) | (1, rows) if rows == packed:
-            return RowLayout("packed", shape)
-        case (first, *between) if between and first == sequences:
-            if reason := _unclear_positions(batch, tuple(between), lengths):
-                return reason
-            length = between[0] if len(between) == 1 else None
-            return RowLayout("sequences", shape, math.prod(between), length, between[0])
-        case (rows,) if rows == sequences:
-            return RowLayout("sequences", shape)
-        case (rows,) if packed is None and rows in {sequences * length for length in lengths}:
-            return RowLayout("sequences", shape, rows // sequences, positions=rows // sequences)
-        case _:
-            pass
-    if site.row_group not in (None, SEQUENCES):
+        return _of_sequences(batch, shape, shape)
+    if mapped and len(shape) == 1 and not lengths and (declared is None or 1 < declared == sequences == shape[0]):
+        raise LoRAUsageError(
+            f"{site.path}: under jax.vmap, {shape[0]} rows may be those of one sequence or of the whole batch. If "
+            "each call is one sequence, map the batch too: jax.vmap(f, in_axes=(None, 0, 0))(model, tokens, "
+            "batch), with `with jlora.use(batch):` inside f"
+        )
+    as_packed = shape in ((packed,), (1, packed)) and group not in (LAST, SEQUENCES)
+    as_sequences = shape[:1] == (sequences,) and (packed is None or group != PACKED)
+    if as_sequences and packed == sequences and group is None and not alike and shape != (1, packed):
+        raise LoRAUsageError(_FITS_BOTH.format(path=site.path, shape=shape, count=packed))
+    if as_packed:
+        return RowLayout("packed", shape)
+    if as_sequences:
+        return _of_sequences(batch, shape, shape[1:])
+    known = lengths if declared is None else lengths | {declared}
+    if packed is None and shape in {(sequences * length,) for length in known}:
+        length = shape[0] // sequences
+        return RowLayout("sequences", shape, length, positions=length if batch.layout.activated else 1)
+    if group is not None and group not in OF_SEQUENCES:
         rows = (
             f"[{sequences}, ..., features], one entry an item" if packed is None else f"[{packed}, features], flattened"
         )
         return (
-            f"its rows of shape {shape} are not those of its row group {site.row_group!r} in this batch: expected "
+            f"its rows of shape {shape} are not those of its row group {group!r} in this batch: expected "
             f"{rows}. Layers before and after a pooling are groups of their own, each with its group_counts"
         )
-    tokens = f"{packed} packed tokens" if packed is not None else "a declared or seen length"
+    expected = {
+        PACKED: f"{packed} packed tokens",
+        LAST: f"one row a sequence [{sequences}, features]",
+        SEQUENCES: f"[{sequences}, ..., features]",
+    }
+    if packed is not None and group is not None:
+        return f"its rows of shape {shape} are not {group!r}, as row_groups declares: expected {expected[group]}"
+    tokens = expected[PACKED] if packed is not None else "a declared or seen length"
     return (
         f"its rows of shape {shape} fit no layout of this batch of {sequences} sequences: expected "
         f"[{sequences}, ..., features], one row a sequence [{sequences}, features], or {tokens} (declare flattened "
@@ -169,22 +186,69 @@ def layout_of(
     )
 
 
-def _unclear_positions(batch: LoRABatch, between: tuple[int, ...], lengths: frozenset[int]) -> str | None:
-    """Return the reason why the first axis after that of the sequences may not be their positions, else None.
+def _of_sequences(batch: LoRABatch, shape: tuple[int, ...], between: tuple[int, ...]) -> RowLayout | str:
+    """Return the layout of rows [B, *between], or the reason why their positions are not clear.
 
-    Without `active_from` all rows of a sequence are alike.
+    With first active rows they are all rows of each sequence, with their number as the first axis, or the last row.
     """
-    declared = batch.layout.length
-    if batch.active_from is None or not between or (declared is None and len(between) == 1):
-        return None
-    known = lengths if declared is None else {declared}
-    if between[0] in known:
-        return None
-    return (
-        f"a sequence has rows of shape {between}, and `active_from` counts along the first of these axes, which should "
-        f"have one of the sizes {sorted(known)} (declare it with prepare(..., length=), or say what the rows are with "
-        "jlora.rows)"
-    )
+    declared, activated = batch.layout.length, batch.layout.activated
+    if activated and between not in ((), (1,)) and between[0] != declared:
+        expected = "the last row of each sequence alone"
+        if declared is not None:
+            expected += f", or its declared length {declared} as the first of these axes"
+        return (
+            f"a sequence has rows of shape {between}, and `active_from` counts the rows of a sequence: expected "
+            f"{expected}. Say which of the batch's tokens other rows are with jlora.rows(jlora.RowMap(..., "
+            "of='tokens'))"
+        )
+    length, positions = (between[0] if len(between) == 1 else None), (between[0] if activated and between else 1)
+    return RowLayout("sequences", shape, math.prod(between), length, positions)
+
+
+def map_positions(batch: LoRABatch, site: Site, row_map: RowMap, lengths: frozenset[int]) -> int:
+    """Return the number of rows of each sequence among those that a map indexes; 0 if it indexes packed rows.
+
+    Args:
+      batch: the batch of the scope.
+      site: the site of the layer.
+      row_map: the map.
+      lengths: L of all rows [B, L, features] seen so far, under the same `vmap`.
+
+    Raises:
+      LoRAUsageError: the number is not known or contradicts the batch, or the map indexes sequences whose rows differ.
+    """
+    declared, activated, length = batch.layout.length, batch.layout.activated, row_map.length
+    if row_map.of == "sequences":
+        if activated and declared != 1:
+            tokens = "the packed row of each" if declared is None else f"sequence * {declared} + its row"
+            raise LoRAUsageError(
+                f"{site.path}: a RowMap of sequences shows no positions, which `active_from` counts: give "
+                f"RowMap(..., of='tokens'), with {tokens}"
+            )
+        return 1
+    if batch.token_slots is not None:
+        packed, sequences = batch.token_slots.size, batch.slots.size
+        if length == 1 and (packed > 1 or site.row_group in (LAST, SEQUENCES)):
+            return 1
+        if length not in (None, packed) or (length == 1 < sequences and site.row_group is None):
+            raise LoRAUsageError(
+                f"{site.path}: RowMap(of='tokens', length={length}) in a batch of {packed} packed rows of {sequences} "
+                "sequences: leave length out if the map indexes packed rows"
+            )
+        return 0
+    known = {length} if length is not None else lengths if declared is None else {declared}
+    if len(known) != 1:
+        raise LoRAUsageError(
+            "RowMap(of='tokens') needs to know how many rows a sequence has: give RowMap(..., length=) or "
+            f"prepare(..., length=) (seen in this forward: {sorted(lengths) or 'none'})"
+        )
+    (found,) = known
+    if activated and found not in (1, declared):
+        raise LoRAUsageError(
+            f"{site.path}: RowMap(of='tokens', length={found}), and `active_from` counts {declared} rows of each "
+            "sequence: give that length, or 1 for the last row of each"
+        )
+    return found
 
 
 def only_rows_mapped(batch: LoRABatch, rows: Array) -> bool:
@@ -237,26 +301,24 @@ def row_key(layout: RowLayout) -> Hashable:
     """
     kind: Hashable = layout.kind
     if isinstance(layout.kind, RowMap):
-        kind = id(layout.kind.source), id(layout.kind.expert), layout.kind.of, layout.kind.length
-    return kind, layout.repeats
+        kind = id(layout.kind.source), id(layout.kind.expert)
+    return kind, layout.repeats, layout.positions
 
 
-def batch_slots(batch: LoRABatch, lengths: frozenset[int], adapter: int = 0) -> BatchSlots:
+def batch_slots(batch: LoRABatch, adapter: int = 0) -> BatchSlots:
     """Return one adapter of each sequence of a batch, also inside of a shard.
 
     Args:
       batch: the batch.
-      lengths: those seen so far, as in `BatchSlots`.
       adapter: index of the adapter among those of a sequence.
     """
-    own, declared = batch.assigned[adapter], batch.layout.length
+    own = batch.assigned[adapter]
     arrays = own.slots, own.token_slots, own.scales, own.token_scales, batch.active_from
     slots, tokens, scales, token_scales, active_from = (
         None if array is None else here(array.reshape(-1)) for array in arrays
     )
     assert slots is not None
-    known = lengths if declared is None else frozenset({declared})
-    return BatchSlots(slots, tokens, known, scales, token_scales, active_from)
+    return BatchSlots(slots, tokens, scales, token_scales, active_from, batch.layout.length or 1)
 
 
 def slots_of(layout: RowLayout, slots: BatchSlots, none: int) -> Int[Array, "runs"]:
@@ -270,10 +332,8 @@ def slots_of(layout: RowLayout, slots: BatchSlots, none: int) -> Int[Array, "run
     if layout.kind == "sequences":
         if slots.active_from is None:
             return slots.sequences
-        if layout.repeats == 1 and layout.length is None:
-            return _last_rows(slots, none)
-        return jnp.repeat(_token_table(slots, layout.positions, none), layout.repeats // max(1, layout.positions))
-    table, index = entries_of(layout.kind, slots, none)
+        return jnp.repeat(_last_rows(slots, layout.positions, none), layout.repeats // layout.positions)
+    table, index = entries_of(layout, slots, none)
     return _taken(table, index, none).astype(jnp.int32)
 
 
@@ -293,45 +353,32 @@ def scales_of(layout: RowLayout, slots: BatchSlots) -> Float[Array, "..."] | Non
         found = slots.token_scales
     elif layout.kind == "sequences":
         found = jnp.repeat(slots.scales, layout.repeats)
-    elif layout.kind.of == "tokens" and slots.token_scales is not None:
-        found = _taken(slots.token_scales, jnp.asarray(layout.kind.source), 1)
+    elif layout.positions:
+        found = _taken(slots.scales, jnp.asarray(layout.kind.source) // layout.positions, 1)
     else:
-        index = jnp.asarray(layout.kind.source)
-        index = index if layout.kind.of == "sequences" else index // _length(layout.kind, slots.lengths)
-        found = _taken(slots.scales, index, 1)
+        assert slots.token_scales is not None
+        found = _taken(slots.token_scales, jnp.asarray(layout.kind.source), 1)
     return found.reshape(layout.shape)
 
 
-def entries_of(row_map: RowMap, slots: BatchSlots, none: int) -> tuple[Int[Array, "entries"], Integer[Array, "M"]]:
+def entries_of(layout: RowLayout, slots: BatchSlots, none: int) -> tuple[Int[Array, "entries"], Integer[Array, "M"]]:
     """Return the slots of the sequences or tokens that a map indexes, and the index of each row among them."""
-    index = jnp.asarray(row_map.source)
-    if row_map.of == "sequences":
-        return slots.sequences if slots.active_from is None else _last_rows(slots, none), index
-    if slots.tokens is not None:
+    assert isinstance(layout.kind, RowMap)
+    index = jnp.asarray(layout.kind.source)
+    if not layout.positions:
+        assert slots.tokens is not None
         return slots.tokens, index
-    length = _length(row_map, slots.lengths)
     if slots.active_from is not None:
-        return _token_table(slots, length, none), index
-    return slots.sequences, index // length  # a negative index stays negative
+        return _last_rows(slots, layout.positions, none), index
+    return slots.sequences, index // layout.positions  # a negative index stays negative
 
 
-def _token_table(slots: BatchSlots, length: int, none: int) -> Int[Array, "tokens"]:
-    """Return the slot of each of the `length` tokens of every sequence, `none` before the first active one."""
+def _last_rows(slots: BatchSlots, count: int, none: int) -> Int[Array, "rows"]:
+    """Return the slot of each of the last `count` rows of every sequence, `none` before the first active one."""
     assert slots.active_from is not None
-    active = jnp.arange(length, dtype=jnp.int32)[None] >= slots.active_from[:, None]
+    positions = jnp.arange(slots.length - count, slots.length, dtype=jnp.int32)
+    active = positions[None] >= slots.active_from[:, None]
     return jnp.where(active, slots.sequences[:, None], none).astype(jnp.int32).reshape(-1)
-
-
-def _last_rows(slots: BatchSlots, none: int) -> Int[Array, "B"]:
-    """Return the slot of the last row of each sequence, `none` if it is not active."""
-    assert slots.active_from is not None
-    if len(slots.lengths) > 1:
-        raise LoRAUsageError(
-            "with `active_from`, one row a sequence is the last of its rows, and this forward has rows of several "
-            f"lengths {sorted(slots.lengths)}: declare it with prepare(..., length=)"
-        )
-    (length,) = slots.lengths or {1}
-    return jnp.where(slots.active_from < length, slots.sequences, none).astype(jnp.int32)
 
 
 def _taken(table: Array, index: Array, other: int) -> Array:
@@ -339,23 +386,3 @@ def _taken(table: Array, index: Array, other: int) -> Array:
     inside = (index >= 0) & (index < table.shape[0])
     found = table.at[jnp.clip(index, 0, table.shape[0] - 1)].get(mode="promise_in_bounds")
     return jnp.where(inside, found, other)
-
-
-def counted_rows(row_map: RowMap, slots: BatchSlots) -> int:
-    """Return the size of the range that `source` indexes: the number of sequences or of tokens."""
-    if row_map.of == "sequences":
-        return slots.sequences.shape[0]
-    if slots.tokens is not None:
-        return slots.tokens.shape[0]
-    return slots.sequences.shape[0] * _length(row_map, slots.lengths)
-
-
-def _length(row_map: RowMap, lengths: frozenset[int]) -> int:
-    known = lengths if row_map.length is None else {row_map.length}
-    if len(known) != 1:
-        raise LoRAUsageError(
-            "RowMap(of='tokens') needs to know how many rows a sequence has: give RowMap(..., length=) or "
-            f"prepare(..., length=) (seen in this forward: {sorted(lengths) or 'none'})"
-        )
-    (length,) = known
-    return length

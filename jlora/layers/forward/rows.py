@@ -28,9 +28,10 @@ class RowMap:
       source: integers [M], the index of the sequence (or token) of each row of the layer. Rows with an index outside
         the batch take no adapter.
       of: "sequences" if `source` indexes the batch's sequences, "tokens" for its tokens: packed rows, or [B, L]
-        flattened. With `prepare(..., active_from=)` a row of a sequence is its last one.
+        flattened. With `prepare(..., active_from=)` rows need tokens, unless `length` is 1 there.
       length: L, required for `of="tokens"` if rows are not packed and neither `prepare(..., length=)` nor [B, L] rows
-        of an earlier layer define it.
+        of an earlier layer define it. With 1, `source` indexes one row of each sequence, the last, also if rows are
+        packed.
       expert: integers [M], the expert of each row of a product of experts; None elsewhere. Rows with an index of no
         expert (such as one on another shard) take no adapter.
       taken: integers [M], for a product that gathers (`ExpertsSpec.gathers`): the index of each row's input among the

@@ -17,7 +17,7 @@ from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.forward.batch import LoRABatch, batch_of_group, check_batch
 from jlora.layers.forward.context import Opened, around, opening, staged
 from jlora.layers.forward.forward_record import Calls, ForwardRecord, check_all_served
-from jlora.layers.forward.group_shape import SEQUENCES
+from jlora.layers.forward.group_shape import OF_SEQUENCES
 from jlora.layers.forward.lengths import Lengths
 from jlora.layers.forward.mesh import check_mesh
 from jlora.layers.forward.plans import plan_key, plan_of
@@ -27,6 +27,7 @@ from jlora.layers.forward.row_layout import (
     RowSharding,
     batch_slots,
     layout_of,
+    map_positions,
     only_rows_mapped,
     row_key,
     row_sharding,
@@ -178,8 +179,7 @@ class Scope(Opened):
         if group is not None and row_map is None and current_rows(site.path) is not None:
             raise LoRAUsageError(_MAP_IN_GROUP.format(path=site.path, group=group))
         mapped = only_rows_mapped(batch, base)
-        seen = self._lengths[group]
-        lengths = frozenset(length for under_vmap, length in seen if under_vmap == mapped)
+        lengths = self._seen(group, mapped)
         layout = layout_of(batch, site, base.shape[:-1], lengths, mapped=mapped, row_map=row_map)
         if isinstance(layout, str):
             if group is not None and site.doubt is None:  # its rows are declared, so no other layout is meant
@@ -188,7 +188,7 @@ class Scope(Opened):
             return None
         if layout.length is not None:
             self.undeclared.add(site, layout.length)
-            seen.add((mapped, layout.length))
+            self._lengths[group].add((mapped, layout.length))
         check_mesh(site)
         sharding = row_sharding(batch, site, layout, base)
         adapters = range(len(batch.assigned))
@@ -197,14 +197,13 @@ class Scope(Opened):
     def _rows_of(self, adapter: int, site: Site, layout: RowLayout, sharding: RowSharding) -> AdapterRows:
         """Return the rows of a call for one adapter of each sequence."""
         group = _group_of(site)
-        lengths = None if self._batch_of(site).active_from is None else self._seen(group)
 
         def make_plan(spec: SlotSpec) -> Plan:
             return plan_of(site, spec, layout, sharding, self.slots(site, adapter), self.batch.layout.num_sequences)
 
         plan, *shared = (
             self._kept(
-                (group, adapter, plan_key(site, each.spec, layout, sharding, lengths)),
+                (group, adapter, plan_key(site, each.spec, layout, sharding)),
                 layout,
                 partial(make_plan, each.spec),
             )
@@ -216,7 +215,14 @@ class Scope(Opened):
 
     def slots(self, site: Site, adapter: int = 0) -> BatchSlots:
         """Return one adapter of each entry of the batch or of the site's row group, or of the calling code's shard."""
-        return batch_slots(self._batch_of(site), self._seen(_group_of(site)), adapter)
+        return batch_slots(self._batch_of(site), adapter)
+
+    def counted_rows(self, site: Site, base: Float[Array, "*lead N"], row_map: RowMap) -> int:
+        """Return the size of the range that the map of one call indexes: the number of sequences or of tokens."""
+        batch = self._batch_of(site)
+        lengths = self._seen(_group_of(site), only_rows_mapped(batch, base))
+        positions = map_positions(batch, site, row_map, lengths)
+        return positions * batch.slots.size if positions else batch.token_slots.size
 
     def _batch_of(self, site: Site) -> LoRABatch:
         """Return the batch, or that of the items or rows of the site's row group. Raise `LoRAError` if it has none."""
@@ -229,9 +235,9 @@ class Scope(Opened):
             self._lengths[group] = set()
         return self._batches[group]
 
-    def _seen(self, group: str | None) -> frozenset[int]:
-        """Return L of each [B, L, features] so far."""
-        return frozenset(length for _, length in self._lengths[group])
+    def _seen(self, group: str | None, mapped: bool) -> frozenset[int]:
+        """Return L of each [B, L, features] so far, of rows that a `vmap` maps without the batch if `mapped`."""
+        return frozenset(length for under_vmap, length in self._lengths[group] if under_vmap == mapped)
 
     def _kept(self, key: Hashable, layout: RowLayout, make: Callable[[], T]) -> T:
         """Return what `make` returns, computed once and shared by all layers with the same key."""
@@ -258,7 +264,7 @@ class Scope(Opened):
 
 def _group_of(site: Site) -> str | None:
     """Return the row group of a site; None for the rows of the batch's sequences."""
-    return None if site.row_group == SEQUENCES else site.row_group
+    return None if site.row_group in OF_SEQUENCES else site.row_group
 
 
 def _check_fresh(batch: LoRABatch) -> None:

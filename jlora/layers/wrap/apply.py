@@ -18,7 +18,7 @@ from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.base_kernel import arrays_of
 from jlora.layers.forward.embedding import embed_methods
 from jlora.layers.forward.experts import experts_methods, product_of
-from jlora.layers.forward.group_shape import SEQUENCES
+from jlora.layers.forward.group_shape import LAST, OF_SEQUENCES, PACKED
 from jlora.layers.forward.linear import linear_methods
 from jlora.layers.site import (
     ModelSites,
@@ -57,7 +57,7 @@ def wrap_model(
         `packed_modules` attribute if it has one.
       skip: regular expressions, searched in the names of checkpoint modules that this process lacks on purpose.
       make: function that returns the slot arrays of a site, or their shapes for a model of shapes alone.
-      row_groups: name of a module -> the row group of its layers, or "sequences".
+      row_groups: name of a module -> the row group of its layers, "sequences", "last" or "packed".
 
     Returns:
       The wrapped model.
@@ -74,7 +74,7 @@ def wrap_model(
     device = _device_of([found for found, _ in plans])
     every = [each for _, sites in plans for site in sites for each in site.with_all]
     arrays = {site: values for site, values in _allocate(every, make, device)}
-    groups = frozenset(row_groups.values()) - {SEQUENCES}
+    groups = frozenset(row_groups.values()) - OF_SEQUENCES
     wrapped.sites = _model_sites(wrapped, plans, device, config, groups)
     kept = [(f.module, type(f.module), dict(vars(f.module))) for f, _ in plans]
     try:
@@ -117,14 +117,18 @@ def skip_patterns(skip: Sequence[str]) -> tuple[re.Pattern[str], ...]:
 
 
 def _checked_groups(row_groups: Mapping[str, str] | None) -> Mapping[str, str]:
-    """Return `row_groups`, {} for None. Raises `LoRAUsageError`."""
+    """Return `row_groups`, {} for None. Raises `LoRAUsageError`.
+
+    Once the rows of some layers in packed batches are declared, those of layers that are not named are packed.
+    """
     given: object = {} if row_groups is None else row_groups
     if not is_mapping(given) or not all(isinstance(each, str) and each for pair in given.items() for each in pair):
         raise LoRAUsageError(
-            "row_groups maps names of modules to names of groups, such as {'visual': 'images'}, or to 'sequences' for "
-            f"rows that are the batch's own, got {row_groups!r:.100}"
+            "row_groups maps names of modules to names of groups, such as {'visual': 'images'}, or to 'sequences', "
+            f"'last' or 'packed' for rows that are the batch's own, got {row_groups!r:.100}"
         )
-    return dict(cast("Mapping[str, str]", given))
+    groups = cast("Mapping[str, str]", given)
+    return {"*": PACKED, **groups} if {LAST, PACKED} & {*groups.values()} else dict(groups)
 
 
 def _model_sites(

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -103,7 +103,7 @@ class Selection:
         """
         ranks = () if isinstance(self._ranks, int) else tuple(name for name in self._ranks if name != "*")
         given = ("target_modules", self.targets or ()), ("exclude_modules", self.excluded), ("max_lora_rank", ranks)
-        for label, wanted in (*given, ("row_groups", tuple(self._row_groups))):
+        for label, wanted in (*given, ("row_groups", tuple(name for name in self._row_groups if name != "*"))):
             missing = [name for name in wanted if name not in self._matched]
             for name in missing:
                 if label == "target_modules" and name in self._refused:
@@ -119,10 +119,10 @@ def matching(given: Iterable[str], names: Iterable[str]) -> str | None:
     return max((g for g in given if any(f".{n}".endswith(f".{g}") for n in names)), key=len, default=None)
 
 
-def _longest(given: Iterable[str], names: Iterable[str]) -> str | None:
-    """Return the longest given name that is one of `names` or a part of one, or None."""
+def _longest(given: Collection[str], names: Iterable[str]) -> str | None:
+    """Return the longest given name that is one of `names` or a part of one; else "*" if it is given, else None."""
     names = tuple(names)
-    return max((each for each in given if is_named(each, names)), key=len, default=None)
+    return max((each for each in given if is_named(each, names)), key=len, default="*" if "*" in given else None)
 
 
 @dataclass(frozen=True)

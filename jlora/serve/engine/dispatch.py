@@ -196,8 +196,9 @@ class Dispatcher:
         self._filled = self._steps.chunk_of(sequence.filled, len(sequence.prompt))[1]
         try:
             batch = sequence.batch
-            if batch.needs_activation:
-                batch = batch.activate([max(0, sequence.active_from - sequence.filled)])
+            if batch.can_activate:  # also for plain adapters, to run the same compiled step
+                first = max(0, sequence.active_from - sequence.filled)
+                batch = batch.activate([first], length=self._filled)
             logits, sequence.filled = self._steps.prefill(batch, sequence.row, sequence.prompt, sequence.filled)
             if sequence.filled < len(sequence.prompt):
                 return True
@@ -271,11 +272,12 @@ class Dispatcher:
             self._batch = None
         else:
             names = [None if one is None or one.held is None else one.held.handle for one in self._rows]
-            active_from = None
+            first: dict[str, Any] = {}
             if self._manager.config.activated:
-                active_from = [int(one is not None and one.active_from >= len(one.prompt)) for one in self._rows]
+                rows = [int(one is not None and one.active_from >= len(one.prompt)) for one in self._rows]
+                first = {"active_from": rows, "length": 1}
             try:
-                self._batch = self._manager.prepare(names, active_from=active_from)
+                self._batch = self._manager.prepare(names, **first)
                 self._active = jax.device_put(np.array([one is not None for one in self._rows]))
             except Exception as error:  # as above
                 self._failed(error, [one for one in self._rows if one is not None])

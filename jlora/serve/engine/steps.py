@@ -368,23 +368,24 @@ class Steps:
             limit, logprobs = 0.5 if how.ranked else 1.0, 0 if how.reported else None
             self.begin(logits[0], 0, SamplingParams(None, float(how.sampled), limit, logprobs=logprobs), 0)
 
-        def warmed(rows: int, step: Callable[..., Any], *args: Any) -> Callable[[], None]:
-            return lambda: self._manager.warmup(lambda batch: step(batch, *args), num_sequences=rows)
+        def warmed(rows: int, tokens: int, step: Callable[..., Any], *args: Any) -> Callable[[], None]:
+            length = tokens if self._manager.config.activated else None
+            return lambda: self._manager.warmup(lambda batch: step(batch, *args), num_sequences=rows, length=length)
 
         calls = [
             *(
-                (f"prefill of {tokens} tokens over {extent} positions", warmed(1, fill, *of))
+                (f"prefill of {tokens} tokens over {extent} positions", warmed(1, tokens, fill, *of))
                 for (tokens, extent), of in chunks.items()
             ),
             *((f"the first token, {how}", partial(begin, how)) for how in variants),
             *(
                 (
                     f"decode of {self.rows} rows over {extent} positions",
-                    warmed(self.rows, self.decode, active, extent, How()),
+                    warmed(self.rows, 1, self.decode, active, extent, How()),
                 )
                 for extent in self.extents
             ),
-            *((f"the next tokens, {how}", warmed(self.rows, self.decode, active, 1, how)) for how in variants),
+            *((f"the next tokens, {how}", warmed(self.rows, 1, self.decode, active, 1, how)) for how in variants),
         ]
         # On a mesh they run twice, since equal shardings may have different representations after another step.
         calls = [("the state on the device", self.reset), *calls * (1 if self._everywhere() is None else 2)]

@@ -6,6 +6,7 @@ from flax import nnx
 
 import jlora
 from jlora.models import Decoder, DecoderConfig, generate
+from jlora.models.generation import compiled_variants
 from jlora.serve import Engine, EngineOptions, SamplingParams
 from tests.models.checkpoints import SIZES
 from tests.serve.conftest import compilations
@@ -117,6 +118,24 @@ def test_beside_other_requests(engine, oracle):
     names, prompts = [None, "plain", "dora", "called", "other"], list(PROMPTS.values())
     drawn = [(names[rng.integers(5)], prompts[rng.integers(len(prompts))]) for _ in range(24)]
     check(engine, oracle, drawn)
+
+
+def test_first_rows_of_generate(folders):
+    """First rows are counted in each prompt, which is padded; one past it acts on no row of that padding."""
+    manager = managed(activated=True)
+    manager.add_adapter(jlora.LoRARequest("called", str(folders["called"])))
+    prompts = [PROMPTS["at the end"], PROMPTS["nowhere"]]
+
+    def answers(names, **options):
+        with manager.prepare(names, **options) as batch:
+            return generate(manager.model, prompts, batch=batch, max_new_tokens=LIMIT)
+
+    found, compiled = answers(["called"] * 2), compiled_variants()
+    assert answers(["called"] * 2, active_from=[16, 22], length=22) == found
+    base = answers([None] * 2)
+    assert found[0] != base[0]
+    assert found[1] == base[1] == answers(["called"] * 2, active_from=[0, 25], length=32)[1]
+    assert compiled_variants() == compiled
 
 
 def test_answers_depend_on_the_adapter(oracle):

@@ -68,16 +68,16 @@ def test_right_layers_pass(cls):
     register(cls)
     report = make_manager(Model(cls)).verify(serve, normal(4, 3, K))
     assert report.checked == ("first", "proj", "last")
-    assert report.rows_only == ()
+    assert report.rows_only == {}
     assert report.unchecked == {}
-    assert 0 <= report.error < 1e-2 < report.tolerance
+    assert 0 <= report.error < 1e-5 < report.tolerance == 1e-4
 
 
 def test_a_layer_without_a_dequantized_weight_is_checked_by_rows_only():
     register(Int8, known=False)
     report = make_manager(Model()).verify(serve, normal(4, 3, K))
     assert report.checked == ("first", "proj", "last")
-    assert report.rows_only == ("proj",)
+    assert [*report.rows_only] == ["proj"]
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -33,14 +33,13 @@ from jlora.layers.specs import LinearSpec
 
 _DEVIATIONS = 6  # of the sum of rounding errors
 _HALF_ULP = 2.0**-9  # of bfloat16, relative to the value
-_DISTINCT = 1e-6  # least difference of two rows, relative to the largest
 _FACTORS = "jlora_product_a", "jlora_product_b"
 
 
 class Products:
     """The comparison of layers' own products with those of their dequantized weights, over all calls of a forward.
 
-    Equal rows have equal rounding errors, so only the first of them counts.
+    Rows that differ by less than their rounding have errors in common, so one of them counts.
     """
 
     def __init__(self) -> None:
@@ -86,22 +85,19 @@ class _Columns:
     off: Any = 0.0  # <y, z> - <z, z>
     variance: Any = 0.0
     systematic: Any = 0.0
-    seen: np.ndarray = field(default_factory=lambda: np.zeros(0))  # one value that identifies each row
+    seen: set[bytes] = field(default_factory=set)  # the cells of all rows
     single: list[tuple[np.ndarray, ...]] = field(default_factory=list)  # rows of calls with one new row
 
-    def add(self, *arrays: np.ndarray) -> None:
-        z = arrays[1]
-        key = z @ np.random.default_rng(0).normal(size=z.shape[1])
-        new = np.flatnonzero(np.isfinite(arrays[0]).all(1) & np.isfinite(z).all(1))
-        new = new[np.argsort(key[new])]
-        every = np.abs(np.concatenate([self.seen, key[new]])).max(initial=0)
-        new = new[np.diff(key[new], prepend=-np.inf) > _DISTINCT * every]
-        new = new[(np.abs(key[new, None] - self.seen) > _DISTINCT * every).all(1)]
-        self.seen = np.append(self.seen, key[new])
+    def add(self, y: np.ndarray, z: np.ndarray, variance: np.ndarray, size: np.ndarray) -> None:
+        finite = np.flatnonzero(np.isfinite(y).all(1) & np.isfinite(z).all(1))
+        cells = {cell: row for row, cell in zip(finite, _cells(z[finite], variance[finite]), strict=True)}
+        new = [row for cell, row in cells.items() if cell not in self.seen]
+        self.seen |= cells.keys()
+        rows = tuple(array[new] for array in (y, z, variance, size))
         if len(new) == 1:
-            self.single.append(tuple(array[new] for array in arrays))
-        elif len(new):
-            self._sum(*(array[new] for array in arrays))
+            self.single.append(rows)
+        elif new:
+            self._sum(*rows)
 
     def finish(self) -> "_Columns":
         """Add the rows that came alone."""
@@ -121,6 +117,13 @@ class _Columns:
 
     def wrong(self) -> np.ndarray:
         return ~(np.abs(self.off) <= _DEVIATIONS * np.sqrt(self.variance) + self.systematic)
+
+
+def _cells(z: np.ndarray, variance: np.ndarray) -> list[bytes]:
+    """Return the cell of each row. Rows whose inputs differ by more than their rounding have different cells."""
+    places = z @ np.random.default_rng(0).normal(size=(z.shape[1], 8))
+    exponent = np.round(np.log2(4 * np.sqrt(variance.sum(1, keepdims=True)) + 1e-300))
+    return [cell.tobytes() for cell in np.concatenate([exponent, np.round(places / 2**exponent) + 0.0], axis=1)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ for which the bound has a second term.
 """
 
 import functools
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +45,7 @@ class Products:
 
     def __init__(self) -> None:
         self._columns: dict[tuple[Site, int], _Columns] = {}
+        self._lock = threading.Lock()  # the runtime's threads call `add`
 
     def add(self, site: Site, layer: Any, y: Any, z: Any, variance: Any, size: Any) -> None:
         """Add the rows of one call, all [R, N].
@@ -56,13 +58,14 @@ class Products:
           variance: of the error in y that the rounding of its input gives.
           size: the norm of the products of each input and its weight.
         """
-        columns = self._columns.setdefault((site, int(layer)), _Columns())
-        columns.add(*(np.asarray(rows, np.float64) for rows in (y, z, variance, size)))
+        arrays = [np.asarray(rows, np.float64) for rows in (y, z, variance, size)]
+        with self._lock:
+            self._columns.setdefault((site, int(layer)), _Columns()).add(*arrays)
 
     def judge(self, sites: Sequence[Site]) -> list[tuple[int, int, int]]:
         """Return for each site: fewest rows of a layer, wrong columns, and the first of these.
 
-        Processes have calls of their own devices, so the results of all are combined.
+        One process gets the calls of a computation of several, so the results of all are combined.
         """
         found = np.array([self._judge(site) for site in sites], np.int64).reshape(-1, 3)
         if jax.process_count() > 1:

@@ -22,6 +22,7 @@ from jlora.layers.base_kernel import can_dequantize, held_by
 from jlora.layers.forward.batch import Lease, LoRABatch, make_batch
 from jlora.layers.forward.batch_shape import batch_shape
 from jlora.layers.forward.context import opening
+from jlora.layers.forward.experts import has_grouped_products
 from jlora.layers.forward.forward_record import ForwardRecord
 from jlora.layers.forward.group_shape import GroupShape, group_shapes
 from jlora.layers.site import HEAD, Site, SlotSpec, delete_attribute
@@ -60,8 +61,8 @@ class VerifyReport:
       confirmed: paths of the layers with an uncertain spec, such as a guessed one, that were confirmed.
       error: the largest error of a row. It is relative to the outputs' largest value if the model computes in float32,
         else to the norm of the row's delta.
-      tolerance: the upper bound for `error`: 1e-4 for a model in float32, else 2e-2; 1e-1 if a layer may round its
-        input to few bits and has no `LinearSpec.dequantize`, or is a quantized table or product of experts.
+      tolerance: the upper bound for `error`: 1e-4 for a model in float32, else 2e-2; 1e-1 if a quantized layer, which
+        may round its input to few bits, has no `LinearSpec.dequantize` or is a table or a product of experts.
       batches: number of mixed batches that were compared.
       rows_only: path -> what was not compared, for the layers in `checked` without a kernel of floats or
         `LinearSpec.dequantize`. Their rows were compared with those of other sequences alone.
@@ -243,7 +244,7 @@ class _Probe:
         # Only their own product may round its input to few bits, and it is replaced after the first forward.
         self.quantized = [s for s in others if s.spec.experts is None and s not in self.rows_only]
         dtypes = {jnp.dtype(s.spec.dtype) for s in self.sites} | {_kernel(wrapped, s).dtype for s in self.exact}
-        rounds = len(self.quantized) < len(others)
+        rounds = any(site not in self.quantized and not self._multiplies_floats(site) for site in others)
         self.half = rounds or any(jnp.issubdtype(d, jnp.floating) and d.itemsize < 4 for d in dtypes)
         self.tolerance = _QUANTIZED_TOLERANCE if rounds else _HALF_TOLERANCE if self.half else _TOLERANCE
         self.batches = 0
@@ -284,6 +285,10 @@ class _Probe:
     def _can_dequantize(self, site: Site) -> bool:
         spec = self._linear(site)
         return spec is not None and can_dequantize(self.wrapped.modules[site], spec)
+
+    def _multiplies_floats(self, site: Site) -> bool:
+        """Return True for experts whose products are those of a dequantized weight, and round no input."""
+        return site.spec.experts is not None and has_grouped_products(self.wrapped.modules[site])
 
     # --- the two sides --------------------------------------------------------------------------------------------
 

@@ -197,11 +197,12 @@ class Exchanged(nnx.Module):
         return jnp.tanh(self.proj(x[self.order[...]]))[self.order[...]]
 
 
-@pytest.mark.parametrize(("count", "passes"), [(1, 1), (3, 1), (4, 2), (9, 2), (10, 3)])
+@pytest.mark.parametrize(("count", "passes"), thinned([(1, 1), (3, 1), (4, 2), (9, 2), (10, 3)], 0, 1, 3))
 def test_any_two_exchanged_sequences_are_exposed(count, passes):
     x = normal(count, 2, 6)
     assert make_manager(TimeMajor(inside=False)).verify(forward, x).batches == passes
-    for i, j in [*itertools.combinations(range(count), 2)][:: max(1, count - 2)]:
+    pairs = [*itertools.combinations(range(count), 2)]
+    for i, j in pairs[:: max(1, len(pairs) // 2)]:
         with pytest.raises(LoRAError, match=r"verify: proj \("):
             make_manager(Exchanged(count, (i, j))).verify(forward, x, seed=i + j)
 

@@ -119,9 +119,9 @@ def cast_to_float32(model: nnx.Module, quantized: Iterable[nnx.Module]) -> None:
 
     The variables of the layers in `quantized` stay as they are.
     """
-    kept = {id(node) for layer in quantized for _, node in nnx.iter_graph(layer)}
+    kept: set[int] = {id(node) for layer in quantized for _, node in nnx.iter_graph(layer)}
     for _, node in nnx.iter_graph(model):
-        if isinstance(node, nnx.Variable) and id(node) not in kept:
+        if isinstance(node, nnx.Variable) and id(cast("object", node)) not in kept:
             node.set_value(jax.tree.map(in_float32, node.get_value()))
     for _, module in (("", model), *walk(model)):
         for name, value in vars(module).items():

@@ -88,8 +88,10 @@ class _Columns:
     off: Any = 0.0  # <y, z> - <z, z>
     variance: Any = 0.0
     systematic: Any = 0.0
-    seen: set[bytes] = field(default_factory=set)  # the cells of all rows
-    single: list[tuple[np.ndarray, ...]] = field(default_factory=list)  # rows of calls with one new row
+    seen: set[bytes] = field(default_factory=set[bytes])  # the cells of all rows
+    single: list[tuple[np.ndarray, ...]] = field(
+        default_factory=list[tuple[np.ndarray, ...]]
+    )  # rows of calls with one new row
 
     def add(self, y: np.ndarray, z: np.ndarray, variance: np.ndarray, size: np.ndarray) -> None:
         finite = np.flatnonzero(np.isfinite(y).all(1) & np.isfinite(z).all(1))
@@ -125,8 +127,8 @@ class _Columns:
 def _cells(z: np.ndarray, variance: np.ndarray) -> list[bytes]:
     """Return the cell of each row. Rows whose inputs differ by more than their rounding have different cells."""
     places = z @ np.random.default_rng(0).normal(size=(z.shape[1], 8))
-    exponent = np.round(np.log2(4 * np.sqrt(variance.sum(1, keepdims=True)) + 1e-300))
-    return [cell.tobytes() for cell in np.concatenate([exponent, np.round(places / 2**exponent) + 0.0], axis=1)]
+    exponent = np.rint(np.log2(4 * np.sqrt(variance.sum(1, keepdims=True)) + 1e-300))
+    return [cell.tobytes() for cell in np.hstack([exponent, np.rint(places / 2**exponent) + 0.0])]  # no -0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,6 +181,7 @@ def with_product(cls: type) -> type:
             return y  # the wrapped class finds the same error
         weight = dequantized(self, spec) if can_dequantize(self, spec) else None
         if task.products is not None:
+            assert weight is not None
             int8 = any(array.dtype == jnp.int8 and array.size == weight.size for _, array in arrays_of(self))
             index = vars(self)["jlora_product_index"][...]
             across_mesh(functools.partial(_compare, task, int8), base, x, weight, index)

@@ -131,7 +131,7 @@ def _cells(z: np.ndarray, variance: np.ndarray) -> list[bytes]:
     return [cell.tobytes() for cell in np.hstack([exponent, np.rint(places / 2**exponent) + 0.0])]  # no -0.0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class _Product:
     """The task of a copied layer: compare its product if `products` is given, else compute a reference of it."""
 

@@ -469,8 +469,8 @@ class _Probe:
         raise LoRAError(
             f"verify: {site.path} ({name}) is off: {found}{guess} Either its rows are not the batch's (patches that "
             "sequences share, another axis as long as the batch, packed rows without token_counts), or its spec does "
-            "not say what it computes (axes, a scaled input or output). Register its class with the right spec, or "
-            "leave it out: LoRAConfig.exclude_modules"
+            "not say what it computes (axes, a scaled input or output, dequantize). Register its class with the right "
+            "spec, or leave it out: LoRAConfig.exclude_modules"
         )
 
     def blame(self, sites: Sequence[Site], error: float) -> NoReturn:

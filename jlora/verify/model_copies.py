@@ -21,7 +21,7 @@ from jlora.layers.wrap.apply import lora_class
 from jlora.layers.wrap.discover import walk
 from jlora.layers.wrap.wrapped import WrappedModel, set_class, spec_of, take_off
 from jlora.sharding.put import put
-from jlora.verify.quantized import Products, compare_product, float_product, with_product
+from jlora.verify.quantized import Products, add_factors, compare_product, float_product, with_product
 
 
 def wrapped_copy(
@@ -38,23 +38,26 @@ def wrapped_copy(
     for site in quantized:
         set_class(layers[site], lora_class(with_product(_class_of(wrapped, site)), (("linear", "__call__"),)))
         if products is None:
-            float_product(layers[site], site, _linear(wrapped, site), None)
+            float_product(layers[site], site, _linear(wrapped, site))
         else:
             compare_product(layers[site], site, _linear(wrapped, site), products)
     return copy, layers
 
 
-def unwrapped_copy(wrapped: WrappedModel, quantized: Iterable[Site]) -> tuple[nnx.Module, dict[Site, nnx.Module]]:
+def unwrapped_copy(
+    wrapped: WrappedModel, inexact: Iterable[Site], dtype: Any = None
+) -> tuple[nnx.Module, dict[Site, nnx.Module]]:
     """Return a copy of the model without LoRA and its layers, each with the class it had before wrapping.
 
-    The layers of the sites in `quantized` compute the product of their dequantized weight.
+    The layers of the sites in `inexact` compute the product of their dequantized weight if they have one. `dtype` is
+    that of their results, None for their own.
     """
     copy, layers = _copied(wrapped)
     for site, layer in layers.items():
         take_off(layer, site, _class_of(wrapped, site))
-    for site in quantized:
+    for site in inexact:
         set_class(layers[site], with_product(_class_of(wrapped, site)))
-        float_product(layers[site], site, _linear(wrapped, site), None)
+        float_product(layers[site], site, _linear(wrapped, site), dtype)
     return copy, layers
 
 
@@ -93,8 +96,7 @@ def merge(layer: nnx.Module, wrapped: WrappedModel, site: Site, a: np.ndarray, b
         own_b = _spread(spec.columns_out, np.concatenate(own, axis=-2))
         slots: jax.Array = vars(wrapped.modules[site])[site.attributes[0]].get_value()
         where = slots.sharding if site.spec.sharding is None else site.spec.sharding.whole
-        set_class(layer, with_product(_class_of(wrapped, site)))
-        float_product(layer, site, spec, put([own_a.astype(np.float32), own_b.astype(np.float32)], [where, where]))
+        add_factors(layer, put([own_a.astype(np.float32), own_b.astype(np.float32)], [where, where]))
         return
     slices = [np.swapaxes(a[..., i, :, :], -1, -2) @ b[..., starts[i] : starts[i + 1]] for i in range(site.spec.slices)]
     delta = np.concatenate(slices, axis=-1)  # [(layers,) k, n]

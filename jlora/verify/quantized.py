@@ -45,6 +45,7 @@ class Products:
 
     def __init__(self) -> None:
         self._columns: dict[tuple[Site, int], _Columns] = {}
+        self.dtypes: set[Any] = set()  # of the layers' outputs
         self._lock = threading.Lock()  # the runtime's threads call `add`
 
     def add(self, site: Site, layer: Any, y: Any, z: Any, variance: Any, size: Any) -> None:
@@ -137,7 +138,8 @@ class _Product:
 
     site: Site
     spec: LinearSpec
-    products: Products | None
+    products: Products | None = None
+    dtype: Any = None
 
 
 def compare_product(layer: nnx.Module, site: Site, spec: LinearSpec, products: Products) -> None:
@@ -147,13 +149,17 @@ def compare_product(layer: nnx.Module, site: Site, spec: LinearSpec, products: P
     set_attribute(layer, "jlora_product_index", nnx.Param(jnp.arange(where[0] if where else 1).reshape(*where)))
 
 
-def float_product(layer: nnx.Module, site: Site, spec: LinearSpec, factors: Sequence[jax.Array] | None) -> None:
-    """Make the class of a copied layer return x W + x aᵀ b, without a bias; y + x aᵀ b if it cannot be dequantized.
+def float_product(layer: nnx.Module, site: Site, spec: LinearSpec, dtype: Any = None) -> None:
+    """Make the class of a copied layer return x W without a bias, or its own product if it cannot be dequantized.
 
-    `factors` are float32 a [(layers,) r, K] and b [(layers,) r, N], with the features of the layer; or None.
+    The result has `dtype`, or that of the layer's own product.
     """
-    set_attribute(layer, "jlora_product", _Product(site, spec, None))
-    for name, value in zip(_FACTORS, factors or (), strict=False):
+    set_attribute(layer, "jlora_product", _Product(site, spec, dtype=dtype))
+
+
+def add_factors(layer: nnx.Module, factors: Sequence[jax.Array]) -> None:
+    """Add x aᵀ b to the product of a layer, for float32 a [(layers,) r, K] and b [(layers,) r, N] of its features."""
+    for name, value in zip(_FACTORS, factors, strict=True):
         set_attribute(layer, name, nnx.Param(value))
 
 
@@ -182,13 +188,13 @@ def with_product(cls: type) -> type:
         weight = dequantized(self, spec) if can_dequantize(self, spec) else None
         if task.products is not None:
             assert weight is not None
+            task.products.dtypes.add(base.dtype)
             int8 = any(array.dtype == jnp.int8 and array.size == weight.size for _, array in arrays_of(self))
             index = vars(self)["jlora_product_index"][...]
             across_mesh(functools.partial(_compare, task, int8), base, x, weight, index)
             return y
         factors = [vars(self)[name][...] for name in _FACTORS if name in vars(self)]
-        dtype = jnp.promote_types(base.dtype, x.dtype)
-        return restore(across_mesh(_reference, base.astype(dtype), x, weight, factors))
+        return restore(across_mesh(_reference, base.astype(task.dtype or base.dtype), x, weight, factors))
 
     body = {"__module__": cls.__module__, "__call__": call}
     return type(cls)(f"{cls.__name__}WithProduct", (cls,), body, pytree=getattr(cls, "_pytree__is_pytree", True))

@@ -241,12 +241,10 @@ class _Probe:
         self.exact = frozenset(site for site in self.sites if is_exact(wrapped, site))
         self.rows_only = frozenset(self.sites) - self.exact - set(filter(self._can_dequantize, self.sites))
         others = [site for site in self.sites if site not in self.exact]
+        self.inexact = [s for s in others if s.spec.experts is None and self._linear(s) is not None]
         # Only their own product may round its input to few bits, and it is replaced after the first forward.
-        self.quantized = [s for s in others if s.spec.experts is None and s not in self.rows_only]
-        dtypes = {jnp.dtype(s.spec.dtype) for s in self.sites} | {_kernel(wrapped, s).dtype for s in self.exact}
-        rounds = any(site not in self.quantized and not self._multiplies_floats(site) for site in others)
-        self.half = rounds or any(jnp.issubdtype(d, jnp.floating) and d.itemsize < 4 for d in dtypes)
-        self.tolerance = _QUANTIZED_TOLERANCE if rounds else _HALF_TOLERANCE if self.half else _TOLERANCE
+        self.quantized = [s for s in self.inexact if s not in self.rows_only]
+        self.rounds = any(site not in self.quantized and not self._multiplies_floats(site) for site in others)
         self.batches = 0
         self.record = ForwardRecord(wrapped.sites)
         self.factors: dict[str, Factors] = {name: self._draw(i) for i, name in enumerate(self.names)}
@@ -254,8 +252,15 @@ class _Probe:
         self._empty: dict[SlotSpec, list[Array]] = {}
         self._bases: dict[bool, Rows] = {}
         self._owners: list[np.ndarray] = []
+
+    def _choose_tolerance(self, dtypes: Iterable[Any]) -> None:
+        """Choose the tolerance of a model that computes in these dtypes, among others."""
+        found = {jnp.dtype(s.spec.dtype) for s in self.sites} | {_kernel(self.wrapped, s).dtype for s in self.exact}
+        short = any(jnp.issubdtype(d, jnp.floating) and d.itemsize < 4 for d in found.union(dtypes))
+        self.half = self.rounds or short
+        self.tolerance = _QUANTIZED_TOLERANCE if self.rounds else _HALF_TOLERANCE if short else _TOLERANCE
         # A cast would change the bits of activations that a layer rounds, so both sides run in the dtype of the model.
-        self._casts = self.half and not rounds
+        self._casts = short and not self.rounds
 
     def _draw(self, i: int) -> Factors:
         """Return random factors for every site. Their product is about as large as the kernel.
@@ -318,7 +323,7 @@ class _Probe:
 
     def merged(self, sites: Iterable[Site], name: str | None, cast: bool) -> Rows:
         """Return the outputs of an unwrapped copy, with one adapter's factors merged into the kernels of `sites`."""
-        copy, layers = unwrapped_copy(self.wrapped, self.quantized)
+        copy, layers = unwrapped_copy(self.wrapped, self.inexact, jnp.float32 if cast else None)
         inputs = self.inputs
         if cast:
             cast_to_float32(copy, [layers[site] for site in self.quantized])
@@ -363,6 +368,7 @@ class _Probe:
         if not all(np.isfinite(rows).all() for rows in self.serve((), self._mixes()[0], products)):
             self.blame_base()
         jax.effects_barrier()
+        self._choose_tolerance(products.dtypes)
         called, unserved = self.record.calls.called, dict(self.record.calls.refused)
         unserved |= {site: "the forward never calls that layer" for site in self.sites if site not in called}
         unchecked: dict[Site, str] = {}

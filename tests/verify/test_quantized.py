@@ -1,5 +1,6 @@
 """`manager.verify` of layers that store their weight in a form of their own: wrong rows, columns and axes are named."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -236,6 +237,29 @@ def test_merged_projections_and_bfloat16_pass():
     model = Model(dtype=jnp.bfloat16)
     manager = make_manager(model, packed_modules={"proj": {"q": 8, "k": 4}}, dtype=jnp.bfloat16)
     assert manager.verify(serve, jnp.asarray(normal(4, 3, K), jnp.bfloat16)).checked[1] == "proj"
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_float32_rows_in_a_layer_of_bfloat16_pass(dtype):
+    """The layer's output has its own dtype, and a carry of scan allows no other."""
+
+    class Narrow(Int8):
+        def __call__(self, x):
+            return super().__call__(x.astype(jnp.bfloat16))
+
+    class Repeated(nnx.Module):
+        def __init__(self):
+            self.proj = Narrow()
+
+        def __call__(self, x):
+            def step(x, _):
+                return jnp.tanh(self.proj(x.astype(jnp.float32))), None
+
+            return jax.lax.scan(step, x.astype(jnp.bfloat16), length=2)[0].astype(jnp.float32)
+
+    register_layer(Narrow, lambda layer: jlora.LinearSpec(K, N, dtype=dtype, dequantize=lambda layer: layer.whole()))
+    manager = make_manager(Repeated())
+    assert manager.verify(serve, normal(4, 3, K)).checked == ("proj",)
 
 
 def test_layers_under_scan_pass():

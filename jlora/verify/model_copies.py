@@ -1,43 +1,78 @@
 """Copies of a wrapped model that share its arrays, either wrapped or unwrapped with merged factors.
 
 Factors are merged into a kernel of floats. To a layer that stores its weight in another form they are added in float32,
-as the delta of all of its rows.
+as the delta of all of its rows. If such a layer can be dequantized, all copies compute its product in floats.
 """
 
 import functools
 import itertools
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterable
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jlora import _qwix
-from jlora.errors import LoRAError
-from jlora.layers.base_kernel import can_dequantize, dequantized, held_by, kernel_of
-from jlora.layers.forward.linear import parameters_of, rows_of_call
-from jlora.layers.forward.mesh import across_mesh, parts_of
+from jlora.layers.base_kernel import held_by, kernel_of
 from jlora.layers.site import Site, set_attribute
 from jlora.layers.specs import Index, LinearSpec
+from jlora.layers.wrap.apply import lora_class
 from jlora.layers.wrap.discover import walk
 from jlora.layers.wrap.wrapped import WrappedModel, set_class, spec_of, take_off
 from jlora.sharding.put import put
+from jlora.verify.quantized import Products, add_factors, compare_product, float_product, with_product
 
 
-def wrapped_copy(wrapped: WrappedModel) -> tuple[nnx.Module, dict[Site, nnx.Module]]:
-    """Return a copy of the wrapped model and its layers. Its variables are new but hold the same arrays."""
+def wrapped_copy(
+    wrapped: WrappedModel, quantized: Iterable[Site], products: Products | None = None
+) -> tuple[nnx.Module, dict[Site, nnx.Module]]:
+    """Return a copy of the wrapped model and its layers. Its variables are new but hold the same arrays.
+
+    Args:
+      wrapped: the wrapped model.
+      quantized: the sites whose layers compute the product of their dequantized weight.
+      products: if given, these layers compute their own product, and add it to `products`.
+    """
+    copy, layers = _copied(wrapped)
+    for site in quantized:
+        set_class(layers[site], lora_class(with_product(_class_of(wrapped, site)), (("linear", "__call__"),)))
+        if products is None:
+            float_product(layers[site], site, _linear(wrapped, site))
+        else:
+            compare_product(layers[site], site, _linear(wrapped, site), products)
+    return copy, layers
+
+
+def unwrapped_copy(
+    wrapped: WrappedModel, inexact: Iterable[Site], dtype: Any = None
+) -> tuple[nnx.Module, dict[Site, nnx.Module]]:
+    """Return a copy of the model without LoRA and its layers, each with the class it had before wrapping.
+
+    The layers of the sites in `inexact` compute the product of their dequantized weight if they have one. `dtype` is
+    that of their results, None for their own.
+    """
+    copy, layers = _copied(wrapped)
+    for site, layer in layers.items():
+        take_off(layer, site, _class_of(wrapped, site))
+    for site in inexact:
+        set_class(layers[site], with_product(_class_of(wrapped, site)))
+        float_product(layers[site], site, _linear(wrapped, site), dtype)
+    return copy, layers
+
+
+def _copied(wrapped: WrappedModel) -> tuple[nnx.Module, dict[Site, nnx.Module]]:
     copy = nnx.clone(wrapped.model)
     modules = dict(walk(copy))
     return copy, {site: modules[wrapped.paths[site]] for site in wrapped.modules}
 
 
-def unwrapped_copy(wrapped: WrappedModel) -> tuple[nnx.Module, dict[Site, nnx.Module]]:
-    """Return a copy of the model without LoRA and its layers, each with the class it had before wrapping."""
-    copy, layers = wrapped_copy(wrapped)
-    for site, layer in layers.items():
-        take_off(layer, site, wrapped.classes[id(wrapped.modules[site])])
-    return copy, layers
+def _class_of(wrapped: WrappedModel, site: Site) -> type:
+    return wrapped.classes[id(wrapped.modules[site])]
+
+
+def _linear(wrapped: WrappedModel, site: Site) -> LinearSpec:
+    return cast("LinearSpec", spec_of(wrapped.modules[site], site))
 
 
 def is_exact(wrapped: WrappedModel, site: Site) -> bool:
@@ -59,14 +94,17 @@ def merge(layer: nnx.Module, wrapped: WrappedModel, site: Site, a: np.ndarray, b
         own = [_columns(b, int(start), int(stop)) for start, stop in itertools.pairwise(starts)]
         own_a = _spread(spec.columns_in, np.concatenate([a[..., i, :, :] for i in range(len(own))], axis=-2))
         own_b = _spread(spec.columns_out, np.concatenate(own, axis=-2))
-        _add_to_output(layer, wrapped, site, spec, own_a, own_b)
+        slots: jax.Array = vars(wrapped.modules[site])[site.attributes[0]].get_value()
+        where = slots.sharding if site.spec.sharding is None else site.spec.sharding.whole
+        add_factors(layer, put([own_a.astype(np.float32), own_b.astype(np.float32)], [where, where]))
         return
     slices = [np.swapaxes(a[..., i, :, :], -1, -2) @ b[..., starts[i] : starts[i + 1]] for i in range(site.spec.slices)]
     delta = np.concatenate(slices, axis=-1)  # [(layers,) k, n]
     if isinstance(spec, LinearSpec):
         kernel: Any = held_by(layer, spec)
         delta = _unflatten(spec, _spread_both(spec, delta), kernel.get_value().shape)
-        kernel.set_value(_add(kernel.get_value(), delta))
+        # A new variable, since another layer may share this one.
+        vars(layer)[spec.param or ""] = kernel.copy(_add(kernel.get_value(), delta))
         return
     if site.kind == "embedding":
         name, attribute, delta = spec.lookup, "jlora_lookup_table", _spread_both(spec.table, delta)
@@ -78,10 +116,14 @@ def merge(layer: nnx.Module, wrapped: WrappedModel, site: Site, a: np.ndarray, b
     set_class(layer, _with_table(type(layer), name, spec.param, attribute))
 
 
-def cast_to_float32(model: nnx.Module) -> None:
-    """Cast a copy's variables of less than 32 bits, and the dtypes that its modules compute in, to float32."""
+def cast_to_float32(model: nnx.Module, quantized: Iterable[nnx.Module]) -> None:
+    """Cast a copy's variables of less than 32 bits, and the dtypes that its modules compute in, to float32.
+
+    The variables of the layers in `quantized` stay as they are.
+    """
+    kept: set[int] = {id(node) for layer in quantized for _, node in nnx.iter_graph(layer)}
     for _, node in nnx.iter_graph(model):
-        if isinstance(node, nnx.Variable):
+        if isinstance(node, nnx.Variable) and id(cast("object", node)) not in kept:
             node.set_value(jax.tree.map(in_float32, node.get_value()))
     for _, module in (("", model), *walk(model)):
         for name, value in vars(module).items():
@@ -135,75 +177,6 @@ def _unflatten(spec: LinearSpec, delta: np.ndarray, shape: tuple[int, ...]) -> n
 def _add(base: jax.Array, delta: np.ndarray) -> jax.Array:
     (placed,) = put([delta.astype(np.float32)], [base.sharding])
     return (base.astype(jnp.float32) + placed).astype(base.dtype)
-
-
-# --- Layers without a kernel of floats --------------------------------------------------------------------------------
-
-_PRODUCT_TOLERANCE = 0.25  # above the rounding of activations to 8 bits, and below any error of columns
-
-
-class _Reference(NamedTuple):
-    """The site of a layer, and its spec."""
-
-    site: Site
-    spec: LinearSpec
-
-
-def _add_to_output(
-    layer: nnx.Module, wrapped: WrappedModel, site: Site, spec: LinearSpec, a: np.ndarray, b: np.ndarray
-) -> None:
-    """Make a layer add x aᵀ b to its output, for a [(layers,) n r, K] and b [(layers,) n r, N] of its features."""
-    held: jax.Array = vars(wrapped.modules[site])[site.attributes[0]].get_value()
-    where = held.sharding if site.spec.sharding is None else site.spec.sharding.whole
-    placed = put([a.astype(np.float32), b.astype(np.float32)], [where, where])
-    for name, value in zip(("jlora_reference_a", "jlora_reference_b"), placed, strict=True):
-        set_attribute(layer, name, nnx.Param(value))
-    set_attribute(layer, "jlora_reference", _Reference(site, spec))
-    set_class(layer, _with_delta(type(layer)))
-
-
-@functools.cache
-def _with_delta(cls: type) -> type:
-    """Return a subclass whose call adds the delta of `_add_to_output`."""
-    own = cls.__call__
-    parameters = parameters_of(own)
-
-    @functools.wraps(own)
-    def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-        y = own(self, *args, **kwargs)
-        reference: _Reference = vars(self)["jlora_reference"]
-        site, spec = reference
-        if parts_of(site) != (1, 1):
-            raise LoRAError(
-                f"verify: {site.path} is called inside a jax.shard_map over its features, and has no kernel of floats "
-                "to compare with; give `forward` a step that calls it outside"
-            )
-        x, base, restore, _ = rows_of_call(self, site, spec, parameters, y, args, kwargs)
-        a, b = (vars(self)[name][...] for name in ("jlora_reference_a", "jlora_reference_b"))
-        weight = dequantized(self, spec) if can_dequantize(self, spec) else None
-        return restore(across_mesh(_plus_delta, base, x, a, b, weight))
-
-    body = {"__module__": cls.__module__, "__call__": call}
-    return type(cls)(f"{cls.__name__}WithDelta", (cls,), body, pytree=getattr(cls, "_pytree__is_pytree", True))
-
-
-@_qwix.unintercepted
-def _plus_delta(base: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array, weight: jax.Array | None) -> jax.Array:
-    """Compute base [*lead, N] + x [*lead, K] aᵀ b, or NaN if base is not the product of x and `weight` plus a bias."""
-    rows = x.astype(jnp.float32).reshape(-1, x.shape[-1])
-    out = base.astype(jnp.float32).reshape(-1, base.shape[-1])
-    total = out + _product(_product(rows, a.T), b)
-    if weight is not None:
-        # A bias adds the same to all rows, so that differences of rows do not contain it.
-        change = out - out.mean(0, keepdims=True)
-        off = change - _product(rows - rows.mean(0, keepdims=True), weight)
-        wrong = jnp.square(off).sum() > _PRODUCT_TOLERANCE**2 * jnp.square(change).sum()
-        total = jnp.where(wrong, jnp.nan, total)
-    return total.astype(base.dtype).reshape(base.shape)
-
-
-def _product(x: jax.Array, y: jax.Array) -> jax.Array:
-    return jax.lax.dot_general(x, y, (((1,), (0,)), ((), ())), precision="highest")
 
 
 # --- Tables -----------------------------------------------------------------------------------------------------------

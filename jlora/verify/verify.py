@@ -3,7 +3,8 @@
 Shapes cannot distinguish a sequence axis from another axis of equal length, a layer that scales its input from one that
 does not, or kernel axes of equal length. Therefore every wrapped layer gets random factors, a mixed batch is served,
 and each row is compared with a copy of the model that has the same factors merged into its kernels. A layer that stores
-its weight in another form adds the delta of one adapter to all of its rows in that copy, without slots and plans.
+its weight in another form adds the delta of one adapter to all of its rows in that copy, without slots and plans. Its
+own product is compared with that of its dequantized weight, which then takes its place.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,6 +22,7 @@ from jlora.layers.base_kernel import can_dequantize, held_by
 from jlora.layers.forward.batch import Lease, LoRABatch, make_batch
 from jlora.layers.forward.batch_shape import all_active, batch_shape
 from jlora.layers.forward.context import opening
+from jlora.layers.forward.experts import has_grouped_products
 from jlora.layers.forward.forward_record import ForwardRecord
 from jlora.layers.forward.group_shape import GroupShape, group_shapes
 from jlora.layers.site import HEAD, Site, SlotSpec, delete_attribute
@@ -28,6 +30,7 @@ from jlora.layers.specs import LinearSpec
 from jlora.layers.wrap.wrapped import WrappedModel, spec_of
 from jlora.sharding.put import put, whole
 from jlora.verify.model_copies import cast_to_float32, in_float32, is_exact, merge, unwrapped_copy, wrapped_copy
+from jlora.verify.quantized import Products
 
 Forward: TypeAlias = Callable[[nnx.Module, Any, LoRABatch | None], Any]
 Factors: TypeAlias = dict[Site, tuple[np.ndarray, np.ndarray]]  # a [(layers,) (E,) n, r, K], b [.., r, N]
@@ -35,6 +38,15 @@ Rows: TypeAlias = list[np.ndarray]  # the arrays of one forward, rows first
 
 _TOLERANCE, _HALF_TOLERANCE, _QUANTIZED_TOLERANCE = 1e-4, 2e-2, 1e-1
 _NAMES = ("one", "two")
+_ROWS_ONLY = (
+    "without LinearSpec.dequantize, neither the order and the scale of its features nor the order of the rows of one "
+    "sequence was compared"
+)
+_ALONE = "with random adapters there alone,"
+_FEW_ROWS = (
+    "fewer than two different rows of it were seen in the whole forward, so its product was not compared with that of "
+    "its dequantized weight; verify with more rows"
+)
 
 
 @dataclass(frozen=True)
@@ -49,10 +61,11 @@ class VerifyReport:
       confirmed: paths of the layers with an uncertain spec, such as a guessed one, that were confirmed.
       error: the largest error of a row. It is relative to the outputs' largest value if the model computes in float32,
         else to the norm of the row's delta.
-      tolerance: the upper bound for `error`.
+      tolerance: the upper bound for `error`: 1e-4 for a model in float32, else 2e-2; 1e-1 if a quantized layer, which
+        may round its input to few bits, has no `LinearSpec.dequantize` or is a table or a product of experts.
       batches: number of mixed batches that were compared.
-      rows_only: paths of the layers in `checked` without a kernel of floats or `LinearSpec.dequantize`. Their rows were
-        compared, but not the order of their features.
+      rows_only: path -> what was not compared, for the layers in `checked` without a kernel of floats or
+        `LinearSpec.dequantize`. Their rows were compared with those of other sequences alone.
     """
 
     checked: tuple[str, ...]
@@ -62,7 +75,7 @@ class VerifyReport:
     error: float
     tolerance: float
     batches: int
-    rows_only: tuple[str, ...] = ()
+    rows_only: Mapping[str, str]
 
 
 def verify(
@@ -133,7 +146,7 @@ def verify(
         error,
         probe.tolerance,
         probe.batches,
-        tuple(site.path for site in served if site in probe.rows_only),
+        {site.path: _ROWS_ONLY for site in served if site in probe.rows_only},
     )
     return report, unserved
 
@@ -228,10 +241,11 @@ class _Probe:
         self.names = _NAMES[: min(site.spec.num_slots for site in self.sites)]
         self.exact = frozenset(site for site in self.sites if is_exact(wrapped, site))
         self.rows_only = frozenset(self.sites) - self.exact - set(filter(self._can_dequantize, self.sites))
-        dtypes = {jnp.dtype(s.spec.dtype) for s in self.sites} | {_kernel(wrapped, s).dtype for s in self.exact}
-        quantized = len(self.exact) < len(self.sites)  # such a layer may round its input to few bits
-        self.half = quantized or any(jnp.issubdtype(d, jnp.floating) and d.itemsize < 4 for d in dtypes)
-        self.tolerance = _QUANTIZED_TOLERANCE if quantized else _HALF_TOLERANCE if self.half else _TOLERANCE
+        others = [site for site in self.sites if site not in self.exact]
+        self.inexact = [s for s in others if s.spec.experts is None and self._linear(s) is not None]
+        # Only their own product may round its input to few bits, and it is replaced after the first forward.
+        self.quantized = [s for s in self.inexact if s not in self.rows_only]
+        self.rounds = any(site not in self.quantized and not self._multiplies_floats(site) for site in others)
         self.batches = 0
         self.record = ForwardRecord(wrapped.sites)
         self.factors: dict[str, Factors] = {name: self._draw(i) for i, name in enumerate(self.names)}
@@ -239,8 +253,15 @@ class _Probe:
         self._empty: dict[SlotSpec, list[Array]] = {}
         self._bases: dict[bool, Rows] = {}
         self._owners: list[np.ndarray] = []
+
+    def _choose_tolerance(self, dtypes: Iterable[Any]) -> None:
+        """Choose the tolerance of a model that computes in these dtypes, among others."""
+        found = {jnp.dtype(s.spec.dtype) for s in self.sites} | {_kernel(self.wrapped, s).dtype for s in self.exact}
+        short = any(jnp.issubdtype(d, jnp.floating) and d.itemsize < 4 for d in found.union(dtypes))
+        self.half = self.rounds or short
+        self.tolerance = _QUANTIZED_TOLERANCE if self.rounds else _HALF_TOLERANCE if short else _TOLERANCE
         # A cast would change the bits of activations that a layer rounds, so both sides run in the dtype of the model.
-        self._casts = self.half and not quantized
+        self._casts = short and not self.rounds
 
     def _draw(self, i: int) -> Factors:
         """Return random factors for every site. Their product is about as large as the kernel.
@@ -271,12 +292,19 @@ class _Probe:
         spec = self._linear(site)
         return spec is not None and can_dequantize(self.wrapped.modules[site], spec)
 
+    def _multiplies_floats(self, site: Site) -> bool:
+        """Return True for experts whose products are those of a dequantized weight, and round no input."""
+        return site.spec.experts is not None and has_grouped_products(self.wrapped.modules[site])
+
     # --- the two sides --------------------------------------------------------------------------------------------
 
-    def serve(self, sites: Iterable[Site], names: Sequence[str | None]) -> Rows:
-        """Return the outputs of one mixed batch, with factors only in `sites`."""
+    def serve(self, sites: Iterable[Site], names: Sequence[str | None], products: Products | None = None) -> Rows:
+        """Return the outputs of one mixed batch, with factors only in `sites`.
+
+        If `products` is given, layers that can be dequantized compute their own product and add it there.
+        """
         chosen = set(sites)
-        copy, layers = wrapped_copy(self.wrapped)
+        copy, layers = wrapped_copy(self.wrapped, self.quantized, products)
         for site in self.sites:
             delete_attribute(layers[site], f"{HEAD}_site")  # no saved heads here: merged weights have none
         for site in self.sites:
@@ -297,10 +325,10 @@ class _Probe:
 
     def merged(self, sites: Iterable[Site], name: str | None, cast: bool) -> Rows:
         """Return the outputs of an unwrapped copy, with one adapter's factors merged into the kernels of `sites`."""
-        copy, layers = unwrapped_copy(self.wrapped)
+        copy, layers = unwrapped_copy(self.wrapped, self.inexact, jnp.float32 if cast else None)
         inputs = self.inputs
         if cast:
-            cast_to_float32(copy)
+            cast_to_float32(copy, [layers[site] for site in self.quantized])
             inputs = jax.tree.map(in_float32, inputs)
         for site in sites if name is not None else ():
             merge(layers[site], self.wrapped, site, *self.factors[name or ""][site])
@@ -334,8 +362,15 @@ class _Probe:
         Returns:
           The sites to compare, in call order; the sites that serve but cannot be compared, with reasons; and the sites
             that do not serve, with reasons.
+
+        Raises:
+          LoRAError: the product of a layer is not that of its dequantized weight.
         """
-        self.serve((), self._mixes()[0])
+        products = Products()
+        if not all(np.isfinite(rows).all() for rows in self.serve((), self._mixes()[0], products)):
+            self.blame_base()
+        jax.effects_barrier()
+        self._choose_tolerance(products.dtypes)
         called, unserved = self.record.calls.called, dict(self.record.calls.refused)
         unserved |= {site: "the forward never calls that layer" for site in self.sites if site not in called}
         unchecked: dict[Site, str] = {}
@@ -345,13 +380,31 @@ class _Probe:
                 continue
             why = "its parameter is quantised, so nothing can be merged into it to compare with"
             (unchecked if site.doubt is None else unserved)[site] = why
+        compared = [site for site in called if site in self.quantized and site not in unserved]
+        for site, (rows, wrong, first) in zip(compared, products.judge(compared), strict=True):
+            if wrong:
+                self._refuse(
+                    site,
+                    f"its product is not that of its dequantized weight in {wrong} of {site.spec.out_features} output "
+                    f"features, the first of which is {first}.",
+                )
+            if rows < 2:
+                unserved[site] = _FEW_ROWS
         return [site for site in called if site not in unserved and site not in unchecked], unchecked, unserved
 
     def _mixes(self) -> list[list[str | None]]:
-        """Return batches in which each sequence takes each adapter and the base model once, in shuffled order."""
+        """Return batches in which each sequence takes an adapter or the base model, shuffled.
+
+        Any two sequences differ in at least one of them, since the digits of their numbers choose. The base model in
+        all of them is left to the items of no sequence.
+        """
         choices = (*self.names, None)
+        unowned = any(owner < 0 for group in self.layout.groups for owner in group.owners)
+        turns = 1
+        while len(choices) ** turns < self.layout.sequences + unowned:
+            turns += 1
         order = self.rng.permutation(self.layout.sequences)
-        return [[choices[(int(i) + turn) % len(choices)] for i in order] for turn in range(len(choices))]
+        return [[choices[int(i) // len(choices) ** turn % len(choices)] for i in order] for turn in range(turns)]
 
     def compare(self, sites: Sequence[Site]) -> tuple[float, bool]:
         """Return the largest error of a row, and True if some row changed, with factors only in `sites`.
@@ -418,25 +471,25 @@ class _Probe:
             + ("; return finite values alone" if cause is None else f": the parameter of {cause} is not finite")
         )
 
+    def _refuse(self, site: Site, found: str) -> NoReturn:
+        name = type(self.wrapped.modules[site]).__name__.removesuffix("WithLoRA")
+        guess = "" if site.doubt is None else f" {site.doubt.why}: that does not hold."
+        raise LoRAError(
+            f"verify: {site.path} ({name}) is off: {found}{guess} Either its rows are not the batch's (patches that "
+            "sequences share, another axis as long as the batch, packed rows without token_counts), or its spec does "
+            "not say what it computes (axes, a scaled input or output, dequantize). Register its class with the right "
+            "spec, or leave it out: LoRAConfig.exclude_modules"
+        )
+
     def blame(self, sites: Sequence[Site], error: float) -> NoReturn:
         """Raise `LoRAError` for the first layer that differs when only it has factors."""
         for site in sites:
             alone, _ = self.compare([site])
             if not alone <= self.tolerance:
-                name = type(self.wrapped.modules[site]).__name__.removesuffix("WithLoRA")
-                guess = "" if site.doubt is None else f" {site.doubt.why}: that does not hold."
-                found = f"differs from merged weights by {alone:.2g}, and {self.tolerance:g} is allowed."
+                found = f"some row of the batch differs from merged weights by {alone:.2g}, and {self.tolerance:g}"
                 if not np.isfinite(alone):
-                    found = "is not finite, as served or with merged weights."
-                    if site not in self.exact:
-                        found = "is not finite, or the layer's product is not that of its dequantized weight."
-                raise LoRAError(
-                    f"verify: {site.path} ({name}) is off: with random adapters there alone, some row of the batch "
-                    f"{found}{guess} Either its "
-                    "rows are not the batch's (patches that sequences share, another axis as long as the batch, packed "
-                    "rows without token_counts), or its spec does not say what it computes (axes, a scaled input or "
-                    "output). Register its class with the right spec, or leave it out: LoRAConfig.exclude_modules"
-                )
+                    self._refuse(site, f"{_ALONE} some row is not finite, as served or with merged weights.")
+                self._refuse(site, f"{_ALONE} {found} is allowed.")
         raise LoRAError(
             f"verify: some row differs from merged weights by {error:.2g}, and {self.tolerance:g} is allowed, though "
             f"each of the {len(sites)} layers is right alone: the model is too sensitive to rounding for this check, "

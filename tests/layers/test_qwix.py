@@ -123,7 +123,7 @@ def test_verify_confirms_quantized_layers(name):
     assert {layer.slot_bytes for layer in manager.layers() if layer.path == "up"} == {4 * 3 * D * 2 + 8}
     report = manager.verify(serve, x)
     assert report.checked == ("up", "mid", "down")
-    assert report.rows_only == ()
+    assert report.rows_only == {}
     assert 0 < report.error < report.tolerance
 
 

@@ -1,5 +1,7 @@
 """`manager.verify`: correct models pass unchanged, and errors that no shape shows are named."""
 
+import itertools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -141,6 +143,13 @@ def test_packed_rows_and_one_row_a_sequence():
     assert report.checked == ("embed", "proj", "lm_head")
 
 
+def test_layers_that_share_one_parameter():
+    model = Two(nnx.Linear(6, 6, rngs=nnx.Rngs(1)))
+    model.proj.kernel = model.first.kernel
+    report = make_manager(model).verify(forward, normal(3, 4, 6))
+    assert report.checked == ("first", "proj")
+
+
 # --- Errors that verify names------------------------------------------------------------------------------------------
 
 
@@ -173,6 +182,60 @@ class SharedPatches(nnx.Module):
 @pytest.mark.parametrize("patches", thinned([3, 6, 12], 2))
 def test_patches_that_sequences_share(patches):
     exposed(make_manager(SharedPatches()), "vision", (normal(3, 2, 6), normal(patches, 6)))
+
+
+class Exchanged(nnx.Module):
+    """A model whose layer `proj` sees two sequences, or two items, in each other's place."""
+
+    def __init__(self, count, pair):
+        self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
+        order = np.arange(count)
+        order[[*pair]] = order[[*pair[::-1]]]
+        self.order = nnx.Variable(jnp.asarray(order))
+
+    def __call__(self, x):
+        return jnp.tanh(self.proj(x[self.order[...]]))[self.order[...]]
+
+
+@pytest.mark.parametrize(("count", "passes"), thinned([(1, 1), (3, 1), (4, 2), (9, 2), (10, 3)], 0, 1, 3))
+def test_any_two_exchanged_sequences_are_exposed(count, passes):
+    x = normal(count, 2, 6)
+    assert make_manager(TimeMajor(inside=False)).verify(forward, x).batches == passes
+    pairs = [*itertools.combinations(range(count), 2)]
+    for i, j in pairs[:: max(1, len(pairs) // 2)]:
+        with pytest.raises(LoRAError, match=r"verify: proj \("):
+            make_manager(Exchanged(count, (i, j))).verify(forward, x, seed=i + j)
+
+
+class Items(nnx.Module):
+    """A model that adds to each sequence the items that belong to it."""
+
+    def __init__(self, tower, owners):
+        self.tower, self.owners = tower, nnx.Variable(jnp.asarray(owners))
+        self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(2))
+
+    def __call__(self, inputs):
+        x, items = inputs
+        seen = self.tower(items).mean(1)
+        mine = self.owners[...][None] == jnp.arange(x.shape[0])[:, None]
+        return self.proj(x) + (mine.astype(x.dtype) @ seen)[:, None]
+
+
+@pytest.mark.parametrize("seed", thinned(range(10), 0))
+def test_any_two_exchanged_items_are_exposed(seed):
+    """Items 0 and 1 of six belong to two sequences, and item 6 to none."""
+    owners = [0, 1, 2, 3, 4, 5, None]
+    inputs = normal(6, 2, 6), normal(7, 3, 6)
+    of_none = [-1 if owner is None else owner for owner in owners]
+    for pair in (None, (0, 1), (4, 6)):
+        tower = nnx.Linear(6, 6, rngs=nnx.Rngs(1)) if pair is None else Exchanged(7, pair)
+        manager = make_manager(Items(tower, of_none), row_groups={"tower": "items"})
+        options = {"num_sequences": 6, "groups": {"items": owners}, "seed": seed}
+        if pair is None:
+            assert manager.verify(forward, inputs, **options).batches == 2
+            continue
+        with pytest.raises(LoRAError, match=r"verify: tower\.proj \("):
+            manager.verify(forward, inputs, **options)
 
 
 class TimeMajor(nnx.Module):

@@ -98,7 +98,8 @@ def describe_grouped(layer: nnx.Module) -> ExpertsSpec:
         output_blocks     `LinearSpec.out_blocks` of "gate_up".
         gathers           methods that take all tokens [T, K] and gather `rows.token` themselves.
         alternating       as in `ExpertsSpec`.
-        quantized         True if the parameters are quantized; `dequantized(param)` returns [E, K, N] in float32.
+        quantized         True if the parameters are quantized; `dequantized(param)` returns [E, K, N] in float32, and
+                          the methods multiply with these values without rounding their input to fewer bits.
     """
     grouped: Mapping[str, str] = own_attribute(layer, "grouped_products")
     gated, interleaved = own_attribute(layer, "gated", True), own_attribute(layer, "interleaved", False)

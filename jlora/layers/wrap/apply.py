@@ -86,7 +86,7 @@ def wrap_model(
             set_attribute(found.module, "jlora_sites", wrapped.sites)
             cls = type(found.module)
             wrapped.classes[id(found.module)] = cls
-            set_class(found.module, _lora_class(cls, _methods(found, sites)))
+            set_class(found.module, lora_class(cls, _methods(found, sites)))
         return wrapped
     except BaseException:
         # Restore the model after an interrupt as well, since no manager exists that could unwrap it.
@@ -216,7 +216,7 @@ _MAKERS: dict[str, Callable[[type, str], Callable[..., Any]]] = {
 
 
 @functools.cache
-def _lora_class(cls: type, methods: tuple[tuple[str, str], ...]) -> type:
+def lora_class(cls: type, methods: tuple[tuple[str, str], ...]) -> type:
     """Return the subclass of a layer's class that serves LoRA. It is cached for each class, so that jit sees one type.
 
     The layer's class is its only base, because Python changes `__class__` only between classes of equal layout.

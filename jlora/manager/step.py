@@ -81,14 +81,13 @@ class FlatModel:
     def clear(self) -> None:
         """Release the variables until the next `read`."""
         self.structure: Structure | None = None
-        self._watched: list[Iterable[Any]] = []  # live views of the attributes of modules, of lists and of dicts
-        self._seen: list[Any] = []  # their items when the model was last split
+        self._watched: list[Iterable[Any]] = [(object(),)]  # live views of the items of modules, lists and dicts
+        self._seen: list[Any] = [object()]  # their items when the model was last split
         self._variables: list[Any] = []
 
     def read(self) -> list[Any]:
         """Return the current value of each variable, in the order of `structure.variables`."""
-        same = all(map(operator.is_, chain.from_iterable(self._watched), self._seen))
-        if self.structure is None or not same:
+        if not all(map(operator.is_, chain.from_iterable(self._watched), self._seen)):
             self._split()
         return list(map(raw_value, self._variables))
 
@@ -104,8 +103,9 @@ class FlatModel:
         leaves: list[Any] = [leaf for _, leaf in found]
         variables = tuple(jax.tree.structure(leaf, is_leaf=partial(operator.is_not, leaf)) for leaf in leaves)
         new = Structure(paths, graphdef, tree, variables)
-        self.structure = self.structure if self.structure == new else new
         self._variables = [leaf if _is_variable(leaf) else SimpleNamespace(_raw_value=leaf) for leaf in leaves]
+        self.structure = self.structure if self.structure == new else new
+        # Last, so that the next call repeats an interrupted split.
         self._watched, self._seen = watched, list(chain.from_iterable(watched))
 
 

@@ -695,7 +695,7 @@ def test_request_without_an_unpinned_slot_is_refused(world):
 @pytest.mark.parametrize("lost", [False, True])
 @pytest.mark.parametrize("step", ["prefill", "decode"])
 def test_failed_step_ends_its_requests_and_later_ones_are_served(world, oracle, monkeypatch, step, lost):
-    """The step fails before it runs, or after its inputs were donated, which loses the cache. No public call does this."""
+    """The step fails before it runs, or after its inputs were donated, which loses the cache."""
     failed, steps = world.engine.stats().failed_steps, world.engine._steps
     working = getattr(steps, f"_{step}")
 

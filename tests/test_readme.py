@@ -43,8 +43,7 @@ def test_python_blocks_of_readme_run():
 def test_loop_of_readme_in_two_threads():
     """One thread steps and one prepares. Weights change between the steps, and at last the structure."""
     ready: queue.Queue = queue.Queue(maxsize=2)
-    with jax.numpy_dtype_promotion("standard"):
-        readme, _ = run_blocks("README.md", 1)
+    readme, _ = run_blocks("README.md", 1)
     manager, model, step, tokens = (readme[name] for name in ("manager", "model", "step", "tokens"))
     first = {"sort": "a", "reverse": "c", None: "p"}
     manager.add_adapter(jlora.LoRARequest("shift", path=str(ROOT / "jlora/demo/adapters/shift")))

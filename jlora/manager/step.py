@@ -161,8 +161,8 @@ class Step:
                 if self._own is not None and self._own != flat.structure:
                     raise LoRAUsageError(_CHANGED.format(difference=self._own.difference(flat.structure)))
                 self._own = flat.structure
-        elif any(isinstance(each, ForwardRecord) and each.sites is self._wrapped.sites for each in around()):
-            flat = FlatModel(model)  # a copy of the model that `verify` made
+        elif isinstance(model, nnx.Module) and any(isinstance(each, ForwardRecord) for each in around()):
+            flat = FlatModel(model)  # a copy that `verify` made
             values = flat.read()
             assert flat.structure is not None
         else:

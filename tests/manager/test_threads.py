@@ -58,7 +58,7 @@ class Crowd:
         self._end = 0.0
         self._traced = chex.assert_max_traces(self._step, n=1)
         self.step = self.world.forward = jax.jit(self._traced)  # so that the judge compiles nothing
-        self.own_step = self.world.manager.jit(chex.assert_max_traces(self._step, n=1))
+        self.own_step = self.world.manager.jit(chex.assert_max_traces(lambda *args: self._step(*args), n=1))
         for name in NAMES:
             adapter(name).save_pretrained(folder / name)
         good = folder / "a" / "adapter_model.safetensors"
@@ -68,8 +68,7 @@ class Crowd:
         # The step and the write are compiled before the crowd comes.
         self.world.manager.add_adapter(adapter("a"))
         with self.world.manager.prepare(["a", None, None]) as batch:
-            for step in (self.step, self.own_step):
-                step(self.world.model, self.world.tokens, batch)
+            self.step(self.world.model, self.world.tokens, batch)
 
     @staticmethod
     def _step(model: nnx.Module, tokens: jax.Array, batch: jlora.LoRABatch) -> jax.Array:
@@ -175,6 +174,9 @@ class Crowd:
                 except BaseException as error:
                     self.failures.append(error)
 
+        if self.runs in jobs or self.holds in jobs:  # after the first call, all steps must be of `manager.jit`
+            with self.world.manager.prepare([None] * SEQUENCES) as batch:
+                self.own_step(self.world.model, self.world.tokens, batch)
         self._end = time.monotonic() + self.seconds
         threads = [threading.Thread(target=work, args=(i, job), daemon=True) for i, job in enumerate(jobs)]
         faulthandler.dump_traceback_later(self.seconds + WATCHDOG - 1)  # before they are given up
@@ -192,7 +194,7 @@ class Crowd:
         except Harm as harm:
             self.failures.append(harm)
         compiled = self.step._cache_size(), self.own_step._cache_size(), self.world.manager.stats().compilations
-        if compiled != (1, 1, 1):
+        if compiled not in ((1, 0, 1), (1, 1, 1)):
             self.failures.append(Harm("compiled", f"the steps and the write {compiled} times"))
 
 

@@ -722,11 +722,11 @@ class LoRAManager:
         Args:
           step: `step(model, ...)`. The model is the first positional argument. `jlora.use(batch)` is opened inside.
           **options: options of `jax.jit`. Positions and names are those of `step`; `compiler_options` are merged with
-            `jlora.compiler_options()`. In a tuple of `in_shardings` the model has None.
+            `jlora.compiler_options()`, and the value None drops one. In a tuple of `in_shardings` the model has None.
 
         Returns:
-          A callable with the signature of `step`. `lower` has the arguments of a call too. A call with another model
-          than the manager's raises LoRAUsageError, except inside `verify`.
+          A `jax.stages.Wrapped`: a callable with the signature of `step`, with the methods `trace` and `lower`. A call
+          with another model than the manager's raises LoRAUsageError, except inside `verify`.
 
         Raises:
           LoRAUsageError: `step` takes no positional argument, or an option donates the model or makes it static.

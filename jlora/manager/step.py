@@ -115,7 +115,7 @@ def _is_variable(leaf: object) -> bool:
 
 
 class Step:
-    """A function of the model that `LoRAManager.jit` compiles. `__wrapped__` is the function."""
+    """A function of the model that `LoRAManager.jit` compiles, a `jax.stages.Wrapped`."""
 
     def __init__(
         self,
@@ -129,8 +129,10 @@ class Step:
         _check_options(function, options)
         update_wrapper(self, function)
         self._function = function
-        compiling: dict[str, Any] = (compiler_options() or {}) | (options.get("compiler_options") or {})
-        self._options: dict[str, Any] = options | {"compiler_options": compiling or None}
+        given: dict[str, Any] = (compiler_options() or {}) | (options.get("compiler_options") or {})
+        self._options: dict[str, Any] = options | {
+            "compiler_options": {k: v for k, v in given.items() if v is not None}
+        }
         self._flat, self._wrapped, self._slots, self._lock = flat, wrapped, slots, lock
         self._own: Structure | None = None  # of the manager's model, at the first call
         self._programs: list[tuple[Structure, Any]] = []  # one, and those of the copies of `verify`
@@ -142,11 +144,15 @@ class Step:
             program, values = self._read(model)
             return program(values, *args, **kwargs)
 
-    def lower(self, model: Any, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """Lower the function, as `jax.jit(...).lower`, to inspect its shapes, costs and memory."""
+    def trace(self, model: Any, /, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        """Trace the function for a call, as `jax.jit(...).trace`."""
         with self._lock:
             program, values = self._read(model)
-            return program.lower(values, *args, **kwargs)
+            return program.trace(values, *args, **kwargs)
+
+    def lower(self, model: Any, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """Lower the function for a call, as `jax.jit(...).lower`, to inspect its shapes, costs and memory."""
+        return self.trace(model, *args, **kwargs).lower()
 
     def _read(self, model: Any) -> tuple[Any, list[Any]]:
         """Return the compiled function of a list of values, and the values of the model."""

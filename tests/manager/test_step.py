@@ -251,12 +251,15 @@ def test_function_without_a_model_is_refused(world):
 
 
 def test_unknown_compiler_option_reaches_the_compiler(world):
+    dropped = world.manager.jit(forward, compiler_options={"xla_no_such_option": None})
+    assert dropped(world.model, world.tokens, None) is not None
     step = world.manager.jit(forward, compiler_options={"xla_no_such_option": 1})
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         step(world.model, world.tokens, None)
 
 
 def test_lower_describes_the_program(world):
+    assert isinstance(world.forward, jax.stages.Wrapped)
     lowered = world.forward.lower(world.model, world.tokens, None)
     assert lowered.out_info.shape == world.forward(world.model, world.tokens, None).shape
     assert lowered.compile().memory_analysis().argument_size_in_bytes > 0

@@ -101,7 +101,8 @@ class FlatModel:
         found, tree = cast("tuple[Any, Any]", jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_variable))
         paths = tuple(".".join(str(getattr(key, "key", key)) for key in path) for path, _ in found)
         leaves: list[Any] = [leaf for _, leaf in found]
-        variables = tuple(jax.tree.structure(leaf, is_leaf=partial(operator.is_not, leaf)) for leaf in leaves)
+        structure_of = cast("Callable[..., Any]", jax.tree.structure)
+        variables = tuple(structure_of(leaf, is_leaf=partial(operator.is_not, leaf)) for leaf in leaves)
         new = Structure(paths, graphdef, tree, variables)
         self._variables = [leaf if _is_variable(leaf) else SimpleNamespace(_raw_value=leaf) for leaf in leaves]
         self.structure = self.structure if self.structure == new else new
@@ -130,9 +131,8 @@ class Step:
         update_wrapper(self, function)
         self._function = function
         given: dict[str, Any] = (compiler_options() or {}) | (options.get("compiler_options") or {})
-        self._options: dict[str, Any] = options | {
-            "compiler_options": {k: v for k, v in given.items() if v is not None}
-        }
+        given = {name: value for name, value in given.items() if value is not None}
+        self._options: dict[str, Any] = options | {"compiler_options": given}
         self._flat, self._wrapped, self._slots, self._lock = flat, wrapped, slots, lock
         self._own: Structure | None = None  # of the manager's model, at the first call
         self._programs: list[tuple[Structure, Any]] = []  # one, and those of the copies of `verify`

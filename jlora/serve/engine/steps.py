@@ -245,8 +245,8 @@ class Steps:
 
     def compiled(self) -> int:
         """Return the number of compiled variants of the steps."""
-        steps = (self._fresh, self._decode, self._prefill, self._begin, self._pick, self._report)
-        return sum(step._cache_size() for step in steps)  # pyright: ignore[reportAttributeAccessIssue]
+        steps: tuple[Any, ...] = (self._fresh, self._decode, self._prefill, self._begin, self._pick, self._report)
+        return sum(step._cache_size() for step in steps)
 
     # --- steps --------------------------------------------------------------------------------------------------
 

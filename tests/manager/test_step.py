@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jlora
 from tests.compiled import compiled_programs
@@ -256,6 +258,18 @@ def test_unknown_compiler_option_reaches_the_compiler(world):
     step = world.manager.jit(forward, compiler_options={"xla_no_such_option": 1})
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         step(world.model, world.tokens, None)
+
+
+def test_shardings_of_arguments(world):
+    mesh = jax.make_mesh((3,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
+    split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    nnx.update(world.model, jax.device_put(nnx.state(world.model), whole))
+    step = world.manager.jit(forward, in_shardings=(None, split, None), out_shardings=split)
+    world.manager.add_adapter(make_adapter("a"))
+    with world.manager.prepare(["a", None, "a"]) as batch:
+        logits = step(world.model, np.asarray(world.tokens), batch)
+    assert logits.sharding.is_equivalent_to(split, logits.ndim)
+    world.check(np.asarray(logits), [make_adapter("a"), None, make_adapter("a")])
 
 
 def test_lower_describes_the_program(world):

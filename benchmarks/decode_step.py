@@ -13,7 +13,8 @@ experts of Qwen3-30B-A3B, filled with random values on the device. `--model smal
 of Llama. Decode is one token a sequence over a cache of `CONTEXT` positions, as in `generate`. Prefill is 4096 tokens
 in eight sequences of 512, with the logits of the last token. Each figure is the median over several rounds of the mean
 of steps enqueued together. Base and LoRA steps alternate within a round. The plan is made inside the step and counted.
-All steps are compiled with `jlora.compiler_options()`, or without them with `--one-by-one`.
+All steps are compiled as `manager.jit` does, with `jlora.compiler_options()` or, with `--one-by-one`, without them. The
+cache is donated: a decode step writes it in place.
 
 `--profile` also records the kernel times of a layer. With `--adapters-per-sequence k`, each sequence sums k of the
 adapters (`jlora.Mix`), and with `--dora` every slot holds a DoRA adapter. With `--batch-invariant`, the same steps with
@@ -40,6 +41,7 @@ from benchmarks.timing import kernel_us, kind_of, machine
 from jlora.layers.forward.batch import Lease
 from jlora.layers.forward.batch import make_batch as batch_in_slots
 from jlora.layers.forward.batch_shape import BatchShape
+from jlora.manager.step import FlatModel
 from jlora.models import Decoder, DecoderConfig, quantized_config
 from jlora.models.config import MoEConfig
 
@@ -49,7 +51,7 @@ ADAPTERS = (0, 1, 8, 32, 64)
 
 
 def dense(
-    layers: int, vocab: int, hidden: int, inner: int, heads: int, kv_heads: int, **options: bool
+    layers: int, vocab: int, hidden: int, inner: int, heads: int, kv_heads: int, head_dim: int = 128, **options: bool
 ) -> DecoderConfig:
     return DecoderConfig(
         vocab_size=vocab,
@@ -58,11 +60,13 @@ def dense(
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=128,
+        head_dim=head_dim,
         **options,
     )
 
 
+llama_3_2_1b = partial(dense, vocab=128256, hidden=2048, inner=8192, heads=32, kv_heads=8, head_dim=64)
+qwen3_0_6b = partial(dense, vocab=151936, hidden=1024, inner=3072, heads=16, kv_heads=8, qk_norm=True)
 llama_3_8b = partial(dense, vocab=128256, hidden=4096, inner=14336, heads=32, kv_heads=8)
 qwen2_5_7b = partial(dense, vocab=152064, hidden=3584, inner=18944, heads=28, kv_heads=4, qkv_bias=True)
 qwen3_14b = partial(dense, vocab=151936, hidden=5120, inner=17408, heads=40, kv_heads=8, qk_norm=True)
@@ -98,6 +102,8 @@ def small(layers: int) -> DecoderConfig:
 
 # model -> (shape by number of layers, default number of layers, slots)
 MODELS = {
+    "qwen3-0.6b": (qwen3_0_6b, 28, 64),
+    "llama-3.2-1b": (llama_3_2_1b, 16, 64),
     "llama-3-8b": (llama_3_8b, 32, 64),
     "qwen2.5-7b": (qwen2_5_7b, 28, 64),
     "qwen3-14b": (qwen3_14b, 40, 64),
@@ -124,27 +130,47 @@ def adapter_bytes(config: DecoderConfig, rank: int, tokens: float) -> float:
     return 2 * rank * config.num_hidden_layers * values
 
 
-def flat_step(model: Decoder, run, *, one_by_one: bool = False):
-    """Jit run(model, ...) over flat lists of arrays, to minimise the host's time of a step.
+def base_step(model: nnx.Module, run, **options):
+    """Compile run(model, ...) of a model without a manager, as `manager.jit` does, for a flat list of its values.
 
-    With `one_by_one`, kernels run in XLA's default order, and else beside each other.
+    Returns:
+      The function of `jax.jit`, and the values.
     """
-    graphdef, state = nnx.split(model)
-    leaves, treedef = jax.tree.flatten(state)
-
-    @partial(jax.jit, compiler_options=None if one_by_one else jlora.compiler_options())
-    def step(leaves, *args):
-        return run(nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves)), *args)
-
-    return step, leaves
+    flat = FlatModel(model)
+    values, structure = flat.read(), flat.structure
+    return jax.jit(lambda values, *args: run(structure.merge(values), *args), **options), values
 
 
 def decode(model, tokens, positions, cache, batch):
     """Run one decode step; without a batch, the base model only, wrapped or not."""
     last = jnp.zeros(tokens.shape[:1], jnp.int32)
     with jlora.use(batch):
-        logits, _ = model.extend(tokens, positions, cache, last)
-    return jnp.argmax(logits, -1).astype(jnp.int32)[:, None]
+        logits, cache = model.extend(tokens, positions, cache, last)
+    return jnp.argmax(logits, -1).astype(jnp.int32)[:, None], cache
+
+
+class Decoding:
+    """A compiled `decode` that donates the cache. Each call takes the cache that the last one left.
+
+    It is a `jax.stages.Wrapped`, as the profiler takes.
+
+    Args:
+      cache: a list of one cache, which steps of equal shapes share.
+    """
+
+    def __init__(self, step, model, tokens, cache: list):
+        self.step, self.cache = step, cache
+        self.args = model, tokens, jnp.full(tokens.shape, CONTEXT - 1, jnp.int32)
+
+    def __call__(self, batch):
+        tokens, self.cache[0] = self.step(*self.args, self.cache[0], batch)
+        return tokens
+
+    def trace(self, batch):
+        return self.step.trace(*self.args, self.cache[0], batch)
+
+    def lower(self, batch):
+        return self.trace(batch).lower()
 
 
 def prefill(model, tokens, batch):
@@ -293,17 +319,17 @@ def main() -> None:
     args.layers = args.layers or layers
     config = quantized_config(shape(args.layers), args.quantization)
     model = Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    step_of = partial(flat_step, one_by_one=args.one_by_one)
-    base_decode, base_leaves = step_of(model, decode)
-    base_prefill, _ = step_of(model, prefill)
+    concurrent = jlora.compiler_options() or {}
+    own = {"compiler_options": dict.fromkeys(concurrent) if args.one_by_one else concurrent}
+    options = {"compiler_options": {} if args.one_by_one else concurrent}
+    base_decode, base_values = base_step(model, decode, donate_argnums=3, **options)
+    base_prefill, _ = base_step(model, prefill, **options)
     invariant = nnx.clone(model) if args.batch_invariant else None  # shares the arrays
     manager = serve(model, slots, args)
-    lora_decode, lora_leaves = step_of(model, decode)
-    lora_prefill, _ = step_of(model, prefill)
+    lora_decode, lora_prefill = manager.jit(decode, donate_argnums=3, **own), manager.jit(prefill, **own)
     if invariant is not None:
         other = serve(invariant, slots, args, batch_invariant=True)
-        invariant_decode, invariant_leaves = step_of(invariant, decode)
-        invariant_prefill, _ = step_of(invariant, prefill)
+        invariant_decode, invariant_prefill = other.jit(decode, donate_argnums=3, **own), other.jit(prefill, **own)
 
     def floor(size: int, adapters: int) -> float | None:
         """Return the least milliseconds for reading the adapters, or None without rates of this device."""
@@ -313,23 +339,24 @@ def main() -> None:
     rows, profiles = [], []
     if "prefill" in args.steps:
         tokens = jax.random.randint(jax.random.key(2), (8, 512), 0, config.vocab_size, jnp.int32)
-        calls = {"base": (base_prefill, base_leaves, tokens, None)}
+        calls = {"base": (base_prefill, base_values, tokens, None)}
         for n in (0, 1, 8):
-            calls[n] = lora_prefill, lora_leaves, tokens, make_batch(manager, 8, n)
+            calls[n] = lora_prefill, model, tokens, make_batch(manager, 8, n)
             if invariant is not None:
-                calls[f"{n} batch invariant"] = invariant_prefill, invariant_leaves, tokens, make_batch(other, 8, n)
+                calls[f"{n} batch invariant"] = invariant_prefill, invariant, tokens, make_batch(other, 8, n)
         measure("prefill", 8, calls, 3, floor, args, rows, profiles)
     for size in args.batches if "decode" in args.steps else ():
         tokens = jax.random.randint(jax.random.key(1), (size, 1), 0, config.vocab_size, jnp.int32)
-        step = tokens, jnp.full((size, 1), CONTEXT - 1, jnp.int32), model.init_cache(size, CONTEXT)
-        calls = {"base": (base_decode, base_leaves, *step, None)}
+        cache = [model.init_cache(size, CONTEXT)]
+        lora = Decoding(lora_decode, model, tokens, cache)
+        calls = {"base": (Decoding(base_decode, base_values, tokens, cache), None)}
         for adapters in (n for n in ADAPTERS if n <= min(size, slots)):
-            calls[adapters] = (lora_decode, lora_leaves, *step, make_batch(manager, size, adapters))
+            calls[adapters] = (lora, make_batch(manager, size, adapters))
             if invariant is not None:
-                batch = make_batch(other, size, adapters)
-                calls[f"{adapters} batch invariant"] = (invariant_decode, invariant_leaves, *step, batch)
+                step = Decoding(invariant_decode, invariant, tokens, cache)
+                calls[f"{adapters} batch invariant"] = (step, make_batch(other, size, adapters))
         if size == 64:
-            calls["base only"] = (lora_decode, lora_leaves, *step, None)
+            calls["base only"] = (lora, None)
         measure("decode", size, calls, 10, floor, args, rows, profiles)
 
 

@@ -34,7 +34,7 @@ from jax.sharding import Mesh
 
 import jlora
 from benchmarks import swap
-from benchmarks.decode_step import CONTEXT, MODELS, decode, fill_slots, flat_step, make_batch, prefill, timed
+from benchmarks.decode_step import CONTEXT, MODELS, Decoding, base_step, decode, fill_slots, make_batch, prefill, timed
 from benchmarks.timing import machine, write_rows
 from jlora.adapters import ExpertsLoRA
 from jlora.models import Decoder, DecoderConfig
@@ -88,14 +88,13 @@ def steps_of(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh | None,
     rng = np.random.default_rng(1)
     if "decode" in args.steps:
         tokens = jnp.asarray(rng.integers(0, config.vocab_size, (args.batch, 1)), jnp.int32)
-        position = jnp.full((args.batch, 1), CONTEXT - 1, jnp.int32)
-        inputs["decode"] = decode, (tokens, position, model.init_cache(args.batch, CONTEXT)), args.batch
+        inputs["decode"] = decode, (tokens, [model.init_cache(args.batch, CONTEXT)]), args.batch
     if "prefill" in args.steps:
         inputs["prefill"] = prefill, (jnp.asarray(rng.integers(0, config.vocab_size, (8, 512)), jnp.int32),), 8
     for name, (step, given, _) in inputs.items():
         if not fully:
-            run, leaves = flat_step(model, step)
-            made[f"{name} base"] = (run, leaves, *given, None)
+            base = base_step(model, step, compiler_options=jlora.compiler_options(), **donated(name))
+            made[f"{name} base"] = call_of(name, *base, *given, None)
     manager = jlora.LoRAManager(
         model,
         jlora.LoRAConfig(
@@ -107,18 +106,18 @@ def steps_of(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh | None,
             data_axes=[name for name in spread_over(args.dispatch) if mesh is not None and name in mesh.axis_names],
         ),
     )
-    runs = {name: flat_step(model, step)[0] for name, (step, _, _) in inputs.items()}
+    runs = {name: manager.jit(step, **donated(name)) for name, (step, _, _) in inputs.items()}
     found: dict[str, Any] = {"calls": made}
     if args.check and not fully:
         for adapter in adapters(config, args.rank, 2):
             manager.add_adapter(adapter)
         with manager.prepare(["adapter0", None, "adapter1", "adapter0", None, "adapter1", "adapter1", None]) as batch:
-            found["logits"] = logits_of((runs["prefill"], leaves_of(model), *inputs["prefill"][1], batch))
+            found["logits"] = logits_of((runs["prefill"], model, *inputs["prefill"][1], batch))
     fill_slots(manager, args.rank)
     manager._pool._known = manager._pool.arrays()  # frees the empty slots
     for name, (_, given, sequences) in inputs.items():
         batch = make_batch(manager, sequences, min(args.adapters, sequences))
-        made[name] = (runs[name], leaves_of(model), *given, batch)
+        made[name] = call_of(name, runs[name], model, *given, batch)
     slots = [variable for layer in manager._wrapped.modules.values() for variable in swap_arrays(layer)]
     return found | {"slot_bytes_of_a_device": bytes_by_device(slots)[jax.local_devices()[0]]}
 
@@ -134,7 +133,8 @@ def bytes_by_device(tree: Any) -> dict[Any, int]:
 
 def memory(calls: dict[str, Any]) -> dict[str, Any]:
     """Return the bytes of the calls' arguments on each device of this process, and the device's own statistics."""
-    arguments = bytes_by_device([args for _, *args in calls.values()])
+    held = [(call.args, call.cache) for call, *_ in calls.values() if isinstance(call, Decoding)]
+    arguments = bytes_by_device([held, *(args for _, *args in calls.values())])
     said = [device.memory_stats() or {} for device in arguments]
     keys = ("bytes_in_use", "peak_bytes_in_use")
     return {"step": "memory", "argument_bytes": [*arguments.values()]} | {
@@ -142,9 +142,17 @@ def memory(calls: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def leaves_of(model: Decoder) -> list[jax.Array]:
-    """Return the operands of a `flat_step`."""
-    return jax.tree.leaves(nnx.split(model)[1])
+def donated(name: str) -> dict[str, Any]:
+    """Return the option of `jax.jit` that donates the cache of a decode step."""
+    return {"donate_argnums": 3} if name == "decode" else {}
+
+
+def call_of(name: str, step: Any, model: Any, *args: Any) -> tuple[Any, ...]:
+    """Return (function, *arguments) of a step."""
+    if name != "decode":
+        return step, model, *args
+    tokens, cache, batch = args
+    return Decoding(step, model, tokens, cache), batch
 
 
 def swap_arrays(layer: nnx.Module) -> list[jax.Array]:

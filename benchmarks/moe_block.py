@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 
 import jlora
-from benchmarks.decode_step import batch_of, fill_slots, flat_step, timed
+from benchmarks.decode_step import base_step, batch_of, fill_slots, timed
 from benchmarks.moe_specs import MODELS, Batch, Experts, batch, peers, slots
 from benchmarks.timing import machine
 from jlora.models.moe import Experts as ExpertsLayer
@@ -59,15 +59,15 @@ def run(blocks: Blocks, x, routing: Routing, lora_batch):
 def measure(e: Experts, rank: int, wanted: list[dict], layers: int) -> list[dict]:
     """Return the rows of one model, one rank and one number of slots."""
     blocks = Blocks(e, layers, nnx.Rngs(0))
-    base, base_leaves = flat_step(blocks, run)
+    base, values = base_step(blocks, run, compiler_options=jlora.compiler_options())
     config = jlora.LoRAConfig(max_loras=slots(wanted[0]["adapters"]), max_lora_rank=rank, dtype=jnp.bfloat16)
     manager = jlora.LoRAManager(blocks, config)
     fill_slots(manager, rank)
-    lora, lora_leaves = flat_step(blocks, run)
+    lora = manager.jit(run)
     rows = []
     for key in wanted:
         x, routing, one = operands(e, key, manager)
-        us = timed({"base": (base, base_leaves, x, routing, None), "lora": (lora, lora_leaves, x, routing, one)}, 7, 10)
+        us = timed({"base": (base, values, x, routing, None), "lora": (lora, blocks, x, routing, one)}, 7, 10)
         row = {name: key[name] for name in ("model", "rank", "tokens", "adapters")}
         row |= {"base_us": us["base"] * 1e3 / layers, "lora_us": us["lora"] * 1e3 / layers}
         row["kept"] = us["base"] / us["lora"]

@@ -26,7 +26,7 @@ import numpy as np
 from flax import nnx
 
 import jlora
-from benchmarks.decode_step import llama_3_8b
+from benchmarks.decode_step import base_step, llama_3_8b
 from benchmarks.roofline import least_us
 from benchmarks.timing import machine
 from jlora.models import Decoder, attention
@@ -39,17 +39,14 @@ def extent_of(context: int) -> int:
 
 def bare_loop(model: Decoder, batch: int, context: int, steps: int) -> dict:
     """Return the milliseconds of a decode step of the unwrapped model, and the share that its reads must take."""
-    graph, state = nnx.split(model)
-    leaves, tree = jax.tree.flatten(state)
     extent = extent_of(context)
 
-    @partial(jax.jit, donate_argnames="cache")
-    def step(leaves, tokens, length, cache):
-        model = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+    def run(model, tokens, length, cache):
         here = jnp.full((batch, 1), length, jnp.int32)
         logits, cache = model.extend(tokens[:, None], here, cache, jnp.zeros(batch, jnp.int32), extent=extent)
         return jnp.argmax(logits, -1).astype(jnp.int32), cache
 
+    step, leaves = base_step(model, run, donate_argnums=3)
     cache = jax.jit(model.init_cache, static_argnums=(0, 1))(batch, extent)
     tokens, times = jnp.zeros(batch, jnp.int32), []
     length = np.int32(context - 1)

@@ -142,7 +142,7 @@ def signals(part: Part, seed: int, times: int) -> None:
 
 
 def crowds(part: Part, seed: int, seconds: float) -> None:
-    """Run eight threads, half of the time through `manager.run`, then two to seven threads for a while each."""
+    """Run eight threads, half of the time with steps of `manager.jit`, then two to seven threads for a while each."""
     turns = [8, 8, 2, 3, 4, 5, 6, 7]
     for i, count in enumerate(turns):
         part.alive = time.monotonic() + seconds

@@ -53,7 +53,6 @@ def adapter(name: str, seed: int, rank: int) -> jlora.Adapter:
     return jlora.Adapter.from_arrays(name, arrays, alpha=16)
 
 
-@jax.jit
 def forward(model, tokens, batch):
     with jlora.use(batch):
         return model(tokens)
@@ -73,12 +72,13 @@ def main() -> None:
             r"^model\.layers\.(\d+)\.self_attn\.([qkv])_proj$": r"blocks.\1.\2",
         },
     )
-    report = manager.verify(forward, jax.random.randint(jax.random.key(0), (4, 10), 0, VOCAB))
+    step = manager.jit(forward)
+    report = manager.verify(step, jax.random.randint(jax.random.key(0), (4, 10), 0, VOCAB))
     print(f"{len(report.checked)} layers agree with merged weights to {report.error:.0e}")
     manager.add_adapter(adapter("legal", seed=1, rank=4))
     manager.add_adapter(adapter("medical", seed=2, rank=8))
     with manager.prepare(["legal", None, "medical"]) as batch:
-        logits = forward(model, tokens, batch)
+        logits = step(model, tokens, batch)
     for name, change in zip(("legal", "base", "medical"), jnp.abs(logits - base).max((1, 2)), strict=True):
         print(f"{name:8s} differs from the unwrapped model by {change:.6f}")
 

@@ -7,10 +7,8 @@ token and its drafts, rows [B, k + 1], and keeps the drafts that the model would
 sequence take its adapter, however many they are, so jlora needs no setting for this.
 """
 
-from functools import partial
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -22,8 +20,7 @@ NAMES = [None, "sort", "reverse", "swap", "shift"]
 DRAFTS, EOS = 4, 2
 
 
-@partial(jax.jit, donate_argnames="cache")
-def step(model, batch, tokens, start, cache):
+def forward(model, batch, tokens, start, cache):
     """Return the likeliest token [B, L] after each of `tokens` [B, L], whose first has position start[b]."""
     positions = start[:, None] + jnp.arange(tokens.shape[1])
     with jlora.use(batch):
@@ -39,7 +36,7 @@ def drafted(tokens: list[int]) -> list[int]:
     return drafts + [0] * (DRAFTS - len(drafts))
 
 
-def decode(model, batch, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], list[int]]:
+def decode(model, step, batch, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], list[int]]:
     """Return `new_tokens` tokens after each prompt, and the number of steps that each sequence took."""
     sequences = [list(prompt) for prompt in prompts]
     longest = max(map(len, prompts))
@@ -65,13 +62,14 @@ def decode(model, batch, prompts: list[list[int]], new_tokens: int) -> tuple[lis
 def main() -> None:
     model = from_pretrained(DEMO / "model")
     manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=4, max_lora_rank=32))
+    step = manager.jit(forward, donate_argnames="cache")
     for name in NAMES[1:]:
         manager.add_adapter(jlora.LoRARequest(name, path=str(DEMO / "adapters" / name)))
     prompts = [[1, *(ord(letter) - 93 for letter in word), 3] for word in ("planet", "bead", "olive", "tiger", "crab")]
     new_tokens = 8
     with manager.prepare(NAMES) as batch:
         plain = generate(model, prompts, batch=batch, max_new_tokens=new_tokens)
-        tokens, steps = decode(model, batch, prompts, new_tokens)
+        tokens, steps = decode(model, step, batch, prompts, new_tokens)
     for name, prompt, mine, theirs, count in zip(NAMES, prompts, tokens, plain, steps, strict=True):
         assert mine == theirs, (name, mine, theirs)
         answer = mine[: mine.index(EOS)] if EOS in mine else mine

@@ -29,7 +29,7 @@ set_handler: Callable[[int, Any], object] = _signal.signal  # pyright: ignore
 
 # flax 0.12.8 to 0.12.12: the slot of a Variable's array. The public accessors check traces, which is too slow for a
 # swap of hundreds of arrays.
-raw_value: Callable[[Any], jax.Array] = nnx.Variable._raw_value.__get__  # pyright: ignore
+raw_value: Callable[[Any], jax.Array] = operator.attrgetter("_raw_value")
 set_raw_value: Callable[[Any, jax.Array], None] = nnx.Variable._raw_value.__set__  # pyright: ignore
 
 # jax 0.10 to 0.12: True if an array is committed to its devices, so that a computation cannot move it.

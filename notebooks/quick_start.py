@@ -108,12 +108,13 @@ manager = jlora.LoRAManager(
 traces = []
 
 
-@jax.jit
 def forward(model, tokens, batch):
     traces.append(tokens.shape)  # one entry for each compilation
     with jlora.use(batch):  # the wrapped layers read the batch while they are traced
         return model(tokens)
 
+
+step = manager.jit(forward)
 
 # %% [markdown]
 # ## 4. Check it once
@@ -122,7 +123,7 @@ def forward(model, tokens, batch):
 # differs.
 
 # %%
-report = manager.verify(forward, jax.random.randint(jax.random.key(0), (4, 10), 0, VOCAB))
+report = manager.verify(step, jax.random.randint(jax.random.key(0), (4, 10), 0, VOCAB))
 print(f"{len(report.checked)} layers agree with merged weights to {report.error:.0e}")
 
 # %% [markdown]
@@ -140,7 +141,7 @@ traces.clear()
 logits = {}
 for names in (["legal", None, "medical"], ["code", "legal", None], [None, "medical", "code"]):
     with manager.prepare(names) as batch:
-        rows = forward(model, tokens, batch)
+        rows = step(model, tokens, batch)
     logits |= dict(zip(names, rows, strict=True))
 
 for name in modules:

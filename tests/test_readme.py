@@ -2,43 +2,83 @@
 The list of `python -m benchmarks` is complete."""
 
 import contextlib
+import queue
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
+import numpy as np
+import pytest
+from flax import nnx
 
+import jlora
 from tests.compiled import compiled_programs
 
 ROOT = Path(__file__).parent.parent
 
 
-def run_blocks(page):
-    """Run the blocks of a page. Return their namespace, and the number of programs of `forward` after each."""
+def run_blocks(page, count=None):
+    """Run the first `count` blocks of a page. Return their namespace, and the programs of `step` after each."""
     blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     namespace, compiled = {}, []
     with contextlib.chdir(ROOT), jax.numpy_dtype_promotion("standard"):  # the default of JAX, which optax needs
-        for block in blocks:
+        for block in blocks[:count]:
             exec(compile(block, page, "exec"), namespace)
-            compiled.append(compiled_programs(namespace["forward"]))
+            compiled.append(compiled_programs(namespace["step"]))
     return namespace, compiled
 
 
 def test_python_blocks_of_readme_run():
     namespace, compiled = run_blocks("README.md")
-    # Once in the first block; `verify` in the second compiles for copies of the model; then for the model on a mesh.
-    assert len(compiled) == 3
-    assert compiled[0] == 1
-    assert compiled[2] == compiled[1] + 1
+    # Once in the first block; `verify` in the second compiles for copies of the model; once for the model on a mesh.
+    first, verified, on_mesh = compiled
+    assert first == on_mesh == 1 < verified
     assert namespace["mesh"].size == 4
     assert isinstance(namespace["logits"], jax.Array)
 
 
+def test_loop_of_readme_in_two_threads():
+    """One thread steps and one prepares. Weights change between the steps, and at last the structure."""
+    ready: queue.Queue = queue.Queue(maxsize=2)
+    readme, _ = run_blocks("README.md", 1)
+    manager, model, step, tokens = (readme[name] for name in ("manager", "model", "step", "tokens"))
+    first = {"sort": "a", "reverse": "c", None: "p"}
+    manager.add_adapter(jlora.LoRARequest("shift", path=str(ROOT / "jlora/demo/adapters/shift")))
+    rounds = [["sort", "reverse", None], ["reverse", None, "sort"]] * 20
+
+    def prepare():
+        for names in rounds:
+            batch = manager.prepare(names)
+            manager.deactivate_adapter("shift")
+            manager.activate_adapter("shift")  # a write into slots that steps read
+            ready.put((names, batch))
+
+    with ThreadPoolExecutor(1) as pool:
+        preparing = pool.submit(prepare)
+        head, base = model.lm_head.kernel.get_value(), None
+        for turn in range(len(rounds)):
+            names, batch = ready.get(timeout=60)
+            with batch:
+                model.lm_head.kernel.set_value((1 + turn % 3) * head)
+                logits = np.asarray(step(model, tokens, batch))
+            assert [chr(93 + int(token)) for token in logits[:, -1].argmax(-1)] == [first[name] for name in names]
+            found = logits[names.index(None)] / (1 + turn % 3)
+            base = found if base is None else base
+            np.testing.assert_allclose(found, base, rtol=1e-4, atol=1e-4)
+        preparing.result(60)
+    assert compiled_programs(step) == 1
+    model.norm_of_user = nnx.LayerNorm(4, rngs=nnx.Rngs(0))
+    with manager.prepare([None] * 3) as batch, pytest.raises(jlora.LoRAUsageError, match="added: norm_of_user"):
+        step(model, tokens, batch)
+
+
 def test_python_blocks_of_loop_run():
     namespace, compiled = run_blocks("docs/loop.md")
-    assert compiled == [0, 0, 1, 1, 1]  # defined, `step` of the split model, loads and swaps, training, kernels
-    assert compiled_programs(namespace["step"]) == 1
+    assert compiled == [0, 1, 1, 1, 1, 1]  # defined, warm-up, split model, loads and swaps, training, kernels
+    assert compiled_programs(namespace["split_step"]) == 1
     assert compiled_programs(namespace["train"]) == 1
 
 

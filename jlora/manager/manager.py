@@ -45,6 +45,7 @@ from jlora.manager.report import AdapterInfo, Level, Stats, records
 from jlora.manager.slot_arrays import SlotArrays
 from jlora.manager.slot_table import SlotTable
 from jlora.manager.snapshot import base_digest, restore, save
+from jlora.manager.step import FlatModel, Step
 from jlora.manager.warmup import warm_up
 from jlora.verify.verify import Forward, VerifyReport, verify
 
@@ -62,9 +63,9 @@ class LoRAManager:
 
     Threads: every method may be called from any thread. Loads run on their own threads and never access the slot
     arrays. Slots are written only inside `prepare`, `activate_adapter`, `pin_adapter`, `update_adapter` and `warmup`.
-    If one thread runs steps while another may write slots, run the steps through `run`, which excludes writes during
-    a step. A thread may also call its step directly while it has a batch open. A write in another thread then copies
-    the slot arrays instead of updating them in place.
+    If one thread runs steps while another may write slots, compile the steps with `jit`, which excludes writes while a
+    step is dispatched. A thread may also call a function of `jax.jit` while it has a batch open. A write in another
+    thread then copies the slot arrays instead of updating them in place.
 
     Interrupts: the manager stays consistent after Ctrl-C. With Python's default SIGINT handler, KeyboardInterrupt is
     raised in the main thread before or after a change of the manager's state, never during one. The next `prepare`
@@ -134,7 +135,7 @@ class LoRAManager:
     ):
         self.model = model
         self.config = config
-        # Acquire in this order. `_step_lock` is held while slots are written and while `run` dispatches a step.
+        # Acquire in this order. `_step_lock` is held while slots are written and while a step of `jit` is dispatched.
         # `_state_lock` is held only briefly, never while a file is read, arrays are cast or a program is compiled.
         self._step_lock, self._state_lock = locks = threading.RLock(), StateLock()
         self._coordinator = coordinator_of(model, config.process_timeout, *locks)
@@ -190,6 +191,7 @@ class LoRAManager:
         self._host = Host(*of_host, resolve, self._coordinator)
         of_batches = (self._wrapped, config, self._cache, self._leases, self._slots, self._state_lock, self._changed)
         self._batches = Batches(*of_batches, self._host, self._coordinator)
+        self._flat = FlatModel(self.model)
         self._state: tuple[list[jax.Array], nnx.State[Any, Any]] | None = None
         self._shape: tuple[Any, list[int]] | None = None  # tree structure, and the array of each leaf
         self._base_digest: str | None = None
@@ -727,16 +729,33 @@ class LoRAManager:
         """Return the open leases, oldest first, with their adapters, ages and threads."""
         return self._leases.infos()
 
-    def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `step(*args, **kwargs)` while no other thread writes slots, and return its result.
+    def jit(self, step: Callable[..., Any], **options: Any) -> Step:
+        """Compile a function of the model, as `jax.jit` does, for calls that cost the host less.
 
-        Use this in programs that run steps in one thread and prepare batches in another. After the first call, every
-        step that may run during a `prepare` in another thread must go through `run`. Read `manager.slots` inside the
-        step, so that no slot write comes in between: `manager.run(lambda: step(manager.slots, rest, tokens, batch))`.
+        Flattening an `nnx.Module` takes the host milliseconds at every call of a function of `jax.jit`. The returned
+        step splits the model at its first call. Every call reads the current values of the variables, so it sees new
+        weights, new `nnx.Variable` objects at old paths, and swaps of adapters. The structure of the model is fixed:
+        a call raises if layers, static attributes or variables were added, removed or changed since the first.
+        Metadata of a variable that was changed in place is not seen. As under `jax.jit`, changes that the function
+        makes to the model are lost; return them.
+
+        A call takes turns with writes of slots: no other thread writes slots while the step is dispatched (and, at the
+        first call of a shape, compiled; see `warmup`). If one thread runs steps while another prepares batches, every
+        step must be compiled here. On an NVIDIA GPU, `jlora.compiler_options()` apply.
+
+        Args:
+          step: `step(model, ...)`. The model is the first positional argument. `jlora.use(batch)` is opened inside.
+          **options: options of `jax.jit`. Positions and names are those of `step`; `compiler_options` are merged with
+            `jlora.compiler_options()`, and the value None drops one. In a tuple of `in_shardings` the model has None.
+
+        Returns:
+          A `jax.stages.Wrapped`: a callable with the signature of `step`, with the methods `trace` and `lower`. A call
+          with another model than the manager's raises LoRAUsageError, except inside `verify`.
+
+        Raises:
+          LoRAUsageError: `step` takes no positional argument, or an option donates the model or makes it static.
         """
-        with self._step_lock:
-            self._slots.takes_turns = True
-            return step(*args, **kwargs)
+        return Step(step, options, self._flat, self._wrapped, self._slots, self._step_lock)
 
     # --- life cycle ---------------------------------------------------------------------------------------------
 
@@ -878,5 +897,6 @@ class LoRAManager:
             self._cache.clear()
             self._batches.clear()
             self._state = None
+            self._flat.clear()
             self._wrapped.unwrap()
             return self.model

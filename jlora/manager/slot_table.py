@@ -31,7 +31,8 @@ class SlotTable:
 
     Attributes:
       pool: the slot arrays.
-      takes_turns: True if the steps of all threads go through `LoRAManager.run`, so that no step runs during a write.
+      takes_turns: True if the steps of all threads are those of `LoRAManager.jit`, so that none is dispatched during
+        a write.
       seconds: histogram of the durations of writes.
     """
 

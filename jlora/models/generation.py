@@ -7,6 +7,7 @@ Prompt length and `max_new_tokens` are rounded up to powers of two, so few combi
 """
 
 import contextlib
+import functools
 import math
 import operator
 from collections.abc import Sequence
@@ -19,12 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jlora._compat import explicit_transfers
+from jlora._compat import explicit_transfers, side_by_side
 from jlora.models.config import DecoderConfig
 from jlora.models.decoder import Cache, Decoder
 from jlora.models.json_file import ModelError
 from jlora.models.partition import ONE_DEVICE, Partition
 from jlora.models.sampling import COLDEST, HOTTEST, Sampling, choose, likeliest
+from jlora.pallas.gpus import platform
 
 
 @explicit_transfers()
@@ -98,7 +100,7 @@ def generate(
         else:  # a first row past the prompt may be one of its padding
             first = jax.device_get(batch.active_from)
             batch = batch.activate(np.where(first < lengths, first, tokens.shape[1]), length=tokens.shape[1])
-    out, counts = _run(
+    out, counts = _compiled()(
         model,
         batch,
         tokens,
@@ -130,7 +132,7 @@ def cache_size(lengths: Sequence[int], max_new_tokens: int) -> tuple[int, int]:
 
 def compiled_variants() -> int:
     """Return the number of compiled variants of the generation step, one per combination of static sizes."""
-    return _run._cache_size()  # pyright: ignore[reportAttributeAccessIssue]  # on every jitted function, but untyped
+    return _compiled()._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _State(NamedTuple):
@@ -147,7 +149,12 @@ class _State(NamedTuple):
     cache: Cache
 
 
-@partial(jax.jit, static_argnames=("capacity", "ranked"))
+@functools.cache
+def _compiled() -> Any:
+    """Return `_run` under `jax.jit`. One call runs a whole generation, so the time to flatten the model is small."""
+    return jax.jit(_run, static_argnames=("capacity", "ranked"), compiler_options=side_by_side(platform()))
+
+
 def _run(
     model: Decoder,
     batch: Any,

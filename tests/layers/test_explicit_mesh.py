@@ -62,7 +62,7 @@ def test_rows_on_an_explicit_mesh(served, shape, packed, sharded):
     counts = [3, 0, 4, 1]
     rows = np.concatenate([tokens[i, :n] for i, n in enumerate(counts)])
 
-    @jax.jit
+    @(manager.jit if packed else jax.jit)
     def step(model, tokens, batch):
         with jlora.use(batch):
             return model(tokens, sharding=P("data", *(None,) * tokens.ndim) if sharded else None)
@@ -78,7 +78,7 @@ def test_rows_on_an_explicit_mesh(served, shape, packed, sharded):
 def test_verify_on_an_explicit_mesh(served):
     _, manager, _ = served
 
-    @jax.jit
+    @manager.jit
     def forward(model, tokens, batch):
         with jlora.use(batch):
             return model(tokens, sharding=P("data", None, None))

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -63,6 +64,11 @@ def swallowed_interrupts() -> Iterator[list[str]]:
         sys.unraisablehook = before
 
 
+def _forward(model: Any, tokens: jax.Array, batch: jlora.LoRABatch) -> jax.Array:
+    with jlora.use(batch):
+        return model(tokens)
+
+
 @dataclass
 class Signals:
     """Work in the main thread while another sends SIGINT at random moments; check everything after each.
@@ -96,6 +102,7 @@ class Signals:
     def _start(self) -> None:
         self.world = make_world(max_loras=2, max_cpu_loras=4)
         self.judge = Judge(self.world)
+        self.forward = self.world.manager.jit(_forward)
         # Compile all: ranks differ, and JAX swallows an interrupt in a bare `except` when it compiles.
         for name in NAMES:
             for verb in self._verbs(name).values():
@@ -113,7 +120,7 @@ class Signals:
             if name is not None and name not in on_host(world.manager):
                 world.manager.add_adapter(self._request(name))
         with world.manager.prepare(names) as batch:
-            logits = world.manager.run(world.logits, batch)
+            logits = jax.device_get(self.forward(world.model, world.tokens, batch))
         for row, name in enumerate(names):
             may = [None] if name is None else self._versions(name)
             if not any(self.judge.right(logits[row], row, one) for one in may):

@@ -193,7 +193,7 @@ def test_a_write_beside_another_thread_s_open_batch_consumes_nothing(world):
         before = [array for _, array in world.slots()]
         world.manager.activate_adapter("b")
         assert not any(array.is_deleted() for array in before)
-        assert world.manager.run(lambda: 3) == 3
+        assert world.manager.jit(lambda model: 3)(world.model) == 3
         before = [array for _, array in world.slots()]
         world.manager.activate_adapter("c")
         assert all(array.is_deleted() for array in before)

@@ -9,8 +9,8 @@ from jlora.pallas.gpus import platform
 def compiler_options() -> dict[str, Any] | None:
     """Return options of `jax.jit` for a step with LoRA on the platform of the default device; None for no options.
 
-    On an NVIDIA GPU, XLA then runs the kernels of LoRA at the same time as the base products (docs/performance.md). JAX
-    takes options only for a function that is not called inside another jitted function:
+    On an NVIDIA GPU, XLA then runs the kernels of LoRA at the same time as the base products (docs/performance.md).
+    `LoRAManager.jit` sets them. JAX takes options only for a function that is not called inside another jitted one:
 
         step = jax.jit(step, compiler_options=jlora.compiler_options())
 

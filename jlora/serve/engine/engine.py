@@ -47,7 +47,7 @@ class Engine:
 
     Args:
       model: a `jlora.serve.ServableModel`, such as `jlora.models.Decoder`.
-      manager: the model's manager. The engine steps through `manager.run`. Adapters may also be added to it directly.
+      manager: the model's manager, which compiles the steps (`manager.jit`). Adapters may also be added to it directly.
       tokenizer: a `tokenizers.Tokenizer`; None for prompts and completions of token ids only.
       options: sizes and limits.
       resolve: maps an unknown name to a `LoRARequest`, or to None if there is no such adapter. Called when a request

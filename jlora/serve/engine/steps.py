@@ -131,21 +131,15 @@ class Steps:
         self.capacity = math.ceil(max_model_len / self.chunk) * self.chunk
         live = getattr(model, "reads_what_is_live", False)
         self.extents = [self.capacity] if live else _doubled(_LEAST_EXTENT, self.capacity)
-        self._manager = manager
-        self._slots: tuple[Any, list[jax.Array]] | None = None
-        graph, slots, rest = nnx.split(model, jlora.SlotParam, ...)
-        self._slot_tree = jax.tree.structure(slots)
-        self._rest, rest_tree = jax.tree.flatten(rest)
-        if not all(leaf.is_fully_addressable for leaf in self._rest if isinstance(leaf, jax.Array)):
+        self._model, self._manager = model, manager
+        leaves = jax.tree.leaves(nnx.state(model))
+        if not all(leaf.is_fully_addressable for leaf in leaves if isinstance(leaf, jax.Array)):
             raise LoRAUsageError(
                 "an engine serves from one process, and the model lies on devices of several; step it in a loop of "
                 "your own, as examples/serve_multihost.py does"
             )
         self._axes = cache_axes(model)
         knows_extent = "extent" in inspect.signature(model.extend).parameters
-
-        def merged(slots: list[jax.Array], rest: list[jax.Array]) -> Any:
-            return nnx.merge(graph, jax.tree.unflatten(self._slot_tree, slots), jax.tree.unflatten(rest_tree, rest))
 
         def extend(model: Any, tokens: Any, positions: Any, cache: Any, last: Any, extent: int) -> Any:
             extra = {"extent": extent} if knows_extent else {}
@@ -167,25 +161,21 @@ class Steps:
         def settle(cache: Any, rows: Rows) -> tuple[Any, Rows]:
             return self._laid(cache), self._whole(rows)  # sharded like the output of every step
 
-        options = jlora.compiler_options()
-
-        @partial(jax.jit, static_argnames="extent", donate_argnames="cache", compiler_options=options)
-        def decode(slots: Any, rest: Any, batch: Any, cache: Any, rows: Rows, *, extent: int) -> Any:
+        @partial(manager.jit, static_argnames="extent", donate_argnames="cache")
+        def decode(model: Any, batch: Any, cache: Any, rows: Rows, *, extent: int) -> Any:
             here = jnp.minimum(rows.length, self.capacity - 1)[:, None]
             with jlora.use(batch):
                 zeros = jnp.zeros_like(rows.last)
-                logits, cache = extend(merged(slots, rest), rows.last[:, None], here, cache, zeros, extent)
+                logits, cache = extend(model, rows.last[:, None], here, cache, zeros, extent)
             return logits, self._laid(cache)
 
-        @partial(jax.jit, static_argnames="extent", donate_argnames=("cache", "rows"), compiler_options=options)
-        def prefill(
-            slots: Any, rest: Any, batch: Any, cache: Any, rows: Rows, tokens: Any, where: Any, *, extent: int
-        ) -> Any:
+        @partial(manager.jit, static_argnames="extent", donate_argnames=("cache", "rows"))
+        def prefill(model: Any, batch: Any, cache: Any, rows: Rows, tokens: Any, where: Any, *, extent: int) -> Any:
             row, start, count = where
             positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
             own = self._mapped(partial(row_of, row=row, extent=extent), cache)
             with jlora.use(batch):
-                logits, own = extend(merged(slots, rest), tokens, positions, own, (count - 1)[None], extent)
+                logits, own = extend(model, tokens, positions, own, (count - 1)[None], extent)
             cache = self._mapped(partial(with_row, row=row), cache, own)
             rows = rows._replace(length=rows.length.at[row].set(start + count))
             return logits, self._laid(cache), self._whole(rows)
@@ -256,8 +246,8 @@ class Steps:
 
     def compiled(self) -> int:
         """Return the number of compiled variants of the steps."""
-        steps = (self._fresh, self._decode, self._prefill, self._begin, self._pick, self._report)
-        return sum(step._cache_size() for step in steps)  # pyright: ignore[reportAttributeAccessIssue]
+        steps: tuple[Any, ...] = (self._fresh, self._decode, self._prefill, self._begin, self._pick, self._report)
+        return sum(step._cache_size() for step in steps)
 
     # --- steps --------------------------------------------------------------------------------------------------
 
@@ -329,14 +319,7 @@ class Steps:
     def _run(self, step: Callable[..., Any], batch: jlora.LoRABatch, *args: Any, **static: Any) -> Any:
         """Run a step. Without an adapter in the batch, run its variant that computes the base model alone."""
         served = batch if batch.has_adapters else None
-
-        def call() -> Any:
-            slots = self._manager.slots
-            if self._slots is None or self._slots[0] is not slots:
-                self._slots = (slots, jax.tree.leaves(slots))
-            return step(self._slots[1], self._rest, served, *self._held(), *args, **static)
-
-        return self._manager.run(call)
+        return step(self._model, served, *self._held(), *args, **static)
 
     def _mapped(self, act: Callable[..., Any], *trees: Any) -> Any:
         """Apply `act(batch axis, capacity axis, *leaves)` to every array of the caches."""

@@ -54,6 +54,8 @@ class Adapter:
       unchecked: One line for each field that was not checked against the modules, because its regular expression
         (`target_modules` or `exclude_modules`) has no safe matcher. The tensors of the file decide in that case.
       fingerprint: SHA-256 of the bytes read from the files; None if the adapter was made from arrays.
+      config: The rules of `adapter_config.json`, such as `target_modules`, of which `LoRAManager` compares the layers
+        with those that have weights; None if the adapter was made from arrays.
 
     Raises:
       AdapterFormatError: Some modules have a magnitude and others have none, `invocation_tokens` are not token ids, or
@@ -74,6 +76,7 @@ class Adapter:
     peft_fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
     unchecked: tuple[str, ...] = ()
     fingerprint: str | None = None
+    config: PeftConfig | None = field(default=None, repr=False)
 
     def __post_init__(self):
         where = f"adapter {shown(str(self.name))}"  # the manager refuses a name that is no string
@@ -390,6 +393,7 @@ class OpenAdapter:
             peft_fields=config.peft_fields,
             unchecked=config.unchecked,
             fingerprint=hashlib.sha256(config.digest + self.checkpoint.file.digest()).hexdigest(),
+            config=config,
         )
 
 

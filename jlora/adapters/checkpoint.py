@@ -1,5 +1,6 @@
 """Read `adapter_model.safetensors` into NumPy arrays, as LoRA pairs and base weights."""
 
+import itertools
 import math
 import re
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -20,22 +21,23 @@ from jlora.adapters.shapes import AdapterShapes, BaseShape, ExpertsShapes, HeadS
 from jlora.adapters.tensor_data import DTYPES, Share, read_tensors
 from jlora.adapters.tensor_data import all_finite as all_finite
 from jlora.adapters.tensor_file import TensorInfo, read_header
+from jlora.adapters.wrapped_names import WRAPPER
 from jlora.errors import AdapterFormatError, AdapterMismatchError
 
 _PREFIX = "base_model.model."
 _MAX_NAME = 512
-# A raw state dict keeps PEFT's adapter name, "default"; save_pretrained removes it.
+# A raw state dict keeps PEFT's adapter name, "default", and the names of wrappers; save_pretrained removes the first.
+_RAW = rf"(?:\.default|\.(?:{WRAPPER}))*"
 _LORA = re.compile(
-    r"(?P<linear>.+)\.lora_(?P<half>[AB])(\.default)?\.weight|"
-    r"(?P<embedding>.+)\.lora_(?P<table>embedding_[AB])(\.default)?"
+    rf"(?P<linear>.+)\.lora_(?P<half>[AB]){_RAW}\.weight|(?P<embedding>.+)\.lora_(?P<table>embedding_[AB]){_RAW}"
 )
 # Of DoRA. PEFT's save_pretrained removes ".weight".
-_MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(\.default)?(\.weight)?")
+_MAGNITUDE = re.compile(rf"(?P<module>.+)\.lora_magnitude_vector{_RAW}(\.weight)?")
 # PEFT stores the base weight beside LoRA on an embedding or lm_head, and also resized weights of these two names.
 _BASE = re.compile(r"(?P<module>.+)\.base_layer\.weight|(?P<resized>(.+\.)?(embed_tokens|lm_head))\.weight")
 # A layer of a fully trained module. PEFT's save_pretrained removes ".modules_to_save".
 _SAVED = re.compile(r"(?P<module>.+)\.(?P<part>weight|bias)")
-_WRAPPER = re.compile(r"\.modules_to_save(\.default)?(?=\.)")
+_TO_SAVE = re.compile(rf"\.modules_to_save{_RAW}(?=\.)")
 
 # Part of a tensor's name -> the unserved PEFT feature that writes it.
 _FEATURES = {
@@ -210,12 +212,17 @@ def sorted_keys(keys: Iterable[str], where: str, saved: Sequence[str] = ()) -> d
 
 
 def _saved_part(name: str, saved: Iterable[str]) -> tuple[str, str] | None:
-    """Return (module, part) of a tensor of a fully trained module, which is one of `saved` or below one; else None."""
-    found = _SAVED.fullmatch(_WRAPPER.sub("", name, count=1))
-    if found is None or "original_module" in name.split("."):
+    """Return (module, part) of a tensor of a fully trained module, else None.
+
+    PEFT trains each module whose name ends in one of `saved` (`_set_trainable`), and the layers below it.
+    """
+    found = _SAVED.fullmatch(_TO_SAVE.sub("", name, count=1))
+    ends = tuple(saved)
+    if not ends or found is None or "original_module" in name.split("."):
         return None
-    is_saved = any(f".{one}." in f".{found['module']}." for one in saved)
-    return (found["module"], f"head_{found['part']}") if is_saved else None
+    module = found["module"]
+    above = itertools.accumulate(module.split("."), "{}.{}".format)  # the module and those around it
+    return (module, f"head_{found['part']}") if any(each.endswith(ends) for each in above) else None
 
 
 @dataclass(frozen=True)

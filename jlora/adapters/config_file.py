@@ -28,8 +28,8 @@ T = TypeVar("T")
 # Largest accepted file. A hundred thousand rank patterns take about 6 MB.
 _MAX_BYTES = 32 << 20
 
-# Fields of training and initialization, which PEFT's forward pass does not use. PEFT reads the last four *_config only
-# if `init_lora_weights` names them; they remain in the file after a conversion.
+# Fields of training and initialization, which PEFT's forward pass does not use. PEFT reads four of the *_config only if
+# `init_lora_weights` names them; they remain in the file after a conversion.
 _WITHOUT_EFFECT = frozenset(
     (
         "lora_dropout",
@@ -44,6 +44,15 @@ _WITHOUT_EFFECT = frozenset(
         "corda_config",
         "lora_ga_config",
         "loftq_config",
+        # Of older versions of PEFT, which wrote whether `eval` merged the weights.
+        "merge_weights",
+        # Learning rates of LoRA+ and the dtype of training, which ms-swift and other trainers add.
+        "loraplus_lr_ratio",
+        "loraplus_lr_embedding",
+        "loraplus_weight_decay",
+        "lorap_lr_ratio",
+        "lorap_emb_lr",
+        "lora_dtype",
     )
 )
 
@@ -94,7 +103,11 @@ def _parse(raw: Mapping[str, Json], where: str) -> PeftConfig:
     if not isinstance(peft_type, str):
         raise AdapterFormatError(f"{where}: field 'peft_type' must be the string \"LORA\", found {kind_of(peft_type)}")
     if peft_type != "LORA":
-        raise AdapterMismatchError(f"{where}: field 'peft_type' is {shown(peft_type)}; only \"LORA\" is served")
+        raise AdapterMismatchError(
+            f"{where}: field 'peft_type' is {shown(peft_type)}; only \"LORA\" is served. PEFT's convert_to_lora and "
+            "save_as_lora(folder, model, rank=...) make a LoRA of methods that add a delta to the weights, such as "
+            "LoHa, LoKr and VeRA"
+        )
     _refuse_unserved(raw, where)
     _refuse_base_changing_init(raw.get("init_lora_weights", True), where)
     experts = expert_fields(raw, where)

@@ -11,7 +11,8 @@ from jlora.adapters import Adapter, AdapterShapes, BaseShape
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.layers.wrap.apply import survey
 from jlora.layers.wrap.wrapped import LayerInfo
-from jlora.manager.fit import check_base_shapes, describe, place, read_as
+from jlora.manager.base_weights import check_base_shapes
+from jlora.manager.fit import describe, place, read_as
 from jlora.manager.names import NameMap, SiteIndex, name_rules
 from jlora.manager.stage import check_variant
 

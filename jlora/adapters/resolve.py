@@ -179,7 +179,7 @@ def _checked(folder: Path, name: str, adapter: str) -> Path:
         mode = target.stat().st_mode
         pointer = stat.S_ISREG(mode) and is_lfs_pointer(target)
     except FileNotFoundError as error:
-        raise AdapterFormatError(f"{where}: is a link to a file that does not exist") from error
+        raise AdapterFormatError(f"{where}: is missing: a link to a file that does not exist") from error
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
         raise AdapterFormatError(f"{where}: cannot be opened: {printable(str(error))}") from error
     if not target.is_relative_to(home) and not in_hub_cache(folder, target):

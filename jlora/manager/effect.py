@@ -1,22 +1,19 @@
-"""Find the parts of an adapter that change nothing, and the layers that it targets without bringing weights."""
+"""Find the layers that an adapter targets without bringing weights for them."""
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-
-import numpy as np
+from collections.abc import Collection, Iterator, Mapping
 
 from jlora.adapters import Adapter
-from jlora.adapters.escaping import shown
+from jlora.adapters.escaping import listed
 from jlora.adapters.expert_fields import ROUTER_MODULES
-from jlora.adapters.lora import LoRA, ModuleLoRA
+from jlora.adapters.lora import LoRA
 from jlora.adapters.peft_config import PeftConfig
 from jlora.layers.site import Site, SlotSpec
 from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.manager.fit import rows_of
 from jlora.manager.names import Place
 
-_SHOWN = 3
 # Names of the list of layers, after which the names of a checkpoint have the index of a stacked layer.
 _STACKS = frozenset(("layers", "layer", "blocks", "block", "h"))
 
@@ -32,29 +29,10 @@ def without_effect(
       wrapped: The wrapped model.
       unread: Modules whose values were not read in whole.
     """
-    plain = {
-        name: module
-        for name, module in adapter.modules.items()
-        if name not in unread and (not isinstance(module, ModuleLoRA) or module.magnitude is None)
-    }
-    idle = {"the scaling (lora_alpha, alpha_pattern)": [n for n, module in plain.items() if module.scaling == 0]}
-    zero = [name for name, module in plain.items() if _is_zero(module.b) or _is_zero(module.a)]
-    if len(zero) < len(plain):  # an expert that training never routed to keeps a B of zeros
-        zero = [name for name in zero if name not in placed or not placed[name][0].spec.experts]
-    idle["A or B"] = zero
-    warnings = [
-        f"{what} is 0 in {len(names)} of {len(adapter.modules)} modules, which change nothing: {_listed(names)}"
-        for what, names in idle.items()
-        if names
-    ]
-    if adapter.config is not None:
-        warnings += _left_out(adapter.modules, placed, wrapped, adapter.config)
-        warnings += [
-            f"{field}: {len(keys)} keys match no module: {_listed(keys)}"
-            for field, keys in adapter.config.unused_patterns(adapter.modules).items()
-            if keys
-        ]
-    return warnings
+    warnings = adapter.warnings(unread)
+    return (
+        warnings if adapter.config is None else _left_out(adapter.modules, placed, wrapped, adapter.config) + warnings
+    )
 
 
 def _left_out(
@@ -76,10 +54,10 @@ def _left_out(
     if missing:
         count = len(targeted)
         warnings.append(
-            f"brings weights for {count - len(missing)} of {count} targeted layers; none for {_listed(missing)}"
+            f"brings weights for {count - len(missing)} of {count} targeted layers; none for {listed(missing)}"
         )
     if absent := config.layers_without(modules.keys() | targeted.keys()):
-        warnings.append(f"layers_to_transform: no layer has index {_listed([str(layer) for layer in absent])}")
+        warnings.append(f"layers_to_transform: no layer has index {listed([str(layer) for layer in absent])}")
     return warnings
 
 
@@ -126,11 +104,3 @@ def _full_name(name: str, spec: SlotSpec, row: int, *, with_expert: bool) -> str
     if spec.layers is not None:
         parts.insert(next((i + 1 for i, part in enumerate(parts) if part in _STACKS), 1), str(layer))
     return ".".join(parts)
-
-
-def _is_zero(array: np.ndarray) -> bool:
-    return not array[:1].any() and not array.any()
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(shown, names[:_SHOWN])) + (", ..." if len(names) > _SHOWN else "")

@@ -177,7 +177,9 @@ def refuse(where: str, problems: list[str]) -> None:
     """Raise AdapterMismatchError with the first 8 problems, if there are any."""
     if problems:
         shown = problems[:8] + ([f"... and {len(problems) - 8} more"] if len(problems) > 8 else [])
-        raise AdapterMismatchError(f"{where} does not fit this model:\n  " + "\n  ".join(shown))
+        error = AdapterMismatchError(f"{where} does not fit this model:\n  " + "\n  ".join(shown))
+        error.problems = tuple(problems)
+        raise error
 
 
 def _misfit(site: Site, module: Shapes, first: int, count: int) -> str | None:

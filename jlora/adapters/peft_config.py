@@ -42,7 +42,7 @@ class PeftConfig:
       task_type: Task type such as "CAUSAL_LM".
       ensure_weight_tying: True if PEFT gave a tied output layer the embedding's LoRA, transposed, and removed its name
         from `target_modules`. Its tensors are in the file like those of any other module.
-      modules_to_save: Names of fully trained modules, matched as dotted parts of module names.
+      modules_to_save: Names of fully trained modules, matched with the ends of module names, as PEFT does.
       experts: Targeted parameters of experts and the layout of their factors.
       unchecked: One line for each field with a regular expression that RE2 refused, with the reason.
       peft_fields: Fields without effect in jlora, kept unchanged for PEFT.

@@ -25,14 +25,10 @@ def readings(name: str) -> tuple[str, ...]:
 
     A caller takes the first one that its model has. Tinker's `unembed_tokens` is read as `lm_head` too.
     """
-    parts = name.split(".")
-    plain = ".".join(part for part in parts if part not in _WRAPPERS) if not _WRAPPERS.isdisjoint(parts) else name
-    while (shorter := _without_leading(plain)) != plain:
-        plain = shorter
-    bare = ".".join(part for part in plain.split(".") if part != "module")
-    tinker = "lm_head" if bare.rpartition(".")[2] == "unembed_tokens" else bare
-    return tuple(dict.fromkeys(each for each in (name, plain, bare, tinker) if each))
-
-
-def _without_leading(name: str) -> str:
-    return next((name.removeprefix(prefix) for prefix in _LEADING if name.startswith(prefix)), name)
+    found = [name, ".".join(part for part in name.split(".") if part not in _WRAPPERS)]
+    while (prefix := next((each for each in _LEADING if found[-1].startswith(each)), None)) is not None:
+        found.append(found[-1].removeprefix(prefix))
+    found.append(".".join(part for part in found[-1].split(".") if part != "module"))
+    if found[-1].rpartition(".")[2] == "unembed_tokens":
+        found.append("lm_head")
+    return tuple(dict.fromkeys(reading for reading in found if reading))

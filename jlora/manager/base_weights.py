@@ -13,12 +13,14 @@ from jlora.manager.fit import refuse
 from jlora.manager.names import SiteIndex
 
 
-def check_base_shapes(where: str, weights: Mapping[str, BaseShape], index: SiteIndex) -> None:
+def check_base_shapes(
+    where: str, weights: Mapping[str, BaseShape] | Mapping[str, np.ndarray], index: SiteIndex
+) -> None:
     """Raise AdapterMismatchError if the name or the shape of a base weight does not match the model."""
     refuse(where, misfits(weights, index))
 
 
-def misfits(weights: Mapping[str, BaseShape], index: SiteIndex) -> list[str]:
+def misfits(weights: Weights, index: SiteIndex) -> list[str]:
     """Return one message for each base weight whose name or shape does not match the model."""
     problems: list[str] = []
     for name, weight in weights.items():
@@ -54,17 +56,15 @@ def check_base_weights(
     PEFT stores the base weights of an embedding or lm_head beside its LoRA factors, and trains neither.
 
     Raises:
-      AdapterMismatchError: A weight differs from the model's.
+      AdapterMismatchError: A weight differs from the model's in its name, shape or values.
     """
+    check_base_shapes(where, weights, index)
     problems, warnings = list[str](), list[str]()
     for name, weight in weights.items():
-        if index.skips(name):
-            continue
         found = _site(name, index)
-        own = found if isinstance(found, str) else _own(wrapped, *found)
-        if isinstance(own, str):
-            problems.append(f"{name}.base_layer.weight: {own}")
-        elif own is None:
+        if index.skips(name) or isinstance(found, str):
+            continue
+        if (own := _own(wrapped, *found)) is None:
             warnings.append(
                 f"{name}.base_layer.weight cannot be compared with the model's weight, which is quantized; it is taken "
                 "to be the same, as PEFT stores it by default"

@@ -80,8 +80,8 @@ def _targeted(
         if site.kind == "head" or site in wrapped.unserved.sites or (spec.experts and not experts):
             continue
         parts = sorted(site.parts.items(), key=lambda part: part[1][1])  # parts before the whole
-        if site.kind == "linear":  # the logits of a tied table take its name too, which PEFT gives to the lookup
-            parts = [part for part in parts if part[0] not in tables]
+        if site.kind == "linear":  # of the names of a tied table's logits, PEFT knows that of the output layer
+            parts = [part for part in parts if part[0].removesuffix(".attend") not in tables]
         together = spec.experts if spec.experts and in_one else 1  # rows that one module fills
         for row in range(0, math.prod(spec.rows), together):
             found: set[int] = set()

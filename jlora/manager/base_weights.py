@@ -13,9 +13,10 @@ from jlora.manager.fit import refuse
 from jlora.manager.names import SiteIndex
 
 
-def check_base_shapes(
-    where: str, weights: Mapping[str, BaseShape] | Mapping[str, np.ndarray], index: SiteIndex
-) -> None:
+Weights: TypeAlias = Mapping[str, BaseShape] | Mapping[str, np.ndarray]
+
+
+def check_base_shapes(where: str, weights: Weights, index: SiteIndex) -> None:
     """Raise AdapterMismatchError if the name or the shape of a base weight does not match the model."""
     refuse(where, misfits(weights, index))
 

@@ -12,7 +12,6 @@ from jlora.layers.wrap.wrapped import WrappedModel, checkpoint_weight, dequantiz
 from jlora.manager.fit import refuse
 from jlora.manager.names import SiteIndex
 
-
 Weights: TypeAlias = Mapping[str, BaseShape] | Mapping[str, np.ndarray]
 
 

@@ -63,7 +63,7 @@ def test_a_pointer_of_git_lfs(adapter, name):
 def test_a_trainers_checkpoint_with_an_adapter_is_an_adapter(adapter):
     for name in ("trainer_state.json", "optimizer.pt", "rng_state.pth", "tokenizer.json", "config.json"):
         (adapter / name).write_bytes(b"{}")
-    assert jlora.Adapter.from_pretrained(adapter).rank == 8
+    assert jlora.Adapter.from_pretrained(adapter).rank == 32
 
 
 def test_shards_are_joined_by_the_command_of_the_message(adapter):
@@ -80,7 +80,7 @@ def test_shards_are_joined_by_the_command_of_the_message(adapter):
     assert python == "python"
     subprocess.run([sys.executable, *arguments], check=True, timeout=120)
     assert sorted(load_file(adapter / WEIGHTS)) == names
-    assert jlora.Adapter.from_pretrained(adapter).rank == 8
+    assert jlora.Adapter.from_pretrained(adapter).rank == 32
 
 
 def named(folder):

@@ -232,7 +232,7 @@ def test_every_problem_is_listed(capsys, tmp_path):
 
 
 def test_warnings_are_printed(capsys, tmp_path):
-    made = adapter({f"{ATTENTION}.k_proj": (32, 16), f"{ATTENTION}.q_proj": (32, 64)})
+    made = adapter({f"{ATTENTION}.k_proj": (32, 16), f"{ATTENTION}.q_proj": (32, 32)})
     modules = {n: replace(m, b=np.zeros_like(m.b)) for n, m in made.modules.items()}
     replace(made, modules=modules).save_pretrained(tmp_path / "it")
     file = tmp_path / "it" / "adapter_config.json"

@@ -320,7 +320,7 @@ class _Modules:
 
 def _layout(keys: Mapping[str, Mapping[str, str]], header: _Header, config: PeftConfig) -> _Modules:
     attempt = header.problems.attempt
-    heads = attempt({}, _heads, keys, header, config)
+    heads = attempt(dict[str, tuple[str, str | None]](), _heads, keys, header, config)
     adapted = [m for m, parts in keys.items() if m not in heads and (len(parts) > 1 or "base" not in parts)]
     if not adapted and not heads and not header.problems.found:
         raise AdapterFormatError(
@@ -342,12 +342,12 @@ def _layout(keys: Mapping[str, Mapping[str, str]], header: _Header, config: Peft
         header.problems.found.append(error)
     stacked = dict[str, Stacked]()
     if of_experts:
-        found = attempt({}, stacked_pairs, of_experts, linear, config, header.where)
+        found = attempt(dict[str, Stacked](), stacked_pairs, of_experts, linear, config, header.where)
         # Leave out placeholders of projections that the model lacks.
         names = {m: found[m].name if m in found else m for m in halves if m in found or m not in of_experts}
         halves = {name: halves[module] for module, name in names.items()}
         stacked = {read.name: read for read in found.values()}
-    magnitudes = attempt({}, _magnitudes, keys, linear, header, config)
+    magnitudes = attempt(dict[str, str](), _magnitudes, keys, linear, header, config)
     return _Modules(halves, magnitudes, stacked, config.ranks(halves), config.alphas(halves), heads)
 
 

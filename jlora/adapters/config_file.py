@@ -124,7 +124,8 @@ def _parse(raw: Mapping[str, Json], where: str, problems: Problems | None) -> Pe
         anything = compile_pattern(".*", where)
         targets = needed.attempt(None, _or_unchecked, targets, "target_modules", anything, unchecked, where)
     exclude = raw.get("exclude_modules") or []
-    excluded = needed.attempt(frozenset(), _or_unchecked, exclude, "exclude_modules", frozenset(), unchecked, where)
+    none = frozenset[str]()
+    excluded = needed.attempt(none, _or_unchecked, exclude, "exclude_modules", none, unchecked, where)
     no_ranks, no_alphas = pattern_table(dict[str, int](), where), pattern_table(dict[str, float](), where)
     tokens, at_tokens = raw.get("alora_invocation_tokens"), f"{where}: field 'alora_invocation_tokens'"
     saved, at_saved = raw.get("modules_to_save"), f"{where}: field 'modules_to_save'"

@@ -155,11 +155,11 @@ def adapter_files(found: AdapterFolder) -> tuple[Path, Path]:
     weights = found.folder / WEIGHTS_FILE
     missing = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if not os.path.lexists(found.folder / name)]
     if missing:
-        online = found.repo_id is not None and not found.local_only
-        names = _files_of_repo(found.repo_id, found.revision) if online else names_in(found.folder)
+        online = None if found.local_only else found.repo_id
+        names = names_in(found.folder) if online is None else _files_of_repo(online, found.revision)
         pickled = next((name for name in _PICKLE_FILES if name in names), None)
         if pickled is not None and WEIGHTS_FILE in missing:
-            if online:
+            if online is not None:
                 raise _pickled_on_the_hub(found, pickled)
             load = f"w = torch.load({str(found.folder / pickled)!r}, map_location='cpu', weights_only=True)"
             raise _pickled(found, shown_path(found.folder / pickled), load, str(weights), "")

@@ -77,7 +77,7 @@ class Survey:
         if isinstance(adapter, Adapter):
             weights = {name: BaseShape(shape=w.shape, dtype=w.dtype) for name, w in adapter.base_weights.items()}
             where, problems = describe(adapter.name, None), Problems()
-            placed = problems.attempt({}, self._check, where, adapter, weights)
+            placed = problems.attempt(dict[str, Place](), self._check, where, adapter, weights)
             if base_weight is not None:
                 problems.attempt(None, _check_values, where, adapter.base_weights, base_weight)
             problems.raise_first()
@@ -105,7 +105,7 @@ class Survey:
         problems.attempt(None, check_variant, where, self._config, adapter)
         index = problems.attempt(self._index, read_as, where, adapter, self._index)
         heads, dora = adapter.heads, adapter.use_dora
-        placed = problems.attempt({}, place, where, adapter.modules, index, heads=heads, dora=dora)
+        placed = problems.attempt(dict[str, Place](), place, where, adapter.modules, index, heads=heads, dora=dora)
         problems.attempt(None, check_base_shapes, where, weights, index)
         problems.raise_first()
         return placed

@@ -8,13 +8,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-COMMON = {"_typing", "_memory", "_threads", "_hub", "config", "errors", "_compat", "_qwix"}
+COMMON = {"_typing", "_memory", "_threads", "_contents", "_hub", "config", "errors", "_compat", "_qwix"}
 # Part of jlora -> the other parts it may import. A part is a file or folder directly under jlora/.
 MAY_IMPORT = {
     "_typing": COMMON,
     "_compat": COMMON,
     "_memory": COMMON,
     "_threads": COMMON,
+    "_contents": COMMON,
     "_hub": COMMON,
     "_qwix": COMMON,
     "errors": COMMON,

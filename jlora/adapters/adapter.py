@@ -20,14 +20,14 @@ from jlora._typing import DType
 from jlora.adapters.activation import check_invocation_tokens
 from jlora.adapters.checkpoint import Checkpoint, OwnExperts, open_checkpoint
 from jlora.adapters.config_file import CONFIG_FILE, PEFT_FIELDS, read_config
-from jlora.adapters.escaping import printable, shown, shown_path, shown_value
+from jlora.adapters.escaping import listed, printable, shown, shown_path, shown_value
 from jlora.adapters.expert_formats import flat_orientation, flattened, stored_names
 from jlora.adapters.files import content_key
 from jlora.adapters.lora import FLOATS, ExpertsLoRA, LoRA, ModuleLoRA, SavedHead, check_variants
 from jlora.adapters.peft_config import Kind, PeftConfig, scaling_of
 from jlora.adapters.resolve import WEIGHTS_FILE, AdapterFolder, adapter_files, resolve
 from jlora.adapters.shapes import AdapterShapes
-from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError, LoRAUsageError
+from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError, LoRAUsageError, Problems
 
 T = TypeVar("T")
 
@@ -54,6 +54,8 @@ class Adapter:
       unchecked: One line for each field that was not checked against the modules, because its regular expression
         (`target_modules` or `exclude_modules`) has no safe matcher. The tensors of the file decide in that case.
       fingerprint: SHA-256 of the bytes read from the files; None if the adapter was made from arrays.
+      config: The rules of `adapter_config.json`, such as `target_modules`, of which `LoRAManager` compares the layers
+        with those that have weights; None if the adapter was made from arrays.
 
     Raises:
       AdapterFormatError: Some modules have a magnitude and others have none, `invocation_tokens` are not token ids, or
@@ -74,6 +76,7 @@ class Adapter:
     peft_fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
     unchecked: tuple[str, ...] = ()
     fingerprint: str | None = None
+    config: PeftConfig | None = field(default=None, repr=False)
 
     def __post_init__(self):
         where = f"adapter {shown(str(self.name))}"  # the manager refuses a name that is no string
@@ -108,6 +111,29 @@ class Adapter:
     def saved_outputs(self) -> dict[str, int]:
         """Module name -> number of outputs (labels) of its saved head. Other columns of the layer's output are -inf."""
         return {name: head.outputs for name, head in self.heads.items()}
+
+    def warnings(self, unread: Collection[str] = ()) -> list[str]:
+        """Return one sentence about modules that change nothing, and one for each field with keys that match no module.
+
+        Args:
+          unread: Modules of which not all values were read, to leave out.
+        """
+        apart = {*unread, *self._magnitudes}
+        judged = {name: module for name, module in self.modules.items() if name not in apart}
+        idle = [name for name, lora in judged.items() if lora.scaling == 0 or _is_zero(lora.b) or _is_zero(lora.a)]
+        if len(idle) < len(judged):  # an expert that training never routed to keeps a B of zeros
+            idle = [name for name in idle if "experts" not in name.split(".")]
+        found: list[str] = []
+        if idle:
+            found.append(
+                f"{len(idle)} of {len(self.modules)} modules change nothing (lora_alpha is 0, or A or B all zeros): "
+                + listed(idle)
+            )
+        patterns = {} if self.config is None else self.config.unused_patterns(self.modules)
+        found += [
+            f"{field}: {len(keys)} keys match no module: {listed(keys)}" for field, keys in patterns.items() if keys
+        ]
+        return found
 
     @property
     def rank(self) -> int:
@@ -148,7 +174,8 @@ class Adapter:
           allow_nonfinite: Accept NaN and infinity, which are refused otherwise. The check takes about as long as
             copying the weights once.
           local_only: Use no network. Repos in Hugging Face's local cache are still found.
-          check: Called with the adapter's shapes before any tensor is read. Its exceptions are passed on.
+          check: Called with the adapter's shapes before any tensor is read. Its exceptions are passed on. If some of
+            the files' tensors have problems, it is called with the shapes of the others.
           max_bytes: Refuse weights of more bytes than this, counted in the file or after conversion.
 
         Raises:
@@ -157,14 +184,18 @@ class Adapter:
           AdapterMismatchError: The adapter uses an unserved PEFT feature, named in the message, or is larger than
             `max_bytes`.
           LoRAUsageError: An argument is of the wrong type.
+
+          The message is about the first problem, and `LoRAError.problems` has all that were found.
         """
         if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1):
             raise LoRAUsageError(f"max_bytes must be None or a positive int, got {max_bytes!r}")
         target = None if dtype is None else _float_dtype(dtype)
         found = resolve(path, name, revision, local_only=local_only)
-        with open_adapter(found, dtype=target, max_bytes=max_bytes) as opened:
+        problems = Problems()
+        with open_adapter(found, dtype=target, max_bytes=max_bytes, problems=problems) as opened:
             if check is not None:
-                check(opened.shapes)
+                problems.attempt(None, check, opened.shapes)
+            problems.raise_first()
             return opened.read(allow_nonfinite=allow_nonfinite)
 
     @classmethod
@@ -390,12 +421,17 @@ class OpenAdapter:
             peft_fields=config.peft_fields,
             unchecked=config.unchecked,
             fingerprint=hashlib.sha256(config.digest + self.checkpoint.file.digest()).hexdigest(),
+            config=config,
         )
 
 
 @contextmanager
 def open_adapter(
-    found: AdapterFolder, *, dtype: np.dtype | None = None, max_bytes: int | None = None
+    found: AdapterFolder,
+    *,
+    dtype: np.dtype | None = None,
+    max_bytes: int | None = None,
+    problems: Problems | None = None,
 ) -> Generator[OpenAdapter, None, None]:
     """Open an adapter's files. Leaving the `with` block raises if one of them has changed.
 
@@ -403,6 +439,7 @@ def open_adapter(
       found: The adapter's folder.
       dtype: Convert A, B and magnitudes to this dtype. None keeps the file's dtype.
       max_bytes: Refuse weights of more bytes than this, counted in the file or after conversion.
+      problems: Takes the errors of single fields and tensors. None raises them.
 
     Raises:
       AdapterFormatError: Files are missing, malformed or changing.
@@ -410,8 +447,9 @@ def open_adapter(
     """
     files = config_file, weights_file = adapter_files(found)
     content = _content(found, files)
-    config = read_config(config_file, found.name)
-    with open_checkpoint(weights_file, found.name, config, dtype=dtype, max_bytes=max_bytes) as checkpoint:
+    options: dict[str, Any] = {"dtype": dtype, "max_bytes": max_bytes, "problems": problems}
+    config = read_config(config_file, found.name, problems)
+    with open_checkpoint(weights_file, found.name, config, **options) as checkpoint:
         yield OpenAdapter(config, checkpoint)
     if _content(found, files) != content:  # `StableFile` checks each file only while it is open
         raise AdapterFormatError(f"adapter {shown(found.name)}: {shown_path(found.folder)}: changed while it was read")
@@ -435,6 +473,10 @@ def _float_dtype(dtype: DType) -> np.dtype:
     if found not in FLOATS:
         raise LoRAUsageError(f"dtype must be one of {', '.join(map(str, FLOATS))}; found {found}")
     return found
+
+
+def _is_zero(array: np.ndarray) -> bool:
+    return not array[:1].any() and not array.any()
 
 
 def _commonest(values: Iterable[T]) -> T:

@@ -1,5 +1,6 @@
 """Read `adapter_model.safetensors` into NumPy arrays, as LoRA pairs and base weights."""
 
+import itertools
 import math
 import re
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -20,22 +21,23 @@ from jlora.adapters.shapes import AdapterShapes, BaseShape, ExpertsShapes, HeadS
 from jlora.adapters.tensor_data import DTYPES, Share, read_tensors
 from jlora.adapters.tensor_data import all_finite as all_finite
 from jlora.adapters.tensor_file import TensorInfo, read_header
-from jlora.errors import AdapterFormatError, AdapterMismatchError
+from jlora.adapters.wrapped_names import WRAPPER
+from jlora.errors import AdapterFormatError, AdapterMismatchError, Problems
 
 _PREFIX = "base_model.model."
 _MAX_NAME = 512
-# A raw state dict keeps PEFT's adapter name, "default"; save_pretrained removes it.
+# A raw state dict keeps PEFT's adapter name, "default", and the names of wrappers; save_pretrained removes the first.
+_RAW = rf"(?:\.default|\.(?:{WRAPPER}))*"
 _LORA = re.compile(
-    r"(?P<linear>.+)\.lora_(?P<half>[AB])(\.default)?\.weight|"
-    r"(?P<embedding>.+)\.lora_(?P<table>embedding_[AB])(\.default)?"
+    rf"(?P<linear>.+)\.lora_(?P<half>[AB]){_RAW}\.weight|(?P<embedding>.+)\.lora_(?P<table>embedding_[AB]){_RAW}"
 )
 # Of DoRA. PEFT's save_pretrained removes ".weight".
-_MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(\.default)?(\.weight)?")
+_MAGNITUDE = re.compile(rf"(?P<module>.+)\.lora_magnitude_vector{_RAW}(\.weight)?")
 # PEFT stores the base weight beside LoRA on an embedding or lm_head, and also resized weights of these two names.
 _BASE = re.compile(r"(?P<module>.+)\.base_layer\.weight|(?P<resized>(.+\.)?(embed_tokens|lm_head))\.weight")
 # A layer of a fully trained module. PEFT's save_pretrained removes ".modules_to_save".
 _SAVED = re.compile(r"(?P<module>.+)\.(?P<part>weight|bias)")
-_WRAPPER = re.compile(r"\.modules_to_save(\.default)?(?=\.)")
+_TO_SAVE = re.compile(rf"\.modules_to_save{_RAW}(?=\.)")
 
 # Part of a tensor's name -> the unserved PEFT feature that writes it.
 _FEATURES = {
@@ -126,7 +128,13 @@ class Checkpoint:
 
 @contextmanager
 def open_checkpoint(
-    file: Path, adapter: str, config: PeftConfig, *, dtype: np.dtype | None = None, max_bytes: int | None = None
+    file: Path,
+    adapter: str,
+    config: PeftConfig,
+    *,
+    dtype: np.dtype | None = None,
+    max_bytes: int | None = None,
+    problems: Problems | None = None,
 ) -> Generator[Checkpoint, None, None]:
     """Open an adapter's weights and check the header. No tensor is read.
 
@@ -136,6 +144,7 @@ def open_checkpoint(
       config: The adapter's configuration. Every tensor must agree with its ranks and targets.
       dtype: Convert A, B and magnitudes to this dtype. None keeps the file's dtype. Base weights are never converted.
       max_bytes: Largest allowed size of the file, and of the tensors after conversion.
+      problems: Takes the errors of tensors, which are then left out of the checkpoint. None raises them.
 
     Raises:
       AdapterFormatError: The file is not a complete safetensors file or changes while open, a tensor has the wrong
@@ -144,12 +153,15 @@ def open_checkpoint(
         or the weights are larger than `max_bytes`.
     """
     where = f"adapter {shown(adapter)}: {shown_path(file)}"
+    found = Problems() if problems is None else problems
     with StableFile(file, where) as opened:
         tensors = read_header(opened, where)
-        keys = sorted_keys(tensors, where, config.modules_to_save)
-        header = _Header(tensors, where)
+        keys = sorted_keys(tensors, where, config.modules_to_save, found)
+        header = _Header(tensors, where, found)
         layout = _layout(keys, header, config)
         shapes = _shapes(layout, keys, header, adapter, config, dtype)
+        if problems is None:
+            found.raise_first()
         if max_bytes is not None and (largest := max(opened.size, shapes.nbytes)) > max_bytes:
             raise AdapterMismatchError(f"{where}: its tensors take {largest} bytes; at most {max_bytes} are allowed")
         base = {key: module for module, parts in keys.items() if (key := parts.get("base")) is not None}
@@ -173,8 +185,10 @@ def _shares(layout: "_Modules", own: OwnExperts) -> dict[str, Share]:
     return found
 
 
-def sorted_keys(keys: Iterable[str], where: str, saved: Sequence[str] = ()) -> dict[str, dict[str, str]]:
-    """Return module name -> part -> tensor key.
+def sorted_keys(
+    keys: Iterable[str], where: str, saved: Sequence[str] = (), problems: Problems | None = None
+) -> dict[str, dict[str, str]]:
+    """Return module name -> part -> tensor key. With `problems`, keys with a problem are left out.
 
     Parts are "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "base", and, in the
     modules named by `saved` (PEFT's `modules_to_save`), "head_weight" and "head_bias".
@@ -184,6 +198,8 @@ def sorted_keys(keys: Iterable[str], where: str, saved: Sequence[str] = ()) -> d
       AdapterFormatError: A malformed module name, or two tensors for one part.
     """
     found: dict[str, dict[str, str]] = {}
+    unserved: dict[str, list[str]] = {}  # kind -> its keys
+    collected = Problems() if problems is None else problems
     for key in sorted(keys):
         name = key.removeprefix(_PREFIX)
         if lora := _LORA.fullmatch(name):
@@ -196,34 +212,54 @@ def sorted_keys(keys: Iterable[str], where: str, saved: Sequence[str] = ()) -> d
             module, part = base["module"] or base["resized"], "base"
         else:
             feature = next((f for mark, f in _FEATURES.items() if mark in name.split(".")), None)
-            raise AdapterMismatchError(
-                f"{where}: tensor {shown(key)} is {f'of {feature}' if feature else 'of a kind'} that jlora does not "
-                "serve; expected lora_A, lora_B, lora_embedding_A or lora_embedding_B of a module"
-            )
-        if len(module) > _MAX_NAME or not module.isprintable() or ".." in f".{module}.":
-            raise AdapterFormatError(f"{where}: tensor {shown(key)}: {shown(module)} is not a dotted module name")
-        parts = found.setdefault(module, {})
-        if part in parts:
-            raise AdapterFormatError(f"{where}: tensors {shown(parts[part])} and {shown(key)} mean the same array")
-        parts[part] = key
+            unserved.setdefault(f"of {feature}" if feature else "of a kind", []).append(key)
+            continue
+        collected.attempt(None, _add_key, found, module, part, key, where)
+    for kind, (first, *others) in unserved.items():
+        error = AdapterMismatchError(
+            f"{where}: tensor {shown(first)}{_and_more(others)} is {kind} that jlora does not serve; expected lora_A, "
+            "lora_B, lora_embedding_A or lora_embedding_B of a module"
+        )
+        collected.found.append(error)
+    if problems is None:
+        collected.raise_first()
     return found
 
 
+def _add_key(found: dict[str, dict[str, str]], module: str, part: str, key: str, where: str) -> None:
+    if len(module) > _MAX_NAME or not module.isprintable() or ".." in f".{module}.":
+        raise AdapterFormatError(f"{where}: tensor {shown(key)}: {shown(module)} is not a dotted module name")
+    parts = found.setdefault(module, {})
+    if part in parts:
+        raise AdapterFormatError(f"{where}: tensors {shown(parts[part])} and {shown(key)} mean the same array")
+    parts[part] = key
+
+
+def _and_more(others: Sequence[str]) -> str:
+    return f" (and {len(others)} more)" if others else ""
+
+
 def _saved_part(name: str, saved: Iterable[str]) -> tuple[str, str] | None:
-    """Return (module, part) of a tensor of a fully trained module, which is one of `saved` or below one; else None."""
-    found = _SAVED.fullmatch(_WRAPPER.sub("", name, count=1))
-    if found is None or "original_module" in name.split("."):
+    """Return (module, part) of a tensor of a fully trained module, else None.
+
+    PEFT trains each module whose name ends in one of `saved` (`_set_trainable`), and the layers below it.
+    """
+    found = _SAVED.fullmatch(_TO_SAVE.sub("", name, count=1))
+    ends = tuple(saved)
+    if not ends or found is None or "original_module" in name.split("."):
         return None
-    is_saved = any(f".{one}." in f".{found['module']}." for one in saved)
-    return (found["module"], f"head_{found['part']}") if is_saved else None
+    module = found["module"]
+    above = itertools.accumulate(module.split("."), "{}.{}".format)  # the module and those around it
+    return (module, f"head_{found['part']}") if any(each.endswith(ends) for each in above) else None
 
 
 @dataclass(frozen=True)
 class _Header:
-    """Shapes and dtypes of the file's tensors, checked on access."""
+    """Shapes and dtypes of the file's tensors, checked on access. `problems` takes the errors of single modules."""
 
     tensors: Mapping[str, TensorInfo]
     where: str
+    problems: Problems
 
     def at(self, key: str) -> str:
         return f"{self.where}: tensor {shown(key)}"
@@ -283,35 +319,40 @@ class _Modules:
 
 
 def _layout(keys: Mapping[str, Mapping[str, str]], header: _Header, config: PeftConfig) -> _Modules:
-    heads = _heads(keys, header, config)
+    attempt = header.problems.attempt
+    heads = attempt(dict[str, tuple[str, str | None]](), _heads, keys, header, config)
     adapted = [m for m, parts in keys.items() if m not in heads and (len(parts) > 1 or "base" not in parts)]
-    if not adapted and not heads:
+    if not adapted and not heads and not header.problems.found:
         raise AdapterFormatError(
             f"{header.where}: holds no LoRA tensor (expected names such as 'q_proj.lora_A.weight')"
         )
-    halves = {module: _halves(module, keys[module], header) for module in adapted}
+    halves = {m: found for m in adapted if (found := attempt(None, _halves, m, keys[m], header)) is not None}
     of_experts = {
         module: StackedPair(header.shape(key_a), header.shape(key_b))
         for module, (kind, key_a, key_b) in halves.items()
         if kind == "linear" and is_stacked(module)
     }
-    for module, (kind, key_a, _) in halves.items():
-        if module in of_experts:
-            continue
-        if "base_layer" in module.split(".") or not config.targets(module, kind):
-            raise AdapterMismatchError(
-                f"{header.at(key_a)}: the adapter's {CONFIG_FILE} does not target module {shown(module)} "
-                "(target_modules, exclude_modules, layers_to_transform), so PEFT would leave the tensor out"
-            )
+    linear = [module for module in halves if module not in of_experts]
+    if beside := [m for m in linear if not attempt(True, _targets, m, halves[m][0], config)]:
+        error = AdapterMismatchError(
+            f"{header.at(halves[beside[0]][1])}: the adapter's {CONFIG_FILE} does not target module "
+            f"{shown(beside[0])}{_and_more(beside[1:])} (target_modules, exclude_modules, layers_to_transform), so "
+            "PEFT would leave the tensor out"
+        )
+        header.problems.found.append(error)
     stacked = dict[str, Stacked]()
     if of_experts:
-        found = stacked_pairs(of_experts, (m for m in adapted if m not in of_experts), config, header.where)
+        found = attempt(dict[str, Stacked](), stacked_pairs, of_experts, linear, config, header.where)
         # Leave out placeholders of projections that the model lacks.
-        names = {m: found[m].name if m in found else m for m in adapted if m in found or m not in of_experts}
+        names = {m: found[m].name if m in found else m for m in halves if m in found or m not in of_experts}
         halves = {name: halves[module] for module, name in names.items()}
         stacked = {read.name: read for read in found.values()}
-    magnitudes = _magnitudes(keys, [m for m in adapted if m not in of_experts], header, config)
+    magnitudes = attempt(dict[str, str](), _magnitudes, keys, linear, header, config)
     return _Modules(halves, magnitudes, stacked, config.ranks(halves), config.alphas(halves), heads)
+
+
+def _targets(module: str, kind: Kind, config: PeftConfig) -> bool:
+    return "base_layer" not in module.split(".") and config.targets(module, kind)
 
 
 def _heads(
@@ -351,11 +392,11 @@ def _magnitudes(
             f"{header.at(next(iter(found.values())))} is of DoRA, and 'use_dora' is not set in {CONFIG_FILE}; expected "
             "both or neither"
         )
-    without = next((module for module in modules if module not in found), None) if config.use_dora else None
-    if without is not None:
+    without = [shown(module) for module in modules if module not in found] if config.use_dora else []
+    if without:
         raise AdapterFormatError(
-            f"{header.where}: module {shown(without)} has no tensor lora_magnitude_vector; expected one, since "
-            f"'use_dora' is set in {CONFIG_FILE}"
+            f"{header.where}: module {without[0]}{_and_more(without[1:])} has no tensor lora_magnitude_vector; "
+            f"expected one, since 'use_dora' is set in {CONFIG_FILE}"
         )
     return found
 
@@ -369,51 +410,25 @@ def _shapes(
     dtype: np.dtype | None,
 ) -> AdapterShapes:
     """Return the adapter's shapes, checked against the configuration and between A, B and base weight."""
-    modules: dict[str, ModuleShapes | ExpertsShapes] = {}
-    nbytes = 0
-    for name, (kind, key_a, key_b) in layout.halves.items():
-        rank = layout.ranks[name]
-        scaling = scaling_of(layout.alphas[name], rank, config.use_rslora)
-        a_dtype, b_dtype = (header.dtype(key) if dtype is None else dtype for key in (key_a, key_b))
-        if (read := layout.stacked.get(name)) is not None:
-            a, b = read.a_shape, read.b_shape
-            modules[name] = ExpertsShapes(
-                a_shape=a,
-                b_shape=b,
-                a_dtype=a_dtype,
-                b_dtype=b_dtype,
-                scaling=scaling,
-                exchanged=read.exchanged,
-                own_order=read.flat,
-                peft_version=config.peft_version if read.flat else None,
-            )
-        else:
-            a, b = header.matrix(key_a, rank, 0), header.matrix(key_b, rank, 1)
-            if (magnitude := layout.magnitudes.get(name)) is not None:
-                header.check_vector(magnitude, b[0])
-                nbytes += b[0] * (header.dtype(magnitude) if dtype is None else dtype).itemsize
-            modules[name] = ModuleShapes(
-                kind=kind, a_shape=a, b_shape=b, a_dtype=a_dtype, b_dtype=b_dtype, scaling=scaling
-            )
-        nbytes += math.prod(a) * a_dtype.itemsize + math.prod(b) * b_dtype.itemsize
-    base = {m: _base(parts["base"], modules.get(m), header) for m, parts in keys.items() if "base" in parts}
+    attempt = header.problems.attempt
+    of_modules = {name: attempt(None, _module_shapes, name, layout, header, config, dtype) for name in layout.halves}
+    modules = {name: found[0] for name, found in of_modules.items() if found is not None}
+    nbytes = sum(found[1] for found in of_modules.values() if found is not None)
+    stored = {module: parts["base"] for module, parts in keys.items() if "base" in parts}
+    bases = {module: attempt(None, _base, key, modules.get(module), header) for module, key in stored.items()}
+    base = {module: found for module, found in bases.items() if found is not None}
     nbytes += sum(math.prod(weight.shape) * weight.dtype.itemsize for weight in base.values())
-    heads: dict[str, HeadShapes] = {}
-    for name, (weight, bias) in layout.heads.items():
-        if len(header.shape(weight)) not in (0, 2):
-            raise AdapterMismatchError(
-                f"{header.at(weight)} has shape {header.shape(weight)}: it is of a fully trained module "
-                "(modules_to_save) that is no linear layer, such as a norm or a convolution; jlora serves fully "
-                "trained linear layers only. Train the adapter without it"
-            )
-        outputs, inputs = header.matrix(weight, None, 0)
-        own = header.dtype(weight) if dtype is None else dtype
-        nbytes += outputs * inputs * own.itemsize
-        if bias is not None:
-            header.check_vector(bias, outputs)
-            nbytes += outputs * (header.dtype(bias) if dtype is None else dtype).itemsize
-        heads[name] = HeadShapes(outputs=outputs, in_features=inputs, biased=bias is not None, dtype=own)
-    check_variants(header.where, modules, use_dora=config.use_dora, invocation_tokens=config.invocation_tokens)
+    of_heads = {name: attempt(None, _head_shapes, *keys_, header, dtype) for name, keys_ in layout.heads.items()}
+    heads = {name: found[0] for name, found in of_heads.items() if found is not None}
+    nbytes += sum(found[1] for found in of_heads.values() if found is not None)
+    attempt(
+        None,
+        check_variants,
+        header.where,
+        modules,
+        use_dora=config.use_dora,
+        invocation_tokens=config.invocation_tokens,
+    )
     return AdapterShapes(
         name=adapter,
         modules=modules,
@@ -425,6 +440,52 @@ def _shapes(
         heads=heads,
         task_type=config.task_type,
     )
+
+
+def _module_shapes(
+    name: str, layout: _Modules, header: _Header, config: PeftConfig, dtype: np.dtype | None
+) -> tuple[ModuleShapes | ExpertsShapes, int]:
+    """Return the shapes of one module, and the bytes of its arrays."""
+    kind, key_a, key_b = layout.halves[name]
+    rank, nbytes = layout.ranks[name], 0
+    scaling = scaling_of(layout.alphas[name], rank, config.use_rslora)
+    a_dtype, b_dtype = (header.dtype(key) if dtype is None else dtype for key in (key_a, key_b))
+    if (read := layout.stacked.get(name)) is not None:
+        a, b = read.a_shape, read.b_shape
+        shapes = ExpertsShapes(
+            a_shape=a,
+            b_shape=b,
+            a_dtype=a_dtype,
+            b_dtype=b_dtype,
+            scaling=scaling,
+            exchanged=read.exchanged,
+            own_order=read.flat,
+            peft_version=config.peft_version if read.flat else None,
+        )
+    else:
+        a, b = header.matrix(key_a, rank, 0), header.matrix(key_b, rank, 1)
+        if (magnitude := layout.magnitudes.get(name)) is not None:
+            header.check_vector(magnitude, b[0])
+            nbytes = b[0] * (header.dtype(magnitude) if dtype is None else dtype).itemsize
+        shapes = ModuleShapes(kind=kind, a_shape=a, b_shape=b, a_dtype=a_dtype, b_dtype=b_dtype, scaling=scaling)
+    return shapes, nbytes + math.prod(a) * a_dtype.itemsize + math.prod(b) * b_dtype.itemsize
+
+
+def _head_shapes(weight: str, bias: str | None, header: _Header, dtype: np.dtype | None) -> tuple[HeadShapes, int]:
+    """Return the shapes of one saved head, and the bytes of its arrays."""
+    if len(header.shape(weight)) not in (0, 2):
+        raise AdapterMismatchError(
+            f"{header.at(weight)} has shape {header.shape(weight)}: it is of a fully trained module (modules_to_save) "
+            "that is no linear layer, such as a norm or a convolution; jlora serves fully trained linear layers only. "
+            "Train the adapter without it"
+        )
+    outputs, inputs = header.matrix(weight, None, 0)
+    own = header.dtype(weight) if dtype is None else dtype
+    nbytes = outputs * inputs * own.itemsize
+    if bias is not None:
+        header.check_vector(bias, outputs)
+        nbytes += outputs * (header.dtype(bias) if dtype is None else dtype).itemsize
+    return HeadShapes(outputs=outputs, in_features=inputs, biased=bias is not None, dtype=own), nbytes
 
 
 def _halves(module: str, parts: Mapping[str, str], header: _Header) -> tuple[Kind, str, str]:

@@ -13,13 +13,13 @@ from typing import Any, TypeVar, cast
 
 from jlora.adapters.activation import check_invocation_tokens
 from jlora.adapters.escaping import kind_of, shown, shown_path, shown_value
-from jlora.adapters.expert_fields import EXPERT_FIELDS, expert_fields
+from jlora.adapters.expert_fields import EXPERT_FIELDS, ExpertFields, expert_fields
 from jlora.adapters.files import StableFile
 from jlora.adapters.pattern_table import PatternTable, pattern_table
 from jlora.adapters.patterns import Pattern, compile_pattern
 from jlora.adapters.peft_config import PeftConfig
 from jlora.adapters.strict_json import Json, parse_object
-from jlora.errors import AdapterFormatError, AdapterMismatchError
+from jlora.errors import AdapterFormatError, AdapterMismatchError, Problems
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -28,8 +28,8 @@ T = TypeVar("T")
 # Largest accepted file. A hundred thousand rank patterns take about 6 MB.
 _MAX_BYTES = 32 << 20
 
-# Fields of training and initialization, which PEFT's forward pass does not use. PEFT reads the last four *_config only
-# if `init_lora_weights` names them; they remain in the file after a conversion.
+# Fields of training and initialization, which PEFT's forward pass does not use. PEFT reads four of the *_config only if
+# `init_lora_weights` names them; they remain in the file after a conversion.
 _WITHOUT_EFFECT = frozenset(
     (
         "lora_dropout",
@@ -44,6 +44,15 @@ _WITHOUT_EFFECT = frozenset(
         "corda_config",
         "lora_ga_config",
         "loftq_config",
+        # Of older versions of PEFT, which wrote whether `eval` merged the weights.
+        "merge_weights",
+        # Learning rates of LoRA+ and the dtype of training, which ms-swift and other trainers add.
+        "loraplus_lr_ratio",
+        "loraplus_lr_embedding",
+        "loraplus_weight_decay",
+        "lorap_lr_ratio",
+        "lorap_emb_lr",
+        "lora_dtype",
     )
 )
 
@@ -69,12 +78,13 @@ _HARMLESS_INITS = ("gaussian", "eva", "orthogonal", "mica")
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-def read_config(file: Path, adapter: str) -> PeftConfig:
+def read_config(file: Path, adapter: str, problems: Problems | None = None) -> PeftConfig:
     """Read and check an `adapter_config.json`.
 
     Args:
       file: Path of the file.
       adapter: Name of the adapter, for messages.
+      problems: Takes the errors of fields without which the tensors can be checked nevertheless. None raises them.
 
     Raises:
       AdapterFormatError: The file cannot be read or is not a JSON object, a name occurs twice, or a value has the wrong
@@ -86,49 +96,68 @@ def read_config(file: Path, adapter: str) -> PeftConfig:
         if opened.size > _MAX_BYTES:
             raise AdapterFormatError(f"{where}: has {opened.size} bytes; at most {_MAX_BYTES} are read")
         text = opened.read(0, opened.size)
-    return replace(_parse(parse_object(text, where), where), digest=opened.digest())
+    return replace(_parse(parse_object(text, where), where, problems), digest=opened.digest())
 
 
-def _parse(raw: Mapping[str, Json], where: str) -> PeftConfig:
+def _parse(raw: Mapping[str, Json], where: str, problems: Problems | None) -> PeftConfig:
     peft_type = raw.get("peft_type")
     if not isinstance(peft_type, str):
         raise AdapterFormatError(f"{where}: field 'peft_type' must be the string \"LORA\", found {kind_of(peft_type)}")
     if peft_type != "LORA":
-        raise AdapterMismatchError(f"{where}: field 'peft_type' is {shown(peft_type)}; only \"LORA\" is served")
-    _refuse_unserved(raw, where)
-    _refuse_base_changing_init(raw.get("init_lora_weights", True), where)
-    experts = expert_fields(raw, where)
-    targets, layers, layers_pattern = _targets(raw, bool(experts.target_parameters), where)
+        raise AdapterMismatchError(
+            f"{where}: field 'peft_type' is {shown(peft_type)}; only \"LORA\" is served. PEFT's convert_to_lora and "
+            "save_as_lora(folder, model, rank=...) make a LoRA of methods that add a delta to the weights, such as "
+            "LoHa, LoKr and VeRA"
+        )
+    found = Problems() if problems is None else problems
+    needed = Problems()  # of fields without which no tensor can be checked
+    for name, value in raw.items():
+        found.attempt(None, _refuse_unserved, name, value, where)
+    found.attempt(None, _refuse_base_changing_init, raw.get("init_lora_weights", True), where)
+    experts = needed.attempt(ExpertFields(), expert_fields, raw, where)
+    targets, layers, layers_pattern = needed.attempt(
+        (None, None, ()), _targets, raw, bool(experts.target_parameters), where
+    )
     unchecked: list[str] = []
     # If an expression cannot be evaluated, every module counts as targeted and none as excluded.
     if targets is not None:
-        targets = _or_unchecked(targets, "target_modules", compile_pattern(".*", where), unchecked, where)
-    excluded = _or_unchecked(raw.get("exclude_modules") or [], "exclude_modules", frozenset(), unchecked, where)
-    return PeftConfig(
-        r=_rank(raw.get("r", 8), f"{where}: field 'r'"),
-        lora_alpha=_number(raw.get("lora_alpha", 8), f"{where}: field 'lora_alpha'"),
-        use_rslora=_typed(raw, "use_rslora", bool, False, where),
-        use_dora=bool(_typed(raw, "use_dora", bool, None, where)),
-        invocation_tokens=_invocation_tokens(
-            raw.get("alora_invocation_tokens"), f"{where}: field 'alora_invocation_tokens'"
-        ),
-        rank_patterns=_patterns(raw, "rank_pattern", _rank, where),
-        alpha_patterns=_patterns(raw, "alpha_pattern", _number, where),
+        anything = compile_pattern(".*", where)
+        targets = needed.attempt(None, _or_unchecked, targets, "target_modules", anything, unchecked, where)
+    exclude = raw.get("exclude_modules") or []
+    none = frozenset[str]()
+    excluded = needed.attempt(none, _or_unchecked, exclude, "exclude_modules", none, unchecked, where)
+    no_ranks, no_alphas = pattern_table(dict[str, int](), where), pattern_table(dict[str, float](), where)
+    tokens, at_tokens = raw.get("alora_invocation_tokens"), f"{where}: field 'alora_invocation_tokens'"
+    saved, at_saved = raw.get("modules_to_save"), f"{where}: field 'modules_to_save'"
+    config = PeftConfig(
+        r=needed.attempt(8, _rank, raw.get("r", 8), f"{where}: field 'r'"),
+        lora_alpha=found.attempt(8.0, _number, raw.get("lora_alpha", 8), f"{where}: field 'lora_alpha'"),
+        use_rslora=found.attempt(False, _typed, raw, "use_rslora", bool, False, where),
+        use_dora=bool(needed.attempt(False, _typed, raw, "use_dora", bool, None, where)),
+        invocation_tokens=found.attempt((), _invocation_tokens, tokens, at_tokens),
+        rank_patterns=needed.attempt(no_ranks, _patterns, raw, "rank_pattern", _rank, where),
+        alpha_patterns=found.attempt(no_alphas, _patterns, raw, "alpha_pattern", _number, where),
         target_modules=targets,
         exclude_modules=excluded,
         layers_to_transform=layers,
         layers_pattern=layers_pattern,
-        fan_in_fan_out=_typed(raw, "fan_in_fan_out", bool, False, where),
-        base_model_name=_typed(raw, "base_model_name_or_path", str, None, where),
-        task_type=_typed(raw, "task_type", str, None, where),
-        ensure_weight_tying=_typed(raw, "ensure_weight_tying", bool, False, where),
-        modules_to_save=_modules_to_save(raw.get("modules_to_save"), f"{where}: field 'modules_to_save'"),
+        fan_in_fan_out=found.attempt(False, _typed, raw, "fan_in_fan_out", bool, False, where),
+        base_model_name=found.attempt(None, _typed, raw, "base_model_name_or_path", str, None, where),
+        task_type=found.attempt(None, _typed, raw, "task_type", str, None, where),
+        ensure_weight_tying=found.attempt(False, _typed, raw, "ensure_weight_tying", bool, False, where),
+        modules_to_save=needed.attempt((), _modules_to_save, saved, at_saved),
         experts=experts,
         unchecked=tuple(unchecked),
         peft_fields={
-            name: _writable(value, f"{where}: field {name!r}") for name, value in raw.items() if name in PEFT_FIELDS
+            name: found.attempt(None, _writable, value, f"{where}: field {name!r}")
+            for name, value in raw.items()
+            if name in PEFT_FIELDS
         },
     )
+    if needed.found or problems is None:
+        found.found += needed.found
+        found.raise_first()
+    return config
 
 
 def _writable(value: Json, where: str) -> Json:
@@ -179,23 +208,22 @@ _SERVED = frozenset(
 )
 
 
-def _refuse_unserved(raw: Mapping[str, Json], where: str) -> None:
-    for name, value in raw.items():
-        if name in _SERVED or name in _WITHOUT_EFFECT:
-            continue
-        at = f"{where}: field {shown(name)} is {shown_value(value)}"
-        if name in _REFUSED:
-            feature, off = _REFUSED[name]
-            if not any(type(value) is type(o) and value == o for o in off):
-                raise AdapterMismatchError(
-                    f"{at}: {feature} is not served; expected {off[-1]!r}. "
-                    "Train the adapter without it, or merge it into a base model of its own"
-                )
-        elif not (value is None or value is False or value in ("", [], {})):
+def _refuse_unserved(name: str, value: Json, where: str) -> None:
+    if name in _SERVED or name in _WITHOUT_EFFECT:
+        return
+    at = f"{where}: field {shown(name)} is {shown_value(value)}"
+    if name in _REFUSED:
+        feature, off = _REFUSED[name]
+        if not any(type(value) is type(o) and value == o for o in off):
             raise AdapterMismatchError(
-                f"{at}, and this version of jlora does not know the field; only "
-                "null, false or empty would be safe to pass over. If it does not matter at inference, remove it"
+                f"{at}: {feature} is not served; expected {off[-1]!r}. "
+                "Train the adapter without it, or merge it into a base model of its own"
             )
+    elif not (value is None or value is False or value in ("", [], {})):
+        raise AdapterMismatchError(
+            f"{at}, and this version of jlora does not know the field; only "
+            "null, false or empty would be safe to pass over. If it does not matter at inference, remove it"
+        )
 
 
 def _refuse_base_changing_init(init: Json, where: str) -> None:

@@ -1,6 +1,7 @@
 """Escape and shorten text from untrusted files for error messages, so that it cannot forge lines."""
 
 import os
+from collections.abc import Sequence
 
 _LONGEST = 200
 
@@ -13,6 +14,11 @@ def printable(text: str) -> str:
 def shown(name: str, longest: int = _LONGEST) -> str:
     """Return the name quoted, escaped and cut to about `longest` characters."""
     return repr(name if len(name) <= longest else name[: longest - 3] + "...")
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first three names, quoted and escaped, and "..." if there are more."""
+    return ", ".join(map(shown, names[:3])) + (", ..." if len(names) > 3 else "")
 
 
 def shown_path(path: str | os.PathLike[str]) -> str:

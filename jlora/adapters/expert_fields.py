@@ -15,7 +15,7 @@ EXPERT_FIELDS = ("target_parameters", "lora_B_layout", "unsloth_fused_expert_lor
 PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 # A router's weight is a plain matrix, so its LoRA is that of a linear layer.
 _ROUTERS = ("gate.weight", "router.weight")
-_ROUTER_MODULES = ("gate", "router")
+ROUTER_MODULES = ("gate", "router")
 _LAYOUTS = ("rank_major", "grouped_by_expert")
 # Path of Mixtral's experts in older checkpoints and in transformers 5.
 _ALIASES = (".block_sparse_moe.", ".mlp.")
@@ -37,13 +37,14 @@ class ExpertFields:
 
     def parameters(self, block: str) -> tuple[str, ...]:
         """Return the parameters of module `block` that PEFT would put LoRA on, in PEFT's order."""
-        return tuple(name for name in PARAMETERS if self._targets(f"{block}.{name}"))
+        return tuple(name for name in PARAMETERS if self.targets(f"{block}.{name}"))
 
     def targets_weight(self, module: str) -> bool:
         """Return True if the module is a router whose weight is targeted as a parameter."""
-        return bool(self.target_parameters) and module.endswith(_ROUTER_MODULES) and self._targets(f"{module}.weight")
+        return bool(self.target_parameters) and module.endswith(ROUTER_MODULES) and self.targets(f"{module}.weight")
 
-    def _targets(self, parameter: str) -> bool:
+    def targets(self, parameter: str) -> bool:
+        """Return True if `target_parameters` names a parameter, under its path in older or newer checkpoints."""
         old, new = _ALIASES
         names = {parameter, parameter.replace(old, new), parameter.replace(new, old)}
         return any(name == entry or name.endswith(f".{entry}") for name in names for entry in self.target_parameters)

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 from jlora.adapters.escaping import shown
 from jlora.adapters.patterns import Pattern, compile_pattern
+from jlora.adapters.wrapped_names import readings
 from jlora.errors import AdapterMismatchError
 
 T = TypeVar("T")
@@ -50,15 +51,30 @@ class PatternTable(Generic[T]):
     def lookup(self, modules: Iterable[str], default: T) -> dict[str, T]:
         """Return module name -> value of the first key that matches, or `default`.
 
+        A name with prefixes of wrappers that no key matches is looked up without them.
+
         Raises:
           AdapterMismatchError: An expression with character classes meets a name beyond ASCII, or matching takes over
             20 s.
         """
-        if not self.keys:
-            return dict.fromkeys(modules, default)
-        until = time.monotonic() + _MAX_SECONDS
         values = [*self.values, default]
-        return {module: values[self._first(module, until)] for module in modules}
+        return {module: values[place] for module, place in self._deciding(modules).items()}
+
+    def unused(self, modules: Iterable[str]) -> list[str]:
+        """Return the keys that decide the value of none of the modules. Raises as `lookup` does."""
+        used = set(self._deciding(modules).values())
+        return [key for place, key in enumerate(self.keys) if place not in used]
+
+    def _deciding(self, modules: Iterable[str]) -> dict[str, int]:
+        """Return module name -> index of the first key that matches, or the number of keys."""
+        none = len(self.keys)
+        if not none:
+            return dict.fromkeys(modules, none)
+        until = time.monotonic() + _MAX_SECONDS
+        return {
+            module: next((at for each in readings(module) if (at := self._first(each, until)) < none), none)
+            for module in modules
+        }
 
     def _first(self, module: str, until: float) -> int:
         """Return the index of the first key that matches, or the number of keys."""

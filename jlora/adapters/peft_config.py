@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 from jlora.adapters.expert_fields import ExpertFields
 from jlora.adapters.pattern_table import PatternTable
 from jlora.adapters.patterns import Pattern
+from jlora.adapters.wrapped_names import readings
 
 Kind = Literal["linear", "embedding"]
 T = TypeVar("T")
@@ -41,7 +42,7 @@ class PeftConfig:
       task_type: Task type such as "CAUSAL_LM".
       ensure_weight_tying: True if PEFT gave a tied output layer the embedding's LoRA, transposed, and removed its name
         from `target_modules`. Its tensors are in the file like those of any other module.
-      modules_to_save: Names of fully trained modules, matched as dotted parts of module names.
+      modules_to_save: Names of fully trained modules, matched with the ends of module names, as PEFT does.
       experts: Targeted parameters of experts and the layout of their factors.
       unchecked: One line for each field with a regular expression that RE2 refused, with the reason.
       peft_fields: Fields without effect in jlora, kept unchanged for PEFT.
@@ -87,20 +88,36 @@ class PeftConfig:
         """Return module name -> alpha, by the same rule as `ranks`."""
         return self._looked_up(self.alpha_patterns, modules, self.lora_alpha)
 
+    def unused_patterns(self, modules: Iterable[str]) -> dict[str, list[str]]:
+        """Return field -> the keys of `rank_pattern` and `alpha_pattern` that decide the value of no module."""
+        names = list(map(self._pattern_name, modules))
+        fields = {"rank_pattern": self.rank_patterns, "alpha_pattern": self.alpha_patterns}
+        return {field: patterns.unused(names) for field, patterns in fields.items()}
+
     def _looked_up(self, patterns: PatternTable[T], modules: Iterable[str], default: T) -> dict[str, T]:
-        if not self.experts.target_parameters:
-            return patterns.lookup(modules, default)
-        # PEFT looks up a parameter under its own name.
-        names = {m: f"{m}.weight" if self.experts.targets_weight(m) else m for m in modules}
+        names = {module: self._pattern_name(module) for module in modules}
         found = patterns.lookup(names.values(), default)
         return {module: found[name] for module, name in names.items()}
+
+    def _pattern_name(self, module: str) -> str:
+        """Return the name under which PEFT looks up a module, or the parameter of a router."""
+        return f"{module}.weight" if self.experts.targets_weight(module) else module
+
+    def layers_without(self, modules: Iterable[str]) -> list[int]:
+        """Return the layers in `layers_to_transform` that none of the modules is of."""
+        return sorted((self.layers_to_transform or frozenset()) - {self._layer_index(module) for module in modules})
 
     def targets(self, module: str, kind: Kind) -> bool:
         """Return True if PEFT would put LoRA on the module (`check_target_module_exists`).
 
+        A name with prefixes of wrappers counts with them and without: PEFT saw one of the two.
+
         Raises:
           AdapterMismatchError: See `Pattern.fullmatch`.
         """
+        return any(self._targets(reading, kind) for reading in readings(module))
+
+    def _targets(self, module: str, kind: Kind) -> bool:
         if self.experts.targets_weight(module):  # PEFT excludes no parameters
             return True
         if isinstance(self.exclude_modules, Pattern):

@@ -4,10 +4,11 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jlora._contents import instead_of_adapter, is_lfs_pointer, names_in
 from jlora._hub import local_folder_of, reason_of
 from jlora.adapters.config_file import CONFIG_FILE
 from jlora.adapters.escaping import printable, shown, shown_path, shown_value
@@ -72,8 +73,10 @@ def resolve(
     except FileNotFoundError as error:
         raise AdapterNotFoundError(f"{where} {error.strerror}") from error
     except NotADirectoryError as error:
+        folder = Path(os.path.expanduser(text)).parent
+        there = f": {shown_path(folder)}" if (folder / CONFIG_FILE).is_file() else ""
         raise AdapterFormatError(
-            f"{where} is a file; expected the folder that holds {CONFIG_FILE} and {WEIGHTS_FILE}"
+            f"{where} is a file; expected the folder that holds {CONFIG_FILE} and {WEIGHTS_FILE}{there}"
         ) from error
     except OSError as error:
         raise AdapterFormatError(f"{where}: cannot be read: {printable(error.strerror or str(error))}") from error
@@ -124,6 +127,11 @@ def _download(repo_id: str, adapter: str, revision: str | None, local_only: bool
                 raise
     except Exception as caught:  # the client raises errors of several HTTP libraries
         error = away or caught
+        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+            instead = instead_of_adapter(_files_of_repo(repo_id, revision), repo_id)
+            raise AdapterNotFoundError(
+                f"adapter {shown(adapter)}: the repository {repo_id!r} has no {CONFIG_FILE}, and " + instead
+            ) from error
         at = f" at revision {shown(revision)}" if revision else ""
         how = (
             f"it is not in Hugging Face's cache{at}, and local_only forbids asking the network"
@@ -145,15 +153,21 @@ def adapter_files(found: AdapterFolder) -> tuple[Path, Path]:
         opened; if the folder or repo has only these, the message shows how to convert them.
     """
     weights = found.folder / WEIGHTS_FILE
-    if not os.path.lexists(weights):
-        for name in _PICKLE_FILES:
-            if os.path.exists(found.folder / name):
-                load = f"w = torch.load({str(found.folder / name)!r}, map_location='cpu', weights_only=True)"
-                raise _pickled(found, shown_path(found.folder / name), load, str(weights), "")
-        if found.repo_id is not None and not found.local_only:
-            for name in _PICKLE_FILES:
-                if name in _files_of_repo(found.repo_id, found.revision):
-                    raise _pickled_on_the_hub(found, name)
+    missing = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if not os.path.lexists(found.folder / name)]
+    if missing:
+        online = None if found.local_only else found.repo_id
+        names = names_in(found.folder) if online is None else _files_of_repo(online, found.revision)
+        pickled = next((name for name in _PICKLE_FILES if name in names), None)
+        if pickled is not None and WEIGHTS_FILE in missing:
+            if online is not None:
+                raise _pickled_on_the_hub(found, pickled)
+            load = f"w = torch.load({str(found.folder / pickled)!r}, map_location='cpu', weights_only=True)"
+            raise _pickled(found, shown_path(found.folder / pickled), load, str(weights), "")
+        where = f"adapter {shown(found.name)}: {shown_path(found.folder / missing[0])}"
+        raise AdapterFormatError(
+            f"{where}: is missing; an adapter folder holds {CONFIG_FILE} and {WEIGHTS_FILE}, and "
+            + instead_of_adapter(names, shown_path(found.folder))
+        )
     return _checked(found.folder, CONFIG_FILE, found.name), _checked(found.folder, WEIGHTS_FILE, found.name)
 
 
@@ -163,10 +177,9 @@ def _checked(folder: Path, name: str, adapter: str) -> Path:
     try:
         home, target = folder.resolve(), file.resolve(strict=True)
         mode = target.stat().st_mode
+        pointer = stat.S_ISREG(mode) and is_lfs_pointer(target)
     except FileNotFoundError as error:
-        raise AdapterFormatError(
-            f"{where}: is missing; an adapter folder holds {CONFIG_FILE} and {WEIGHTS_FILE}"
-        ) from error
+        raise AdapterFormatError(f"{where}: is missing: a link to a file that does not exist") from error
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
         raise AdapterFormatError(f"{where}: cannot be opened: {printable(str(error))}") from error
     if not target.is_relative_to(home) and not in_hub_cache(folder, target):
@@ -175,17 +188,19 @@ def _checked(folder: Path, name: str, adapter: str) -> Path:
         )
     if not stat.S_ISREG(mode):
         raise AdapterFormatError(f"{where}: is not a regular file")
+    if pointer:
+        raise AdapterFormatError(f"{where}: is a pointer of Git LFS; fetch the file: git lfs pull, in the folder")
     return file
 
 
-def _files_of_repo(repo_id: str, revision: str | None) -> Collection[str]:
-    """Return the repo's file names, or () if the request fails. They only make an error message clearer."""
+def _files_of_repo(repo_id: str, revision: str | None) -> Sequence[str]:
+    """Return the repo's file names, or [] if the request fails. They only make an error message clearer."""
     import huggingface_hub
 
     try:
         return huggingface_hub.list_repo_files(repo_id, revision=revision)
     except Exception:  # as in _download
-        return ()
+        return []
 
 
 def _pickled_on_the_hub(found: AdapterFolder, name: str) -> AdapterFormatError:

@@ -1,15 +1,17 @@
 """`jlora inspect`: print an adapter's modules and check them against a model, without loading it or making slots."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from jlora import Adapter, LoRAConfig, Survey
+from jlora import Adapter, LoRAConfig, LoRARequest, Survey
 from jlora.cli.generate import check_rank
 from jlora.cli.text import patterns, size
-from jlora.errors import AdapterMismatchError, LoRAUsageError, printable
+from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError, printable
 from jlora.models import read_skeleton, read_weight
 
 _SHOWN_GROUPS = 64
@@ -20,6 +22,8 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 def run_inspect(path: str, model: str | None, skip: Sequence[str] = (), revision: str | None = None) -> int:
     """Print the modules, ranks and bytes of an adapter. With a model, check the fit and print the bytes of a slot.
+
+    Several problems are printed before the error is raised, one a line.
 
     Args:
       path: Folder or repo id of the adapter.
@@ -33,7 +37,28 @@ def run_inspect(path: str, model: str | None, skip: Sequence[str] = (), revision
       LoRAUsageError: A `skip` is not a regular expression.
     """
     skipped = patterns("--skip", skip)
-    adapter = Adapter.from_pretrained(path)
+    try:
+        return _inspect(path, model, skip, skipped, revision)
+    except LoRAError as error:
+        for problem in error.problems:
+            print(f"problem      {printable(problem)}")
+        raise
+
+
+def _inspect(
+    path: str, model: str | None, skip: Sequence[str], skipped: Sequence[re.Pattern[str]], revision: str | None
+) -> int:
+    shapes: list[Any] = []
+    try:
+        adapter = Adapter.from_pretrained(path, check=shapes.append)
+    except LoRAError as error:
+        if model is not None and shapes:  # its other modules may not fit the model either
+            try:
+                _survey(shapes[0], model, revision, skip).check(LoRARequest(shapes[0].name, path))
+            except LoRAError as other:
+                found = [message for each in (error, other) for message in each.problems or (str(each),)]
+                error.problems = tuple(dict.fromkeys(found))
+        raise
     passed = [name for name in adapter.modules if any(pattern.search(name) for pattern in skipped)]
     print(f"adapter      {printable(adapter.name)}")
     print(f"base model   {printable(adapter.base_model_name or '(not said)')}")
@@ -62,15 +87,18 @@ def run_inspect(path: str, model: str | None, skip: Sequence[str] = (), revision
         raise AdapterMismatchError(
             f"adapter {adapter.name!r} brings weights for skipped modules only: nothing of it would be served"
         )
+    warnings: Sequence[str] = adapter.warnings()
     if model is not None:
         modules = {name: module for name, module in adapter.modules.items() if name not in passed}
         base = {n: w for n, w in adapter.base_weights.items() if not any(pattern.search(n) for pattern in skipped)}
-        slots = fit(replace(adapter, modules=modules, base_weights=base), model, revision)
+        slots, warnings = fit(replace(adapter, modules=modules, base_weights=base), model, revision)
         kinds = ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in slots.items() if nbytes)
         print(
             f"fits         {printable(model)}: yes; {size(slots['dense'] + slots['experts'])} per slot at rank "
             f"{adapter.rank}, float32 ({kinds})"
         )
+    for warning in warnings:
+        print(f"warning      {printable(warning)}")
     return 0
 
 
@@ -85,7 +113,7 @@ def _print_modules(adapter: Adapter) -> None:
         print(f"  ... and {len(groups) - _SHOWN_GROUPS} more kinds")
 
 
-def fit(adapter: Adapter, model: str | Path, revision: str | None = None) -> dict[str, int]:
+def fit(adapter: Adapter, model: str | Path, revision: str | None = None) -> tuple[dict[str, int], tuple[str, ...]]:
     """Check an adapter against the shapes of a checkpoint's model, as the manager does.
 
     The weights of a repo id are downloaded only if the adapter brings base weights to compare them with.
@@ -97,7 +125,8 @@ def fit(adapter: Adapter, model: str | Path, revision: str | None = None) -> dic
 
     Returns:
       Kind of layers -> bytes of one float32 slot of the adapter's rank. The kinds are "dense", "experts", and "experts
-      that share factors" for a slot of `max_shared_expert_loras`.
+        that share factors" for a slot of `max_shared_expert_loras`.
+      The warnings of `Survey.check`.
 
     Raises:
       AdapterMismatchError: The model lacks a module or has it in another size, base weights differ from the model's, or
@@ -105,10 +134,34 @@ def fit(adapter: Adapter, model: str | Path, revision: str | None = None) -> dic
       LoRAError: The folder has no served model.
     """
     check_rank(adapter)
+    survey = _survey(adapter, model, revision)
+    problems = [
+        f"{name}: its scaling must be a finite float32, found {module.scaling}"
+        for name, module in adapter.modules.items()
+        if not abs(module.scaling) <= _LARGEST  # also false for NaN
+    ]
+    try:
+        warnings = survey.check(adapter, base_weight=lambda name: read_weight(model, name, revision))
+    except LoRAError as error:
+        error.problems = (*(error.problems or (str(error),)), *problems)
+        raise
+    if problems:
+        error = AdapterMismatchError(f"adapter {adapter.name!r} does not fit {model}: {problems[0]}")
+        error.problems = tuple(problems)
+        raise error
+    sizes = {"dense": 0, "experts": 0, "experts that share factors": 0}
+    for layer in survey.layers():
+        sizes["experts" if layer.kind == "experts" else "dense"] += layer.slot_bytes
+        sizes["experts that share factors"] += layer.shared_slot_bytes
+    return sizes, warnings
+
+
+def _survey(adapter: Any, model: str | Path, revision: str | None, skip: Sequence[str] = ()) -> Survey:
+    """Return a survey of the model with the options that serve an adapter, or the adapter of these shapes."""
     config = LoRAConfig(
         max_loras=2,
         max_shared_expert_loras=1,
-        max_lora_rank=max(1, adapter.rank),
+        max_lora_rank=max((module.rank for module in adapter.modules.values()), default=1),
         dtype=np.float32,
         dora=adapter.use_dora,
         activated=bool(adapter.invocation_tokens),
@@ -116,37 +169,6 @@ def fit(adapter: Adapter, model: str | Path, revision: str | None = None) -> dic
     )
     skeleton = read_skeleton(model, revision)
     try:
-        survey = Survey(skeleton, config)
+        return Survey(skeleton, config, skip=skip)
     except LoRAUsageError:  # a saved head replaces no layer of this model, and `check` gives the reason
-        survey = Survey(skeleton, replace(config, saved_heads=None))
-    survey.check(adapter)
-    problems = [
-        f"{name}: {why}" for name in adapter.base_weights if (why := _base_differs(adapter, name, model, revision))
-    ]
-    problems += [
-        f"{name}: its scaling must be a finite float32, found {module.scaling}"
-        for name, module in adapter.modules.items()
-        if not abs(module.scaling) <= _LARGEST  # also false for NaN
-    ]
-    if problems:
-        more = [f"... and {len(problems) - _SHOWN_PROBLEMS} more"] if len(problems) > _SHOWN_PROBLEMS else []
-        raise AdapterMismatchError(
-            f"adapter {adapter.name!r} does not fit {model}: " + "; ".join(problems[:_SHOWN_PROBLEMS] + more)
-        )
-    sizes = {"dense": 0, "experts": 0, "experts that share factors": 0}
-    for layer in survey.layers():
-        sizes["experts" if layer.kind == "experts" else "dense"] += layer.slot_bytes
-        sizes["experts that share factors"] += layer.shared_slot_bytes
-    return sizes
-
-
-def _base_differs(adapter: Adapter, name: str, model: str | Path, revision: str | None) -> str | None:
-    """Return how a base weight that PEFT saved beside the LoRA differs from the model's, or None if it is equal."""
-    own, stored = read_weight(model, name, revision), adapter.base_weights[name]
-    if own is None:
-        return "holds base weights of a module that the model lacks"
-    if own.shape != stored.shape:
-        return f"its base weights have shape {stored.shape}, and the model's own have {own.shape}"
-    with np.errstate(over="ignore", invalid="ignore"):
-        same = np.array_equal(own.astype(np.float32), stored.astype(np.float32))
-    return None if same else "its base weights differ from the model's own: it was trained on another base model"
+        return Survey(skeleton, replace(config, saved_heads=None), skip=skip)

@@ -1,16 +1,26 @@
 """Checks that base weights stored with an adapter equal the weights of the model."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
+import ml_dtypes
 import numpy as np
 
 from jlora.adapters import BaseShape
 from jlora.layers.site import Site
-from jlora.layers.wrap.wrapped import WrappedModel, checkpoint_weight
+from jlora.layers.wrap.wrapped import WrappedModel, checkpoint_weight, dequantized_weight
+from jlora.manager.fit import refuse
 from jlora.manager.names import SiteIndex
 
+Weights: TypeAlias = Mapping[str, BaseShape] | Mapping[str, np.ndarray]
 
-def misfits(weights: Mapping[str, BaseShape], index: SiteIndex) -> list[str]:
+
+def check_base_shapes(where: str, weights: Weights, index: SiteIndex) -> None:
+    """Raise AdapterMismatchError if the name or the shape of a base weight does not match the model."""
+    refuse(where, misfits(weights, index))
+
+
+def misfits(weights: Weights, index: SiteIndex) -> list[str]:
     """Return one message for each base weight whose name or shape does not match the model."""
     problems: list[str] = []
     for name, weight in weights.items():
@@ -38,26 +48,119 @@ def _site(name: str, index: SiteIndex) -> tuple[Site, int, int, int] | str:
     return f"no wrapped module can be compared with it ({found})"
 
 
-def difference(name: str, weight: np.ndarray, wrapped: WrappedModel, index: SiteIndex) -> str | None:
-    """Return how a stored base weight differs from the weight of the model, or None if they are equal.
+def check_base_weights(
+    where: str, weights: Mapping[str, np.ndarray], wrapped: WrappedModel, index: SiteIndex
+) -> list[str]:
+    """Check that stored base weights equal the model's. Return one warning for each that cannot be compared.
 
-    PEFT can save the full embedding beside its LoRA factors. Values are compared in the dtype of the model.
+    PEFT stores the base weights of an embedding or lm_head beside its LoRA factors, and trains neither.
+
+    Raises:
+      AdapterMismatchError: A weight differs from the model's in its name, shape or values.
     """
-    found = _site(name, index)
-    if isinstance(found, str):
-        return found
-    site, layer, first, count = found
-    if (base := checkpoint_weight(wrapped, site, layer)) is None:
-        return "the model's own weight is quantized, so the two cannot be compared; save the adapter without it"
-    own, known = base
+    check_base_shapes(where, weights, index)
+    problems, warnings = list[str](), list[str]()
+    for name, weight in weights.items():
+        found = _site(name, index)
+        if index.skips(name) or isinstance(found, str):
+            continue
+        if (own := _own(wrapped, *found)) is None:
+            warnings.append(
+                f"{name}.base_layer.weight cannot be compared with the model's weight, which is quantized; it is taken "
+                "to be the same, as PEFT stores it by default"
+            )
+        elif (problem := difference(weight, *own)) is not None:
+            problems.append(f"{name}.base_layer.weight: {problem}")
+    refuse(where, problems)
+    return warnings
+
+
+_Own: TypeAlias = tuple[np.ndarray, np.ndarray | None, np.dtype | None]
+
+
+def _own(wrapped: WrappedModel, site: Site, row: int, first: int, count: int) -> _Own | None:
+    """Return the arguments of `difference` for slices of a layer, or None if no comparison is possible."""
+    codes: np.dtype | None = None
+    if (base := checkpoint_weight(wrapped, site, row)) is not None:
+        own, known = base
+    elif (values := dequantized_weight(wrapped, site)) is not None:
+        (own, codes), known = values, None
+    else:
+        return None
     if site.kind == "linear":
         start = sum(site.spec.out_sizes[:first])
         rows = slice(start, start + sum(site.spec.out_sizes[first : first + count]))
-        own, known = own[rows], known[rows]
-    if own.shape != weight.shape:
-        return f"shape {weight.shape}, and the model's own weight has {own.shape}"
+        own, known = own[rows], known if known is None else known[rows]
+    return own, known, codes
+
+
+def difference(
+    stored: np.ndarray, own: np.ndarray, known: np.ndarray | None = None, codes: np.dtype | None = None
+) -> str | None:
+    """Return how a stored base weight differs from the model's, or None if both are one weight, rounded.
+
+    Two values are equal if they are at most one unit in the last place apart, in the coarser of the two dtypes. A
+    float32 weight of bfloat16 or float16 values counts as one of that dtype. A quantized weight may be half a step
+    further away.
+
+    Args:
+      stored: [N, K], or [V, D] of an embedding.
+      own: The model's weight, of the same layout.
+      known: Mask of the values of `own` that this process has; None for all.
+      codes: int8 or float8 dtype of the codes from which `own` was dequantized; None if it was not.
+    """
+    if own.shape != stored.shape:
+        return f"shape {stored.shape}, and the model's own weight has {own.shape}"
     with np.errstate(over="ignore", invalid="ignore"):
-        stored = weight.astype(own.dtype)
-    if not ((own == stored) | ~known).all():
-        return "its values differ from the model's own weight: it was trained on another base model"
+        apart = (own != stored.astype(own.dtype)) & (own.astype(stored.dtype) != stored)
+    apart &= True if known is None else known
+    if not (rows := apart.any(axis=1)).any():
+        return None
+    units = [_unit(_values_dtype(stored)), *([_unit(_values_dtype(own))] if codes is None else [])]
+    half_step = None if codes is None else _half_step(codes, np.abs(own))
+    for row in np.flatnonzero(rows):  # one at a time: a table of 2**30 values would take 8 GB in float64
+        ours, theirs = own[row].astype(np.float64), stored[row].astype(np.float64)
+        too_far = np.abs(ours - theirs)
+        if half_step is not None:
+            too_far -= half_step(np.abs(ours))
+        too_far[~apart[row]] = 0
+        if not (too_far <= 0).all():
+            top = np.maximum(np.abs(ours), np.abs(theirs))
+            too_far -= np.max([unit(top) for unit in units], axis=0)
+        if not (too_far <= 0).all():
+            return "its values differ from the model's own weight: it was trained on another base model"
     return None
+
+
+def _values_dtype(array: np.ndarray) -> np.dtype:
+    """Return the coarsest of bfloat16, float16 and the array's dtype that holds its values exactly."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        for dtype in (ml_dtypes.bfloat16, np.float16):
+            if all((part.astype(dtype).astype(array.dtype) == part).all() for part in array):
+                return np.dtype(dtype)
+    return array.dtype
+
+
+_finfo: Any = ml_dtypes.finfo  # not typed
+_Step: TypeAlias = Callable[[np.ndarray], np.ndarray]
+
+
+def _unit(dtype: np.dtype) -> _Step:
+    """Return a function from magnitudes to the distance between neighbouring values of a dtype."""
+    info = _finfo(dtype)
+    digits, least = info.nmant + 1, float(info.smallest_subnormal)
+    return lambda top: np.maximum(np.ldexp(1.0, np.frexp(top)[1] - digits), least)
+
+
+def _half_step(codes: np.dtype, values: np.ndarray) -> _Step:
+    """Return a function from the magnitudes of an output column to half the distance between neighbouring codes.
+
+    A column may have a scale of its own, one for each block of inputs, or share one with the others. `values` are the
+    magnitudes of the whole dequantized weight. The result leaves room for the rounding of scales.
+    """
+    if np.issubdtype(codes, np.integer):
+        one = float(np.min(values, where=values != 0, initial=np.inf))  # the step, if all columns share it
+        return lambda top: 0.501 * np.maximum(top.max(initial=0) / np.iinfo(codes).max, one if one < np.inf else 0)
+    info = _finfo(codes)
+    least = float(values.max(initial=0)) / float(info.max) * float(info.smallest_subnormal)
+    return lambda top: 0.501 * np.maximum(top * float(info.eps), least)

@@ -6,14 +6,13 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from jlora.adapters import Adapter, AdapterShapes, BaseShape, HeadShapes, SavedHead
+from jlora.adapters import Adapter, AdapterShapes, HeadShapes, SavedHead
 from jlora.adapters.checkpoint import all_finite
 from jlora.adapters.expert_formats import decide_exchanged
 from jlora.adapters.lora import ExpertsLoRA
 from jlora.adapters.shapes import ExpertsShapes
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 from jlora.layers.site import Site
-from jlora.manager.base_weights import misfits
 from jlora.manager.names import Place, SiteIndex
 
 
@@ -182,7 +181,9 @@ def refuse(where: str, problems: list[str]) -> None:
     """Raise AdapterMismatchError with the first 8 problems, if there are any."""
     if problems:
         shown = problems[:8] + ([f"... and {len(problems) - 8} more"] if len(problems) > 8 else [])
-        raise AdapterMismatchError(f"{where} does not fit this model:\n  " + "\n  ".join(shown))
+        error = AdapterMismatchError(f"{where} does not fit this model:\n  " + "\n  ".join(shown))
+        error.problems = tuple(problems)
+        raise error
 
 
 def _misfit(site: Site, module: Shapes, first: int, count: int) -> str | None:
@@ -226,11 +227,6 @@ def check_finite(where: str, adapter: Adapter) -> None:
                     f"{where}: {name}: {label} holds NaN or infinity; expected finite numbers "
                     "(LoRAConfig.allow_nonfinite lets them through)"
                 )
-
-
-def check_base_shapes(where: str, weights: Mapping[str, BaseShape], index: SiteIndex) -> None:
-    """Raise AdapterMismatchError if the shapes of base weights differ from the model's."""
-    refuse(where, misfits(weights, index))
 
 
 def own_experts(modules: Mapping[str, Shapes], placed: Mapping[str, Place]) -> dict[str, tuple[range, ...]]:

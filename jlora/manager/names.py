@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Any, TypeAlias
 
+from jlora.adapters.wrapped_names import readings
 from jlora.errors import AdapterMismatchError, LoRAUsageError
 from jlora.layers.site import Site, SlotSpec
 from jlora.layers.specs import own_attribute
@@ -125,7 +126,7 @@ class SiteIndex:
 
     def skips(self, name: str) -> bool:
         """Return whether the module `name` matches a skip pattern, and count it if so."""
-        return self._wrapped.skips(name)
+        return any(self._wrapped.skips(reading) for reading in readings(name))
 
     def find(self, kind: str, name: str) -> Place | str:
         """Return the place of a checkpoint name, or a message why it has none.
@@ -141,7 +142,7 @@ class SiteIndex:
         if hits:
             places = ", ".join(repr(site.path) for site, *_ in hits)
             return f"it could belong to any of {places}; name one of them with name_map"
-        return self._reason(kind, self._read(kind, name))
+        return self._reason(kind, self._read(kind, readings(name)[-1]))
 
     @property
     def saved_heads(self) -> Mapping[str, int]:
@@ -155,7 +156,11 @@ class SiteIndex:
         return sites[0] if len(sites) == 1 and name not in self._wrapped.headless else None
 
     def _search(self, kind: str, name: str) -> list[Place]:
-        """Return all places that a checkpoint name can refer to."""
+        """Return all places that a checkpoint name can refer to. Prefixes of wrappers count if the model has them."""
+        found = (self._places(kind, reading) for reading in readings(name))
+        return next((places for places in found if places), list[Place]())
+
+    def _places(self, kind: str, name: str) -> list[Place]:
         hits: list[Place] = []
         all_experts = kind == "experts"
         # Stacked layers or experts are one module, so checkpoint names have integer components that paths lack.

@@ -79,6 +79,7 @@ class PackedAdapter:
       copying: True during that copy. If the copy fails, the blocks stay on the device and the adapter in its slot.
       ahead: Its blocks if they are already on the device, for the next write.
       update_plan: Plan of the last update from device arrays, reused for the same names and shapes.
+      warnings: What the load found about parts without effect (`AdapterInfo.warnings`).
       saved_outputs: Module name -> number of outputs of its saved head.
       sites: The sites that it has weights for.
       slots: The slots that can hold it, which are those common to all of its sites.
@@ -99,6 +100,7 @@ class PackedAdapter:
     copying: bool = False
     ahead: tuple[Block, ...] | None = None
     update_plan: Any = None
+    warnings: tuple[str, ...] = ()
     saved_outputs: dict[str, int] = field(init=False)
     sites: frozenset[Site] = field(init=False)
     slots: range = field(init=False)

@@ -13,11 +13,10 @@ from jlora._threads import on_threads
 from jlora.adapters.lora import LoRA, ModuleLoRA
 from jlora.layers.site import Site
 from jlora.layers.wrap.wrapped import WrappedModel, own_order_of
-from jlora.manager.base_weights import difference
 from jlora.manager.blocks import Block, Chunk, Packing, Row, bits_of
 from jlora.manager.casting import check_scaling, in_slot_dtype, write
-from jlora.manager.fit import Shapes, is_exchanged, refuse, rows_of
-from jlora.manager.names import Place, SiteIndex
+from jlora.manager.fit import Shapes, is_exchanged, rows_of
+from jlora.manager.names import Place
 from jlora.manager.packed_adapter import Placement
 
 
@@ -45,9 +44,7 @@ def pack_modules(
     where: str,
     modules: dict[str, LoRA],
     placed: Mapping[str, Place],
-    base_weights: Mapping[str, np.ndarray],
     wrapped: WrappedModel,
-    index: SiteIndex,
     chunks: Sequence[Chunk],
 ) -> tuple[tuple[Placement, ...], tuple[Block, ...]]:
     """Cast the modules of an adapter to slot dtype and pack them into blocks.
@@ -60,23 +57,15 @@ def pack_modules(
       modules: The modules of the adapter by name. Each is removed from the dict once it is packed, so that its memory
         is freed while the blocks fill and an adapter of gigabytes is not in memory twice.
       placed: The place of each module, from `place`.
-      base_weights: Base weights stored with the adapter.
       wrapped: The wrapped model.
-      index: The names of the model.
       chunks: The chunks of the pool.
 
     Returns:
       The placements, in the order of `placed`, and the blocks.
 
     Raises:
-      AdapterMismatchError: A base weight differs from the model's, or slot dtype cannot hold a value.
+      AdapterMismatchError: Slot dtype cannot hold a value.
     """
-    problems = [
-        f"{name}.base_layer.weight: {problem}"
-        for name, weight in base_weights.items()
-        if not index.skips(name) and (problem := difference(name, weight, wrapped, index))
-    ]
-    refuse(where, problems)
     of_experts = [name for name, (site, *_) in placed.items() if site.spec.experts]
     shared = bool(of_experts) and all(_is_shared(where, modules[name], *placed[name]) for name in of_experts)
     ranks: dict[Row, int] = {}

@@ -37,6 +37,8 @@ class AdapterInfo:
       invocation_tokens: token ids that activate an activated LoRA (`jlora.active_from`); empty for a plain adapter, and
         None if evicted.
       saved_outputs: module name -> number of outputs (labels) of its saved head; None if evicted.
+      warnings: sentences of the warning that the load logged, such as factors of zeros, or targeted layers without
+        weights; empty without one, after `update_adapter`, and if evicted.
     """
 
     name: str
@@ -52,6 +54,7 @@ class AdapterInfo:
     base_model_name: str | None
     invocation_tokens: tuple[int, ...] | None
     saved_outputs: Mapping[str, int] | None = None
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,7 @@ def _record(
         base_model_name=None if packed.about is None else packed.about.base_model_name,
         invocation_tokens=packed.invocation_tokens,
         saved_outputs=packed.saved_outputs,
+        warnings=packed.warnings,
     )
 
 

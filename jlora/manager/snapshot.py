@@ -175,6 +175,7 @@ def _pack_file(packed: PackedAdapter) -> bytes:
     about = packed.about or Adapter(name=packed.name, modules={})
     header = {
         "about": {key: getattr(about, key) for key in _ABOUT},
+        "warnings": packed.warnings,
         "placements": [
             [p.module, p.site.path, p.site.prefix, *(getattr(p, field) for field in _PLACEMENT)]
             for p in packed.placements
@@ -419,6 +420,7 @@ def _read_weights(folder: Path, entry: _Entry, same_layers: bool, slots: SlotTab
         ranks=rank_table(pool.sites, placements),
         rank=largest_rank(placements),
         about=about,
+        warnings=tuple(header.get("warnings", ())),
     )
     check_variant(where, host.config, packed)
     return host.measured(packed)

@@ -4,6 +4,7 @@ It runs on any thread without a lock and does not use the cache. The magnitudes 
 (`jlora.manager.magnitudes`).
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -16,11 +17,15 @@ from jlora.adapters.resolve import AdapterFolder
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterMismatchError
 from jlora.layers.wrap.wrapped import WrappedModel
-from jlora.manager.fit import check_base_shapes, check_finite, describe, own_experts, place, read_as
+from jlora.manager.base_weights import check_base_shapes, check_base_weights
+from jlora.manager.effect import without_effect
+from jlora.manager.fit import check_finite, describe, own_experts, place, read_as
 from jlora.manager.names import Place, SiteIndex
 from jlora.manager.packed_adapter import PackedAdapter, largest_rank
 from jlora.manager.packing import pack_modules, rank_table
 from jlora.manager.slot_arrays import SlotArrays
+
+_log = logging.getLogger("jlora")
 
 
 def pack_files(
@@ -48,9 +53,11 @@ def pack_files(
         index = read_as(where, shapes, index)
         placed = place(where, shapes.modules, index, heads=shapes.heads, dora=shapes.use_dora)
         check_base_shapes(where, shapes.base_weights, index)
-        adapter = opened.read(own_experts(shapes.modules, placed), allow_nonfinite=config.allow_nonfinite)
+        own = own_experts(shapes.modules, placed)
+        adapter = opened.read(own, allow_nonfinite=config.allow_nonfinite)
+    warnings = without_effect(adapter, placed, wrapped, own)
     modules, adapter = _modules(adapter), replace(adapter, modules={}, heads={})
-    return _pack(where, adapter, modules, placed, request, wrapped, index, pool)
+    return _pack(where, adapter, modules, placed, warnings, request, wrapped, index, pool)
 
 
 def pack_in_memory(
@@ -68,7 +75,8 @@ def pack_in_memory(
         check_finite(where, adapter)
     index = read_as(where, adapter, index)
     placed = place(where, adapter.modules, index, heads=adapter.heads, dora=adapter.use_dora)
-    return _pack(where, adapter, _modules(adapter), placed, None, wrapped, index, pool)
+    warnings = without_effect(adapter, placed, wrapped)
+    return _pack(where, adapter, _modules(adapter), placed, warnings, None, wrapped, index, pool)
 
 
 def check_variant(where: str, config: LoRAConfig, adapter: Adapter | AdapterShapes | PackedAdapter) -> None:
@@ -118,13 +126,20 @@ def _pack(
     adapter: Adapter,
     modules: dict[str, LoRA],
     placed: Mapping[str, Place],
+    warnings: list[str],
     request: LoRARequest | None,
     wrapped: WrappedModel,
     index: SiteIndex,
     pool: SlotArrays,
 ) -> PackedAdapter:
-    """Cast and pack the modules of an adapter. They are removed from `modules`, so that their memory is freed early."""
-    placements, blocks = pack_modules(where, modules, placed, adapter.base_weights, wrapped, index, pool.chunks)
+    """Cast and pack the modules of an adapter, and log its warnings.
+
+    The modules are removed from `modules`, so that their memory is freed early.
+    """
+    warnings = [*check_base_weights(where, adapter.base_weights, wrapped, index), *warnings]
+    placements, blocks = pack_modules(where, modules, placed, wrapped, pool.chunks)
+    if warnings:
+        _log.warning("%s: %s", where, "; ".join(warnings))
     return PackedAdapter(
         name=adapter.name,
         version=0,
@@ -132,8 +147,9 @@ def _pack(
         blocks=blocks,
         ranks=rank_table(pool.sites, placements),
         rank=largest_rank(placements),
-        about=replace(adapter, modules={}, base_weights={}),
+        about=replace(adapter, modules={}, base_weights={}, config=None),
         request=None if request is None else replace(request, load_inplace=False),
         key=None if request is None else adapter.fingerprint,  # arrays in memory can differ from the files
         in_place=request is not None and request.load_inplace,
+        warnings=tuple(warnings),
     )

@@ -2,17 +2,20 @@
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from flax import nnx
 
 from jlora.adapters import Adapter, AdapterShapes, BaseShape
 from jlora.config import LoRAConfig, LoRARequest
+from jlora.errors import Problems
 from jlora.layers.wrap.apply import survey
 from jlora.layers.wrap.wrapped import LayerInfo
-from jlora.manager.fit import check_base_shapes, describe, place, read_as
-from jlora.manager.names import NameMap, SiteIndex, name_rules
+from jlora.manager.base_weights import check_base_shapes, difference
+from jlora.manager.effect import without_effect
+from jlora.manager.fit import describe, place, read_as, refuse
+from jlora.manager.names import NameMap, Place, SiteIndex, name_rules
 from jlora.manager.stage import check_variant
 
 
@@ -53,28 +56,36 @@ class Survey:
                 total += math.prod(shape if sharding is None else sharding.shard_shape(shape)) * itemsize
         return total
 
-    def check(self, adapter: LoRARequest | Adapter) -> None:
+    def check(
+        self, adapter: LoRARequest | Adapter, *, base_weight: Callable[[str], np.ndarray | None] | None = None
+    ) -> tuple[str, ...]:
         """Check names, kinds, shapes and ranks of an adapter, without reading tensors from files.
 
+        Args:
+          adapter: The adapter. The base weights that one in memory brings are compared with those of `base_weight`.
+          base_weight: Function from a module's name to the model's weight, [N, K] or [V, D]; None compares none.
+
+        Returns:
+          The sentences that a load of an `Adapter` would add to `AdapterInfo.warnings`. Those of a request, whose
+          tensors are not read, are not known.
+
         Raises:
-          AdapterMismatchError: The adapter does not fit the model or the configuration.
+          AdapterMismatchError: The adapter does not fit the model or the configuration. `LoRAError.problems` has all
+            problems.
           LoRAError: The files of a request cannot be read (see `Adapter.from_pretrained`).
         """
         if isinstance(adapter, Adapter):
-            where = describe(adapter.name, None)
-            check_variant(where, self._config, adapter)
-            index = read_as(where, adapter, self._index)
-            place(where, adapter.modules, index, heads=adapter.heads, dora=adapter.use_dora)
             weights = {name: BaseShape(shape=w.shape, dtype=w.dtype) for name, w in adapter.base_weights.items()}
-            check_base_shapes(where, weights, index)
-            return
+            where, problems = describe(adapter.name, None), Problems()
+            placed = problems.attempt(dict[str, Place](), self._check, where, adapter, weights)
+            if base_weight is not None:
+                problems.attempt(None, _check_values, where, adapter.base_weights, base_weight)
+            problems.raise_first()
+            return tuple(without_effect(adapter, placed, self._wrapped))
         where = describe(adapter.name, adapter.path)
 
         def check(shapes: AdapterShapes) -> None:
-            check_variant(where, self._config, shapes)
-            index = read_as(where, shapes, self._index)
-            place(where, shapes.modules, index, heads=shapes.heads, dora=shapes.use_dora)
-            check_base_shapes(where, shapes.base_weights, index)
+            self._check(where, shapes, shapes.base_weights)
             raise _Fits
 
         with contextlib.suppress(_Fits):
@@ -85,6 +96,27 @@ class Survey:
                 local_only=adapter.local_only,
                 check=check,
             )
+        return ()
+
+    def _check(
+        self, where: str, adapter: Adapter | AdapterShapes, weights: Mapping[str, BaseShape]
+    ) -> Mapping[str, Place]:
+        problems = Problems()
+        problems.attempt(None, check_variant, where, self._config, adapter)
+        index = problems.attempt(self._index, read_as, where, adapter, self._index)
+        heads, dora = adapter.heads, adapter.use_dora
+        placed = problems.attempt(dict[str, Place](), place, where, adapter.modules, index, heads=heads, dora=dora)
+        problems.attempt(None, check_base_shapes, where, weights, index)
+        problems.raise_first()
+        return placed
+
+
+def _check_values(
+    where: str, weights: Mapping[str, np.ndarray], base_weight: Callable[[str], np.ndarray | None]
+) -> None:
+    found = {name: base_weight(name) for name in weights}
+    differ = {name: difference(weights[name], own) for name, own in found.items() if own is not None}
+    refuse(where, [f"{name}.base_layer.weight: {problem}" for name, problem in differ.items() if problem is not None])
 
 
 class _Fits(Exception):

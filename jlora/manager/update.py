@@ -62,6 +62,7 @@ def updated(
         same.blocks = (*_untouched(packed.blocks, plan.rows), *written)
         same.request = same.key = same.ahead = None
         same.on_host = same.copying = False
+        same.warnings = ()
         return same, written
     had = {placement.module: placement for placement in packed.placements}
     try:
@@ -105,6 +106,7 @@ def updated(
         copying=False,
         ahead=None,
         update_plan=plan,
+        warnings=(),
     )
     return new, written
 

@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from safetensors import SafetensorError, safe_open
 
+from jlora._contents import is_lfs_pointer
 from jlora._typing import DType
 from jlora.models.config import DecoderConfig, Quantize, quantized_config, read_config
 from jlora.models.decoder import Decoder
@@ -180,6 +181,8 @@ def _open(folder: Path, config: DecoderConfig, stack: contextlib.ExitStack) -> d
     for file in files:
         if not (folder / file).is_file():
             raise ModelError(f"{folder / INDEX}: the shard {file} that it lists does not exist")
+        if is_lfs_pointer(folder / file):
+            raise ModelError(f"{folder / file} is a pointer of Git LFS; fetch the file: git lfs pull, in the folder")
         with _naming(folder / file):
             opened = stack.enter_context(safe_open(folder / file, framework="np"))
             names = set(opened.keys())

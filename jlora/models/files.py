@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from jlora._contents import ADAPTER_CONFIG, instead_of_model, is_lfs_pointer, names_in
 from jlora._hub import local_folder_of, reason_of
 from jlora.errors import printable
 from jlora.models.config import read_config
@@ -33,7 +34,7 @@ def model_folder(path: str | os.PathLike[str], revision: str | None = None) -> P
         cache; or its configuration is not supported.
     """
     local = _local(path)
-    return _download(os.fspath(path), revision) if local is None else local
+    return _download(os.fspath(path), revision) if local is None else _checked(local, os.fspath(path))
 
 
 def config_folder(path: str | os.PathLike[str], revision: str | None = None) -> tuple[Path, bool]:
@@ -42,7 +43,30 @@ def config_folder(path: str | os.PathLike[str], revision: str | None = None) -> 
     Of a repo id, the weights are not downloaded. Arguments and errors are those of `model_folder`.
     """
     local = _local(path)
-    return (_without_weights(os.fspath(path), revision), False) if local is None else (local, True)
+    if local is None:
+        return _without_weights(os.fspath(path), revision), False
+    return _checked(local, os.fspath(path)), True
+
+
+def _checked(folder: Path, given: str) -> Path:
+    """Return the folder. Raise ModelError if it holds an adapter, or anything else that is no checkpoint of a model."""
+    for name in (CONFIG, *_OF_TEXT):
+        if (folder / name).is_file() and is_lfs_pointer(folder / name):
+            raise ModelError(f"{folder / name} is a pointer of Git LFS; fetch the file: git lfs pull, in the folder")
+    if (folder / CONFIG).is_file() and any((folder / name).is_file() for name in (SINGLE, INDEX)):
+        return folder
+    if (config := folder / ADAPTER_CONFIG).is_file():
+        found = read_json(config).get("base_model_name_or_path")
+        base = found if isinstance(found, str) and found else "MODEL"
+        raise ModelError(
+            printable(f"{given} is an adapter of {base}: jlora serve {base} --lora-modules {folder.name}={given}")
+        )
+    if not (folder / CONFIG).is_file():
+        raise ModelError(
+            f"{folder / CONFIG} does not exist; expected the folder of a Hugging Face checkpoint, and "
+            + instead_of_model(names_in(folder))
+        )
+    return folder
 
 
 def _local(path: str | os.PathLike[str]) -> Path | None:
@@ -53,7 +77,9 @@ def _local(path: str | os.PathLike[str]) -> Path | None:
     except FileNotFoundError as error:
         raise ModelError(f"model {text} {error.strerror}") from error
     except NotADirectoryError as error:
-        raise ModelError(f"model {text} is a file; expected the folder of a checkpoint with {CONFIG} in it") from error
+        raise ModelError(
+            f"model {text} is a file; expected the folder of a checkpoint with {CONFIG} and safetensors files in it"
+        ) from error
     except OSError as error:
         raise ModelError(f"model {text} cannot be read: {error.strerror or error}") from error
 
@@ -83,8 +109,10 @@ def _without_weights(repo_id: str, revision: str | None) -> Path:
     from huggingface_hub import constants
 
     folder = _snapshot(repo_id, [CONFIG, INDEX, *_OF_TEXT], revision)
-    if not (folder / CONFIG).is_file() and constants.HF_HUB_OFFLINE:  # older clients return an incomplete folder
-        raise _failed(repo_id, revision, FileNotFoundError(f"{CONFIG} is missing"))
+    if not (folder / CONFIG).is_file():
+        if constants.HF_HUB_OFFLINE:  # older clients return an incomplete folder
+            raise _failed(repo_id, revision, FileNotFoundError(f"{CONFIG} is missing"))
+        _checked(_snapshot(repo_id, [ADAPTER_CONFIG], folder.name), repo_id)
     read_config(folder / CONFIG)
     return folder
 

@@ -358,3 +358,17 @@ def test_messages_are_escaped_and_cut(read, fields):
 def test_missing_file(tmp_path):
     with pytest.raises(AdapterFormatError, match="cannot be read"):
         read_config(tmp_path / "adapter_config.json", "sql")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("lorap_lr_ratio", 16.0), ("lorap_emb_lr", 1e-6), ("lora_dtype", "bf16"), ("merge_weights", True)],
+)
+def test_fields_of_trainers_are_passed_over(read, name, value):
+    assert read(**{name: value}).peft_fields[name] == value
+
+
+@pytest.mark.parametrize("kind", ["LOHA", "VERA", "PROMPT_TUNING", "NEW"])
+def test_the_message_about_other_types_names_the_conversion(read, kind):
+    with pytest.raises(AdapterMismatchError, match=rf"'{kind}'; only \"LORA\" is served. PEFT's convert_to_lora and"):
+        read(peft_type=kind)

@@ -13,7 +13,9 @@ peft = pytest.importorskip("peft")
 
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
+import jlora
 from jlora import active_from
 from jlora.adapters import Adapter
 from jlora.errors import AdapterMismatchError, LoRAError
@@ -343,3 +345,39 @@ def test_every_field_of_this_peft_is_decided(tmp_path):
 
     assert unknown("no_such_field")
     assert not [field for field in {*peft.LoraConfig().to_dict(), "runtime_config"} if unknown(field)]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": ALL[:3]},
+        {"target_modules": "all-linear"},
+        {"target_modules": r".*layers\.[01]\.self_attn\.(q|k)_proj"},
+        {"target_modules": ["v_proj"], "layers_to_transform": [0, 2]},
+        {"target_modules": ["q_proj", "embed_tokens"], "exclude_modules": r".*\.1\..*"},
+    ],
+)
+def test_layers_that_peft_targets(tmp_path, fields):
+    """Of an adapter with all but one of its modules, the count and the name left out are PEFT's."""
+    base = llama()
+    base.save_pretrained(tmp_path / "base")
+    model = trained(base, peft.LoraConfig(r=2, task_type="CAUSAL_LM", **fields))
+    model.save_pretrained(tmp_path / "it")
+    file = tmp_path / "it" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    targets = sorted(set(model.targeted_module_names))
+    left_out = f"{targets[-1]}."
+    save_file({key: value for key, value in tensors.items() if left_out not in key}, file)
+    manager = jlora.LoRAManager(
+        jlora.models.from_pretrained(tmp_path / "base"), jlora.LoRAConfig(max_loras=1, max_lora_rank=2)
+    )
+    manager.add_adapter(jlora.LoRARequest("it", tmp_path / "it"))
+    (warning,) = manager.list_adapters()["it"].warnings
+    count = len(targets)
+    assert warning == f"brings weights for {count - 1} of {count} targeted layers; none for {targets[-1]!r}"
+
+
+def test_modules_to_save_of_peft_by_the_end_of_a_name(tmp_path):
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["head"], task_type="CAUSAL_LM")
+    trained(llama(), config).save_pretrained(tmp_path)
+    assert Adapter.from_pretrained(tmp_path).saved_outputs == {"lm_head": 37}

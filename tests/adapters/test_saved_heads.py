@@ -51,6 +51,26 @@ def test_names_of_layers_below_a_saved_module(load):
     assert adapter.heads["classifier.out"].bias is None
 
 
+@pytest.mark.parametrize(
+    ("saved", "key", "name"),
+    [
+        ("head", "lm_head.weight", "lm_head"),
+        ("lm_head", "model.lm_head.weight", "model.lm_head"),
+        ("model.score", "model.score.weight", "model.score"),
+        ("fier", "classifier.out.weight", "classifier.out"),
+        ("head", "lm_head.modules_to_save.default.weight", "lm_head"),
+    ],
+)
+def test_modules_to_save_are_ends_of_names(load, saved, key, name):
+    """PEFT: `key.endswith(target_key)`, without regard to dots."""
+    assert load({f"base_model.model.{key}": WEIGHT}, modules_to_save=[saved]).saved_outputs == {name: 3}
+
+
+def test_a_beginning_is_no_end(load):
+    with pytest.raises(AdapterMismatchError, match=r"scored\.weight"):
+        load({"base_model.model.scored.weight": WEIGHT}, modules_to_save=["score"])
+
+
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 def test_round_trip(tmp_path, dtype):
     heads = {"score": SavedHead(WEIGHT.astype(dtype), BIAS.astype(dtype)), "a.qa_outputs": SavedHead(WEIGHT[:2])}

@@ -170,7 +170,7 @@ def test_slot_bytes_equal_the_arrays():
     model = jlora.models.from_pretrained(TIED)
     jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=16))
     arrays = [leaf[...] for _, leaf in nnx.to_flat_state(nnx.state(model, jlora.SlotParam))]
-    assert fit(adapter({"lm_head": (32, 64)}, rank=16), TIED) == {
+    assert fit(adapter({"lm_head": (32, 64)}, rank=16), TIED)[0] == {
         "dense": sum(a.nbytes for a in arrays),
         "experts": 0,
         "experts that share factors": 0,
@@ -203,3 +203,58 @@ def test_huge_rank_is_refused_without_allocating_slots(capsys, tmp_path):
     out, err = capsys.readouterr()
     assert "rank up to 400000" in out
     assert "has rank 400000; expected at most 512" in err
+
+
+def test_every_problem_is_listed(capsys, tmp_path):
+    """Of the configuration, of the tensors and of the fit, each on a line."""
+    modules = {f"{MLP}.side_proj": (40, 32), f"{MLP}.down_proj": (40, 31), f"{ATTENTION}.q_proj": (32, 64)}
+    modules |= {f"model.layers.0.mlp.x{i}": (3, 3) for i in range(12)}
+    adapter(modules).save_pretrained(tmp_path / "it")
+    file = tmp_path / "it" / "adapter_config.json"
+    fields = {"lora_bias": True, "bias": "all", "novel": 3, "lora_alpha": "8"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    weights = tmp_path / "it" / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    del tensors[f"base_model.model.{ATTENTION}.q_proj.lora_B.weight"]
+    tensors[f"base_model.model.{ATTENTION}.k_proj.bias"] = np.ones(3, np.float32)
+    tensors[f"base_model.model.{ATTENTION}.v_proj.bias"] = np.ones(3, np.float32)
+    save_file(tensors, weights)
+    expected = [*map(repr, fields), "has tensor", "(and 1 more) is of a trained bias"]
+    expected += ["side_proj", "down_proj", *(f"mlp.x{i}:" for i in range(12))]
+    for arguments, count in (([], 6), (["--model", str(TIED)], len(expected))):
+        assert run(["inspect", str(tmp_path / "it"), *arguments]) == 1
+        out, err = capsys.readouterr()
+        lines = [line for line in out.splitlines() if line.startswith("problem ")]
+        assert len(lines) == count
+        for text in expected[:count]:
+            assert sum(text in line for line in lines) == 1, text
+        assert err.startswith("jlora: error: adapter 'it'")
+
+
+def test_warnings_are_printed(capsys, tmp_path):
+    made = adapter({f"{ATTENTION}.k_proj": (32, 16), f"{ATTENTION}.q_proj": (32, 32)})
+    modules = {n: replace(m, b=np.zeros_like(m.b)) for n, m in made.modules.items()}
+    replace(made, modules=modules).save_pretrained(tmp_path / "it")
+    file = tmp_path / "it" / "adapter_config.json"
+    fields = {"target_modules": ["k_proj", "q_proj", "v_proj"], "alpha_pattern": {"none": 3}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    idle = (
+        f"warning      2 of 2 modules change nothing (lora_alpha is 0, or A or B all zeros): {ATTENTION + '.k_proj'!r}"
+    )
+    pattern = "warning      alpha_pattern: 1 keys match no module: 'none'"
+    for arguments in ([], ["--model", str(TIED)]):
+        assert run(["inspect", str(tmp_path / "it"), *arguments]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert sum(line.startswith(idle) for line in lines) == sum(line == pattern for line in lines) == 1
+        targeted = [line for line in lines if "targeted layers" in line]
+        assert len(targeted) == bool(arguments)
+        assert all("brings weights for 2 of " in line and "v_proj" in line for line in targeted)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_base_weights_may_be_rounded(dtype):
+    table = load_file(TIED / "model.safetensors")["model.embed_tokens.weight"]
+    made = jlora.Adapter(
+        name="it", modules=adapter({"lm_head": (32, 64)}).modules, base_weights={"lm_head": table.astype(dtype)}
+    )
+    fit(made, TIED)

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from jlora.errors import LoRAError
-from jlora.layers.base_kernel import kernel_of
+from jlora.layers.base_kernel import arrays_of, can_dequantize, dequantized, kernel_of
 from jlora.layers.forward.experts import product_of
 from jlora.layers.site import HEAD, ModelSites, Site, delete_attribute, detach
 from jlora.layers.specs import EmbedSpec, ExpertsSpec, LinearSpec, Spec
@@ -191,12 +191,36 @@ def checkpoint_weight(wrapped: WrappedModel, site: Site, row: int = 0) -> tuple[
     return _as_stored(spec, site, row, weight), _as_stored(spec, site, row, own)
 
 
+def dequantized_weight(wrapped: WrappedModel, site: Site) -> tuple[np.ndarray, np.dtype] | None:
+    """Return the dequantized weight of a linear layer in the layout of a checkpoint, and the dtype of its codes.
+
+    Returns:
+      float32 [N, K] without padding, and an integer or float8 dtype; None if the layer is a stack, cannot be
+        dequantized, packs its codes, or holds them on devices of other processes.
+    """
+    layer = wrapped.modules[site]
+    spec = spec_of(layer, site)
+    if site.spec.rows or not isinstance(spec, LinearSpec) or not can_dequantize(layer, spec):
+        return None
+    arrays = [array for _, array in arrays_of(layer)]
+    size = spec.in_features * spec.out_features
+    codes = [np.dtype(array.dtype) for array in arrays if array.size == size and array.dtype.itemsize == 1]
+    if not codes or not all(array.is_fully_addressable for array in arrays):
+        return None
+    return _of_columns(spec, np.asarray(jax.device_get(dequantized(layer, spec))).T), codes[0]
+
+
 def _as_stored(spec: LinearSpec | EmbedSpec, site: Site, row: int, weight: np.ndarray) -> np.ndarray:
     if site.spec.rows:
         weight = weight[np.unravel_index(row, site.spec.rows)]
     if isinstance(spec, EmbedSpec):
         return weight[: spec.rows]
     flat = weight.transpose(*spec.out_axes, *spec.in_axes).reshape(spec.out_features, spec.in_features)
+    return _of_columns(spec, flat)
+
+
+def _of_columns(spec: LinearSpec, flat: np.ndarray) -> np.ndarray:
+    """Return the rows and columns of a weight [N, K] that a checkpoint has, in its order."""
     if spec.columns_out is not None:
         flat = flat[spec.columns_out.positions]
     return flat if spec.columns_in is None else flat[:, spec.columns_in.positions]

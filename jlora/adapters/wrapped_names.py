@@ -1,0 +1,34 @@
+"""Module names without the prefixes that wrappers of PyTorch modules leave in them."""
+
+import functools
+
+# Attributes in which wrappers keep the module that they wrap: torch.compile, activation checkpointing, FSDP and its
+# older forms, Lightning and Opacus. No layer of a model has such a name.
+_WRAPPERS = frozenset(
+    (
+        "_orig_mod",
+        "_checkpoint_wrapped_module",
+        "_fsdp_wrapped_module",
+        "_fpw_module",
+        "_forward_module",
+        "_module",
+    )
+)
+WRAPPER = "|".join(sorted(_WRAPPERS))  # as a regular expression
+# DistributedDataParallel and DataParallel; a PEFT model inside another.
+_LEADING = ("module.", "base_model.model.")
+
+
+@functools.lru_cache(maxsize=1 << 15)
+def readings(name: str) -> tuple[str, ...]:
+    """Return the names that a module can have without wrappers: the name itself first, then shorter ones.
+
+    A caller takes the first one that its model has. Tinker's `unembed_tokens` is read as `lm_head` too.
+    """
+    found = [name, ".".join(part for part in name.split(".") if part not in _WRAPPERS)]
+    while (prefix := next((each for each in _LEADING if found[-1].startswith(each)), None)) is not None:
+        found.append(found[-1].removeprefix(prefix))
+    found.append(".".join(part for part in found[-1].split(".") if part != "module"))
+    if found[-1].rpartition(".")[2] == "unembed_tokens":
+        found.append("lm_head")
+    return tuple(dict.fromkeys(reading for reading in found if reading))

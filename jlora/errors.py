@@ -1,12 +1,5 @@
 """Exceptions of jlora. Each message names the adapter, file, tensor or field at fault."""
 
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
-
-P = ParamSpec("P")
-T = TypeVar("T")
-D = TypeVar("D")
-
 
 class LoRAError(Exception):
     """Base class of all jlora errors.
@@ -58,34 +51,6 @@ class LoadTimeoutError(LoRAError, TimeoutError):
 
 class NoFreeSlotError(LoRAError):
     """No slot or host-cache entry can be freed, because all are pinned or held by open batches."""
-
-
-class Problems:
-    """Problems of one adapter, collected so that one error can hold them all.
-
-    Attributes:
-      found: The errors, in the order in which they were found.
-    """
-
-    def __init__(self) -> None:
-        self.found: list[LoRAError] = []
-
-    def attempt(self, default: D, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | D:
-        """Return the result of a function, or the default if it refuses the adapter."""
-        try:
-            return function(*args, **kwargs)
-        except (AdapterFormatError, AdapterMismatchError) as error:
-            self.found.append(error)
-            return default
-
-    def raise_first(self) -> None:
-        """Raise the first error, with the messages of all in `problems`. Do nothing if there is none."""
-        if not self.found:
-            return
-        first = self.found[0]
-        messages = [message for error in self.found for message in error.problems or (str(error),)]
-        first.problems = tuple(dict.fromkeys(messages)) if len(messages) > 1 else ()
-        raise first
 
 
 def error_of(name: str, message: str) -> LoRAError:

@@ -25,9 +25,10 @@ from jlora.adapters.expert_formats import flat_orientation, flattened, stored_na
 from jlora.adapters.files import content_key
 from jlora.adapters.lora import FLOATS, ExpertsLoRA, LoRA, ModuleLoRA, SavedHead, check_variants
 from jlora.adapters.peft_config import Kind, PeftConfig, scaling_of
+from jlora.adapters.problems import Problems
 from jlora.adapters.resolve import WEIGHTS_FILE, AdapterFolder, adapter_files, resolve
 from jlora.adapters.shapes import AdapterShapes
-from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError, LoRAUsageError, Problems
+from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError, LoRAUsageError
 
 T = TypeVar("T")
 
@@ -180,12 +181,11 @@ class Adapter:
 
         Raises:
           AdapterNotFoundError: The path does not exist, and no such repo can be reached.
-          AdapterFormatError: Files are missing, malformed or changing, or hold NaN or infinity.
+          AdapterFormatError: Files are missing, malformed or changing, or hold NaN or infinity. The message is about
+            the first problem, and `LoRAError.problems` has all that were found.
           AdapterMismatchError: The adapter uses an unserved PEFT feature, named in the message, or is larger than
             `max_bytes`.
           LoRAUsageError: An argument is of the wrong type.
-
-          The message is about the first problem, and `LoRAError.problems` has all that were found.
         """
         if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1):
             raise LoRAUsageError(f"max_bytes must be None or a positive int, got {max_bytes!r}")

@@ -17,12 +17,13 @@ from jlora.adapters.expert_formats import Stacked, StackedPair, is_stacked, stac
 from jlora.adapters.files import StableFile
 from jlora.adapters.lora import ExpertsLoRA, LoRA, ModuleLoRA, SavedHead, check_variants
 from jlora.adapters.peft_config import Kind, PeftConfig, scaling_of
+from jlora.adapters.problems import Problems
 from jlora.adapters.shapes import AdapterShapes, BaseShape, ExpertsShapes, HeadShapes, ModuleShapes
 from jlora.adapters.tensor_data import DTYPES, Share, read_tensors
 from jlora.adapters.tensor_data import all_finite as all_finite
 from jlora.adapters.tensor_file import TensorInfo, read_header
 from jlora.adapters.wrapped_names import WRAPPER
-from jlora.errors import AdapterFormatError, AdapterMismatchError, Problems
+from jlora.errors import AdapterFormatError, AdapterMismatchError
 
 _PREFIX = "base_model.model."
 _MAX_NAME = 512

@@ -18,8 +18,9 @@ from jlora.adapters.files import StableFile
 from jlora.adapters.pattern_table import PatternTable, pattern_table
 from jlora.adapters.patterns import Pattern, compile_pattern
 from jlora.adapters.peft_config import PeftConfig
+from jlora.adapters.problems import Problems
 from jlora.adapters.strict_json import Json, parse_object
-from jlora.errors import AdapterFormatError, AdapterMismatchError, Problems
+from jlora.errors import AdapterFormatError, AdapterMismatchError
 
 CONFIG_FILE = "adapter_config.json"
 

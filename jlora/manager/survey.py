@@ -8,8 +8,8 @@ import numpy as np
 from flax import nnx
 
 from jlora.adapters import Adapter, AdapterShapes, BaseShape
+from jlora.adapters.problems import Problems
 from jlora.config import LoRAConfig, LoRARequest
-from jlora.errors import Problems
 from jlora.layers.wrap.apply import survey
 from jlora.layers.wrap.wrapped import LayerInfo
 from jlora.manager.base_weights import check_base_shapes, difference

@@ -183,7 +183,7 @@ class Attention(nnx.Module):
         kept = None if cache is None else LayerCache(cache.keys[:, :extent], cache.values[:, :extent])
         library = self.library(q.dtype) if length > 1 else None
         if library is not None:
-            start = positions[:, 0]
+            start = jnp.asarray(positions[:, 0])
             count = None if end is None else end - start
             out = self._by_library(library, q, k, v, start, count, kept, sinks)
             return self.o_proj(out.reshape(batch, length, -1)), cache

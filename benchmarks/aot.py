@@ -60,7 +60,7 @@ from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.models import Decoder, DecoderConfig
 from jlora.models.expert_parallel import spread_over
 from jlora.models.partition import Dispatch
-from jlora.pallas import api, moe, tiles
+from jlora.pallas import gpus
 
 TOPOLOGIES = {"v5e": "v5e:4x4", "v6e": "v6e:2x4", "tpu7x": "tpu7x:2x2x1"}
 LAYERS = {"llama-3-8b": 32, "llama-3-70b": 80, "qwen3-30b-a3b": 48}
@@ -430,8 +430,7 @@ def cases(chips: list[str], models: list[str], kinds: list[str], steps: list[str
 
 def as_on_tpu() -> None:
     """Make "auto" choose the kernels that it chooses on a TPU."""
-    for module in (api, moe, tiles):
-        module.platform = lambda: "tpu"
+    gpus.platform = lambda: "tpu"
 
 
 def line_of(row: dict[str, Any]) -> str:

@@ -32,7 +32,7 @@ from jax.sharding import SingleDeviceSharding
 from benchmarks.moe_specs import MODELS, Experts
 from benchmarks.specs import PROJECTIONS, RANKS, SLOTS, TOKENS
 from jlora import ops
-from jlora.pallas import api, moe, tiles
+from jlora.pallas import gpus
 from jlora.pallas.mosaic_tpu import lora as mosaic_tpu
 from jlora.pallas.plan import make_plan
 
@@ -181,8 +181,7 @@ def _dense(chips: list[str]) -> Iterator[tuple[dict, Callable[[], dict]]]:
 
 
 def _experts(chips: list[str]) -> Iterator[tuple[dict, Callable[[], dict]]]:
-    for module in (api, moe, tiles):
-        module.platform = lambda: "tpu"  # "auto" then chooses as on a TPU
+    gpus.platform = lambda: "tpu"  # "auto" then chooses as on a TPU
     for chip in chips:
         for name, model in MODELS.items():
             for rank in MOE_RANKS:

@@ -12,7 +12,8 @@ The weights are random bf16. There are 64 slots for all seven modules of a dense
 experts of Qwen3-30B-A3B, filled with random values on the device. `--model small` is a shape for CPUs, with the modules
 of Llama. Decode is one token a sequence over a cache of `CONTEXT` positions, as in `generate`. Prefill is 4096 tokens
 in eight sequences of 512, with the logits of the last token. Each figure is the median over several rounds of the mean
-of steps enqueued together. Base and LoRA steps alternate within a round. The plan is made inside the step and counted.
+of 3 prefills or 40 decode steps enqueued together. Base and LoRA steps alternate within a round. The plan is made
+inside the step and counted.
 All steps are compiled as `manager.jit` does, with `jlora.compiler_options()` or, with `--one-by-one`, without them. The
 cache is donated: a decode step writes it in place.
 
@@ -357,7 +358,7 @@ def main() -> None:
                 calls[f"{adapters} batch invariant"] = (step, make_batch(other, size, adapters))
         if size == 64:
             calls["base only"] = (lora, None)
-        measure("decode", size, calls, 10, floor, args, rows, profiles)
+        measure("decode", size, calls, 40, floor, args, rows, profiles)
 
 
 def measure(

@@ -30,8 +30,7 @@ def small_moe(layers: int) -> DecoderConfig:
 @pytest.fixture
 def on_tpu(monkeypatch):
     """Choose the backends of a TPU, and add small shapes to those of real models."""
-    for module in ("api", "moe", "tiles"):
-        monkeypatch.setattr(f"jlora.pallas.{module}.platform", lambda: "tpu")
+    monkeypatch.setattr("jlora.pallas.gpus.platform", lambda: "tpu")
     monkeypatch.setitem(aot.SHAPES, "small", (small, 2, 8))
     monkeypatch.setitem(aot.SHAPES, "small-moe", (small_moe, 2, 8))
 

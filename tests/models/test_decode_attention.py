@@ -75,7 +75,7 @@ def test_a_decoder_on_a_gpu_decodes_with_the_kernel(monkeypatch):
         calls.append(operands)
         return decode_attention(*operands, interpret=interpret_of("triton"))
 
-    monkeypatch.setattr(attention, "platform", lambda: "gpu")
+    monkeypatch.setattr(attention, "own_backend", lambda: "triton")
     monkeypatch.setattr(prefill_attention, "kernel_of", lambda *_: None)  # of a library that this machine lacks
     monkeypatch.setattr(kernel, "decode_attention", interpreted)
     assert model.reads_what_is_live

@@ -729,7 +729,13 @@ class LoRAManager:
         """Return the open leases, oldest first, with their adapters, ages and threads."""
         return self._leases.infos()
 
-    def jit(self, step: Callable[..., Any], **options: Any) -> Step:
+    @overload
+    def jit(self, step: Callable[..., Any], **options: Any) -> Step: ...
+
+    @overload
+    def jit(self, step: None = None, **options: Any) -> Callable[[Callable[..., Any]], Step]: ...
+
+    def jit(self, step: Callable[..., Any] | None = None, **options: Any) -> Any:
         """Compile a function of the model, as `jax.jit` does, for calls that cost the host less.
 
         Flattening an `nnx.Module` takes the host milliseconds at every call of a function of `jax.jit`. The returned
@@ -745,6 +751,7 @@ class LoRAManager:
 
         Args:
           step: `step(model, ...)`. The model is the first positional argument. `jlora.use(batch)` is opened inside.
+            Without it, the call returns a decorator: `@manager.jit(donate_argnames="cache")`.
           **options: options of `jax.jit`. Positions and names are those of `step`; `compiler_options` are merged with
             `jlora.compiler_options()`, and the value None drops one. In a tuple of `in_shardings` the model has None.
 
@@ -755,6 +762,8 @@ class LoRAManager:
         Raises:
           LoRAUsageError: `step` takes no positional argument, or an option donates the model or makes it static.
         """
+        if step is None:
+            return partial(self.jit, **options)
         return Step(step, options, self._flat, self._wrapped, self._slots, self._step_lock)
 
     # --- life cycle ---------------------------------------------------------------------------------------------

@@ -64,8 +64,8 @@ class LoRAManager:
     Threads: every method may be called from any thread. Loads run on their own threads and never access the slot
     arrays. Slots are written only inside `prepare`, `activate_adapter`, `pin_adapter`, `update_adapter` and `warmup`.
     If one thread runs steps while another may write slots, compile the steps with `jit`, which excludes writes while a
-    step is dispatched. A thread may also call a function of `jax.jit` while it has a batch open. A write in another
-    thread then copies the slot arrays instead of updating them in place.
+    step is dispatched. If no step of `jit` has run, a thread may also call a function of `jax.jit`, such as `generate`,
+    while it has a batch open. A write in another thread then copies the slot arrays instead of updating them in place.
 
     Interrupts: the manager stays consistent after Ctrl-C. With Python's default SIGINT handler, KeyboardInterrupt is
     raised in the main thread before or after a change of the manager's state, never during one. The next `prepare`
@@ -785,8 +785,8 @@ class LoRAManager:
         The log has the seconds so far, every 10 seconds (logger "jlora", level INFO).
 
         `step` runs twice: with a zero adapter in a free slot (with no adapter if no slot is free), and with a batch
-        whose `has_adapters` is False, for steps with a base-only variant. Loaded adapters do not change, and no lock
-        is held while the step compiles. Call this once for each batch shape.
+        whose `has_adapters` is False, for steps with a base-only variant. Loaded adapters do not change. While a step
+        of `jit` compiles, writes of slots in other threads wait. Call this once for each batch shape.
 
         Args:
           step: calls the jitted function, such as `lambda batch: forward(model, tokens, batch)`.

@@ -143,7 +143,7 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
     )
 
     lora = serve.add_argument_group("adapters")
-    lora.add_argument("--enable-lora", action="store_true", help="always on, given or not")
+    lora.add_argument("--enable-lora", action="store_true", default=None, help="given or not (default: on)")
     lora.add_argument("--lora-modules", nargs="+", default=[], type=_text, metavar="NAME=PATH")
     lora.add_argument("--max-loras", type=_whole(1, 65536), default=8, metavar="N", help="slots")
     lora.add_argument("--max-lora-rank", type=_whole(1, 4096), default=16, metavar="R", help="of any adapter")

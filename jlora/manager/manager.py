@@ -64,8 +64,8 @@ class LoRAManager:
     Threads: every method may be called from any thread. Loads run on their own threads and never access the slot
     arrays. Slots are written only inside `prepare`, `activate_adapter`, `pin_adapter`, `update_adapter` and `warmup`.
     If one thread runs steps while another may write slots, compile the steps with `jit`, which excludes writes while a
-    step is dispatched. A thread may also call a function of `jax.jit` while it has a batch open. A write in another
-    thread then copies the slot arrays instead of updating them in place.
+    step is dispatched. If no step of `jit` has run, a thread may also call a function of `jax.jit`, such as `generate`,
+    while it has a batch open. A write in another thread then copies the slot arrays instead of updating them in place.
 
     Interrupts: the manager stays consistent after Ctrl-C. With Python's default SIGINT handler, KeyboardInterrupt is
     raised in the main thread before or after a change of the manager's state, never during one. The next `prepare`
@@ -729,7 +729,13 @@ class LoRAManager:
         """Return the open leases, oldest first, with their adapters, ages and threads."""
         return self._leases.infos()
 
-    def jit(self, step: Callable[..., Any], **options: Any) -> Step:
+    @overload
+    def jit(self, step: Callable[..., Any], **options: Any) -> Step: ...
+
+    @overload
+    def jit(self, step: None = None, **options: Any) -> Callable[[Callable[..., Any]], Step]: ...
+
+    def jit(self, step: Callable[..., Any] | None = None, **options: Any) -> Any:
         """Compile a function of the model, as `jax.jit` does, for calls that cost the host less.
 
         Flattening an `nnx.Module` takes the host milliseconds at every call of a function of `jax.jit`. The returned
@@ -745,6 +751,7 @@ class LoRAManager:
 
         Args:
           step: `step(model, ...)`. The model is the first positional argument. `jlora.use(batch)` is opened inside.
+            Without it, the call returns a decorator: `@manager.jit(donate_argnames="cache")`.
           **options: options of `jax.jit`. Positions and names are those of `step`; `compiler_options` are merged with
             `jlora.compiler_options()`, and the value None drops one. In a tuple of `in_shardings` the model has None.
 
@@ -755,6 +762,8 @@ class LoRAManager:
         Raises:
           LoRAUsageError: `step` takes no positional argument, or an option donates the model or makes it static.
         """
+        if step is None:
+            return partial(self.jit, **options)
         return Step(step, options, self._flat, self._wrapped, self._slots, self._step_lock)
 
     # --- life cycle ---------------------------------------------------------------------------------------------
@@ -776,8 +785,8 @@ class LoRAManager:
         The log has the seconds so far, every 10 seconds (logger "jlora", level INFO).
 
         `step` runs twice: with a zero adapter in a free slot (with no adapter if no slot is free), and with a batch
-        whose `has_adapters` is False, for steps with a base-only variant. Loaded adapters do not change, and no lock
-        is held while the step compiles. Call this once for each batch shape.
+        whose `has_adapters` is False, for steps with a base-only variant. Loaded adapters do not change. While a step
+        of `jit` compiles, writes of slots in other threads wait. Call this once for each batch shape.
 
         Args:
           step: calls the jitted function, such as `lambda batch: forward(model, tokens, batch)`.

@@ -26,8 +26,8 @@ from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.manager.slot_table import SlotTable
 
 _OTHER_MODEL = (
-    "a step of LoRAManager.jit takes the model of its manager as its first argument, and got {found}. Make another "
-    "manager for another model; pass a copy to jax.jit(forward)"
+    "a step of LoRAManager.jit takes the model of its manager as its first argument, by position, and got {found}: "
+    "call step(manager.model, ...). Make another manager for another model; pass a copy to jax.jit(forward)"
 )
 _NESTED = (
     "a step of LoRAManager.jit was called inside jax.jit: the weights would be constants of the outer function and go "
@@ -133,28 +133,29 @@ class Step:
         given: dict[str, Any] = (compiler_options() or {}) | (options.get("compiler_options") or {})
         given = {name: value for name, value in given.items() if value is not None}
         self._options: dict[str, Any] = options | {"compiler_options": given}
+        jax.jit(function, **self._options)  # raises for options that are unknown or do not fit the function
         self._flat, self._wrapped, self._slots, self._lock = flat, wrapped, slots, lock
         self._own: Structure | None = None  # of the manager's model, at the first call
         self._programs: list[tuple[Structure, Any]] = []  # one, and those of the copies of `verify`
 
-    def __call__(self, model: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the function on the model."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function on the model, the first of `args`."""
         with self._lock:
             self._slots.takes_turns = True
-            program, values = self._read(model)
-            return program(values, *args, **kwargs)
+            program, values = self._read(*args[:1])
+            return program(values, *args[1:], **kwargs)
 
-    def trace(self, model: Any, /, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Trace the function for a call, as `jax.jit(...).trace`."""
         with self._lock:
-            program, values = self._read(model)
-            return program.trace(values, *args, **kwargs)
+            program, values = self._read(*args[:1])
+            return program.trace(values, *args[1:], **kwargs)
 
-    def lower(self, model: Any, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lower the function for a call, as `jax.jit(...).lower`, to inspect its shapes, costs and memory."""
-        return self.trace(model, *args, **kwargs).lower()
+        return self.trace(*args, **kwargs).lower()
 
-    def _read(self, model: Any) -> tuple[Any, list[Any]]:
+    def _read(self, model: Any = None, /) -> tuple[Any, list[Any]]:
         """Return the compiled function of a list of values, and the values of the model."""
         if not trace_state_clean() and staged():
             raise LoRAUsageError(_NESTED)
@@ -194,7 +195,9 @@ class Step:
 
 
 def _described(model: object) -> str:
-    return f"another {type(model).__name__}" if isinstance(model, nnx.Module) else repr(type(model).__name__)
+    if isinstance(model, nnx.Module):
+        return f"another {type(model).__name__}"
+    return "none" if model is None else repr(type(model).__name__)
 
 
 def _check_options(function: Callable[..., Any], options: dict[str, Any]) -> None:

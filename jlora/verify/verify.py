@@ -476,8 +476,9 @@ class _Probe:
         guess = "" if site.doubt is None else f" {site.doubt.why}: that does not hold."
         raise LoRAError(
             f"verify: {site.path} ({name}) is off: {found}{guess} Either its rows are not the batch's (patches that "
-            "sequences share, another axis as long as the batch, packed rows without token_counts), or its spec does "
-            "not say what it computes (axes, a scaled input or output, dequantize). Register its class with the right "
+            "sequences share, another axis as long as the batch, packed rows without token_counts), or the model mixes "
+            "sequences after it (BatchNorm or Dropout in training mode: call model.eval() first), or its spec does not "
+            "say what it computes (axes, a scaled input or output, dequantize). Register its class with the right "
             "spec, or leave it out: LoRAConfig.exclude_modules"
         )
 

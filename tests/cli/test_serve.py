@@ -342,7 +342,12 @@ def test_help_shows_every_default(capsys):
     missing = [entry for entry in entries if "default:" not in " ".join(entry.split()) and "--help" not in entry]
     assert missing == []
     shown = " ".join(" ".join(entries).split())
-    for flag, default in (("--max-waiting N", "1024"), ("--bitwise-base", "off"), ("--lora-modules", "none")):
+    for flag, default in (
+        ("--max-waiting N", "1024"),
+        ("--bitwise-base", "off"),
+        ("--enable-lora", "on"),
+        ("--lora-modules", "none"),
+    ):
         assert re.search(rf"{flag}[^(]*\(default: {default}\)", shown), flag
 
 

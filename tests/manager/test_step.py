@@ -285,3 +285,26 @@ def test_verify_takes_a_step(world):
     check(world, [None] * SEQUENCES)
     with pytest.raises(jlora.LoRAUsageError, match="takes the model of its manager"):
         world.forward(nnx.clone(world.model), world.tokens, None)
+
+
+def test_decorator_takes_options(world):
+    @world.manager.jit(donate_argnames="cache", static_argnames=("scale", "double"))
+    def step(model, tokens, cache, batch, *, scale=1, double=False):
+        return decode(model, tokens, cache, batch, scale=scale, double=double)
+
+    cache = jnp.zeros(())
+    logits, _ = step(world.model, world.tokens, cache, None, scale=2)
+    np.testing.assert_allclose(logits, 2 * world.forward(world.model, world.tokens, None), rtol=1e-5)
+    assert cache.is_deleted()
+
+
+@pytest.mark.parametrize("options", [{"donate_argname": "cache"}, {"static_argnames": "scael"}, {"donate_argnums": 9}])
+def test_options_that_do_not_fit_raise_before_the_first_call(world, options):
+    with pytest.raises((TypeError, ValueError), match=r"donate_argname|scael|donate_argnums"):
+        world.manager.jit(decode, **options)
+
+
+def test_model_that_is_left_out_or_named(world):
+    for call in (world.forward, world.forward.lower):
+        with pytest.raises(jlora.LoRAUsageError, match=r"by position, and got none: call step\(manager\.model"):
+            call(model=world.model, tokens=world.tokens, batch=None)

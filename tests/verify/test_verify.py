@@ -528,3 +528,21 @@ def test_a_model_that_is_not_finite_cannot_be_compared():
 
     with pytest.raises(LoRAError, match="without adapters is not finite"):
         make_manager(Two(nnx.Linear(6, 6, rngs=nnx.Rngs(1)))).verify(hides, normal(3, 4, 6))
+
+
+class Normed(nnx.Module):
+    def __init__(self):
+        self.proj = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        self.norm = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.norm(self.proj(x))
+
+
+def test_model_in_training_mode_is_named_as_a_cause():
+    model = Normed()
+    manager, x = make_manager(model), normal(5, 3, 8)
+    with pytest.raises(LoRAError, match=r"proj \(Linear\) is off.*training mode: call model\.eval\(\) first"):
+        manager.verify(forward, x)
+    model.eval()
+    assert manager.verify(forward, x).checked == ("proj",)

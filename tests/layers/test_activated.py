@@ -243,6 +243,13 @@ def test_an_activated_adapter_needs_first_rows():
     np.testing.assert_array_equal(again, want)
 
 
+@pytest.mark.parametrize("count", [0, SEQUENCES - 1, SEQUENCES + 1])
+def test_a_prompt_for_each_sequence(world, count):
+    with world.manager.prepare(NAMES) as batch:
+        with pytest.raises(jlora.LoRAUsageError, match=f"{count} prompts for {SEQUENCES} sequences"):
+            batch.activate_in([[1]] * count, length=LENGTH)
+
+
 # --- `activate` ------------------------------------------------------------------------------------------------------
 
 

@@ -245,9 +245,9 @@ def test_an_activated_adapter_needs_first_rows():
 
 @pytest.mark.parametrize("count", [0, SEQUENCES - 1, SEQUENCES + 1])
 def test_a_prompt_for_each_sequence(world, count):
-    with world.manager.prepare(NAMES) as batch:
-        with pytest.raises(jlora.LoRAUsageError, match=f"{count} prompts for {SEQUENCES} sequences"):
-            batch.activate_in([[1]] * count, length=LENGTH)
+    message = f"{count} prompts for {SEQUENCES} sequences"
+    with world.manager.prepare(NAMES) as batch, pytest.raises(jlora.LoRAUsageError, match=message):
+        batch.activate_in([[1]] * count, length=LENGTH)
 
 
 # --- `activate` ------------------------------------------------------------------------------------------------------

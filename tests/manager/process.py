@@ -30,8 +30,8 @@ from jlora.adapters import ExpertsLoRA
 from jlora.adapters.files import StableFile
 from jlora.errors import (
     AdapterFormatError,
-    AdapterMismatchError,
     AdapterInUseError,
+    AdapterMismatchError,
     AdapterNotFoundError,
     LoRAError,
     LoRAUsageError,

@@ -199,7 +199,8 @@ def _of_sequences(batch: LoRABatch, shape: tuple[int, ...], between: tuple[int, 
         return (
             f"a sequence has rows of shape {between}, and `active_from` counts the rows of a sequence: expected "
             f"{expected}. Say which of the batch's tokens other rows are with jlora.rows(jlora.RowMap(..., "
-            "of='tokens'))"
+            "of='tokens')). Rows that are no tokens, such as an encoder's, are items: LoRAManager(..., row_groups="
+            "{module: 'audio'}), and prepare(..., groups=)"
         )
     length, positions = (between[0] if len(between) == 1 else None), (between[0] if activated and between else 1)
     return RowLayout("sequences", shape, math.prod(between), length, positions)

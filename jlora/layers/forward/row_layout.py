@@ -158,6 +158,11 @@ def layout_of(
     if as_packed:
         return RowLayout("packed", shape)
     if as_sequences:
+        if mapped and batch.layout.activated and declared != 1 and shape[1:] in ((), (1,)):
+            raise LoRAUsageError(
+                f"{site.path}: under jax.vmap, a row of each sequence may be any of those that `active_from` counts: "
+                "give the tokens with jlora.rows(jlora.RowMap(..., of='tokens')), or call the layer outside of vmap"
+            )
         return _of_sequences(batch, shape, shape[1:])
     known = lengths if declared is None else lengths | {declared}
     if packed is None and shape in {(sequences * length,) for length in known}:

@@ -34,5 +34,6 @@ class Problems:
             return
         first = self.found[0]
         messages = [message for error in self.found for message in error.problems or (str(error),)]
-        first.problems = tuple(dict.fromkeys(messages)) if len(messages) > 1 else ()
+        if len(messages) > 1:
+            first.problems = tuple(dict.fromkeys(messages))
         raise first

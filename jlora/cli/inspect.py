@@ -40,7 +40,7 @@ def run_inspect(path: str, model: str | None, skip: Sequence[str] = (), revision
     try:
         return _inspect(path, model, skip, skipped, revision)
     except LoRAError as error:
-        for problem in error.problems:
+        for problem in error.problems if len(error.problems) > 1 else ():
             print(f"problem      {printable(problem)}")
         raise
 

@@ -93,7 +93,9 @@ def in_slot_dtype(where: str, label: str, factor: np.ndarray, dtype: np.dtype) -
 
 def fits_float32(value: float) -> bool:
     """Return True if a number is finite as a float32."""
-    return bool(abs(value) <= _LARGEST)  # False for NaN too, and a bool where the value is of NumPy
+    if isinstance(value, np.floating):
+        value = float(value)  # NumPy would round the limit to float16, where it is infinite
+    return bool(abs(value) <= _LARGEST)  # False for NaN too
 
 
 def check_scaling(where: str, scaling: float) -> None:

@@ -165,7 +165,8 @@ class SeveralProcesses:
             compared = same(result)
             mine = None if compared is None else {"same": compared, "own": own(result)}
         except Exception as error:
-            self._settle({"error": [type(error).__name__, str(error)]}, error)
+            problems = error.problems if isinstance(error, LoRAError) else ()
+            self._settle({"error": [type(error).__name__, str(error), problems]}, error)
             raise
         return result, [None] if mine is None else self._settle(mine, None)
 
@@ -224,8 +225,10 @@ class SeveralProcesses:
                 )
         for i, other in messages.items():
             if "error" in other:
-                name, message = other["error"]
-                raise error_of(name, f"{message} (process {i})") from cause
+                name, message, problems = other["error"]
+                error = error_of(name, f"{message} (process {i})")
+                error.problems = tuple(problems)
+                raise error from cause
         first, *others = messages
         for i in others:
             if messages[i]["same"] != messages[first]["same"]:

@@ -172,15 +172,15 @@ class SiteIndex:
 
     def _reason(self, kind: str, name: str) -> str:
         """Return the message why a name has no place."""
-        for alias in (name, f"{name}.attend", *(short for _, short in _without_numbers(name))):
-            if alias in self._wrapped.unwrapped:
-                return f"{name!r} is not wrapped: {self._wrapped.unwrapped[alias]}"
         if kind == "head":
             for short in (name, *(short for _, short in _without_numbers(name))):
                 if short in self._wrapped.headless:
                     reason = self._wrapped.headless[short]
                     return f"a fully trained {name!r} (modules_to_save) cannot be served: {reason}"
             kind = "linear"
+        for alias in (name, f"{name}.attend", *(short for _, short in _without_numbers(name))):
+            if alias in self._wrapped.unwrapped:
+                return f"{name!r} is not wrapped: {self._wrapped.unwrapped[alias]}"
         other = "embedding" if kind == "linear" else "linear"
         if (other, name) in self._sites:
             return f"{name!r} takes {other} weights, and these are {kind} weights"

@@ -340,6 +340,10 @@ def _read(folder: Path) -> _Snapshot:
         entries: list[_Entry] = []
         for i, one in enumerate(saved["adapters"]):
             entry = _checked(one, _ENTRY_FIELDS, f"{file}: adapters[{i}]")
+            if entry["request"] is not None and entry["request"].get("name") != entry["name"]:
+                raise AdapterFormatError(
+                    f"{file}: adapters[{i}]: its request has another name than {entry['name']!r:.80}"
+                )
             request: Any = None if entry["request"] is None else LoRARequest(**entry["request"])
             entries.append(_Entry(**{**entry, "request": request}))
         for i, name in enumerate(saved["slots"]):
@@ -384,10 +388,21 @@ def _read_weights(folder: Path, entry: _Entry, same_layers: bool, slots: SlotTab
         )
     try:
         data = file.read_bytes()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a null character in the name
         raise AdapterFormatError(f"{where}: cannot be read: {error}") from error
     if hashlib.sha256(data).hexdigest() != entry.weights:
         raise AdapterFormatError(f"{where}: its SHA-256 is not the one that it is named by; it was changed since")
+    try:
+        packed = _unpack_file(data, where, entry, slots, host)
+    except LoRAError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, safetensors.SafetensorError) as error:
+        raise AdapterFormatError(f"{where}: holds no saved adapter: {type(error).__name__}: {error!s:.200}") from error
+    return host.measured(packed)
+
+
+def _unpack_file(data: bytes, where: str, entry: _Entry, slots: SlotTable, host: Host) -> PackedAdapter:
+    """Return the adapter of a file of `_pack_file`."""
     arrays = safetensors.numpy.load(data)
     header: Any = json.loads(arrays["header"].tobytes())
     pool = slots.pool
@@ -423,7 +438,7 @@ def _read_weights(folder: Path, entry: _Entry, same_layers: bool, slots: SlotTab
         warnings=tuple(header.get("warnings", ())),
     )
     check_variant(where, host.config, packed)
-    return host.measured(packed)
+    return packed
 
 
 def _load(

@@ -231,6 +231,24 @@ def test_every_problem_is_listed(capsys, tmp_path):
         assert err.startswith("jlora: error: adapter 'it'")
 
 
+@pytest.mark.parametrize("model", [[], ["--model", str(TIED)]])
+def test_a_problem_is_one_line(capsys, tmp_path, model):
+    """The first error of two has one problem, and the second one another."""
+    adapter({f"{MLP}.down_proj": (40, 31)}).save_pretrained(tmp_path / "it")
+    file = tmp_path / "it" / "adapter_config.json"
+    fields = json.loads(file.read_text())
+    file.write_text(json.dumps({**fields, "bias": "all"}))
+    assert run(["inspect", str(tmp_path / "it"), *model]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem ")]
+    assert [line for line in lines if "\\n" in line] == []
+    assert len(lines) == (2 if model else 0)
+    file.write_text(json.dumps(fields))
+    assert run(["inspect", str(tmp_path / "it"), *model]) == (1 if model else 0)
+    out, err = capsys.readouterr()
+    assert "problem " not in out
+    assert ("down_proj: A and B have shapes" in err) == bool(model)
+
+
 def test_warnings_are_printed(capsys, tmp_path):
     made = adapter({f"{ATTENTION}.k_proj": (32, 16), f"{ATTENTION}.q_proj": (32, 32)})
     modules = {n: replace(m, b=np.zeros_like(m.b)) for n, m in made.modules.items()}

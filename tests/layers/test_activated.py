@@ -161,6 +161,20 @@ def test_sequences_under_vmap(world):
         world.check(mapped, TOKENS[:, place], take=lambda a, i=place: a[:, i], place=place, length=1)
 
 
+def test_positions_under_vmap(world):
+    """Each call sees one row a sequence, which need not be the last."""
+
+    def one(model, tokens, batch):
+        with jlora.use(batch):
+            return model(tokens)
+
+    step = jax.jit(jax.vmap(one, in_axes=(None, 1, None), out_axes=1))
+    with world.manager.prepare(NAMES, active_from=[0] * SEQUENCES, length=LENGTH) as batch:
+        with pytest.raises(jlora.LoRAUsageError, match=r"under jax\.vmap, a row of each sequence may be any"):
+            step(world.manager.model, TOKENS, batch)
+        step(world.manager.model, TOKENS[:, :1], batch.activate([0] * SEQUENCES, length=1))
+
+
 @pytest.mark.device(devices=8)
 def test_shards_of_sequences(world):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
@@ -241,6 +255,13 @@ def test_an_activated_adapter_needs_first_rows():
         want = np.asarray(serve(plain.model, TOKENS, batch))
     np.testing.assert_array_equal(found, want)
     np.testing.assert_array_equal(again, want)
+
+
+@pytest.mark.parametrize("count", [0, SEQUENCES - 1, SEQUENCES + 1])
+def test_a_prompt_for_each_sequence(world, count):
+    message = f"{count} prompts for {SEQUENCES} sequences"
+    with world.manager.prepare(NAMES) as batch, pytest.raises(jlora.LoRAUsageError, match=message):
+        batch.activate_in([[1]] * count, length=LENGTH)
 
 
 # --- `activate` ------------------------------------------------------------------------------------------------------

@@ -166,6 +166,26 @@ def test_declared_decoder_serves_each_row_its_adapter():
         assert_close(serve(model, inputs, batch), expected_rows(twins, NAMES, inputs), 1e-5)
 
 
+def test_an_encoder_beside_first_active_rows():
+    """Its rows have no place among those that `active_from` counts, so they are items, one a sequence."""
+    targets = [
+        Target(f"{name}.layers.1.{layer}", WIDTH, WIDTH, f"{name}.layers.1.{layer}.kernel")
+        for name, layer in (("encoder", "fc1"), ("decoder", "encoder_attn.k_proj"), ("decoder", "fc1"))
+    ]
+    model, inputs = Whisper(), frames_and_tokens()
+    adapters = [make_adapter(name, targets, 2) for name in ("one", "two")]
+    twins = {None: nnx.clone(model), **{each.name: merge(model, targets, each) for each in adapters}}
+    active = {"active_from": [0] * 3, "length": 4}
+    manager = make_manager(model, adapters, row_groups={"decoder": "sequences"}, activated=True)
+    with manager.prepare(NAMES, **active) as batch, pytest.raises(jlora.LoRAError, match="an encoder's, are items"):
+        serve(model, inputs, batch)
+    manager.unwrap()
+    groups = dict.fromkeys(["encoder", "encoder_attn.k_proj", "encoder_attn.v_proj"], "audio")
+    manager = make_manager(model, adapters, row_groups=groups, activated=True)
+    with manager.prepare(NAMES, **active, groups={"audio": [0, 1, 2]}) as batch:
+        assert_close(serve(model, inputs, batch), expected_rows(twins, NAMES, inputs), 1e-5)
+
+
 def test_lines_for_items_name_the_tower_alone():
     """Without the layers of the text that the line for sequences may declare with it."""
     model = Whisper()

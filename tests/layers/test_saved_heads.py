@@ -447,6 +447,15 @@ def test_modules_that_cannot_be_replaced(name, message):
         make_manager(Wide(), [], saved_heads={"score": 2, name: 8})
 
 
+def test_an_embedding_beside_an_output_layer():
+    """The reason is that of a head, not why the table serves no logits."""
+    model = Wide()
+    model.lm_head = nnx.Linear(K, 8, rngs=nnx.Rngs(0))
+    adapter = jlora.Adapter.from_arrays("a", {}, alpha=1, heads={"embed_tokens": jlora.SavedHead(normal_array(8, K))})
+    with pytest.raises(jlora.AdapterMismatchError, match="cannot be served: it is an embedding"):
+        make_manager(model, [adapter])
+
+
 def test_a_layer_that_is_not_wrapped():
     with pytest.raises(
         jlora.LoRAUsageError, match=r"saved_heads names 'score'.*not among the configured target_modules"

@@ -31,6 +31,7 @@ from jlora.adapters.files import StableFile
 from jlora.errors import (
     AdapterFormatError,
     AdapterInUseError,
+    AdapterMismatchError,
     AdapterNotFoundError,
     LoRAError,
     LoRAUsageError,
@@ -886,6 +887,17 @@ def names_and_messages(world: World) -> None:
         world.resolving = resolve
     with pytest.raises(LoRAError, match=r"^ValueError: ошибка ☃ \ud800 x+ \(process 1\)$"):
         manager.add_adapter(world.request("one"))
+
+    def refuse(request):
+        error = AdapterMismatchError("two problems")
+        error.problems = ("ошибка", "\ud800")
+        raise error
+
+    if world.me == 1:
+        world.resolving = refuse
+    with pytest.raises(AdapterMismatchError) as caught:
+        manager.add_adapter(world.request("one"))
+    assert caught.value.problems == ("ошибка", "\ud800")
     world.resolving = world.path_of
     manager.add_adapter(world.request("one"))
     world.check(["one", None, None, "one"])

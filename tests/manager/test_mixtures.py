@@ -164,6 +164,8 @@ def test_an_undecided_batch_has_no_keys(adapters):
         (lambda: Scaled("a", float("nan")), "finite"),
         (lambda: Scaled("a", float("inf")), "finite"),
         (lambda: Scaled("a", 1e39), "finite float32"),
+        (lambda: Scaled("a", np.float16(np.inf)), "finite float32"),
+        (lambda: Mix({"a": -np.float16(np.inf)}), "finite float32"),
         (lambda: Scaled("a", True), "finite"),
         (lambda: Scaled(None, 1.0), "names"),
         (lambda: Mix({}), "at least one"),

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from flax import nnx
 from jax.sharding import AxisType
 
@@ -719,6 +720,7 @@ WRONG = {
     "base": 3, "layers": None, "adapters": {}, "slots": "a", "removed": [], "slots.0": 3, "removed.gone": "1",
     "adapters.0": "a", "adapters.0.name": 3, "adapters.0.version": "1", "adapters.0.version ": True,
     "adapters.0.fingerprint": 3, "adapters.0.request": ["a"], "adapters.0.request.path": 3, "adapters.0.weights": 3,
+    "adapters.0.request.name": "b",
     "adapters.0.pinned": 1, "adapters.0.cached": None, "adapters.0.more": 1, "more": 1,
 }  # fmt: skip
 
@@ -741,6 +743,53 @@ def test_an_edited_file_with_a_digest_of_its_own(world, tmp_path, where):
     as_new(world)
     field = next(name for name in reversed(where.strip().split(".")) if not name.isdigit())
     with pytest.raises(jlora.AdapterFormatError, match=rf"adapters\.json: .*{field}"):
+        world.manager.restore(tmp_path)
+    assert world.held()[:2] == ((), (None, None))
+
+
+def edit_placements(header, arrays):
+    del header["placements"]
+
+
+def edit_layer(header, arrays):
+    header["placements"][0][1] = "nowhere"
+
+
+def edit_rank(header, arrays):
+    header["placements"][0][6] = "1"
+
+
+def edit_field(header, arrays):
+    header["about"]["more"] = 3
+
+
+def edit_shape(header, arrays):
+    arrays["0.a"] = arrays["0.a"][0]
+
+
+def edit_tensor(header, arrays):
+    del arrays["0.b"]
+
+
+@pytest.mark.parametrize("edit", [edit_placements, edit_layer, edit_rank, edit_field, edit_shape, edit_tensor, None])
+def test_edited_weights_with_a_digest_of_their_own(world, tmp_path, edit):
+    as_new(world).manager.add_adapter(make_adapter("a"))
+    world.manager.save(tmp_path)
+    saved = json.loads((tmp_path / "adapters.json").read_text())
+    (weights,) = (tmp_path / "weights").iterdir()
+    name = "\0"
+    if edit is not None:
+        arrays = safetensors.numpy.load(weights.read_bytes())
+        header = json.loads(arrays["header"].tobytes())
+        edit(header, arrays)
+        data = safetensors.numpy.save({**arrays, "header": np.frombuffer(json.dumps(header).encode(), np.uint8)})
+        name = hashlib.sha256(data).hexdigest()
+        (tmp_path / "weights" / name).write_bytes(data)
+    saved["saved"]["adapters"][0]["weights"] = name
+    saved["sha256"] = hashlib.sha256(json.dumps(saved["saved"], sort_keys=True).encode()).hexdigest()
+    (tmp_path / "adapters.json").write_text(json.dumps(saved))
+    as_new(world)
+    with pytest.raises(jlora.AdapterFormatError, match=r"adapter 'a': .*weights"):
         world.manager.restore(tmp_path)
     assert world.held()[:2] == ((), (None, None))
 

@@ -365,9 +365,12 @@ class LoRABatch:
           start: number of tokens of each prompt that are in the cache already. Row 0 of the forward is the next one.
 
         Raises:
-          LoRAUsageError: as `activate`, or inside a traced function.
+          LoRAUsageError: as `activate`, or inside a traced function; another number of prompts than of sequences.
         """
-        pairs = zip(prompts, self.invocation_tokens, strict=True)
+        called = self.invocation_tokens
+        if len(prompts) != len(called):
+            raise LoRAUsageError(f"LoRABatch.activate_in: {len(prompts)} prompts for {len(called)} sequences")
+        pairs = zip(prompts, called, strict=True)
         return self.activate([active_from(prompt, tokens, start=start) for prompt, tokens in pairs], length=length)
 
     def check_usable(self) -> None:

@@ -158,6 +158,11 @@ def layout_of(
     if as_packed:
         return RowLayout("packed", shape)
     if as_sequences:
+        if mapped and batch.layout.activated and declared != 1 and shape[1:] in ((), (1,)):
+            raise LoRAUsageError(
+                f"{site.path}: under jax.vmap, a row of each sequence may be any of those that `active_from` counts: "
+                "give the tokens with jlora.rows(jlora.RowMap(..., of='tokens')), or call the layer outside of vmap"
+            )
         return _of_sequences(batch, shape, shape[1:])
     known = lengths if declared is None else lengths | {declared}
     if packed is None and shape in {(sequences * length,) for length in known}:
@@ -199,7 +204,8 @@ def _of_sequences(batch: LoRABatch, shape: tuple[int, ...], between: tuple[int, 
         return (
             f"a sequence has rows of shape {between}, and `active_from` counts the rows of a sequence: expected "
             f"{expected}. Say which of the batch's tokens other rows are with jlora.rows(jlora.RowMap(..., "
-            "of='tokens'))"
+            "of='tokens')). Rows that are no tokens, such as an encoder's, are items: LoRAManager(..., row_groups="
+            "{module: 'audio'}), and prepare(..., groups=)"
         )
     length, positions = (between[0] if len(between) == 1 else None), (between[0] if activated and between else 1)
     return RowLayout("sequences", shape, math.prod(between), length, positions)

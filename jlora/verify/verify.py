@@ -99,7 +99,7 @@ def verify(
       wrapped: the wrapped model.
       forward: `forward(model, inputs, batch)` -> array or tree of arrays with rows of sequences. It runs one or several
         of your steps, each inside `jlora.use(batch)`. It is called with copies of the model that share its arrays, so
-        it must not donate them, and with `batch=None` on an unwrapped copy.
+        it must not donate them, and with `batch=None` on an unwrapped copy. It may donate its inputs.
       inputs: the inputs of `forward`. Sequences should differ in content and, if the model allows it, their number
         should differ from the length of all other axes.
       num_sequences: number of sequences in `inputs`; None reads the first axis of its first array (or `token_counts`).
@@ -153,6 +153,10 @@ def verify(
 
 def _by_path(reasons: Mapping[Site, str]) -> dict[str, str]:
     return {site.path: reason for site, reason in reasons.items()}
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.copy() if isinstance(leaf, jax.Array) else leaf
 
 
 def _count(inputs: Any, token_counts: Sequence[int] | None, batch_axis: int) -> int:
@@ -320,7 +324,7 @@ class _Probe:
         # The manager does not use the copy's slots, so the lease holds no adapter. It lasts for this forward.
         lease = Lease((), (None,) * count, thread=0, shape=shape)
         batch = make_batch(slots, shape, model, lease, none=none, unserved=frozenset())
-        arrays, self._owners = self.layout.rows(self.forward(copy, self.inputs, batch))
+        arrays, self._owners = self._run(copy, self.inputs, batch)
         return arrays
 
     def merged(self, sites: Iterable[Site], name: str | None, cast: bool) -> Rows:
@@ -332,7 +336,12 @@ class _Probe:
             inputs = jax.tree.map(in_float32, inputs)
         for site in sites if name is not None else ():
             merge(layers[site], self.wrapped, site, *self.factors[name or ""][site])
-        return self.layout.rows(self.forward(copy, inputs, None))[0]
+        return self._run(copy, inputs, None)[0]
+
+    def _run(self, model: nnx.Module, inputs: Any, batch: LoRABatch | None) -> tuple[Rows, Any]:
+        """Run one forward on copies of the inputs, which it may donate, and return its rows and their owners."""
+        given: Any = jax.tree.map(_copied, inputs)
+        return self.layout.rows(self.forward(model, given, batch))
 
     def _random(self, site: Site, layer: nnx.Module) -> list[Array]:
         if site not in self._filled:

@@ -124,6 +124,25 @@ def test_verify_keeps_slots_adapters_and_parameters():
     assert list(manager.list_adapters()) == ["one"]
 
 
+def test_a_step_may_donate_its_inputs():
+    model = Transformer()
+    manager = make_manager(model, target_modules=["first.q", "mlp"])
+    inputs = {"tokens": jnp.asarray(tokens_of(3, 5)), "cache": jnp.ones((3, 5, 8)), "key": jax.random.key(0)}
+
+    @manager.jit(donate_argnames="cache")
+    def step(model, tokens, cache, batch):
+        with jlora.use(batch):
+            return model(tokens), cache + 1
+
+    def two_steps(model, inputs, batch):
+        _, cache = step(model, inputs["tokens"], inputs["cache"], batch)
+        return step(model, inputs["tokens"], cache, batch)[0]
+
+    report = manager.verify(two_steps, inputs)
+    assert {"first.q", "mlp"} <= set(report.checked)
+    assert not inputs["cache"].is_deleted()
+
+
 def test_packed_rows_and_one_row_a_sequence():
     class Model(nnx.Module):
         def __init__(self):

@@ -1,7 +1,6 @@
 """Adapters without a request are never evicted from the host cache, and a batch that cannot fit loads nothing."""
 
 import threading
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 import jlora
 from jlora.manager.host_cache import HostCache
 from jlora.manager.packed_adapter import PackedAdapter
+from tests.manager.test_prepare import in_time
 from tests.manager.tiny import MAX_RANK, MODULES, make_adapter, make_world, request, same, tensors
 from tests.records import on_host, slot_names
 
@@ -30,20 +30,6 @@ def large(name: str) -> jlora.Adapter:
 def large_request(folder, name: str) -> jlora.LoRARequest:
     large(name).save_pretrained(folder / name)
     return jlora.LoRARequest(name, str(folder / name))
-
-
-def in_time(call) -> Any:
-    """Return or raise the result of a call, made in a thread because it may never end."""
-    done: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            done.set_result(call())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return done.result(20)
 
 
 def update(world, name: str, version: int, put=np.asarray) -> jlora.Adapter:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import chain
 
 from jlora import AdapterInfo, LoRABatch, LoRAManager, LoRARequest
 from jlora.errors import AdapterInUseError, AdapterNotFoundError, LoRAError, LoRAUsageError, NoFreeSlotError
@@ -257,6 +258,10 @@ class Loras:
         places of the host cache are counted whose adapters can be evicted. As sizes are unknown, an adapter that was
         evicted nevertheless is loaded again when it is the first, or once a running adapter has ended.
         """
+        waiting = iter(waiting)
+        first = next((sequence for sequence in waiting if sequence.lora is not None), None)
+        if first is None:  # most steps
+            return
         running = {name for name, _ in self._held}
         held = self._manager.list_adapters(running).values()
         places = self._places()
@@ -265,7 +270,7 @@ class Loras:
             return  # a load would find no room before a running sequence ends
         room = max(1, min(_AHEAD, room))
         now, seen = time.monotonic(), set[str]()
-        for sequence in waiting:
+        for sequence in chain((first,), waiting):
             name = sequence.lora
             if name is None or name in seen:
                 continue

@@ -17,11 +17,6 @@ Weights: TypeAlias = Mapping[str, BaseShape] | Mapping[str, np.ndarray]
 
 def check_base_shapes(where: str, weights: Weights, index: SiteIndex) -> None:
     """Raise AdapterMismatchError if the name or the shape of a base weight does not match the model."""
-    refuse(where, misfits(weights, index))
-
-
-def misfits(weights: Weights, index: SiteIndex) -> list[str]:
-    """Return one message for each base weight whose name or shape does not match the model."""
     problems: list[str] = []
     for name, weight in weights.items():
         if index.skips(name):
@@ -35,7 +30,7 @@ def misfits(weights: Weights, index: SiteIndex) -> list[str]:
         own = (inputs, outputs) if site.kind == "embedding" else (outputs, inputs)
         if own != tuple(weight.shape):
             problems.append(f"{name}.base_layer.weight: shape {tuple(weight.shape)}, and the model's own has {own}")
-    return problems
+    refuse(where, problems)
 
 
 def _site(name: str, index: SiteIndex) -> tuple[Site, int, int, int] | str:

@@ -42,6 +42,7 @@ from tests.layers.mesh_models import (
 from tests.manager.conftest import WRITES
 from tests.matrix import thinned
 from tests.records import content_of, slot_names
+from tests.small_device import on_small_device
 
 pytestmark = pytest.mark.device
 
@@ -62,11 +63,10 @@ def twins():
 
 
 class World:
-    def __init__(self, **config):
+    def __init__(self, staging=2**28, **config):
         self.model = placed(Small(), the_mesh(), SMALL)
-        self.manager = make_manager(
-            self.model, ADAPTERS, **{"max_lora_rank": 3, "max_loras": 2, "data_axes": ["data"], **config}
-        )
+        sizes = {"max_lora_rank": 3, "max_loras": 2, "data_axes": ["data"], **config}
+        self.manager = on_small_device(staging, make_manager, self.model, ADAPTERS, **sizes)
 
         @jax.jit
         @chex.assert_max_traces(n=1)
@@ -89,7 +89,7 @@ MIXES = (["one", None, "two", "one"], ["three", "four", None, "four"], ["two", "
 
 @pytest.mark.parametrize(
     ("config", "write_programs"),
-    thinned(list(itertools.product([{}, {"fully_sharded": True, "max_staging_bytes": 64}], WRITES)), 2, 4),
+    thinned(list(itertools.product([{}, {"fully_sharded": True, "staging": 64}], WRITES)), 2, 4),
     indirect=["write_programs"],
 )
 @pytest.mark.device(devices=4)

@@ -28,7 +28,7 @@ def served(adapters, **config):
 
 @pytest.fixture(scope="module")
 def world(adapters):
-    return served(adapters, sequence_scales=True, max_adapters_per_sequence=3, activated=True)
+    return served(adapters, max_adapters_per_sequence=3, activated=True)
 
 
 def parts_of(entry, adapters):
@@ -92,7 +92,7 @@ def test_order_of_a_mix_is_fixed_and_company_does_not_matter(world):
 
 
 def test_scales_without_mixtures(adapters):
-    world = served(adapters, sequence_scales=True)
+    world = served(adapters, max_adapters_per_sequence=1)
     with world.manager.prepare([Scaled("a", -0.5), "b", None]) as batch:
         got = world.logits(batch)
     parts = [[(adapters["a"], -0.5)], [(adapters["b"], 1)], []]
@@ -183,9 +183,9 @@ def test_malformed_descriptions_are_refused(make, message):
 @pytest.mark.parametrize(
     ("entries", "options", "message"),
     [
-        ([Scaled("a", 0.5)], {}, "sequence_scales=True"),
-        ([Mix({"a": 1, "b": 1})], {}, "max_adapters_per_sequence is 1"),
-        ([Mix({"a": 2})], {}, "sequence_scales=True"),
+        ([Scaled("a", 0.5)], {}, "max_adapters_per_sequence=1"),
+        ([Mix({"a": 1, "b": 1})], {}, "max_adapters_per_sequence=2"),
+        ([Mix({"a": 2})], {}, "max_adapters_per_sequence=1"),
         (["a"], {"active_from": [1]}, "activated=True"),
     ],
 )

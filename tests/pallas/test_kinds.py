@@ -19,7 +19,7 @@ ADAPTERS = {
     "dora": as_dora(make_adapter("dora", rank=3, modules=LINEAR)),
     "dora of some": as_dora(make_adapter("dora of some", rank=2, modules=["layers.0.q_proj", "layers.1.o_proj"])),
 }
-SWITCHES = {"sequence_scales": True, "activated": True, "dora": True}
+SWITCHES = {"max_adapters_per_sequence": 1, "activated": True, "dora": True}
 # Entries and first active rows.
 BATCHES = [
     (["all", None, "dora"], [0, 0, 0]),

@@ -270,26 +270,19 @@ def _count(value: str) -> tuple[str, int]:
     return name, _whole(1, 2**31 - 1)(count)
 
 
-def _real(value: str) -> float:
-    try:
-        return float(value)
-    except ValueError:
-        return math.nan
+def _number(accepts: Callable[[float], bool], expected: str) -> Callable[[str], float]:
+    def parse(value: str) -> float:
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if not accepts(number):
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {value!r:.40}")
+        return number
+
+    return parse
 
 
-def _temperature(value: str) -> float:
-    if not 0 <= _real(value) < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a finite number of at least 0, got {value!r:.40}")
-    return float(value)
-
-
-def _share(value: str) -> float:
-    if not 0 < _real(value) <= 1:
-        raise argparse.ArgumentTypeError(f"expected a number above 0 and at most 1, got {value!r:.40}")
-    return float(value)
-
-
-def _seconds(value: str) -> float:
-    if not 0 < _real(value) <= 86400 * 365:
-        raise argparse.ArgumentTypeError(f"expected seconds, a number above 0, got {value!r:.40}")
-    return float(value)
+_temperature = _number(lambda number: 0 <= number < math.inf, "a finite number of at least 0")
+_share = _number(lambda number: 0 < number <= 1, "a number above 0 and at most 1")
+_seconds = _number(lambda number: 0 < number <= 86400 * 365, "seconds, a number above 0")

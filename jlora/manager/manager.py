@@ -141,8 +141,8 @@ class LoRAManager:
         self._coordinator = coordinator_of(model, config.process_timeout, *locks)
         try:
             with self._coordinator.turn("LoRAManager"):
-                found = self._wrap(packed_modules, name_map, skip, row_groups)
-            self._build(*found, resolve)
+                rules, limits = self._wrap(packed_modules, name_map, skip, row_groups)
+            self._build(rules, limits, resolve)
         except BaseException:
             if "_wrapped" in vars(self):
                 self._wrapped.unwrap()  # the caller has no manager to do it
@@ -154,11 +154,11 @@ class LoRAManager:
         name_map: NameMap | None,
         skip: Sequence[str],
         row_groups: Mapping[str, str] | None,
-    ) -> tuple[NameRules, int, int]:
+    ) -> tuple[NameRules, list[int]]:
         """Wrap the model, with the same slots in all processes.
 
         Returns:
-          The name rules, and the smallest sizes over the processes of the host cache and of `staging_bytes`.
+          The name rules, and the smallest host cache size and `staging_bytes` over the processes.
         """
         config = self.config
 
@@ -174,15 +174,12 @@ class LoRAManager:
             sizes = replace(config, max_cpu_bytes=None, target_modules=None, exclude_modules=None)
             return [repr(sizes), repr(slots)]
 
-        def sizes_here(_: NameRules) -> Any:
-            return config.max_cpu_bytes or machine_bytes() // 2, staging_bytes()
+        own = (config.max_cpu_bytes or machine_bytes() // 2, staging_bytes())
+        rules, limits = self._coordinator.agree(wrap, same, lambda _: own)
+        return rules, [min(limit) for limit in zip(*limits, strict=True)]
 
-        rules, sizes = self._coordinator.agree(wrap, same, sizes_here)
-        memory, staging = map(min, zip(*sizes, strict=True))
-        return rules, memory, staging
-
-    def _build(self, rules: NameRules, memory: int, staging: int, resolve: Callable[[LoRARequest], str] | None) -> None:
-        config = self.config
+    def _build(self, rules: NameRules, limits: list[int], resolve: Callable[[LoRARequest], str] | None) -> None:
+        config, (memory, staging) = self.config, limits
         self._index = index = SiteIndex(self._wrapped, rules)
         self._changed = Bell()
         self._counts: Counter[str] = Counter()

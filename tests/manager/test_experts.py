@@ -11,7 +11,7 @@ from flax import nnx
 
 import jlora
 from jlora.adapters import ExpertsLoRA
-from jlora.errors import AdapterMismatchError, LoRAUsageError
+from jlora.errors import AdapterMismatchError
 from tests.layers.expert_models import EXPERTS, HIDDEN, INNER, LAYERS, Alternating, Interleaved, Model, Seams, reference
 from tests.manager.tiny import as_new
 from tests.records import slot_names
@@ -181,11 +181,6 @@ def test_files_of_both_kinds_with_fields_of_a_request(world, tmp_path):
             )
             arrays |= {f"{block}.{e}.{p}": (module.a[e], module.b[e, rows]) for p, rows in parts.items()}
     world.check({"x": each("x"), "y": jlora.Adapter.from_arrays("y", arrays, alpha=3)})
-
-
-def test_request_field_must_be_a_bool():
-    with pytest.raises(LoRAUsageError, match="is_3d_lora_weight must be a bool or None, got 1"):
-        jlora.LoRARequest("x", "y", is_3d_lora_weight=1)
 
 
 @pytest.mark.parametrize("on_device", [False, True])

@@ -341,12 +341,6 @@ def test_options_of_meshes_off_a_mesh(options):
         make_manager(Small(), **options)
 
 
-@pytest.mark.parametrize("axes", ["data", [1], {"data": 1}, 3, None])
-def test_data_axes_that_are_no_names(axes):
-    with pytest.raises(LoRAUsageError, match="data_axes must be a list of names"):
-        jlora.LoRAConfig(max_loras=1, max_lora_rank=1, data_axes=axes)
-
-
 def test_a_kernel_that_is_split_in_the_middle_of_its_features():
     class Heads(nnx.Module):
         def __init__(self):

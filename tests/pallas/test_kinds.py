@@ -41,7 +41,7 @@ def parts_of(entry):
 
 
 def check(batches, tolerance=1e-5, **config):
-    world = make_world(max_loras=4, **SWITCHES, **config)
+    world = make_world(max_loras=4, **SWITCHES | config)
     for adapter in ADAPTERS.values():
         world.manager.add_adapter(adapter)
     with world.manager.prepare([None] * SEQUENCES, active_from=[0] * SEQUENCES, length=LENGTH) as batch:

@@ -10,8 +10,6 @@ import numpy as np
 
 from jlora._compat import Device
 
-_PINNED = 4 * 2**30
-_STAGING = 256 * 2**20
 _MAPPED = 1 << 20  # bytes from which an array has its own memory mapping
 
 
@@ -28,12 +26,12 @@ def device_bytes(device: Device) -> int | None:
 def staging_bytes() -> int:
     """Return the largest number of bytes of adapters in transfer to slots: 256 MiB, at most 1/32 of the device."""
     most = device_bytes(cast("Device", jax.local_devices()[0]))
-    return _STAGING if most is None else min(_STAGING, most // 32)
+    return 256 * 2**20 if most is None else min(256 * 2**20, most // 32)
 
 
 def pinned_bytes() -> int:
     """Return the largest number of bytes of adapters in page-locked memory: 4 GiB, at most 1/8 of the machine."""
-    return min(_PINNED, machine_bytes() // 8)
+    return min(4 * 2**30, machine_bytes() // 8)
 
 
 def fresh(count: int, dtype: np.dtype, *, sparse: bool = False) -> np.ndarray:

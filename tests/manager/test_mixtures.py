@@ -100,6 +100,12 @@ def test_scales_without_mixtures(adapters):
     np.testing.assert_allclose(got, want, rtol=0, atol=4e-6 * np.abs(want).max())
 
 
+@pytest.mark.parametrize(("most", "factors"), [(None, False), (1, True), (2, True)])
+def test_batches_have_factors_only_if_configured(most, factors):
+    with make_world(max_adapters_per_sequence=most).manager.prepare([None, None]) as batch:
+        assert any(array.dtype == np.float32 for array in jax.tree.leaves(batch)) == factors
+
+
 def test_packed_rows(world, adapters):
     entries, counts, first = [Mix({"a": 0.5, "b": 2}), None, Scaled("c", 0.5)], [4, 1, 3], [1, 0, 2]
     tokens = [np.asarray(t)[:count] for t, count in zip(world.tokens, counts, strict=True)]

@@ -193,20 +193,6 @@ def test_short_reads_and_systems_without_positioned_reads(tmp_path, monkeypatch,
     assert all((array == int(name)).all() for name, array in found.items())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_extremes_are_finite(dtype):
-    largest = ml_dtypes.finfo(dtype).max
-    assert all_finite(np.array([0.0, -0.0, largest, -largest], dtype))
-    assert all_finite(np.array([], dtype))
-    assert all_finite(np.array([[-1.0]], dtype))
-
-
-@given(st.lists(st.integers(0, 2**16 - 1), max_size=6), st.sampled_from(["float16", "bfloat16"]))
-def test_finiteness_of_short_floats(bits, name):
-    array = np.array(bits, np.uint16).view(np.dtype(getattr(ml_dtypes, name, np.float16)))
-    assert all_finite(array) == bool(np.isfinite(array.astype(np.float64)).all())
-
-
 @given(st.lists(st.floats(width=64), max_size=6))
 def test_finiteness_of_doubles(numbers):
     assert all_finite(np.array(numbers)) == all(abs(n) < float("inf") for n in numbers)

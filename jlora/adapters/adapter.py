@@ -60,8 +60,8 @@ class Adapter:
     Raises:
       AdapterFormatError: Some modules have a magnitude and others have none, `invocation_tokens` are not token ids, or
         a module has both LoRA and a saved head.
-      AdapterMismatchError: PEFT has no DoRA or aLoRA for these modules (`check_variants`), or an aLoRA adapter has a
-        saved head.
+      AdapterMismatchError: PEFT has no DoRA or aLoRA for these modules, or an aLoRA adapter has a saved head
+        (`check_variants`).
     """
 
     name: str
@@ -82,7 +82,8 @@ class Adapter:
         where = f"adapter {shown(str(self.name))}"  # the manager refuses a name that is no string
         check_invocation_tokens(self.invocation_tokens, f"{where}: invocation_tokens")
         magnitudes = self._magnitudes
-        check_variants(where, self.modules, use_dora=bool(magnitudes), invocation_tokens=self.invocation_tokens)
+        tokens = self.invocation_tokens
+        check_variants(where, self.modules, self.heads, use_dora=bool(magnitudes), invocation_tokens=tokens)
         if magnitudes and (plain := self.modules.keys() - magnitudes.keys()):
             raise AdapterFormatError(
                 f"{where}: module {shown(min(plain))} has no magnitude; expected one for each module of a DoRA adapter"
@@ -90,11 +91,6 @@ class Adapter:
         if both := self.heads.keys() & self.modules.keys():
             raise AdapterFormatError(
                 f"{where}: {shown(min(both))} has both LoRA and a saved head; expected one of them"
-            )
-        if self.heads and self.invocation_tokens:
-            raise AdapterMismatchError(
-                f"{where}: {shown(min(self.heads))} is a saved head (modules_to_save) of an activated LoRA (aLoRA), "
-                "and a saved head is active on all rows; train the adapter with one of them"
             )
 
     @property

@@ -197,15 +197,26 @@ class SavedHead:
 
 
 def check_variants(
-    where: str, modules: Mapping[str, LoRA], *, use_dora: bool, invocation_tokens: Sequence[int]
+    where: str,
+    modules: Mapping[str, LoRA],
+    heads: Mapping[str, SavedHead],
+    *,
+    use_dora: bool,
+    invocation_tokens: Sequence[int],
 ) -> None:
     """Refuse modules and combinations for which PEFT 0.21 has no DoRA or aLoRA (`LoraLayer.resolve_lora_variant`).
 
     PEFT has DoRA for linear layers and embeddings, and aLoRA for linear layers.
 
     Raises:
-      AdapterMismatchError: DoRA is combined with aLoRA, or one of them with a module of another kind.
+      AdapterMismatchError: DoRA is combined with aLoRA, one of them with a module of another kind, or aLoRA with a
+        saved head.
     """
+    if heads and invocation_tokens:
+        raise AdapterMismatchError(
+            f"{where}: {shown(min(heads))} is a saved head (modules_to_save) of an activated LoRA (aLoRA), and a saved "
+            "head is active on all rows; train the adapter with one of them"
+        )
     if use_dora and invocation_tokens:
         raise AdapterMismatchError(
             f"{where}: use_dora and alora_invocation_tokens ({shown_value(invocation_tokens)}) are both set; PEFT has "

@@ -137,6 +137,12 @@ def test_a_head_that_the_configuration_does_not_name(load):
         load({SCORE + "weight": WEIGHT}, modules_to_save=None)
 
 
+def test_a_head_of_an_activated_adapter_is_refused_unread(load):
+    nan = {SCORE + "weight": WEIGHT * np.float32(np.nan)}
+    with pytest.raises(AdapterMismatchError, match=r"'score' is a saved head.*activated LoRA"):
+        load(nan, alora_invocation_tokens=[1])
+
+
 def test_in_memory():
     with pytest.raises(AdapterFormatError, match=r"SavedHead.weight must be.*\(3,\)"):
         SavedHead(BIAS)

@@ -1,7 +1,6 @@
 """Checks of an adapter against the model by names, kinds, ranks and shapes, before its tensors are read."""
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 import numpy as np
 
@@ -25,31 +24,25 @@ def read_as(where: str, adapter: Adapter, index: SiteIndex) -> SiteIndex:
     return index.read_as(where, [*named, *(("head", name) for name in adapter.heads)], adapter.task_type)
 
 
-def place(
-    where: str,
-    modules: Mapping[str, LoRA],
-    index: SiteIndex,
-    *,
-    heads: Mapping[str, SavedHead] = MappingProxyType({}),
-    dora: bool = False,
-) -> dict[str, Place]:
-    """Return module name -> its place in the model, without modules that the model skips.
+def place(where: str, adapter: Adapter, index: SiteIndex) -> dict[str, Place]:
+    """Return module name -> its place in the model, without modules that the model skips. No array is read.
 
     For a module of all experts, the row of the place is that of the first expert.
 
     Raises:
       AdapterMismatchError: The adapter has no module or only skipped ones, a module that the model lacks, a rank above
-        max_lora_rank, shapes that differ from the model's, two modules for the same slice, or, with `dora`, a module of
+        max_lora_rank, shapes that differ from the model's, two modules for the same slice, or, with DoRA, a module of
         an embedding or of experts; or a saved head that saved_heads has no room for, of other features, or that has a
         bias where the layer has none, or none where it has one.
     """
-    if not (modules or heads):
+    if not (adapter.modules or adapter.heads):
         raise AdapterMismatchError(f"{where} brings no LoRA weights: expected at least one module, found none")
     problems: list[str] = []
     too_large: dict[int, dict[str, int]] = {}  # max_lora_rank -> the modules of larger ranks
     placed: dict[str, Place] = {}
     taken: dict[tuple[Site, int, int], str] = {}
-    for name, module in modules.items():
+    dora = adapter.use_dora
+    for name, module in adapter.modules.items():
         if index.skips(name):
             continue
         found = index.find(module.kind, name)
@@ -75,7 +68,7 @@ def place(
             continue
         placed[name] = found
     too_small: dict[str, int] = {}  # path of a layer -> outputs of the saved head that it has no room for
-    for name, head in heads.items():
+    for name, head in adapter.heads.items():
         if index.skips(name):
             continue
         found = index.find("head", name)

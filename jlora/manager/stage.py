@@ -51,7 +51,7 @@ def pack_files(
         check_variant(where, config, adapter)
         _check_request(where, request, adapter)
         index = read_as(where, adapter, index)
-        placed = place(where, adapter.modules, index, heads=adapter.heads, dora=adapter.use_dora)
+        placed = place(where, adapter, index)
         check_base_shapes(where, adapter.base_weights, index)
         own = own_experts(adapter.modules, placed)
         adapter = opened.read(own, allow_nonfinite=config.allow_nonfinite)
@@ -74,7 +74,7 @@ def pack_in_memory(
     if not config.allow_nonfinite:  # files are checked while they are read
         check_finite(where, adapter)
     index = read_as(where, adapter, index)
-    placed = place(where, adapter.modules, index, heads=adapter.heads, dora=adapter.use_dora)
+    placed = place(where, adapter, index)
     warnings = without_effect(adapter, placed, wrapped)
     return _pack(where, adapter, _modules(adapter), placed, warnings, None, wrapped, index, pool)
 

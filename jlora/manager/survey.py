@@ -94,8 +94,7 @@ class Survey:
         problems = Problems()
         problems.attempt(None, check_variant, where, self._config, adapter)
         index = problems.attempt(self._index, read_as, where, adapter, self._index)
-        heads, dora = adapter.heads, adapter.use_dora
-        placed = problems.attempt(dict[str, Place](), place, where, adapter.modules, index, heads=heads, dora=dora)
+        placed = problems.attempt(dict[str, Place](), place, where, adapter, index)
         problems.attempt(None, check_base_shapes, where, adapter.base_weights, index)
         problems.raise_first()
         return placed

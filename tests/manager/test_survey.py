@@ -63,5 +63,5 @@ def test_survey_refuses_malformed_files_of_an_adapter_that_fits(tmp_path):
     adapter().save_pretrained(tmp_path / "it")
     config = json.loads((tmp_path / "it" / "adapter_config.json").read_text())
     (tmp_path / "it" / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": "8"}))
-    with pytest.raises(jlora.AdapterFormatError, match="lora_alpha. must be a finite number"):
+    with pytest.raises(jlora.AdapterFormatError, match="must be a finite number"):
         jlora.Survey(nnx.eval_shape(Model), CONFIG).check(jlora.LoRARequest("it", str(tmp_path / "it")))

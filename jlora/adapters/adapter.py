@@ -20,14 +20,14 @@ from jlora._typing import DType
 from jlora.adapters.activation import check_invocation_tokens
 from jlora.adapters.checkpoint import Checkpoint, OwnExperts, open_checkpoint
 from jlora.adapters.config_file import CONFIG_FILE, PEFT_FIELDS, read_config
-from jlora.adapters.escaping import listed, printable, shown, shown_path, shown_value
+from jlora.adapters.escaping import listed, shown, shown_path, shown_value
 from jlora.adapters.expert_formats import flat_orientation, flattened, stored_names
 from jlora.adapters.files import content_key
 from jlora.adapters.lora import FLOATS, ExpertsLoRA, HostArray, LoRA, ModuleLoRA, SavedHead, check_variants
 from jlora.adapters.peft_config import Kind, PeftConfig, scaling_of
 from jlora.adapters.problems import Problems
 from jlora.adapters.resolve import WEIGHTS_FILE, AdapterFolder, adapter_files, resolve
-from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError, LoRAUsageError
+from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError, LoRAUsageError, printable
 
 T = TypeVar("T")
 

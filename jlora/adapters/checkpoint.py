@@ -18,7 +18,6 @@ from jlora.adapters.lora import ExpertsLoRA, HostArray, LoRA, ModuleLoRA, SavedH
 from jlora.adapters.peft_config import Kind, PeftConfig, scaling_of
 from jlora.adapters.problems import Problems
 from jlora.adapters.tensor_data import DTYPES, Share, read_tensors
-from jlora.adapters.tensor_data import all_finite as all_finite
 from jlora.adapters.tensor_file import TensorInfo, read_header
 from jlora.adapters.wrapped_names import WRAPPER
 from jlora.errors import AdapterFormatError, AdapterMismatchError

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jlora.adapters import Adapter, SavedHead
-from jlora.adapters.checkpoint import all_finite
 from jlora.adapters.expert_formats import decide_exchanged
 from jlora.adapters.lora import ExpertsLoRA, LoRA
+from jlora.adapters.tensor_data import all_finite
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 from jlora.layers.site import Site
 from jlora.manager.names import Place, SiteIndex

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
 from jlora.adapters import Adapter
-from jlora.adapters.checkpoint import all_finite
 from jlora.adapters.files import StableFile
 from jlora.adapters.tensor_file import read_header
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageError
@@ -262,29 +261,3 @@ def test_memory_of_a_load(folder_of):
             assert tracemalloc.get_traced_memory()[1] < most + 400_000
         finally:
             tracemalloc.stop()
-
-
-# ---- finite
-
-
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
-def test_every_bit_pattern(dtype):
-    """All 65,536 numbers of two bytes, and as many of the wider ones, each alone among finite ones."""
-    bits = np.arange(1 << 16, dtype=np.uint16)
-    width = np.dtype(dtype).itemsize
-    numbers = bits.view(dtype) if width == 2 else (bits.astype(f"u{width}") << (8 * width - 16)).view(dtype)
-    finite = np.array([np.isfinite(float(number)) for number in numbers])
-    assert finite.any()
-    assert not finite.all()
-    assert all_finite(numbers[finite])
-    assert not any(all_finite(numbers[i : i + 1]) for i in np.flatnonzero(~finite))
-    assert all(all_finite(numbers[i : i + 1]) for i in np.flatnonzero(finite)[::97])
-
-
-@pytest.mark.parametrize("place", [0, 1, 131_071, 131_072, 299_999])
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
-def test_one_among_many(dtype, place):
-    array = np.ones((3, 100_000), dtype)
-    assert all_finite(array)
-    array.reshape(-1)[place] = np.nan
-    assert not all_finite(array)

@@ -43,6 +43,8 @@ class UnreadArray:
     def __array__(self, *_: object, **__: object) -> NoReturn:
         raise LoRAUsageError(f"tensor {shown(self.key)} has not been read; only its shape and dtype are known")
 
+    __getitem__ = reshape = __array__
+
 
 if TYPE_CHECKING:
     HostArray: TypeAlias = np.ndarray  # only `from_pretrained(check=...)` sees others

@@ -78,8 +78,8 @@ class ModuleLoRA:
     magnitude: Float[HostArray, "N"] | None = None
 
     def __post_init__(self):
-        for which, array in (("a", self.a), ("b", self.b)):
-            _check(f"ModuleLoRA.{which}", array, 2, "a non-empty float NumPy matrix")
+        _check("ModuleLoRA.a", self.a, 2, "a non-empty float NumPy matrix")
+        _check("ModuleLoRA.b", self.b, 2, "a non-empty float NumPy matrix")
         if self.a.shape[0] != self.b.shape[1]:
             raise AdapterFormatError(
                 f"ModuleLoRA: a {self.a.shape} and b {self.b.shape} must share the rank: a is [r, K], b is [N, r]"
@@ -128,8 +128,8 @@ class ExpertsLoRA:
     kind: Literal["experts"] = "experts"
 
     def __post_init__(self):
-        for which, array in (("a", self.a), ("b", self.b)):
-            _check(f"ExpertsLoRA.{which}", array, 3, "a non-empty float NumPy array of three axes")
+        _check("ExpertsLoRA.a", self.a, 3, "a non-empty float NumPy array of three axes")
+        _check("ExpertsLoRA.b", self.b, 3, "a non-empty float NumPy array of three axes")
         if self.a.shape[1] != self.b.shape[2] or not {self.a.shape[0], self.b.shape[0]} <= {1, self.experts}:
             raise AdapterFormatError(
                 f"ExpertsLoRA: a {self.a.shape} and b {self.b.shape} must share the rank and the experts: a is "
@@ -237,7 +237,7 @@ def check_variants(
 
 
 def _check(name: str, array: object, axes: int, expected: str) -> None:
-    shaped = isinstance(array, np.ndarray | UnreadArray)
+    shaped = isinstance(array, (np.ndarray, UnreadArray))
     if not shaped or array.ndim != axes or 0 in array.shape or array.dtype not in FLOATS:
         found = f"{array.dtype} {array.shape}" if shaped else type(array).__name__
         raise AdapterFormatError(f"{name} must be {expected}, found {found}")

@@ -32,7 +32,7 @@ from flax import nnx
 from jlora._compat import explicit_transfers
 from jlora._typing import is_list_or_tuple, is_mapping
 from jlora.adapters import Adapter
-from jlora.adapters.checkpoint import all_finite
+from jlora.adapters.tensor_data import all_finite
 from jlora.config import LoRARequest
 from jlora.errors import (
     AdapterFormatError,

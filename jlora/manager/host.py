@@ -111,7 +111,7 @@ class Host:
         with self._state_lock:
             if name not in self._cache.loaded:
                 return False
-            self._cache.loaded.touch(name)
+            self._cache.loaded.move_to_end(name)
             return True
 
     def load(self, request: LoRARequest, deadline: Deadline) -> bool:
@@ -275,7 +275,7 @@ class Host:
         if not self._slots.pool.pins:
             return blocks
         with self._state_lock:
-            loaded = (*(self._cache.loaded[name] for name in self._cache.loaded), *others)
+            loaded = (*self._cache.loaded.values(), *others)
             taken = sum(packed.nbytes for packed in loaded if packed.pinned)
         fits = taken + sum(block.nbytes for block in blocks) <= self._config.max_pinned_bytes
         return self._slots.pool.pin(blocks) if fits else blocks
@@ -308,7 +308,7 @@ class Host:
 
         def put(victims: list[str] | None) -> bool:
             if victims is None:
-                self._cache.loaded.touch(name)
+                self._cache.loaded.move_to_end(name)
                 return False
             self.put(packed, victims, self._cache.version(packed))
             return True

@@ -28,7 +28,6 @@ from jlora.errors import (
 )
 from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.manager.blocks import Block
-from jlora.manager.histogram import Histogram
 from jlora.manager.host_cache import HostCache
 from jlora.manager.leases import Leases
 from jlora.manager.loader import Deadline, Load, LoadCancelled, Loader
@@ -37,7 +36,7 @@ from jlora.manager.magnitudes import check_base, magnitudes_of
 from jlora.manager.multihost import Coordinator, itself
 from jlora.manager.names import SiteIndex
 from jlora.manager.packed_adapter import PackedAdapter
-from jlora.manager.report import unknown_name
+from jlora.manager.report import Histogram, unknown_name
 from jlora.manager.slot_table import SlotTable
 from jlora.manager.stage import pack_files, pack_in_memory
 from jlora.manager.update import to_host, updated

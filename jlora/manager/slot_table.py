@@ -11,11 +11,11 @@ import jax
 
 from jlora.errors import NoFreeSlotError
 from jlora.manager.blocks import Block
-from jlora.manager.histogram import Histogram
 from jlora.manager.host_cache import HostCache
 from jlora.manager.leases import Leases
 from jlora.manager.locks import StateLock
 from jlora.manager.packed_adapter import PackedAdapter
+from jlora.manager.report import Histogram
 from jlora.manager.slot_arrays import SlotArrays
 
 # Adapter to write -> slot; None if no slot is left for it.

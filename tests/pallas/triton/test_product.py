@@ -19,6 +19,7 @@ from tests import oracle
 from tests.matrix import thinned
 from tests.pallas.lowering import lowered_text
 from tests.pallas.running import interpret_of
+from tests.pallas.scales import with_scales
 from tests.pallas.test_xla import close, problem
 from tests.pallas.triton.test_lora import TILES as LORA
 
@@ -115,7 +116,7 @@ def interpreted(interpret):
 
 def ops_linear_lora(x, w, a, b, ids, ranks, sizes, backend="triton"):
     plan = api.make_plan(ids, num_groups=len(a), tile_m=16)
-    return api.linear_lora(x, w, a, b, plan, slice_sizes=sizes, ranks=ranks, backend=backend)
+    return api.linear_lora(x, w, a, b, plan, slice_sizes=sizes, ranks=with_scales(ranks), backend=backend)
 
 
 SIZES = (24, 9)
@@ -153,7 +154,7 @@ def test_other_cases_equal_add_lora_of_the_product_bit_for_bit(default_device, f
 
     def apart(x, w, a, b, ids, ranks):
         plan = api.make_plan(ids, num_groups=4, tile_m=16)
-        return api.add_lora(x @ w, x, a, b, plan, slice_sizes=SIZES, ranks=ranks, backend=backend)
+        return api.add_lora(x @ w, x, a, b, plan, slice_sizes=SIZES, ranks=with_scales(ranks), backend=backend)
 
     operands = x, w, a, b, ids, ranks
     got = jax.jit(partial(ops_linear_lora, sizes=SIZES, backend=backend))(*operands)
@@ -173,19 +174,22 @@ def test_other_cases_equal_add_lora_of_the_product_bit_for_bit(default_device, f
         ({"x": (18, 40)}, r"x must be \[M, features\] with M = 19"),
         ({"x": (19, 1, 40)}, r"x must be \[M, K\]"),
         ({"a": (3, 2, 8, 40)}, r"a must be \[G, n, R, K\] with G = 4"),
-        ({"a": (4, 1, 8, 40), "ranks": (4, 1)}, r"n or R disagree"),
+        ({"a": (4, 1, 8, 40), "ranks": (4, 1, 2)}, r"n or R disagree"),
         ({"a": (4, 2, 7, 40)}, r"n or R disagree"),
         ({"b": (3, 8, 33)}, r"b must be \[G, R, N\] with G = 4"),
         ({"sizes": (24, 8)}, r"slice_sizes must be positive and sum to N = 33"),
-        ({"ranks": (4, 1)}, r"ranks must be integers \[G, n\] = \[4, 2\]"),
+        (
+            {"ranks": (4, 2)},
+            r"ranks must be float32 \[G, n, 2\] = \[4, 2, 2\] .*, got float32\[4, 2\]",
+        ),
     ],
 )
 @pytest.mark.usefixtures("unchecked_calls", "interpreted")
 def test_wrong_shapes_are_refused(force_product, change, message):
     force_product(TILES)
-    shapes = {"x": (19, 40), "w": (40, 33), "a": (4, 2, 8, 40), "b": (4, 8, 33), "ranks": (4, 2)} | change
+    shapes = {"x": (19, 40), "w": (40, 33), "a": (4, 2, 8, 40), "b": (4, 8, 33), "ranks": (4, 2, 2)} | change
     x, w, a, b = (jnp.zeros(shapes[name], "bfloat16") for name in "xwab")
-    plan, ranks = api.make_plan(jnp.zeros(19, jnp.int32), num_groups=4), jnp.zeros(shapes["ranks"], jnp.int32)
+    plan, ranks = api.make_plan(jnp.zeros(19, jnp.int32), num_groups=4), jnp.zeros(shapes["ranks"])
     w, sizes = w.astype(change.get("dtype", w.dtype)), change.get("sizes", SIZES)
     with pytest.raises(LoRAError, match=message):
         api.linear_lora(x, w, a, b, plan, slice_sizes=sizes, ranks=ranks, backend="triton")

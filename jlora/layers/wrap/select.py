@@ -61,8 +61,12 @@ def check_names(
         if (reason := next((why for names, why in refused if matching([name], names)), None)) is not None:
             raise LoRAUsageError(f"target_modules {[name]} match {reason}")
     ranks = () if isinstance(config.max_lora_rank, int) else config.max_lora_rank
-    parts = {"exclude_modules": config.exclude_modules or (), "max_lora_rank": ranks, "row_groups": row_groups}
-    missing = {label: [n for n in given if n != "*" and not is_named(n, every)] for label, given in parts.items()}
+    given = {
+        "exclude_modules": config.exclude_modules or (),
+        "max_lora_rank": [name for name in ranks if name != "*"],
+        "row_groups": [name for name in row_groups if name != "*"],
+    }
+    missing = {label: [name for name in names if not is_named(name, every)] for label, names in given.items()}
     for label, names in {"target_modules": targets, **missing}.items():
         if names:
             near = Nearest(known).hint(names[0])

@@ -29,6 +29,7 @@ __all__ = [
     "ExpertsSpec",
     "Histogram",
     "HistogramCounts",
+    "Items",
     "LayerInfo",
     "LeaseInfo",
     "LinearSpec",

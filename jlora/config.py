@@ -85,9 +85,9 @@ class LoRAConfig:
       process_timeout: Seconds that a call waits for the other processes of the model's mesh to make the same call. It
         must be longer than the slowest load in any process. After that time, all managers of
         the model refuse further calls.
-      bitwise_base: Never compute a layer's own product in a kernel of jlora. By default one does for 33 to 64 rows on
-        some GPUs, where it is faster than XLA's. If True, rows without an adapter are bitwise equal to the unwrapped
-        model's; otherwise they may differ by rounding in such layers.
+      bitwise_base: Never compute a layer's own product in a kernel of jlora. By default one does in `nnx.Linear` for 33
+        to 64 rows on some GPUs, where it is faster than XLA's. If True, rows without an adapter are bitwise equal to
+        the unwrapped model's; otherwise they may differ by rounding in such layers.
       batch_invariant: Compute the delta of a row with the same bits for any number of rows, mix of adapters and slots.
         It is slower: tiles are small, all products of layers are XLA's, and the kernels wait for them.
       backend: "auto" chooses by platform. A named backend is used, or raises.

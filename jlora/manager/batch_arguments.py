@@ -10,7 +10,7 @@ import numpy as np
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import LoRAUsageError
 from jlora.layers.forward.batch_shape import BatchShape, FirstRows, batch_shape
-from jlora.layers.forward.group_shape import Counts, Owners, Pads, group_shapes
+from jlora.layers.forward.row_groups import Items
 from jlora.manager.casting import fits_float32
 from jlora.manager.leases import AdapterHandle
 
@@ -141,10 +141,11 @@ def read_arguments(
     pad_to: int | None,
     length: int | None,
     active_from: FirstRows | None,
+    items: Mapping[str, Items] | None,
     config: LoRAConfig,
-    of_groups: tuple[Collection[str], Owners, Counts, Pads],
+    known: Collection[str],
 ) -> BatchArguments:
-    """Check the arguments of `prepare`. `of_groups` are those of `group_shapes`.
+    """Check the arguments of `prepare`, which may have items of the `known` row groups.
 
     Raises:
       LoRAUsageError: an argument has the wrong type, arguments disagree, or `config` does not serve them.
@@ -165,8 +166,8 @@ def read_arguments(
             raise LoRAUsageError(f"prepare: {name!r} is closed")
     if active_from is not None and not config.activated:
         raise LoRAUsageError("prepare: active_from needs LoRAConfig(activated=True)")
-    groups = group_shapes(len(names), *of_groups)
-    return BatchArguments(tuple(names), batch_shape(len(names), token_counts, pad_to, length, active_from, groups))
+    shape = batch_shape(len(names), token_counts, pad_to, length, active_from, items, known)
+    return BatchArguments(tuple(names), shape)
 
 
 def _check_served(name: Scaled | Mix, config: LoRAConfig) -> None:

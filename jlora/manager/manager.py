@@ -25,7 +25,7 @@ from jlora.errors import AdapterInUseError, LoRAError, LoRAUsageError
 from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.forward.batch_shape import FirstRows, all_active, batch_shape
 from jlora.layers.forward.context import staged
-from jlora.layers.forward.group_shape import group_shapes
+from jlora.layers.forward.row_groups import Items
 from jlora.layers.site import SlotParam
 from jlora.layers.wrap.apply import wrap_model
 from jlora.layers.wrap.select import PackedModules
@@ -95,7 +95,7 @@ class LoRAManager:
         paths differ. The first pattern found in a name is substituted.
       row_groups: name of a module -> name of the group of items that its rows belong to, such as {"visual": "images"},
         for a vision tower or its connector (docs/vision.md). Modules are named as in `LoRAConfig.exclude_modules`, and
-        the longest matching name wins; "*" matches all. `prepare(..., groups=)` maps the items of a group to sequences.
+        the longest matching name wins; "*" matches all. `prepare(..., items=)` maps the items of a group to sequences.
         "sequences" declares rows [batch, ..., features] that are the batch's own, but of another length than those of
         other layers (an encoder beside a decoder). In batches with `token_counts`, "last" declares one row of each
         sequence (a head on the last tokens) and "packed" all packed rows. Once one of these two is used, layers that
@@ -616,9 +616,7 @@ class LoRAManager:
         *,
         length: int | None = None,
         active_from: FirstRows | None = None,
-        groups: Mapping[str, Sequence[int | None]] | None = None,
-        group_counts: Mapping[str, Sequence[int]] | None = None,
-        group_pad: Mapping[str, int] | None = None,
+        items: Mapping[str, Items] | None = None,
         wait: Literal[True] = True,
         timeout: float | None = None,
     ) -> LoRABatch: ...
@@ -632,9 +630,7 @@ class LoRAManager:
         *,
         length: int | None = None,
         active_from: FirstRows | None = None,
-        groups: Mapping[str, Sequence[int | None]] | None = None,
-        group_counts: Mapping[str, Sequence[int]] | None = None,
-        group_pad: Mapping[str, int] | None = None,
+        items: Mapping[str, Items] | None = None,
         wait: Literal[False],
         timeout: float | None = None,
     ) -> tuple[LoRABatch, tuple[bool, ...]]: ...
@@ -647,9 +643,7 @@ class LoRAManager:
         *,
         length: int | None = None,
         active_from: FirstRows | None = None,
-        groups: Mapping[str, Sequence[int | None]] | None = None,
-        group_counts: Mapping[str, Sequence[int]] | None = None,
-        group_pad: Mapping[str, int] | None = None,
+        items: Mapping[str, Items] | None = None,
         wait: bool = True,
         timeout: float | None = None,
     ) -> LoRABatch | tuple[LoRABatch, tuple[bool, ...]]:
@@ -669,13 +663,8 @@ class LoRAManager:
             sequences, and [batch, features] or [batch, 1, features] the last of each. Other rows need a `RowMap`. None:
             all rows are active, which is refused for aLoRA adapters. Batches with and without it run two compiled
             steps.
-          groups: row group -> for each of its items (an image), the index of the sequence that it belongs to, or None
-            for an item that takes no adapter. The layers of the group get rows [items, ..., features]. The groups are
-            those of `LoRAManager(row_groups=)`. A group that is left out is not served, and its layers raise.
-          group_counts: row group -> the number of rows of each item. The layers of that group get flattened rows [rows,
-            features] or [1, rows, features], item after item.
-          group_pad: row group -> total number of its flattened rows, or of its items without `group_counts`. Padding
-            takes no adapter. Batches of equal sizes after padding run the same compiled step.
+          items: row group -> its `Items`, such as images. The groups are those of `LoRAManager(row_groups=)`. A group
+            that is left out is not served, and its layers raise.
           wait: wait for adapters that are being loaded. If False, adapters that are not ready are absent, and
             `jlora.use` raises until their rows are dropped with `LoRABatch.drop_absent`.
           timeout: seconds to wait for loads, and for slots that open batches hold, in order of arrival. None waits
@@ -691,13 +680,13 @@ class LoRAManager:
           NoFreeSlotError: the batch needs more slots than can be freed (in time), or more of the host cache
             (`max_cpu_loras`, `max_cpu_bytes`) than can be evicted. No adapter is loaded, and slots are unchanged.
           LoadTimeoutError: a load took longer than `timeout`.
-          LoRAUsageError: the arguments disagree, `active_from` lacks `length`, a group is not declared, an item belongs
-            to no sequence of the batch or to one with an aLoRA adapter, or the call is inside a traced function.
+          LoRAUsageError: the arguments disagree, `active_from` lacks `length`, a row group is not declared, an item
+            belongs to no sequence of the batch or to one with an aLoRA adapter, or a traced function makes the call.
           AdapterNotFoundError, AdapterFormatError, AdapterMismatchError: a request could not be loaded.
         """
         self._check_call("prepare", waits=True)
-        of_groups = self._wrapped.sites.groups, groups, group_counts, group_pad
-        args = read_arguments(names, token_counts, pad_to, length, active_from, self.config, of_groups)
+        known = self._wrapped.sites.groups
+        args = read_arguments(names, token_counts, pad_to, length, active_from, items, self.config, known)
         if not wait:
             self._coordinator.refuse("prepare(..., wait=False)", "wait for loads, in all processes")
         deadline = self._deadline(timeout).at
@@ -776,9 +765,7 @@ class LoRAManager:
         token_counts: Sequence[int] | None = None,
         pad_to: int | None = None,
         length: int | None = None,
-        groups: Mapping[str, Sequence[int | None]] | None = None,
-        group_counts: Mapping[str, Sequence[int]] | None = None,
-        group_pad: Mapping[str, int] | None = None,
+        items: Mapping[str, Items] | None = None,
     ) -> None:
         """Compile the slot write, and `step(batch)` for one batch shape, before serving.
 
@@ -795,17 +782,13 @@ class LoRAManager:
           pad_to: as in `prepare`.
           length: as in `prepare`. With `LoRAConfig(activated=True)`, the batch has first active rows if it has `length`
             or `token_counts`.
-          groups: as in `prepare`. Only the sizes with padding matter.
-          group_counts: as in `prepare`.
-          group_pad: as in `prepare`.
+          items: as in `prepare`. Only the sizes with padding matter.
         """
         self._check_call("warmup")
-        rows = group_shapes(num_sequences, self._wrapped.sites.groups, groups, group_counts, group_pad)
         first = all_active(self.config.activated, num_sequences, token_counts, length)
-        shape = batch_shape(num_sequences, token_counts, pad_to, length, first, rows)
+        shape = batch_shape(num_sequences, token_counts, pad_to, length, first, items, self._wrapped.sites.groups)
         names = [None] * num_sequences
-        prepare = partial(self.prepare, groups=groups, group_counts=group_counts, group_pad=group_pad)
-        base_only = partial(prepare, names, token_counts, pad_to, length=length, active_from=first)
+        base_only = partial(self.prepare, names, token_counts, pad_to, length=length, active_from=first, items=items)
         locks = (self._step_lock, self._state_lock)
         with elapsed(partial(_log.info, "warm-up of %d sequences: %.0f s so far", num_sequences)):
             warm_up(step, shape, base_only, self._wrapped, self._slots, self._leases, locks)
@@ -823,7 +806,19 @@ class LoRAManager:
         """
         return self._wrapped.unserved.reasons
 
-    def verify(self, forward: Forward, inputs: Any, **options: Any) -> VerifyReport:
+    def verify(
+        self,
+        forward: Forward,
+        inputs: Any,
+        *,
+        num_sequences: int | None = None,
+        token_counts: Sequence[int] | None = None,
+        pad_to: int | None = None,
+        length: int | None = None,
+        items: Mapping[str, Items] | None = None,
+        batch_axis: int = 0,
+        seed: int = 0,
+    ) -> VerifyReport:
         """Compare the model with adapters in slots against merged weights, row by row.
 
         This finds errors that shapes cannot show: sequences on another axis, rows shared by sequences, a layer that
@@ -832,19 +827,30 @@ class LoRAManager:
         afterwards, and guessed layers that were correct do.
 
         Args:
-          forward: `forward(model, inputs, batch)`, which runs the steps and enters `jlora.use(batch)` once or in each
-            step.
-          inputs: input of `forward`, with several sequences of different content.
-          **options: `num_sequences`, `token_counts`, `pad_to`, `length`, `groups`, `group_counts`, `group_pad`,
-            `batch_axis`, `seed`; see `jlora.verify.verify.verify`.
+          forward: `forward(model, inputs, batch)` -> array or tree of arrays with rows of sequences. It runs one or
+            several of your steps, each inside `jlora.use(batch)`. It is called with copies of the model that share its
+            arrays, so it must not donate them, and with `batch=None` on an unwrapped copy. It may donate its inputs.
+          inputs: the inputs of `forward`. Sequences should differ in content and, if the model allows it, their number
+            should differ from the length of all other axes.
+          num_sequences: number of sequences in `inputs`; None reads the first axis of its first array (or
+            `token_counts`).
+          token_counts: as in `prepare`.
+          pad_to: as in `prepare`.
+          length: as in `warmup`.
+          items: as in `prepare`. Rows of items are compared by their effect on the rows of sequences in the outputs, so
+            every item that a sequence reads needs that sequence as its owner.
+          batch_axis: the axis of the outputs (and of `inputs`) for sequences, or for packed or flattened rows.
+          seed: seed of the random factors.
 
         Raises:
-          LoRAError: a row differs from merged weights. The message names the first layer with a difference.
+          LoRAError: a row differs from merged weights. The message names the first layer, in call order, that differs
+            when only it has factors.
           LoRAUsageError: `forward` returns no rows of the batch.
         """
         self._check_call("verify")
         self._wrapped.check()
-        report, reasons = verify(self._wrapped, forward, inputs, **options)
+        rows = num_sequences, token_counts, pad_to, length, items, batch_axis
+        report, reasons = verify(self._wrapped, forward, inputs, *rows, seed)
         with self._state_lock:
             self._wrapped.set_unserved(reasons)
         return report

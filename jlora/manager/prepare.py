@@ -13,8 +13,7 @@ import numpy as np
 
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterMismatchError, LoRAUsageError, NoFreeSlotError
-from jlora.layers.forward.batch import Lease, LoRABatch, make_batch, renewed
-from jlora.layers.forward.batch import Parts as ServedParts
+from jlora.layers.forward.batch import Lease, LoRABatch, ServedParts, make_batch, renewed
 from jlora.layers.forward.batch_shape import BatchShape
 from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.manager.batch_arguments import BatchArguments, Name, Parts
@@ -489,11 +488,11 @@ def _check_alone(loaded: Mapping[Name, PackedAdapter], parts: Parts) -> None:
 
 def _check_owners(loaded: Mapping[Name, PackedAdapter], args: BatchArguments) -> None:
     """Raise LoRAUsageError if an item of a row group belongs to a sequence with an aLoRA adapter."""
-    for group in args.shape.groups:
-        for item, owner in enumerate(group.owners):
-            if owner >= 0 and _invocation(loaded, args.parts[args.names[owner]]):
+    for group, given in args.shape.items:
+        for item, owner in enumerate(given.owners):
+            if owner is not None and _invocation(loaded, args.parts[args.names[owner]]):
                 raise LoRAUsageError(
-                    f"prepare: item {item} of group {group.name!r} belongs to sequence {owner}, which has an aLoRA "
+                    f"prepare: item {item} of group {group!r} belongs to sequence {owner}, which has an aLoRA "
                     "adapter, and that one changes only rows after its invocation tokens; give None as the sequence of "
                     "that item"
                 )

@@ -38,7 +38,7 @@ def warm_up(
         slots.sweep()
         slot = next((slot for slot, packed in enumerate(pool.table) if packed is None), none)
         blank = PackedAdapter("(warm-up)", 0, (), _blank_blocks(pool.chunks), rank_table(pool.sites, ()), 0)
-        lease = Lease([blank], (None,) * shape.num_sequences, threading.get_ident(), shape=shape)
+        lease = Lease([blank], ((),) * shape.num_sequences, threading.get_ident(), shape=shape)
         leases.add(lease)
         if slot < none:
             slots.write(slot, blank)

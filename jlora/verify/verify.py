@@ -20,11 +20,11 @@ from jax import Array
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.base_kernel import can_dequantize, held_by
 from jlora.layers.forward.batch import Lease, LoRABatch, make_batch
-from jlora.layers.forward.batch_shape import all_active, batch_shape
+from jlora.layers.forward.batch_shape import BatchShape, all_active, batch_shape
 from jlora.layers.forward.context import opening
 from jlora.layers.forward.experts import has_grouped_products
 from jlora.layers.forward.forward_record import ForwardRecord
-from jlora.layers.forward.group_shape import GroupShape, group_shapes
+from jlora.layers.forward.row_groups import Items
 from jlora.layers.site import HEAD, Site, SlotSpec, delete_attribute
 from jlora.layers.specs import LinearSpec
 from jlora.layers.wrap.wrapped import WrappedModel, spec_of
@@ -82,50 +82,20 @@ def verify(
     wrapped: WrappedModel,
     forward: Forward,
     inputs: Any,
-    *,
-    num_sequences: int | None = None,
-    token_counts: Sequence[int] | None = None,
-    pad_to: int | None = None,
-    length: int | None = None,
-    groups: Mapping[str, Sequence[int | None]] | None = None,
-    group_counts: Mapping[str, Sequence[int]] | None = None,
-    group_pad: Mapping[str, int] | None = None,
-    batch_axis: int = 0,
-    seed: int = 0,
+    num_sequences: int | None,
+    token_counts: Sequence[int] | None,
+    pad_to: int | None,
+    length: int | None,
+    items: Mapping[str, Items] | None,
+    batch_axis: int,
+    seed: int,
 ) -> tuple[VerifyReport, Mapping[Site, str]]:
-    """Compare a mixed batch with merged weights, row by row. Slots, adapters and the model are unchanged.
-
-    Args:
-      wrapped: the wrapped model.
-      forward: `forward(model, inputs, batch)` -> array or tree of arrays with rows of sequences. It runs one or several
-        of your steps, each inside `jlora.use(batch)`. It is called with copies of the model that share its arrays, so
-        it must not donate them, and with `batch=None` on an unwrapped copy. It may donate its inputs.
-      inputs: the inputs of `forward`. Sequences should differ in content and, if the model allows it, their number
-        should differ from the length of all other axes.
-      num_sequences: number of sequences in `inputs`; None reads the first axis of its first array (or `token_counts`).
-      token_counts: as in `LoRAManager.prepare`.
-      pad_to: as in `LoRAManager.prepare`.
-      length: as in `LoRAManager.prepare`. With `LoRAConfig(activated=True)`, the batch has first active rows if it has
-        `length` or `token_counts`.
-      groups: as in `LoRAManager.prepare`. Rows of groups are compared by their effect on the rows of sequences in the
-        outputs, so every item that a sequence reads needs that sequence as its owner.
-      group_counts: as in `LoRAManager.prepare`.
-      group_pad: as in `LoRAManager.prepare`.
-      batch_axis: the axis of the outputs (and of `inputs`) for sequences, or for packed or flattened rows.
-      seed: seed of the random factors.
-
-    Returns:
-      A `VerifyReport`, and the reason for each wrapped site that serves no adapter.
-
-    Raises:
-      LoRAUsageError: the outputs have no rows of the batch.
-      LoRAError: a row differs from merged weights. The message names the first layer, in call order, that differs when
-        only it has factors.
-    """
+    """Return the report of `LoRAManager.verify`, and the reason for each wrapped site that serves no adapter."""
     if num_sequences is None:
         num_sequences = _count(inputs, token_counts, batch_axis)
-    of_groups = group_shapes(num_sequences, wrapped.sites.groups, groups, group_counts, group_pad)
-    layout = _RowOwners(num_sequences, token_counts, pad_to, length, batch_axis, of_groups)
+    first = all_active(wrapped.sites.activated, num_sequences, token_counts, length)
+    shape = batch_shape(num_sequences, token_counts, pad_to, length, first, items, wrapped.sites.groups)
+    layout = _RowOwners(shape, batch_axis)
     probe = _Probe(wrapped, forward, inputs, layout, seed)
     with opening(probe.record):  # layers that serve no adapter are recorded instead of raising
         served, unchecked, unserved = probe.look()
@@ -172,12 +142,13 @@ def _count(inputs: Any, token_counts: Sequence[int] | None, batch_axis: int) -> 
 class _RowOwners:
     """The mapping from rows of inputs and outputs to sequences."""
 
-    sequences: int
-    counts: Sequence[int] | None
-    pad_to: int | None
-    length: int | None
+    shape: BatchShape
     axis: int
-    groups: tuple[GroupShape, ...] = ()
+
+    @property
+    def packed(self) -> np.ndarray | None:
+        """The sequence of each packed row; None if rows are not packed."""
+        return self.shape.by_token(np.arange(self.shape.num_sequences), -1)
 
     def rows(self, output: Any) -> tuple[Rows, list[np.ndarray]]:
         """Return the arrays of an output in float64, rows first, and the sequence of each row, -1 for padding."""
@@ -203,35 +174,27 @@ class _RowOwners:
             )
         return arrays, owners
 
-    def _packed(self) -> np.ndarray | None:
-        if self.counts is None:
-            return None
-        rows = np.repeat(np.arange(self.sequences), np.asarray(self.counts))
-        return np.concatenate([rows, np.full((self.pad_to or len(rows)) - len(rows), -1)])
-
     def _is_single(self, shape: tuple[int, ...]) -> bool:
         """Return True for packed rows of shape [1, tokens, ...]."""
-        packed = self._packed()
-        return packed is not None and shape[:2] == (1, len(packed)) and shape[0] != self.sequences
+        packed = self.packed
+        return packed is not None and shape[:2] == (1, len(packed)) and shape[0] != self.shape.num_sequences
 
     def _owner(self, shape: tuple[int, ...]) -> np.ndarray | None:
-        packed = self._packed()
-        if packed is not None and self._is_single(shape):
-            return packed
+        packed = self.packed
         size = shape[self.axis] if len(shape) > self.axis else None
-        if packed is not None and size == len(packed):
+        if packed is not None and (size == len(packed) or self._is_single(shape)):
             return packed
-        if size == self.sequences:
-            return np.arange(self.sequences)
-        if self.length is not None and size == self.sequences * self.length:
-            return np.repeat(np.arange(self.sequences), self.length)
-        return None
+        sequences, length = self.shape.num_sequences, self.shape.length
+        if size == sequences:
+            return np.arange(sequences)
+        return np.repeat(np.arange(sequences), length) if length and size == sequences * length else None
 
     def _expected(self) -> str:
-        packed = self._packed()
+        packed = self.packed
         also = "" if packed is None else f" or {len(packed)} packed rows"
-        also += "" if self.length is None else f" or {self.sequences * self.length} flattened rows"
-        return f"{self.sequences} sequences{also}"
+        sequences, length = self.shape.num_sequences, self.shape.length
+        also += "" if length is None else f" or {sequences * length} flattened rows"
+        return f"{sequences} sequences{also}"
 
 
 class _Probe:
@@ -315,15 +278,12 @@ class _Probe:
             arrays = self._random(site, layers[site]) if site in chosen else self._zeros(site, layers[site])
             for attribute, array in zip(site.attributes, arrays, strict=True):
                 vars(layers[site])[attribute].set_value(array)
-        layout = self.layout
-        model, count = self.wrapped.sites, len(names)
-        first = all_active(model.activated, count, layout.counts, layout.length)
-        shape = batch_shape(count, layout.counts, layout.pad_to, layout.length, first, layout.groups)
         none = max(site.spec.slots.stop for site in self.wrapped.modules)
         slots = [none if name is None else self.names.index(name) for name in names]
         # The manager does not use the copy's slots, so the lease holds no adapter. It lasts for this forward.
-        lease = Lease((), (None,) * count, thread=0, shape=shape)
-        batch = make_batch(slots, shape, model, lease, none=none, unserved=frozenset())
+        shape = self.layout.shape
+        lease = Lease((), ((),) * len(names), thread=0, shape=shape)
+        batch = make_batch(slots, shape, self.wrapped.sites, lease, none=none, unserved=frozenset())
         arrays, self._owners = self._run(copy, self.inputs, batch)
         return arrays
 
@@ -408,11 +368,12 @@ class _Probe:
         all of them is left to the items of no sequence.
         """
         choices = (*self.names, None)
-        unowned = any(owner < 0 for group in self.layout.groups for owner in group.owners)
+        shape = self.layout.shape
+        unowned = any(None in items.owners for _, items in shape.items)
         turns = 1
-        while len(choices) ** turns < self.layout.sequences + unowned:
+        while len(choices) ** turns < shape.num_sequences + unowned:
             turns += 1
-        order = self.rng.permutation(self.layout.sequences)
+        order = self.rng.permutation(shape.num_sequences)
         return [[choices[int(i) // len(choices) ** turn % len(choices)] for i in order] for turn in range(turns)]
 
     def compare(self, sites: Sequence[Site]) -> tuple[float, bool]:

@@ -216,5 +216,5 @@ def test_a_head_on_the_last_tokens_is_declared():
 @pytest.mark.usefixtures("unchecked_calls")
 def test_names_of_rows_are_no_groups_of_items():
     manager = make_manager(Model(), row_groups={"lm_head": "last"})
-    with pytest.raises(jlora.LoRAUsageError, match="'last', and the groups of this manager are none"):
-        manager.prepare([None], groups={"last": [0]})
+    with pytest.raises(jlora.LoRAUsageError, match="'last', and the row groups of this manager are none"):
+        manager.prepare([None], items={"last": jlora.Items([0])})

@@ -182,7 +182,7 @@ def test_an_encoder_beside_first_active_rows():
     manager.unwrap()
     groups = dict.fromkeys(["encoder", "encoder_attn.k_proj", "encoder_attn.v_proj"], "audio")
     manager = make_manager(model, adapters, row_groups=groups, activated=True)
-    with manager.prepare(NAMES, **active, groups={"audio": [0, 1, 2]}) as batch:
+    with manager.prepare(NAMES, **active, items={"audio": jlora.Items([0, 1, 2])}) as batch:
         assert_close(serve(model, inputs, batch), expected_rows(twins, NAMES, inputs), 1e-5)
 
 

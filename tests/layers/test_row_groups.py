@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jlora
+from jlora import Items
 from tests.layers.merging import (
     assert_close,
     expected_rows,
@@ -24,16 +25,7 @@ from tests.layers.merging import (
     serve,
     wrapped_paths,
 )
-from tests.layers.vision_model import (
-    LENGTH,
-    PATCH,
-    POOL,
-    ROW_GROUPS,
-    TARGETS,
-    VOCAB,
-    VisionModel,
-    image_inputs,
-)
+from tests.layers.vision_model import LENGTH, PATCH, ROW_GROUPS, TARGETS, VOCAB, VisionModel, image_inputs
 from tests.matrix import thinned
 
 NAMES = ["one", None, "two"]
@@ -71,7 +63,7 @@ IMAGES = {
 @pytest.mark.parametrize("pad", thinned([32, 40], 0))
 def test_packed_images_take_the_adapter_of_their_sequence(world, case, pad):
     images = image_inputs(*IMAGES[case], pad=pad)
-    with world.manager.prepare(NAMES, **images.groups) as batch:
+    with world.manager.prepare(NAMES, items=images.items) as batch:
         found = serve(world.model, images.inputs, batch)
     assert_close(found, world.expected(NAMES, images.inputs), 1e-5)
 
@@ -80,7 +72,7 @@ def test_packed_images_take_the_adapter_of_their_sequence(world, case, pad):
 def test_images_of_one_size_may_be_an_axis(world, owners):
     """[images, patches, features], with as many images as sequences."""
     images = image_inputs([8, 8, 8], owners, flattened=False)
-    with world.manager.prepare(NAMES, **images.groups) as batch:
+    with world.manager.prepare(NAMES, items=images.items) as batch:
         found = serve(world.model, images.inputs, batch)
     assert_close(found, world.expected(NAMES, images.inputs), 1e-5)
 
@@ -94,7 +86,7 @@ def test_padding_items_and_items_of_none_take_no_adapter(world):
             return model.visual.embed(patches)
 
     x = normal(4, 3, PATCH)
-    with world.manager.prepare(NAMES, groups={"images": [2, None, 0]}, group_pad={"images": 4}) as batch:
+    with world.manager.prepare(NAMES, items={"images": Items([2, None, 0], pad_to=4)}) as batch:
         found = tower(world.model, x, batch)
     expected = [
         twin.visual.embed(x[i]) for i, twin in enumerate(world.twins[name] for name in ("two", None, "one", None))
@@ -114,7 +106,7 @@ def test_other_counts_of_the_same_padded_sizes_run_the_same_step(world):
     for case in IMAGES.values():
         for names in (NAMES, ["two", "one", None]):
             images = image_inputs(*case, pad=32)
-            with world.manager.prepare(names, **images.groups) as batch:
+            with world.manager.prepare(names, items=images.items) as batch:
                 found = step(world.model, images.inputs, batch)
             assert_close(found, expected_rows(world.twins, names, images.inputs), 1e-5)
     assert len(traces) == 1
@@ -123,10 +115,9 @@ def test_other_counts_of_the_same_padded_sizes_run_the_same_step(world):
 @pytest.mark.parametrize("config", [{"batch_invariant": True}, {"bitwise_base": True}, {"activated": True}])
 def test_other_options(config):
     world, images = World(**config), image_inputs([4, 8, 4, 12], [2, 1, 2, 2], pad=32)
-    with world.manager.prepare(
-        NAMES, **images.groups, **({"active_from": [0] * 3, "length": LENGTH} if "activated" in config else {})
-    ) as b:
-        found = serve(world.model, images.inputs, b)
+    first = {"active_from": [0] * 3, "length": LENGTH} if "activated" in config else {}
+    with world.manager.prepare(NAMES, items=images.items, **first) as batch:
+        found = serve(world.model, images.inputs, batch)
     assert_close(found, world.expected(NAMES, images.inputs), 1e-5)
 
 
@@ -143,7 +134,7 @@ def test_factors_and_mixtures(flattened):
     mixed = merge(merge(world.twins[None], TARGETS, scaled(ONE, 0.5)), TARGETS, scaled(TWO, 2))
     twins = {"part": part, "mixed": mixed, None: world.twins[None]}
     names = [jlora.Scaled("one", 0.25), None, jlora.Mix({"one": 0.5, "two": 2})]
-    with world.manager.prepare(names, **images.groups) as batch:
+    with world.manager.prepare(names, items=images.items) as batch:
         found = serve(world.model, images.inputs, batch)
     assert_close(found, expected_rows(twins, ["part", None, "mixed"], images.inputs), 1e-5)
 
@@ -155,7 +146,7 @@ def test_dora():
     manager = make_manager(model, [adapter, TWO], row_groups=ROW_GROUPS, dora=True)
     images = image_inputs([4, 8, 4, 12], [2, 0, 2, 2], pad=32)
     names = ["dora", None, "two"]
-    with manager.prepare(names, **images.groups) as batch:
+    with manager.prepare(names, items=images.items) as batch:
         found = serve(model, images.inputs, batch)
     assert_close(found, expected_rows(twins, names, images.inputs), 1e-5)
 
@@ -174,7 +165,7 @@ def test_on_a_mesh(axes, flattened):
     manager = make_manager(model, [ONE, TWO], row_groups=ROW_GROUPS, data_axes=("data",) if "data" in axes else ())
     images = image_inputs([8, 8, 8, 8], [2, 0, 2, 3], flattened=flattened, sequences=4)
     names = [*NAMES, "one"]
-    with manager.prepare(names, **images.groups) as batch:
+    with manager.prepare(names, items=images.items) as batch:
         found = serve(model, images.inputs, batch)
     assert_close(found, expected_rows(twins, names, images.inputs), 1e-5)
 
@@ -193,8 +184,7 @@ def test_a_shard_takes_its_own_items(world, counts):
         return jax.shard_map(local, mesh=mesh, in_specs=(P("d"), P("d")), out_specs=P("d"))(x, batch)
 
     x, owners, names = normal(4, 2, PATCH), [2, None, 0, 1], ["one", None, "two", "two"]
-    rows = {} if counts is None else {"group_counts": {"images": counts}}
-    with world.manager.prepare(names, groups={"images": owners}, **rows) as batch:
+    with world.manager.prepare(names, items={"images": Items(owners, counts)}) as batch:
         found = step(world.model, x if counts is None else x.reshape(8, PATCH), batch)
     twins = [world.twins[None if owner is None else names[owner]] for owner in owners]
     expected = np.stack([twin.visual.embed(x[i]) for i, twin in enumerate(twins)])
@@ -204,14 +194,14 @@ def test_a_shard_takes_its_own_items(world, counts):
 def test_copies_hold_the_same_rows_and_lease(world):
     images = image_inputs([4, 8, 4, 12], [2, 1, 2, 2], pad=32)
     expected = world.expected(NAMES, images.inputs)
-    batch = world.manager.prepare(NAMES, **images.groups)
+    batch = world.manager.prepare(NAMES, items=images.items)
     for copy in (jax.device_put(batch), jax.tree.map(lambda x: x + 0, batch), batch.drop_absent()):
         assert_close(serve(world.model, images.inputs, copy), expected, 1e-5)
-    again = world.manager.prepare(NAMES, **images.groups)  # its arrays come from the cache
+    again = world.manager.prepare(NAMES, items=images.items)  # its arrays come from the cache
     batch.close()
     assert_close(serve(world.model, images.inputs, again), expected, 1e-5)
     other = image_inputs([4, 8, 4, 12], [1, 2, 2, 2], pad=32)
-    with world.manager.prepare(NAMES, **other.groups) as moved:
+    with world.manager.prepare(NAMES, items=other.items) as moved:
         assert_close(serve(world.model, other.inputs, moved), world.expected(NAMES, other.inputs), 1e-5)
     again.close()
     with pytest.raises(jlora.LoRAError, match="closed"):
@@ -228,10 +218,9 @@ def test_warmup_compiles_the_step(world):
             return model(inputs)
 
     images = image_inputs([4, 8, 4, 12], [2, 1, 2, 2], pad=32)
-    blank = {"groups": {"images": [], "merged": []}, "group_counts": {"images": [], "merged": []}}
-    pad = {"group_pad": {"images": 32, "merged": 8}}
-    world.manager.warmup(lambda batch: step(world.model, images.inputs, batch), num_sequences=3, **blank, **pad)
-    with world.manager.prepare(NAMES, **images.groups) as batch:
+    blank = {"images": Items([], [], 32), "merged": Items([], [], 8)}
+    world.manager.warmup(lambda batch: step(world.model, images.inputs, batch), num_sequences=3, items=blank)
+    with world.manager.prepare(NAMES, items=images.items) as batch:
         step(world.model, images.inputs, batch)
     assert len(traces) == 1
 
@@ -276,7 +265,7 @@ def test_a_layer_whose_group_the_batch_lacks_raises(world, without):
         with jlora.use(batch, without=without):
             return model(inputs)
 
-    message = r"(?s)visual\.embed: .*row group 'images'.*groups=.*without=\['images'\]"
+    message = r"(?s)visual\.embed: .*row group 'images'.*items=.*without=\['images'\]"
     with world.manager.prepare(NAMES) as batch, pytest.raises(jlora.LoRAError, match=message):
         step(world.model, images.inputs, batch)
 
@@ -289,41 +278,52 @@ def test_a_batch_without_groups_holds_no_more_arrays(world):
 
 # --- refusals -------------------------------------------------------------------------------------------------------
 
-OWNERS = {"images": [0, 0, 2]}
+
+@pytest.mark.usefixtures("unchecked_calls")
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        (
+            {"pictures": Items([0])},
+            r"'pictures', and .* of this manager are 'images', 'merged'.*row_groups",
+        ),
+        (["images"], "items maps row groups to jlora.Items, got list"),
+        ({"images": [0]}, r"items\['images'\] must be jlora.Items\(owners\), got list"),
+        ({"images": Items([0, 3])}, r"item 1 to sequence 3, and the batch has 3 sequences; give 0 to 2, or None"),
+    ],
+)
+def test_items_that_do_not_fit_the_batch_are_refused(world, items, message):
+    with pytest.raises(jlora.LoRAUsageError, match=message):
+        world.manager.prepare(NAMES, items=items)
+    with pytest.raises(jlora.LoRAUsageError, match=message):
+        world.manager.verify(serve, None, num_sequences=3, items=items)
 
 
 @pytest.mark.usefixtures("unchecked_calls")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {"groups": {"pictures": [0]}},
-            r"'pictures', and the groups of this manager are 'images', 'merged'.*row_groups",
-        ),
-        ({"groups": {"sequences": [0]}}, "'sequences', and the groups"),
-        ({"groups": ["images"]}, "groups is a mapping"),
-        ({"groups": {"images": [0, 3]}}, r"item 1 to sequence 3, and the batch has 3 sequences; give 0 to 2, or None"),
-        ({"groups": {"images": [-1]}}, r"item 0 to sequence -1"),
-        ({"groups": {"images": ["one"]}}, r"groups\['images'\] must hold integers or None, got \['one'\]"),
-        ({"groups": {"images": 3}}, r"groups\['images'\] must be a list of integers, got int"),
-        ({"groups": OWNERS, "group_counts": {"images": [4, 4]}}, r"one number of rows.* each of the 3 items"),
-        ({"groups": OWNERS, "group_counts": {"images": [4, -4, 4]}}, r"from 0 on.*\[4, -4, 4\]"),
-        ({"groups": OWNERS, "group_counts": {"images": [4, None, 4]}}, r"must hold integers, got"),
-        ({"groups": OWNERS, "group_counts": {"images": [4, 4, 4]}, "group_pad": {"images": 8}}, r"is 8.* has 12 rows"),
-        ({"groups": OWNERS, "group_pad": {"images": 2}}, r"group_pad\['images'\] is 2, and the group has 3 items"),
-        ({"groups": OWNERS, "group_counts": {"merged": [1]}}, "group_counts has 'merged', which groups lacks"),
-        ({"group_pad": {"images": 8}}, "group_pad has 'images', which groups lacks"),
+        ({"owners": [0, -1]}, r"owners are sequences, from 0 on, or None, got \[0, -1\]"),
+        ({"owners": ["one"]}, r"owners must be integers or None, got \['one'\]"),
+        ({"owners": 3}, "owners must be integers or None, got 3"),
+        ({"owners": {0: 1}}, "owners must be integers or None, got {0: 1}"),
+        ({"owners": [True, False]}, "owners must be integers or None"),
+        ({"owners": [0, 0, 2], "counts": [4, 4]}, r"counts must be one number.* each of the 3 owners"),
+        ({"owners": [0, 0, 2], "counts": [4, -4, 4]}, r"counts must be .*from 0 on.*\[4, -4, 4\]"),
+        ({"owners": [0, 0, 2], "counts": [4, None, 4]}, "counts must be integers, got"),
+        ({"owners": [0, 0, 2], "counts": [4, 4, 4], "pad_to": 8}, r"pad_to is 8, and there are 12 rows"),
+        ({"owners": [0, 0, 2], "pad_to": 2}, "pad_to is 2, and there are 3 items"),
+        ({"owners": [0], "pad_to": 2.5}, "pad_to must be integers, got float"),
     ],
 )
-def test_arguments_that_disagree_are_refused(world, arguments, message):
-    with pytest.raises(jlora.LoRAUsageError, match=message):
-        world.manager.prepare(NAMES, **arguments)
+def test_items_that_disagree_are_refused(arguments, message):
+    with pytest.raises(jlora.LoRAUsageError, match=f"Items: {message}"):
+        Items(**arguments)
 
 
-def test_a_manager_without_groups_refuses_them():
-    manager = make_manager(VisionModel(), [ONE])
-    with pytest.raises(jlora.LoRAUsageError, match="groups of this manager are none; declare it"):
-        manager.prepare(["one"], groups={"images": [0]})
+def test_items_of_equal_values_are_equal():
+    """So that a batch of equal items takes its arrays from the cache."""
+    assert len({Items([0, 2], [4, 4]), Items((0, 2), (4, 4), 8), Items(owners=range(0, 3, 2), counts=[4, 4])}) == 1
 
 
 @pytest.mark.usefixtures("unchecked_calls")
@@ -360,22 +360,21 @@ def test_layers_show_their_groups(world):
 
 
 @pytest.mark.parametrize(
-    ("counts", "flat", "expected"),
-    [([8, 8, 8], True, r"\[32, features\], flattened"), (None, False, r"\[3, \.\.\., features\], one entry an item")],
+    ("flat", "expected"),
+    [(True, r"\[32, features\], flattened"), (False, r"\[3, \.\.\., features\], one entry an item")],
 )
-def test_rows_of_another_number_are_refused(world, counts, flat, expected):
+def test_rows_of_another_number_are_refused(flat, expected):
     """The merger's rows are fewer than the patches, so it is a group of its own."""
     model = VisionModel()
     manager = make_manager(model, [ONE], row_groups={"visual": "images"})
-    owners = {"images": [0, 1, 2]}
     images = image_inputs([8, 8, 8], [0, 1, 2], pad=32 if flat else None, flattened=flat)
-    arguments = {"group_counts": {"images": counts}, "group_pad": {"images": 32}} if flat else {}
+    items = {"images": images.items["images"]}
     if not flat:
         images.inputs["patches"] = images.inputs["patches"][:2]
         images.inputs["image"] = images.inputs["image"][:2]
     message = rf"^visual\.[a-z.]*: its rows .* its row group 'images' in this batch: expected {expected}"
     with (
-        manager.prepare(["one", None, None], groups=owners, **arguments) as batch,
+        manager.prepare(["one", None, None], items=items) as batch,
         pytest.raises(jlora.LoRAError, match=message),
     ):
         serve(model, images.inputs, batch)
@@ -392,7 +391,7 @@ def test_the_length_of_sequences_is_not_that_of_items(world, length):
             return model.visual.embed(patches)
 
     with (
-        world.manager.prepare(NAMES, length=length, groups={"images": [0, 0, 2]}) as batch,
+        world.manager.prepare(NAMES, length=length, items={"images": Items([0, 0, 2])}) as batch,
         pytest.raises(jlora.LoRAError, match=r"shape \(12,\) are not those of its row group 'images'"),
     ):
         tower(world.model, normal(3, 4, 12), normal(12, PATCH), batch)
@@ -407,7 +406,7 @@ def test_a_row_map_around_a_layer_of_a_group_is_refused(world):
             return model.visual.embed(patches)
 
     with (
-        world.manager.prepare(NAMES, groups={"images": [0, 0, 2]}) as batch,
+        world.manager.prepare(NAMES, items={"images": Items([0, 0, 2])}) as batch,
         pytest.raises(jlora.LoRAUsageError, match=r"visual\.embed: .*'images', and a jlora\.rows map is open"),
     ):
         tower(world.model, normal(3, PATCH), jnp.arange(3), batch)
@@ -420,16 +419,16 @@ def test_images_of_activated_adapters_are_refused():
     with pytest.raises(
         jlora.LoRAUsageError, match=r"item 1 of group 'images' belongs to sequence 1, which has an aLoRA"
     ):
-        manager.prepare(["one", "later"], groups={"images": [0, 1]}, active_from=[0, 0], length=LENGTH)
+        manager.prepare(["one", "later"], items={"images": Items([0, 1])}, active_from=[0, 0], length=LENGTH)
     with pytest.raises(jlora.LoRAUsageError, match=r"belongs to sequence 1, whose adapter is active from row 2 on"):
-        manager.prepare(["one", "later"], groups={"images": [0, 1]}, active_from=[0, 2], length=LENGTH)
-    manager.prepare(["one", "later"], groups={"images": [0, None]}, active_from=[0, 2], length=LENGTH).close()
+        manager.prepare(["one", "later"], items={"images": Items([0, 1])}, active_from=[0, 2], length=LENGTH)
+    manager.prepare(["one", "later"], items={"images": Items([0, None])}, active_from=[0, 2], length=LENGTH).close()
 
 
 def test_activation_of_a_batch_with_images():
     """Sequences with images are active from row 0 on, whenever the first rows are given."""
     manager = make_manager(VisionModel(), [ONE], row_groups=ROW_GROUPS, activated=True)
-    with manager.prepare(["one", None, "one"], groups={"images": [0, None]}) as batch:
+    with manager.prepare(["one", None, "one"], items={"images": Items([0, None])}) as batch:
         batch.activate([0, 2, 2], length=LENGTH)
         for first in ([1, 0, 0], jnp.array([1, 0, 0])):
             with pytest.raises(jlora.LoRAUsageError, match=r"first_rows: item 0 .* active from row 1 on"):
@@ -443,8 +442,8 @@ def test_activation_of_a_batch_with_images():
 
 
 def test_cache_keys_count_the_items_of_a_sequence(world):
-    def keys(**groups):
-        with world.manager.prepare(NAMES, groups=groups) as batch:
+    def keys(**owners):
+        with world.manager.prepare(NAMES, items={group: Items(own) for group, own in owners.items()}) as batch:
             return batch.cache_keys
 
     owned, of_none = keys(images=[0, 2, 2]), keys(images=[None, 2, None])
@@ -468,8 +467,8 @@ def test_undeclared_layers_see_one_length(declared):
     manager = make_manager(model, [ONE, TWO], row_groups=groups)
     owners = [0, 1, 2] if declared == "sequences" else [2, 2, 0]
     images = image_inputs([8, 8, 8], owners, flattened=False)
-    arguments = {"groups": {"images": owners}} if declared == "images" else {}
-    with manager.prepare(NAMES, **arguments) as batch:
+    items = {"images": Items(owners)} if declared == "images" else {}
+    with manager.prepare(NAMES, items=items) as batch:
         if declared is not None:
             found = serve(model, images.inputs, batch)
             assert_close(found, expected_rows(twins, NAMES, images.inputs), 1e-5)
@@ -506,11 +505,11 @@ def text_then_images(model, inputs, batch):
 
 
 @pytest.mark.parametrize("flattened", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_verify_takes_groups(flattened):
+def test_verify_takes_items(flattened):
     model = VisionModel()
     manager = make_manager(model, row_groups=ROW_GROUPS)
     images = image_inputs([8, 8, 8], [2, 0, 1], flattened=flattened)
-    report = manager.verify(text_then_images, images.inputs, num_sequences=3, **images.groups)
+    report = manager.verify(text_then_images, images.inputs, num_sequences=3, items=images.items)
     assert set(report.checked) == {target.name for target in TARGETS}
 
 
@@ -520,14 +519,13 @@ def test_verify_takes_groups(flattened):
 def test_verify_finds_items_of_other_sequences(group, first):
     manager = make_manager(VisionModel(), row_groups=ROW_GROUPS, target_modules=["visual.embed", "merger.fc", "text.q"])
     images = image_inputs([8, 8, 8], [2, 0, 1])
-    shifted = images.groups | {"groups": images.groups["groups"] | {group: [0, 1, 2]}}
+    shifted = images.items | {group: replace(images.items[group], owners=[0, 1, 2])}
     with pytest.raises(jlora.LoRAError, match=rf"verify: visual\.{first}"):
-        manager.verify(text_then_images, images.inputs, num_sequences=3, **shifted)
+        manager.verify(text_then_images, images.inputs, num_sequences=3, items=shifted)
 
 
 def test_base_rows_keep_their_bits(world):
     images = image_inputs([4, 8, 4, 12], [2, 1, 2, 2], pad=32)
-    with world.manager.prepare([None] * 3, **images.groups) as batch:
+    with world.manager.prepare([None] * 3, items=images.items) as batch:
         found = serve(world.model, images.inputs, batch)
     np.testing.assert_array_equal(np.asarray(found), np.asarray(run(world.twins[None], images.inputs)))
-    assert POOL * images.groups["group_pad"]["merged"] == images.groups["group_pad"]["images"]

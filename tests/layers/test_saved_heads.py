@@ -137,7 +137,7 @@ def test_items_of_a_row_group():
     for adapter in ADAPTERS:
         manager.add_adapter(adapter)
     names, owners, x = ["one", "four", None], [1, 1, 0, None, 2], normal(5, LENGTH, K)
-    with manager.prepare(names, groups={"images": owners}) as batch:
+    with manager.prepare(names, items={"images": jlora.Items(owners)}) as batch:
         found = serve(model, x, batch)
     close(found, expected([None if owner is None else names[owner] for owner in owners], x))
 

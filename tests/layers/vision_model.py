@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+import jlora
 from tests.layers.merging import Target, normal
 
 PATCH, WIDTH, HIDDEN, VOCAB, LENGTH, POOL = 6, 8, 12, 16, 8, 4
@@ -79,10 +80,10 @@ class VisionModel(nnx.Module):
 
 @dataclass(frozen=True)
 class Images:
-    """Inputs with images, and the arguments of `prepare` for them."""
+    """Inputs with images, and the `items` of `prepare` for them."""
 
     inputs: dict
-    groups: dict
+    items: dict
 
 
 def image_inputs(
@@ -114,11 +115,11 @@ def image_inputs(
             places[owner, free : free + size // POOL] = np.arange(end - size // POOL, end)
     image = np.append(np.repeat(np.arange(len(patches)), patches), np.full(total - sum(patches), -1))
     pixels = normal(total, PATCH, seed=seed)
-    groups: dict = {"groups": {"images": list(owners), "merged": list(owners)}}
     if flattened:
-        counts = {"images": list(patches), "merged": [size // POOL for size in patches]}
-        groups |= {"group_counts": counts, "group_pad": {"images": total, "merged": total // POOL}}
+        merged = jlora.Items(owners, [size // POOL for size in patches], total // POOL)
+        items = {"images": jlora.Items(owners, patches, total), "merged": merged}
     else:
+        items = dict.fromkeys(["images", "merged"], jlora.Items(owners))
         pixels, image = pixels.reshape(-1, patches[0], PATCH), image.reshape(-1, patches[0])
     tokens = rng.integers(0, VOCAB, (sequences, LENGTH))
-    return Images({"patches": pixels, "image": image, "tokens": tokens, "places": places}, groups)
+    return Images({"patches": pixels, "image": image, "tokens": tokens, "places": places}, items)

@@ -249,7 +249,7 @@ def test_any_two_exchanged_items_are_exposed(seed):
     for pair in (None, (0, 1), (4, 6)):
         tower = nnx.Linear(6, 6, rngs=nnx.Rngs(1)) if pair is None else Exchanged(7, pair)
         manager = make_manager(Items(tower, of_none), row_groups={"tower": "items"})
-        options = {"num_sequences": 6, "groups": {"items": owners}, "seed": seed}
+        options = {"num_sequences": 6, "items": {"items": jlora.Items(owners)}, "seed": seed}
         if pair is None:
             assert manager.verify(forward, inputs, **options).batches == 2
             continue

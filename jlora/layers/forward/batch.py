@@ -23,8 +23,8 @@ from jlora.layers.forward.batch_shape import (
     checked_first_rows,
     checked_length,
 )
-from jlora.layers.forward.group_shape import GroupShape
 from jlora.layers.forward.mesh import across_mesh, here
+from jlora.layers.forward.row_groups import Items
 from jlora.layers.site import ModelSites, Site
 from jlora.sharding.put import put
 
@@ -69,7 +69,7 @@ class Served(Protocol):
     def version(self) -> int: ...
 
 
-Parts: TypeAlias = tuple[tuple[str, int, float], ...]  # (name, version, factor) of the adapters of a sequence
+ServedParts: TypeAlias = tuple[tuple[str, int, float], ...]  # (name, version, factor) of the adapters of a sequence
 
 
 class CacheKey(NamedTuple):
@@ -81,7 +81,7 @@ class CacheKey(NamedTuple):
       items: (row group, number of its items that the sequence owns), for groups with such items.
     """
 
-    adapters: Parts
+    adapters: ServedParts
     active_from: int = 0
     items: tuple[tuple[str, int], ...] = ()
 
@@ -93,8 +93,8 @@ class Lease:
 
     Attributes:
       adapters: the distinct adapters of the batch.
-      parts: for each sequence, (name, version, factor) of its adapters, in the order of their sum; () or None for the
-        base model.
+      parts: for each sequence, (name, version, factor) of its adapters, in the order of their sum; () for the base
+        model.
       invocations: `LoRABatch.invocation_tokens`; () if no adapter has any.
       shape: the shape of the batch; None if rows are neither packed, of a declared length, nor inactive.
       opened: `time.monotonic()` when it was opened, in seconds.
@@ -110,7 +110,7 @@ class Lease:
     def __init__(
         self,
         adapters: Sequence[Served],
-        parts: "Sequence[Parts | None]",
+        parts: Sequence[ServedParts],
         thread: int,
         where: str | None = None,
         on_close: Callable[[], object] | None = None,
@@ -245,7 +245,7 @@ class LoRABatch:
         Raises:
           LoRAUsageError: inside a traced function, where the versions are unknown.
         """
-        versions = (tuple(version for _, version, _ in parts or ()) for parts in self._host_state().parts)
+        versions = (tuple(version for _, version, _ in parts) for parts in self._host_state().parts)
         return tuple(None if not each else each[0] if len(each) == 1 else each for each in versions)
 
     @property
@@ -273,8 +273,8 @@ class LoRABatch:
         for i, parts in enumerate(lease.parts):
             start, count = 0 if first is None else first[i], rows[i]
             inactive = not parts or (count is not None and start >= count > 0)
-            items = tuple((group.name, owned) for group in shape.groups if (owned := group.owners.count(i)))
-            keys.append(None if inactive else CacheKey(parts or (), start, items))
+            items = tuple((group, owned) for group, given in shape.items if (owned := given.owners.count(i)))
+            keys.append(None if inactive else CacheKey(parts, start, items))
         return tuple(keys)
 
     def _host_state(self) -> Lease:
@@ -345,7 +345,7 @@ class LoRABatch:
         if traced:
             first = _clamped(first_rows, shape)
         else:
-            owned = self.lease.shape.groups if self.lease is not None and self.lease.shape is not None else ()
+            owned = self.lease.shape.items if self.lease is not None and self.lease.shape is not None else ()
             given: Any = first_rows if shape else [first_rows]
             rows = checked_first_rows("LoRABatch.activate: first_rows", given, self.slots.size, owned)
             array = np.array(rows, np.int32).reshape(shape)
@@ -387,8 +387,7 @@ class LoRABatch:
         if self.lease is None:  # inside a traced function, or returned by one
             return f"LoRABatch({self.layout.num_sequences} sequences, traced)"
         names = [
-            " + ".join(f"{name!r}" + (f" * {scale:g}" if scale != 1 else "") for name, _, scale in parts or ())
-            or "None"
+            " + ".join(f"{name!r}" + (f" * {scale:g}" if scale != 1 else "") for name, _, scale in parts) or "None"
             for parts in self.lease.parts[:_SHOWN]
         ]
         more = ["..."] if len(self.lease.parts) > _SHOWN else []
@@ -525,7 +524,7 @@ def make_batch(
                 stamps=stamp if of_sequences is own else np.where(of_sequences == none, 0, stamp),
                 scales=scale,
                 token_scales=None if scale is None else shape.by_token(scale, 1),
-                groups=_of_groups(shape.groups, own, scale, none) if shape.groups else None,
+                groups=_of_groups(shape.items, own, scale, none) if shape.items else None,
             )
         )
     of_batch = tuple(assigned), shape.first_rows()
@@ -545,15 +544,15 @@ def make_batch(
     return LoRABatch(found, first, layout, lease)
 
 
-def _of_groups(groups: Sequence[GroupShape], slots: Any, scales: Any, none: int) -> dict[str, Assigned]:
+def _of_groups(items: Sequence[tuple[str, Items]], slots: Any, scales: Any, none: int) -> dict[str, Assigned]:
     """Return the slots and factors of the items or flattened rows of groups, from those [B] of the sequences."""
     found: dict[str, Assigned] = {}
-    for group in groups:
-        of_rows = group.by_row(slots, none)
-        of_scales = None if scales is None else group.by_row(scales, 1)
-        items = group.counts is None
-        found[group.name] = (
-            Assigned(of_rows, None, None, of_scales) if items else Assigned(None, of_rows, None, None, of_scales)
+    for group, given in items:
+        of_rows = given.by_row(slots, none)
+        of_scales = None if scales is None else given.by_row(scales, 1)
+        flattened = given.counts is not None
+        found[group] = (
+            Assigned(None, of_rows, None, None, of_scales) if flattened else Assigned(of_rows, None, None, of_scales)
         )
     return found
 

@@ -1,7 +1,6 @@
 """The rows of a batch: the number of sequences, and the rows of each."""
 
-import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -11,7 +10,7 @@ from jaxtyping import Int, Shaped
 
 from jlora.adapters.activation import NOWHERE
 from jlora.errors import LoRAUsageError
-from jlora.layers.forward.group_shape import GroupShape
+from jlora.layers.forward.row_groups import Items, checked_items, integer, integers
 
 # One integer for each sequence. Arrays of other types and shapes get an error of `checked_first_rows`.
 FirstRows: TypeAlias = Sequence[int] | jax.Array | np.ndarray
@@ -27,7 +26,7 @@ class BatchShape:
       num_rows: T, packed rows with padding; 0 if rows are not packed.
       length: rows of each sequence, if declared, as it must be for `active_from` of rows that are not packed.
       active_from: the first row of each sequence that takes its adapter; None for all rows.
-      groups: the rows of layers that see other items than the sequences, such as images.
+      items: row group -> its items, as pairs, for layers whose rows are not those of the sequences.
     """
 
     num_sequences: int
@@ -35,7 +34,7 @@ class BatchShape:
     num_rows: int = 0
     length: int | None = None
     active_from: tuple[int, ...] | None = None
-    groups: tuple[GroupShape, ...] = ()
+    items: tuple[tuple[str, Items], ...] = ()
 
     def by_token(self, values: Shaped[np.ndarray, "B"], padding: Any) -> Shaped[np.ndarray, "T"] | None:
         """Return the value of each packed row's sequence, and `padding` after them; None if rows are not packed."""
@@ -80,28 +79,30 @@ def batch_shape(
     token_counts: Sequence[int] | None,
     pad_to: int | None,
     length: int | None,
-    active_from: FirstRows | None = None,
-    groups: tuple[GroupShape, ...] = (),
+    active_from: FirstRows | None,
+    items: Mapping[str, Items] | None,
+    known: Collection[str],
 ) -> BatchShape:
     """Check the shape arguments of `LoRAManager.prepare` and return them as a `BatchShape`.
 
     Raises:
-      LoRAUsageError: a value has the wrong type or sign, or the values disagree.
+      LoRAUsageError: a value has the wrong type or sign, the values disagree, or a row group is not among the `known`.
     """
     if num_sequences < 1:
         raise LoRAUsageError("prepare needs at least one sequence")
-    counts = None if token_counts is None else _integers("prepare: token_counts", token_counts)
-    num_rows = None if pad_to is None else _integer("prepare: pad_to", pad_to)
+    counts = None if token_counts is None else integers("prepare: token_counts", token_counts)
+    num_rows = None if pad_to is None else integer("prepare: pad_to", pad_to)
     if length is not None:
         if counts is not None:
             raise LoRAUsageError("prepare: length is for rows that are not packed; packed rows have token_counts")
         length = checked_length("prepare: length", length)
+    checked = checked_items(items, num_sequences, known)
     first = None
     if active_from is not None:
         if length is None and counts is None:
             raise LoRAUsageError(LENGTH_NEEDED.format(call="prepare(names, active_from=first_rows"))
-        first = checked_first_rows("prepare: active_from", active_from, num_sequences, groups)
-    return BatchShape(num_sequences, counts, _packed_rows(num_sequences, counts, num_rows), length, first, groups)
+        first = checked_first_rows("prepare: active_from", active_from, num_sequences, checked)
+    return BatchShape(num_sequences, counts, _packed_rows(num_sequences, counts, num_rows), length, first, checked)
 
 
 LENGTH_NEEDED = (
@@ -116,7 +117,7 @@ def checked_length(option: str, length: Any) -> int:
     Raises:
       LoRAUsageError: it is no positive integer.
     """
-    if (found := _integer(option, length)) < 1:
+    if (found := integer(option, length)) < 1:
         raise LoRAUsageError(f"{option} must be positive, got {found}")
     return found
 
@@ -125,25 +126,25 @@ def checked_first_rows(
     option: str,
     values: FirstRows,
     num_sequences: int,
-    groups: Sequence[GroupShape],
+    items: Sequence[tuple[str, Items]],
 ) -> tuple[int, ...]:
     """Return the first active row of each sequence, at most `NOWHERE`, from a list or an array outside a trace.
 
     Raises:
-      LoRAUsageError: they are not one integer for each sequence, one is negative, or an item of `groups` belongs to a
-        sequence with another first row than 0.
+      LoRAUsageError: they are not one integer for each sequence, one is negative, or an item belongs to a sequence
+        with another first row than 0.
     """
-    first = _integers(option, values)
+    first = integers(option, values)
     if len(first) != num_sequences or min(first) < 0:
         raise LoRAUsageError(
             f"{option} must be one first row, from 0 on, for each of {num_sequences} sequences, got "
             f"{list(first)!r:.100}"
         )
-    for group in groups:
-        for item, owner in enumerate(group.owners):
-            if owner >= 0 and first[owner]:
+    for group, given in items:
+        for item, owner in enumerate(given.owners):
+            if owner is not None and first[owner]:
                 raise LoRAUsageError(
-                    f"{option}: item {item} of group {group.name!r} belongs to sequence {owner}, whose adapter is "
+                    f"{option}: item {item} of group {group!r} belongs to sequence {owner}, whose adapter is "
                     f"active from row {first[owner]} on, and items have no place among these rows; give None as the "
                     "sequence of an item before that row"
                 )
@@ -156,26 +157,6 @@ def all_active(activated: bool, num_sequences: int, token_counts: object, length
     A step that was compiled for the batch then serves batches with inactive rows too.
     """
     return [0] * num_sequences if activated and (token_counts, length) != (None, None) else None
-
-
-def _integers(option: str, values: Any) -> tuple[int, ...]:
-    given = jax.device_get(values) if isinstance(values, jax.Array) else values
-    try:
-        listed = given.tolist() if isinstance(given, np.ndarray) else list(given)
-        if bool in set(map(type, listed)):
-            raise TypeError  # a mask is no list of rows
-        return tuple(map(operator.index, listed))
-    except TypeError:
-        raise LoRAUsageError(f"{option} must be integers, got {values!r:.100}") from None
-
-
-def _integer(option: str, value: Any) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return operator.index(value)
-    except TypeError:
-        raise LoRAUsageError(f"{option} must be integers, got {type(value).__name__}") from None
 
 
 def _packed_rows(num_sequences: int, counts: tuple[int, ...] | None, pad_to: int | None) -> int:

@@ -4,7 +4,7 @@ With as many images as sequences, a tower looks like a layer of sequences, so a 
 """
 
 from jlora.errors import LoRAError
-from jlora.layers.forward.group_shape import LAST, PACKED
+from jlora.layers.forward.row_groups import LAST, PACKED
 from jlora.layers.site import Site, is_named
 
 _OTHER_LENGTH = (
@@ -14,7 +14,7 @@ _OTHER_LENGTH = (
     "kind:\n"
     "    LoRAManager(..., row_groups={alike})  # index b is sequence b everywhere: an encoder, a mixer of tokens"
 )
-_OF_ITEMS = "\n    LoRAManager(..., row_groups={owned})  # rows of items that sequences own: prepare(..., groups=)"
+_OF_ITEMS = "\n    LoRAManager(..., row_groups={owned})  # rows of items that sequences own: prepare(..., items=)"
 _SHOWN = 8  # layers of each length in a message
 
 

@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int, Integer
 
 from jlora.errors import LoRAUsageError
 from jlora.layers.forward.batch import LoRABatch
-from jlora.layers.forward.group_shape import LAST, OF_SEQUENCES, PACKED, SEQUENCES
 from jlora.layers.forward.mesh import explicit_axes, here, manual_axes
+from jlora.layers.forward.row_groups import LAST, OF_SEQUENCES, PACKED, SEQUENCES
 from jlora.layers.forward.rows import RowMap, current_rows
 from jlora.layers.site import Site
 from jlora.sharding.rules import Names, names_of
@@ -174,7 +174,7 @@ def layout_of(
         )
         return (
             f"its rows of shape {shape} are not those of its row group {group!r} in this batch: expected "
-            f"{rows}. Layers before and after a pooling are groups of their own, each with its group_counts"
+            f"{rows}. Layers before and after a pooling are groups of their own, each with its Items"
         )
     expected = {
         PACKED: f"{packed} packed tokens",
@@ -205,7 +205,7 @@ def _of_sequences(batch: LoRABatch, shape: tuple[int, ...], between: tuple[int, 
             f"a sequence has rows of shape {between}, and `active_from` counts the rows of a sequence: expected "
             f"{expected}. Say which of the batch's tokens other rows are with jlora.rows(jlora.RowMap(..., "
             "of='tokens')). Rows that are no tokens, such as an encoder's, are items: LoRAManager(..., row_groups="
-            "{module: 'audio'}), and prepare(..., groups=)"
+            "{module: 'audio'}), and prepare(..., items=)"
         )
     length, positions = (between[0] if len(between) == 1 else None), (between[0] if activated and between else 1)
     return RowLayout("sequences", shape, math.prod(between), length, positions)

@@ -17,10 +17,10 @@ from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.forward.batch import LoRABatch, batch_of_group, check_batch
 from jlora.layers.forward.context import Opened, around, opening, staged
 from jlora.layers.forward.forward_record import Calls, ForwardRecord, check_all_served
-from jlora.layers.forward.group_shape import OF_SEQUENCES
 from jlora.layers.forward.lengths import Lengths
 from jlora.layers.forward.mesh import check_mesh
 from jlora.layers.forward.plans import plan_key, plan_of
+from jlora.layers.forward.row_groups import OF_SEQUENCES
 from jlora.layers.forward.row_layout import (
     BatchSlots,
     RowLayout,
@@ -60,7 +60,7 @@ _STALE = (
 _NO_GROUP = (
     "{path}: this layer is of the row group {group!r}, and the batch was prepared without it. Say which sequence each "
     "of its items belongs to:\n"
-    "    manager.prepare(names, groups={{{group!r}: [0, 0, 1, None]}})   # with group_counts= for flattened rows\n"
+    "    manager.prepare(names, items={{{group!r}: jlora.Items([0, 0, 1, None])}})   # counts= for flattened rows\n"
     "A step that calls no layer of the group says jlora.use(batch, without=[{group!r}])"
 )
 _MAP_IN_GROUP = (

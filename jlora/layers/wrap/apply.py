@@ -18,8 +18,8 @@ from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.base_kernel import arrays_of
 from jlora.layers.forward.embedding import embed_methods
 from jlora.layers.forward.experts import experts_methods, product_of
-from jlora.layers.forward.group_shape import LAST, OF_SEQUENCES, PACKED
 from jlora.layers.forward.linear import linear_methods
+from jlora.layers.forward.row_groups import LAST, OF_SEQUENCES, PACKED
 from jlora.layers.site import (
     ModelSites,
     Site,

@@ -24,6 +24,7 @@ from jlora.layers.wrap.select import (
     check_names,
     exclusion,
     is_position_table,
+    largest_rank,
     longest,
     matching,
     not_selected,
@@ -320,9 +321,7 @@ def _slots(
     stack = 0 if kernel is None else len(shape) - len(linear.in_axes + linear.out_axes) - (experts is not None)
     if stack > 1:
         raise LoRAError(f"its parameter has shape {shape}: {stack} axes more than one stack of layers")
-    num_slots, max_rank = config.max_loras, config.max_lora_rank
-    if not isinstance(max_rank, int):
-        max_rank = max_rank[longest(max_rank, names) or "*"]
+    num_slots = config.max_loras
     if experts is not None:
         num_slots = config.max_expert_loras or num_slots - config.max_shared_expert_loras
     slots = SlotSpec(
@@ -330,7 +329,7 @@ def _slots(
         num_slots=num_slots,
         in_features=linear.real_in,
         out_sizes=sizes,
-        max_rank=max_rank,
+        max_rank=largest_rank(config, names),
         dtype=_slot_dtype(found.module, spec, linear, kernel, config),
         experts=experts,
         dora=config.dora and experts is None and not (isinstance(spec, EmbedSpec) and linear is spec.table),

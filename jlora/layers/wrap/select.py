@@ -85,6 +85,12 @@ def longest(given: Collection[str], names: Iterable[str]) -> str | None:
     return max((each for each in given if is_named(each, names)), key=len, default="*" if "*" in given else None)
 
 
+def largest_rank(config: LoRAConfig, names: Iterable[str]) -> int:
+    """Return the largest rank of the slots of a layer. The longest matching name in `max_lora_rank` wins."""
+    ranks = config.max_lora_rank
+    return ranks if isinstance(ranks, int) else ranks[longest(ranks, names) or "*"]
+
+
 @dataclass(frozen=True)
 class Heads:
     """Embeddings that serve the logits of a tied head, each identified by the `id` of its module.

@@ -28,15 +28,13 @@ class AdapterFolder:
     Attributes:
       folder: Path of the folder.
       name: Name of the adapter.
-      repo_id, revision: Repository on the Hugging Face hub that the folder was downloaded from; None for a local path.
-      local_only: True if the network must not be used.
+      repo_id: Repository on the Hugging Face hub that the folder was downloaded from; None for a local path, and for a
+        repository in the local cache with `local_only`.
     """
 
     folder: Path
     name: str
     repo_id: str | None = None
-    revision: str | None = None
-    local_only: bool = False
 
 
 def resolve(
@@ -81,7 +79,7 @@ def resolve(
         raise AdapterFormatError(f"{where}: cannot be read: {printable(error.strerror or str(error))}") from error
     if local is not None:
         return AdapterFolder(local, adapter)
-    return AdapterFolder(_download(text, adapter, revision, local_only), adapter, text, revision, local_only)
+    return AdapterFolder(_download(text, adapter, revision, local_only), adapter, None if local_only else text)
 
 
 def local_folder(request: LoRARequest) -> Path:
@@ -158,7 +156,7 @@ def adapter_files(found: AdapterFolder) -> tuple[Path, Path]:
         if pickled is not None and WEIGHTS_FILE in missing:
             raise _pickled(found, pickled)
         instead = instead_of_adapter(names, shown_path(found.folder))
-        if found.repo_id is not None and not found.local_only:
+        if found.repo_id is not None:
             instead = (
                 f"the repository {found.repo_id!r} has no such file. Pickle files (.bin, .pt) are never opened; for an "
                 "adapter in one, load it with PEFT and save it with save_pretrained, which writes safetensors"

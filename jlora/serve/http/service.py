@@ -6,19 +6,21 @@ import hmac
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from jlora import LoRAManager
 from jlora.serve.engine.engine import Engine
+from jlora.serve.engine.generation import Event
 from jlora.serve.http.adapters import Adapters
 from jlora.serve.http.body import Limits
 from jlora.serve.http.errors import UNAVAILABLE, ApiError
-from jlora.serve.http.loop_bridge import LoopBridge
+from jlora.serve.http.responses import TokenTexts
 from jlora.serve.http.template import ChatTemplate
-from jlora.serve.http.tokens import TokenTexts
 
 T = TypeVar("T")
 Phase = Literal["warming", "serving", "closing", "failed"]
@@ -47,6 +49,29 @@ class Keys:
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
+
+
+class LoopBridge:
+    """Delivers events of the engine's threads on an event loop, with one wake-up for all pending events."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.loop = loop
+        self._waiting: deque[tuple[Callable[[Event], None], Event]] = deque()
+        self._woken = False
+
+    def post(self, deliver: Callable[[Event], None], event: Event) -> None:
+        """Schedule `deliver(event)` on the loop. May be called from any thread, and never blocks."""
+        self._waiting.append((deliver, event))
+        if not self._woken:
+            self._woken = True
+            with suppress(RuntimeError):  # the loop has ended
+                self.loop.call_soon_threadsafe(self._empty)
+
+    def _empty(self) -> None:
+        self._woken = False  # cleared first, so that later events schedule another call
+        while self._waiting:
+            deliver, event = self._waiting.popleft()
+            deliver(event)
 
 
 @dataclass

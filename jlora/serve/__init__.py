@@ -17,4 +17,4 @@ from jlora.serve.engine.request import RequestTimeoutError as RequestTimeoutErro
 from jlora.serve.engine.request import SamplingParams as SamplingParams
 from jlora.serve.engine.request import StepFailedError as StepFailedError
 from jlora.serve.engine.request import TokenLogprob as TokenLogprob
-from jlora.serve.engine.resolver_pool import Resolve as Resolve
+from jlora.serve.engine.resolvers import Resolve as Resolve

@@ -11,8 +11,7 @@ from pathlib import Path
 from jlora import LoRARequest
 from jlora.errors import LoRAError, printable
 from jlora.serve.engine.engine import Engine
-from jlora.serve.engine.resolver_pool import LONGEST_NAME
-from jlora.serve.engine.resolvers import below, listed
+from jlora.serve.engine.resolvers import LONGEST_NAME, below, listed
 from jlora.serve.http.errors import NOT_FOUND, ApiError, invalid_input
 from jlora.serve.http.log import log_event
 from jlora.serve.http.state import State

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from jlora.config import LoRARequest
 from jlora.manager.locks import Bell, StateLock
 
-_AT_ONCE = 4  # largest number of loads that read and cast at the same time
+AT_ONCE = 4  # largest number of loads that fetch, and of those that read and cast, at the same time
 _FAILED = 64  # failed loads kept for the next caller; bounded, since clients can invent names
+_QUIET = 1.0  # seconds after its last timeout until a load takes no turn of the others; it may hang
 
 
 class LoadCancelled(Exception):
@@ -47,6 +48,7 @@ class Load:
       result: True if the adapter was loaded, False if it was in the host cache.
       error: the exception of a failed load; None otherwise.
       wanted: number of calls that wait for the load.
+      timed_out: `time.monotonic()` of the last call that timed out and left the load running; None if there is none.
       in_use: True if open batches hold the adapter to replace.
       before: loads of the same name that were running when this one started; it begins after them.
     """
@@ -59,20 +61,31 @@ class Load:
         self.result = False
         self.error: BaseException | None = None
         self.wanted = 0
+        self.timed_out: float | None = None
         self.in_use = False
         self.before = before
         self._futures: list[Future[bool]] = []
 
     @property
     def given_up(self) -> bool:
-        """True if the load is done, or no call waits for it and all its futures are cancelled.
+        """True if the load is done, or no call waits for it or timed out, and all its futures are cancelled.
 
         This is final, since `Loader.start` does not return such a load.
         """
-        return self.done or (self.wanted <= 0 and all(future.cancelled() for future in list(self._futures)))
+        return self.done or (self.timed_out is None and not self._awaited)
+
+    @property
+    def quiet(self) -> bool:
+        """True if the load is given up, or runs on for calls that timed out and were not repeated lately."""
+        recent = self.timed_out is not None and time.monotonic() - self.timed_out < _QUIET
+        return self.done or not (recent or self._awaited)
+
+    @property
+    def _awaited(self) -> bool:
+        return self.wanted > 0 or not all(future.cancelled() for future in list(self._futures))
 
     def future(self) -> "Future[bool]":
-        """Return a new future of the load. The load is abandoned when all futures are cancelled and no call waits."""
+        """Return a new future. The load is abandoned if all are cancelled and no call waits or timed out."""
         future: Future[bool] = Future()
         if self.done:
             self._notify(future)
@@ -113,7 +126,7 @@ class Loader:
     """
 
     def __init__(self, work: Callable[[Load], bool], lock: StateLock, changed: Bell):
-        self.turn = threading.Semaphore(_AT_ONCE)
+        self.turn = threading.Semaphore(AT_ONCE)
         self._work = work
         self._lock = lock
         self._changed = changed
@@ -130,7 +143,7 @@ class Loader:
     def fetching(self, load: Load) -> Generator[None, None, None]:
         """Limit the number of loads that use the network or the `resolve` callback, which may be slow or hang.
 
-        Other loads may read and cast meanwhile. An abandoned load cannot be stopped, but it no longer counts.
+        Other loads may read and cast meanwhile. An abandoned or quiet load cannot be stopped, but it does not count.
 
         Raises:
           LoadCancelled: the load was abandoned while it waited.
@@ -143,7 +156,7 @@ class Loader:
                 self.check_wanted(load)
                 with self._lock:
                     first = self._fetching[: self._fetching.index(load)]
-                if sum(not other.given_up for other in first) < _AT_ONCE:
+                if sum(not other.quiet for other in first) < AT_ONCE:
                     break
                 self._changed.wait(seen)
             yield
@@ -156,7 +169,6 @@ class Loader:
         self,
         request: LoRARequest,
         *,
-        again: bool = False,
         anew: bool = False,
         ahead: bool = False,
         deadline: Deadline | None = None,
@@ -165,20 +177,23 @@ class Loader:
 
         Args:
           request: the request to load.
-          again: start a new load if the last one is done. If False, a failed load is returned with its error.
           anew: start a new load even if one is running, which may have read older files.
           ahead: also move the adapter to the device.
           deadline: deadline of a new load.
         """
         load = self._loads.get(request)
-        over = load is not None and (load.given_up if not load.done else again)
-        if load is None or over or anew:
+        if load is None or load.given_up or anew:
             load = Load(request, deadline or Deadline(None), self.under_way(request.name))
             load.wanted += 1  # until the thread starts; by then the caller has incremented it
             threading.Thread(target=self._run, args=(load,), name="jlora-load", daemon=True).start()
             self._loads[request] = load
         load.ahead |= ahead
         return load
+
+    def failed(self, request: LoRARequest) -> Load | None:
+        """Return the failed load of a request whose error was raised to no call that waits, or None."""
+        load = self._loads.get(request)
+        return load if load is not None and load.error is not None else None
 
     def named(self, name: str) -> list[Load]:
         """Return the loads of a name, running or kept."""

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jlora
-from jlora.errors import LoRAError, NoFreeSlotError
-from jlora.serve.engine.loras import Loras, NotLoaded
+from jlora.errors import LoadTimeoutError, LoRAError, NoFreeSlotError
+from jlora.serve.engine.loras import Loras
 from jlora.serve.engine.metrics import EngineMetrics
 from jlora.serve.engine.request import EngineClosedError, FinishReason, RequestTimeoutError, StepFailedError
 from jlora.serve.engine.scheduler import Queue
@@ -218,8 +218,9 @@ class Dispatcher:
             if sequence is None:
                 return None
             try:
-                sequence.handle, sequence.batch = self._loras.begin(sequence.lora)
-            except NotLoaded:
+                sequence.batch = self._manager.prepare([sequence.lora], timeout=0)
+                (sequence.handle,) = self._manager.handles(sequence.batch)
+            except LoadTimeoutError:  # evicted meanwhile, and being loaded again
                 return None
             except NoFreeSlotError as error:
                 if self._stale:

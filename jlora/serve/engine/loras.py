@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from jlora import AdapterHandle, AdapterInfo, LoRABatch, LoRAManager, LoRARequest
+from jlora import AdapterInfo, LoRAManager, LoRARequest
 from jlora.errors import AdapterInUseError, AdapterNotFoundError, LoRAError, NoFreeSlotError
 from jlora.serve.engine.request import AdapterExistsError, EngineBusyError, RegisteredLoRA
 from jlora.serve.engine.resolvers import Resolve, check_name, resolved
@@ -28,10 +28,6 @@ _AHEAD = 8  # adapters of waiting requests to load before their turn; the manage
 _PAUSE = 0.05  # seconds before a load that found no room is retried
 _RESOLVERS = 8  # threads that call the resolver
 _RETRY = 1.0  # seconds until a request may be sent again if too many wait for the resolver
-
-
-class NotLoaded(Exception):
-    """The adapter was evicted since it was found loaded."""
 
 
 @dataclass
@@ -383,35 +379,6 @@ class Loras:
     def _places(self) -> int:
         """Return the number of adapters of the host cache that can be evicted, or are not there yet."""
         return (self._manager.config.max_cpu_loras or 1) - self._manager.stats().unevictable
-
-    def begin(self, name: str | None) -> tuple[AdapterHandle | None, LoRABatch]:
-        """Hold the newest version of an adapter for one sequence. Loads no files.
-
-        Returns:
-          A handle on the version, None for the base model, and a batch of one sequence with it.
-
-        Raises:
-          NotLoaded: it was evicted meanwhile.
-          NoFreeSlotError: every slot is taken.
-          AdapterNotFoundError: it was removed.
-        """
-        if name is None:
-            return None, self._manager.prepare([None])
-        # Lease first, then hold, so it cannot be evicted in between, and no call blocks.
-        batch, ready = self._manager.prepare([name], wait=False)
-        try:
-            if not ready[0]:
-                if self.loaded(name):
-                    raise NoFreeSlotError(f"adapter {name!r} needs a slot, and each is pinned or in use")
-                raise NotLoaded(name)
-            handle = self._manager.hold(name)
-            if handle.version != batch.versions[0]:
-                batch.close()
-                batch = self._manager.prepare([handle])
-        except BaseException:
-            batch.close()
-            raise
-        return handle, batch
 
 
 def _is_loaded(info: AdapterInfo) -> bool:

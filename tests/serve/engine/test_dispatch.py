@@ -31,7 +31,8 @@ def dispatcher_of(ends, **loras):
     }
     steps = SimpleNamespace(rows=2, chunk=8, capacity=16, close=lambda: None)
     counts = EngineMetrics(lambda name: True)
-    return Dispatcher(None, steps, SimpleNamespace(**idle), ends, counts, 8)
+    manager = SimpleNamespace(prepare=lambda names, timeout: fail(RuntimeError("on fire")))
+    return Dispatcher(manager, steps, SimpleNamespace(**idle), ends, counts, 8)
 
 
 def fail(error):
@@ -69,7 +70,7 @@ def test_request_submitted_during_the_last_turn_ends():
 
 def test_request_that_cannot_begin_ends_alone():
     ends = Ends()
-    dispatcher = dispatcher_of(ends, begin=lambda name: fail(RuntimeError("on fire")))
+    dispatcher = dispatcher_of(ends)
     dispatcher.submit(sequence_of("a"))
     dispatcher.thread.start()
     until(lambda: ends)

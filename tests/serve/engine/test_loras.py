@@ -25,13 +25,14 @@ class Desk:
 
     Attributes:
       loads: one future for each load that was started.
-      running: versions of the sequences that have begun.
+      batches, running: batches and versions of the sequences that have begun.
     """
 
     def __init__(self, folder: Path, **sizes: int):
         self.folder = folder
         self.manager = make_world(max_loras=1, **sizes).manager
         self.loads: list[Future[bool]] = []
+        self.batches: list[jlora.LoRABatch] = []
         self.running: set[Any] = set()
         around = Around(self.manager)
         around.prefetch = self.prefetch
@@ -45,12 +46,11 @@ class Desk:
         made(name).save_pretrained(self.folder / name)
         return jlora.LoRARequest(name, str(self.folder / name))
 
-    def begin(self, name: str) -> Any:
+    def begin(self, name: str) -> None:
         """Begin a sequence with an adapter on disk."""
         self.manager.add_adapter(self.request(name))
-        handle, batch = self.loras.begin(name)
-        self.running.add((name, handle.version))
-        return handle, batch
+        self.batches.append(self.manager.prepare([name]))
+        self.running.add((name, self.batches[-1].versions[0]))
 
     def look(self, *names: str) -> dict[str, jlora.LoRAError]:
         """Look many times, each after all loads have ended. Return the errors."""
@@ -97,12 +97,11 @@ def test_loads_too_large_for_the_cache_end(tmp_path):
     size = desk.manager.stats().host_bytes
     desk = Desk(tmp_path, max_cpu_loras=8, max_cpu_bytes=3 * size)
     desk.manager.add_adapter(made("memory"))
-    handle, batch = desk.begin("running")
+    desk.begin("running")
     assert desk.look("a", "b", "c") == {}
     assert len(desk.loads) <= 4
     assert "a" in on_host(desk.manager)
-    batch.close()
-    handle.close()
+    desk.batches[0].close()
     desk.running.clear()
     assert desk.look("b", "c") == {}
     assert "b" in on_host(desk.manager)

@@ -118,11 +118,8 @@ class Host:
         """Load a request and wait for it. Return True if it was loaded, False if the name was in the host cache."""
         while True:
             with self._state_lock:
-                failed = self.loader.failed(request)
-                if failed is not None and failed.timed_out is not None:
-                    self.loader.forget(failed)
-                    assert failed.error is not None
-                    raise failed.error
+                if (error := self.loader.take_error(request, ran_on=True)) is not None:
+                    raise error
                 load = self.loader.start(request, anew=request.load_inplace, deadline=deadline)
                 load.wanted += 1
             if self.wait([load], deadline.at):
@@ -156,7 +153,7 @@ class Host:
                     seen = self._changed.rings
                 if load.error is not None and not isinstance(load.error, LoadCancelled):
                     with self._state_lock:
-                        self.loader.forget(load)
+                        self.loader.drop(load)
                     raise load.error
             return all(load.error is None for load in loads)
         finally:
@@ -177,11 +174,11 @@ class Host:
         if late:
             names = [
                 f"{load.request.name!r} from {load.request.path!r}"
-                + (" (abandoned, since it replaces an adapter)" if load.request.load_inplace else "")
+                + (" (with load_inplace, so a repeated call starts anew)" if load.request.load_inplace else "")
                 for load in late
             ]
             raise LoadTimeoutError(
-                f"loading took longer than the timeout: {', '.join(names)}; repeat the call, since loads run on"
+                f"loading took longer than the timeout: {', '.join(names)}; loads run on, so repeat the call"
             )
 
     def recall(self, name: str) -> PackedAdapter:
@@ -262,7 +259,7 @@ class Host:
         loads = self.loader.under_way(name)
         for load in loads:
             load.finish(False, AdapterNotFoundError(f"adapter {load.request.name!r} was removed while it was loaded"))
-            self.loader.abandon(load)
+            self.loader.drop(load)
         return loads
 
     def add(self, adapter: Adapter, replace: bool, deadline: Deadline) -> bool:

@@ -50,7 +50,7 @@ class Load:
       wanted: number of calls that wait for the load.
       timed_out: `time.monotonic()` of the last call that timed out and left the load running; None if there is none.
       in_use: True if open batches hold the adapter to replace.
-      before: loads of the same name that were running when this one started; it begins after them.
+      before: loads of the same name that were running when this one started; it begins after them, unless they hang.
     """
 
     def __init__(self, request: LoRARequest, deadline: Deadline, before: Sequence["Load"] = ()):
@@ -114,7 +114,7 @@ class Load:
 
 
 class Loader:
-    """Run loads on daemon threads. `start` and `forget` are called under the state lock.
+    """Run loads on daemon threads. `start`, `take_error` and `drop` are called under the state lock.
 
     Args:
       work: runs a load and returns its result.
@@ -190,28 +190,27 @@ class Loader:
         load.ahead |= ahead
         return load
 
-    def failed(self, request: LoRARequest) -> Load | None:
-        """Return the failed load of a request whose error was raised to no call that waits, or None."""
-        load = self._loads.get(request)
-        return load if load is not None and load.error is not None else None
+    def take_error(self, request: LoRARequest, *, ran_on: bool = False) -> BaseException | None:
+        """Return the error of a load that failed while no call waited, and drop it; None if there is none.
 
-    def named(self, name: str) -> list[Load]:
-        """Return the loads of a name, running or kept."""
-        return [load for load in self._loads.values() if load.request.name == name]
+        Args:
+          request: the request of the load.
+          ran_on: only if a call had timed out.
+        """
+        load = self._loads.get(request)
+        if load is None or load.error is None or (ran_on and load.timed_out is None):
+            return None
+        self.drop(load)
+        return load.error
 
     def under_way(self, name: str | None = None) -> list[Load]:
         """Return the loads of a name (None: of all names) that are not done, including the loads that they follow."""
-        found = list(self._loads.values()) if name is None else self.named(name)
+        found = [load for load in self._loads.values() if name in (None, load.request.name)]
         for load in found:
             found += [other for other in load.before if other not in found]
         return [load for load in found if not load.done]
 
-    def forget(self, load: Load) -> None:
-        """Drop a finished load, so that `start` begins a new one."""
-        if load.done:
-            self.abandon(load)
-
-    def abandon(self, load: Load) -> None:
+    def drop(self, load: Load) -> None:
         """Drop a load, finished or running, so that `start` begins a new one."""
         if self._loads.get(load.request) is load:
             del self._loads[load.request]
@@ -220,7 +219,7 @@ class Loader:
         """Raise LoadCancelled if a load was abandoned."""
         with self._lock:
             if load.given_up:
-                self.abandon(load)
+                self.drop(load)
                 raise LoadCancelled
 
     def _run(self, load: Load) -> None:
@@ -230,7 +229,7 @@ class Loader:
                 load.wanted -= 1
             seen = self._changed.rings
             for other in load.before:  # loads of one name run in the order of their requests
-                while not other.given_up:
+                while not other.quiet:
                     self._changed.wait(seen)
                     seen = self._changed.rings
             load.before = ()
@@ -242,9 +241,9 @@ class Loader:
         with self._lock:
             load.finish(result, error)
             if load.error is None or isinstance(load.error, LoadCancelled):
-                self.forget(load)
-            failed = [other for other in self._loads.values() if other.done and other.error is not None]
+                self.drop(load)
+            failed = [other for other in self._loads.values() if other.done]
             for other in failed[:-_FAILED]:
-                self.forget(other)
+                self.drop(other)
         self._changed.ring()
         load.notify()

@@ -702,9 +702,9 @@ class LoRAManager:
         """
         self._check_call("handles")
         with self._coordinator.turn("handles"), self._state_lock:
-            lease = batch.lease if isinstance(batch, LoRABatch) else None
+            lease = batch.lease
             if lease is None or lease not in self._leases.open():
-                raise LoRAUsageError(f"handles takes an open batch of this manager, got {batch!r:.200}")
+                raise LoRAUsageError(f"handles takes an open batch of this manager, got {batch!r}")
             served = {(packed.name, packed.version): cast("PackedAdapter", packed) for packed in lease.adapters}
             hold = partial(self._leases.hold, on_close=self._changed.ring)
             return tuple(

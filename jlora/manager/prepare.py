@@ -4,7 +4,7 @@ import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -171,13 +171,15 @@ class Batches:
         reloaded: set[Name] = set()
         try:
             while True:
-                seen = self._changed.rings
+                seen, loads = self._changed.rings, list[Load]()
                 try:
                     if (batch := self._bring(args, reloaded, ticket)) is not None:
                         return batch
-                    self._wait(self._missing(args, reloaded, ticket), reloaded, deadline)
+                    loads = self._missing(args, reloaded, ticket)
+                    self._host.wait(loads, deadline)
                     continue
                 except NoFreeSlotError:  # no room now, or another call took it during the loads
+                    reloaded.difference_update(load.request for load in loads if load.error is not None)
                     if not (self._lined_up(ticket) or (deadline is None and self._slots.copying)):
                         raise
                 self._changed.wait(seen, deadline)
@@ -211,10 +213,10 @@ class Batches:
             return self._plan({} if packed is None else {name: packed})
 
         def do(plan: _Plan) -> bool | None:
-            written = self._slots.carry_out(plan.slots, plan.wanted)
+            self._slots.carry_out(plan.slots, plan.wanted)
             if plan.loaded and pin:
                 self._cache.loaded.pin(name)
-            return bool(written) if plan.loaded else None  # evicted in the meantime
+            return bool(plan.slots) if plan.loaded else None  # evicted in the meantime
 
         self._slots.pool.compile()
         while True:
@@ -273,9 +275,8 @@ class Batches:
 
         def start(absent: list[LoRARequest]) -> tuple[list[Load], BaseException | None]:
             for request in absent:
-                if (failed := self._host.loader.failed(request)) is not None:
-                    self._host.loader.forget(failed)
-                    return [], failed.error
+                if (error := self._host.loader.take_error(request)) is not None:
+                    return [], error
             loads = [self._host.loader.start(request, deadline=deadline) for request in absent]
             for load in loads:
                 load.wanted += 1
@@ -303,14 +304,6 @@ class Batches:
             elif isinstance(name, str) and name not in self._cache.loaded:
                 absent.append(self._host.request_of(name))
         return absent
-
-    def _wait(self, loads: Sequence[Load], reloaded: set[Name], deadline: float | None) -> None:
-        """Wait for the loads from `_missing`. If one has no room, drop failed loads from `reloaded`."""
-        try:
-            self._host.wait(loads, deadline)
-        except NoFreeSlotError:
-            reloaded.difference_update(load.request for load in loads if load.error is not None)
-            raise
 
     def _keep(self, args: BatchArguments, ticket: "_Ticket") -> None:
         """Check, before a load, that the batch fits, and mark a use of its adapters on the host.

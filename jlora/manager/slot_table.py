@@ -112,16 +112,12 @@ class SlotTable:
             held = set(self.pool.table)
             self._used = {packed: tick for packed, tick in self._used.items() if packed in held}
 
-    def activate(self, wanted: Sequence[PackedAdapter]) -> list[PackedAdapter]:
-        """Write distinct adapters into slots. Return the adapters that were written.
+    def plan(self, wanted: Sequence[PackedAdapter]) -> SlotPlan:
+        """Return the slots to write so that distinct adapters are all in slots.
 
         Raises:
-          NoFreeSlotError: the adapters do not fit. No slot is written.
+          NoFreeSlotError: the adapters do not fit.
         """
-        return self.carry_out(self.plan(wanted), wanted)
-
-    def plan(self, wanted: Sequence[PackedAdapter]) -> SlotPlan:
-        """Return the slot of each adapter to write, in order. See `activate`."""
         self.sweep()
         missing = [packed for packed in wanted if packed not in self.pool.table]
         if not missing:
@@ -133,14 +129,13 @@ class SlotTable:
             raise NoFreeSlotError(self._no_room(missing, wanted))
         return dict(zip(missing, cast("list[int]", places), strict=True))
 
-    def carry_out(self, plan: SlotPlan, wanted: Sequence[PackedAdapter]) -> list[PackedAdapter]:
-        """Write the slots of a plan and mark a use of all wanted adapters. Return the adapters that were written."""
+    def carry_out(self, plan: SlotPlan, wanted: Sequence[PackedAdapter]) -> None:
+        """Write the slots of a plan and mark a use of all wanted adapters."""
         for packed, slot in plan.items():
             self.write(slot, packed)
         self.hit(packed for packed in wanted if packed not in plan)
         for packed in plan:
             self.touch(packed)
-        return list(plan)
 
     def _places(self, missing: Sequence[PackedAdapter], wanted: Sequence[PackedAdapter]) -> list[int | None]:
         """Return a slot for each missing adapter; None if no slot is left.

@@ -509,14 +509,14 @@ def _fill_cache(
 
 def _fill_slots(saved: _Snapshot, loaded: Mapping[str, PackedAdapter], slots: SlotTable) -> None:
     """Write all pinned adapters into slots, then as many others as fit, from the most recently used one on."""
-    slots.activate([loaded[entry.name] for entry in saved.adapters if entry.pinned and entry.name in loaded])
-    fit: list[PackedAdapter] = []
+    fit = [loaded[entry.name] for entry in saved.adapters if entry.pinned and entry.name in loaded]
+    plan = slots.plan(fit)
     for name in reversed(saved.slots):
-        if name in loaded:
+        if name in loaded and loaded[name] not in fit:
             with contextlib.suppress(NoFreeSlotError):
-                slots.plan([*fit, loaded[name]])
+                plan = slots.plan([*fit, loaded[name]])
                 fit.append(loaded[name])
-    slots.activate(fit)
+    slots.carry_out(plan, fit)
     for name in saved.slots:
         if name in loaded and loaded[name] in slots.pool.table:
             slots.touch(loaded[name])

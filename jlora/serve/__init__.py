@@ -1,6 +1,7 @@
 """Continuous batching for requests that each have their own adapter. Needs no HTTP package."""
 
 from jlora.serve.engine.engine import Engine as Engine
+from jlora.serve.engine.generation import Generation as Generation
 from jlora.serve.engine.model import ServableModel as ServableModel
 from jlora.serve.engine.options import EngineOptions as EngineOptions
 from jlora.serve.engine.request import MAX_LOGPROBS as MAX_LOGPROBS
@@ -10,7 +11,6 @@ from jlora.serve.engine.request import EngineBusyError as EngineBusyError
 from jlora.serve.engine.request import EngineClosedError as EngineClosedError
 from jlora.serve.engine.request import EngineStats as EngineStats
 from jlora.serve.engine.request import FinishReason as FinishReason
-from jlora.serve.engine.request import Generation as Generation
 from jlora.serve.engine.request import Piece as Piece
 from jlora.serve.engine.request import RegisteredLoRA as RegisteredLoRA
 from jlora.serve.engine.request import RequestTimeoutError as RequestTimeoutError

@@ -16,7 +16,7 @@ from jlora.cli.demo import DEMO
 from jlora.cli.loading import load_model, load_tokenizer
 from jlora.serve import Engine, EngineOptions, SamplingParams
 from jlora.serve.engine.detokenizer import Detokenizer
-from jlora.serve.engine.generation import Answer
+from jlora.serve.engine.generation import Generation
 from jlora.serve.engine.sequence import Sequence
 from tests.records import evicted
 from tests.serve.client import until
@@ -31,7 +31,7 @@ def request_of(name: str, source: str | None = None, **options: Any) -> jlora.Lo
 
 def sequence_of(lora: str | None, request: jlora.LoRARequest | None = None) -> Sequence:
     """Return a request of one token for an adapter, as an engine's parts pass it on."""
-    params, answer = SamplingParams(temperature=0), Answer(1, lambda: None)
+    params, answer = SamplingParams(temperature=0), Generation(1, lambda: None)
     return Sequence([1], params, 0, 1, frozenset(), lora, request, None, answer, Detokenizer(None))
 
 

@@ -11,7 +11,7 @@ from jlora import LoRAManager, LoRARequest
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.serve.engine.detokenizer import Detokenizer, silent_tokens
 from jlora.serve.engine.dispatch import Dispatcher
-from jlora.serve.engine.generation import Answer
+from jlora.serve.engine.generation import Generation
 from jlora.serve.engine.loras import Loras
 from jlora.serve.engine.metrics import EngineMetrics
 from jlora.serve.engine.model import context_of
@@ -20,7 +20,6 @@ from jlora.serve.engine.request import (
     EngineBusyError,
     EngineClosedError,
     EngineStats,
-    Generation,
     RegisteredLoRA,
     SamplingParams,
 )
@@ -198,7 +197,7 @@ class Engine:
                     f"{waiting} requests wait already (max_waiting={self.options.max_waiting})",
                     self._metrics.retry_after(),
                 )
-            answer = Answer(len(tokens), lambda: self._cancel(sequence))
+            answer = Generation(len(tokens), lambda: self._cancel(sequence))
             arrived = time.monotonic()
             sequence = Sequence(
                 prompt=tokens,

@@ -42,18 +42,18 @@ def of_folder(root: Path) -> Resolve:
 
     A folder without an adapter configuration is not an adapter.
     """
-    return partial(_in_folder, root)
 
+    def resolve(name: str) -> LoRARequest | None:
+        found = below(root, name)
+        try:
+            there = found is not None and (found / _CONFIG_FILE).is_file()
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            there = False
+        return LoRARequest(name, str(found)) if there else None
 
-def _in_folder(root: Path, name: str) -> LoRARequest | None:
-    found = below(root, name)
-    try:
-        there = found is not None and (found / _CONFIG_FILE).is_file()
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
-            raise
-        there = False
-    return LoRARequest(name, str(found)) if there else None
+    return resolve
 
 
 def of_hub(repos: Sequence[str]) -> Resolve:
@@ -99,11 +99,7 @@ def of_function(where: str) -> Resolve:
 
 def in_order(resolvers: Sequence[Callable[[str], Any]]) -> Resolve:
     """Return a resolver that calls each of `resolvers` until one returns a result. An error ends the search."""
-    return partial(_first, tuple(resolvers))
-
-
-def _first(resolvers: tuple[Callable[[str], Any], ...], name: str) -> Any:
-    return next((found for one in resolvers if (found := one(name)) is not None), None)
+    return lambda name: next((found for one in resolvers if (found := one(name)) is not None), None)
 
 
 # --- calls -----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 from jlora import AdapterHandle, LoRARequest
 from jlora.errors import LoRAUsageError
 from jlora.serve.engine.detokenizer import Detokenizer
-from jlora.serve.engine.generation import Answer
+from jlora.serve.engine.generation import Generation
 from jlora.serve.engine.request import MAX_LOGPROBS, SamplingParams
 
 Version = tuple[str, int]
@@ -52,7 +52,7 @@ class Sequence:
     lora: str | None
     request: LoRARequest | None
     deadline: float | None
-    answer: Answer
+    answer: Generation
     detokenizer: Detokenizer
     absent: bool = False
     arrived: float = field(default_factory=time.monotonic)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jlora.errors import LoRAError
 from jlora.pallas import api
 from tests import oracle
+from tests.pallas.scales import with_scales
 
 pytestmark = [pytest.mark.device, pytest.mark.optimised]
 
@@ -52,14 +53,14 @@ def test_values(seed, rows, shape, tile_m, with_ranks):
     base, x, a, b, ids, ranks = problem(seed, rows, 33, sizes, rank, groups)
     plan = make_plan(ids, num_groups=groups, tile_m=tile_m)
     ranks = ranks if with_ranks else None
-    got = add_lora(base, x, a, b, plan, slice_sizes=tuple(sizes), ranks=ranks, backend="xla")
+    got = add_lora(base, x, a, b, plan, slice_sizes=tuple(sizes), ranks=with_scales(ranks), backend="xla")
     terms = oracle.lora_delta(np.abs(x), ids, np.abs(a), np.abs(b), sizes)
     close_in_sum(got, oracle.add_lora(base, x, ids, a, b, sizes), terms + np.abs(base))
-    h = shrink(x, a, plan, ranks=ranks, backend="xla")
+    h = shrink(x, a, plan, ranks=with_scales(ranks), backend="xla")
     chex.assert_shape(h, (len(sizes), rows, rank))
-    delta = expand(h, b, plan, slice_sizes=tuple(sizes), ranks=ranks, backend="xla")
+    delta = expand(h, b, plan, slice_sizes=tuple(sizes), ranks=with_scales(ranks), backend="xla")
     close_in_sum(delta, oracle.lora_delta(x, ids, a, b, sizes), terms)
-    both = expand(h, b, plan, slice_sizes=tuple(sizes), ranks=ranks, base=base, backend="xla")
+    both = expand(h, b, plan, slice_sizes=tuple(sizes), ranks=with_scales(ranks), base=base, backend="xla")
     np.testing.assert_array_equal(both, got)
 
 
@@ -82,7 +83,7 @@ def test_untouched_values_are_bitwise_the_base(with_ranks):
     ranks = jnp.array([[4, 0], [0, 0], [4, 4]]) if with_ranks else None
     ids = jnp.array([3, -1, 99, 3, 3, 3, 0, 0, 1, 1, 2, 3])
     plan = api.make_plan(ids, num_groups=3)
-    got = add_lora(base, x, a, b, plan, slice_sizes=(3, 4), ranks=ranks, backend="xla")
+    got = add_lora(base, x, a, b, plan, slice_sizes=(3, 4), ranks=with_scales(ranks), backend="xla")
 
     def bits(v):
         return np.asarray(v).view(np.uint32)

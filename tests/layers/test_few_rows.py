@@ -450,3 +450,10 @@ def test_a_subclass_with_its_own_call_keeps_its_product(taken, registered):
     register_layer(Subclass, lambda layer: LinearSpec(layer.in_features, layer.out_features))
     assert serve_one(Holder(build=lambda dtype, r: Subclass(16, 16, param_dtype=dtype, rngs=r)))
     assert taken == []
+
+
+def test_an_input_that_does_not_fit_raises_as_in_flax(taken):
+    model, manager = wrapped(Holder(), SINGLE)
+    with manager.prepare(NAMES) as batch, pytest.raises(TypeError, match="dot_general requires contracting dimensions"):
+        served()(model, X[..., :8], batch)
+    assert taken == []

@@ -27,6 +27,8 @@ from jlora.models.partition import Dispatch
 from jlora.models.quantized import Tops, float_of, read_quantized
 from jlora.models.rope import frequencies
 
+_OTHER_PARTS = {"vision_tower", "multi_modal_projector"}  # of a multimodal checkpoint, beside `language_model`
+
 
 @dataclass(frozen=True)
 class LoadProgress:
@@ -147,7 +149,8 @@ def read_weight(path: str | Path, module: str, revision: str | None = None) -> n
 def _config(folder: Path) -> DecoderConfig:
     config = read_config(folder / CONFIG)
     try:
-        frequencies(config.rope, config.head_dim)
+        for rope in filter(None, (config.rope, config.local_rope)):
+            frequencies(rope, config.head_dim)
     except ModelError as error:
         raise ModelError(f"{folder / 'config.json'}: {error}") from error
     return config
@@ -194,6 +197,7 @@ def _open(folder: Path, config: DecoderConfig, stack: contextlib.ExitStack) -> d
             )
         float8 = Float8File(folder / file)
         tensors |= {name: (opened, name, float8) for name in names}
+    tensors = _of_text_model(tensors, folder)
     # Files saved from the bare trunk lack the prefix. Old files hold rotary tables, which follow from the
     # configuration.
     if not any(name.startswith("model.") for name in tensors):
@@ -208,6 +212,25 @@ def _open(folder: Path, config: DecoderConfig, stack: contextlib.ExitStack) -> d
     if config.tie_word_embeddings:
         _drop_tied_copy(tensors, folder)
     return tensors
+
+
+def _of_text_model(tensors: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the tensors of a multimodal checkpoint's text model, by their names in a checkpoint of text alone.
+
+    Names begin with `language_model.model.` or `model.language_model.`; releases of transformers differ.
+    """
+    names = {name: name.split(".") for name in tensors}
+    if not any("language_model" in parts[:2] for parts in names.values()):
+        return tensors
+    found: dict[str, Any] = {}
+    for name, parts in names.items():
+        if not _OTHER_PARTS.isdisjoint(parts[:2]):
+            continue
+        of_text = ".".join(part for part in parts if part != "language_model")
+        if of_text in found:
+            raise ModelError(f"{folder}: {of_text} is stored twice, with and without language_model in its name")
+        found[of_text] = tensors[name]
+    return found
 
 
 def _is_computed(config: DecoderConfig, leaf: str) -> bool:

@@ -42,7 +42,7 @@ def forward(model, tokens):
     return model(tokens)
 
 
-FEW = thinned(goldens.NAMES, 0, 3, 8)
+FEW = thinned(goldens.NAMES, 0, 3, 8, 9)
 
 
 @goldens.each
@@ -130,7 +130,7 @@ def test_paths_of_experts():
         f"{layer}.mlp.shared_expert_gate.kernel": (16, 1),
     }
     assert type(model.model.layers[1].mlp.router) is nnx.Linear
-    assert Decoder.module_aliases == {"block_sparse_moe": "mlp", "attn": "self_attn"}
+    assert Decoder.module_aliases == {"block_sparse_moe": "mlp", "attn": "self_attn", "language_model": ""}
 
 
 @pytest.mark.parametrize("moe", [None, EXPERTS], ids=["dense", "experts"])

@@ -1,12 +1,16 @@
 """`jlora serve` up to the start of the server: its arguments, its checks, its log and its memory budget."""
 
+import asyncio
+import functools
 import importlib.util
 import json
 import logging
 import re
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
+import httpx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,11 +26,14 @@ from jlora.cli.demo import DEMO, MIXTURE
 from jlora.config import LoRAConfig
 from jlora.errors import LoRAUsageError
 from jlora.manager.manager import LoRAManager
-from jlora.models import from_pretrained, quantized_config
+from jlora.models import from_pretrained, generate, quantized_config
 from jlora.models.config import read_config
 from jlora.serve import SamplingParams
 from jlora.serve.engine.steps import Steps
+from jlora.serve.http.app import build_app
 from tests.cli.test_commands import error_of
+from tests.models import goldens
+from tests.models.test_checkpoint import edit, multimodal
 from tests.serve.client import ask
 
 MODEL = str(DEMO / "model")
@@ -240,6 +247,79 @@ def test_modules_of_other_names_are_mapped_skipped_and_excluded(served, tmp_path
     assert "exclude_modules" in reasons["lm_head"]
     assert "target_modules" in reasons["model.embed_tokens"]
     assert answers_of(found.engine, [("planet=", "sort"), ("planet=", None)]) == ["aelnpt", "planet"]
+
+
+GEMMA_TEMPLATE = """{{ bos_token }}
+{%- for message in messages -%}
+    {%- set role = "model" if message.role == "assistant" else message.role -%}
+    {{ "<start_of_turn>" + role + "\n" + message.content | trim }}<end_of_turn>{{ "\n" }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ "<start_of_turn>model\n" }}{%- endif -%}"""
+
+
+@pytest.mark.slow
+def test_gemma_with_the_client_of_openai(served, tmp_path):
+    """A multimodal checkpoint of Gemma 3 and an adapter trained on it, with its turns and the tokens that end them."""
+    tokenizers = pytest.importorskip("tokenizers")
+    openai = pytest.importorskip("openai")
+    special = ["<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"]
+    letters = [*special, "\n", *map(chr, range(97, 123)), *map(chr, range(65, 91)), *"0123456"]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.add_special_tokens(special)
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    folders = {name: shutil.copytree(goldens.FOLDER / "gemma3-tied", tmp_path / name) for name in ("base", "merged")}
+    multimodal(folders["base"], "language_model.model.")
+    tokenizer.save(str(folders["base"] / "tokenizer.json"))
+    config = {"bos_token": "<bos>", "chat_template": GEMMA_TEMPLATE}
+    (folders["base"] / "tokenizer_config.json").write_text(json.dumps(config))
+
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(2, 32)).astype(np.float32), rng.normal(size=(48, 2)).astype(np.float32)
+    module = jlora.ModuleLoRA(a=a, b=b, kind="linear", alpha=2.0, scaling=1.0)
+    name = "layers.1.self_attn.q_proj"
+    jlora.Adapter(name="own", modules={f"model.language_model.{name}": module}).save_pretrained(tmp_path / "own")
+    edit(
+        folders["merged"],
+        lambda tensors: tensors.update({f"model.{name}.weight": tensors[f"model.{name}.weight"] + b @ a}),
+    )
+
+    prompt = [
+        2,
+        3,
+        *map(letters.index, "user\n"),
+        *map(letters.index, "hello"),
+        4,
+        5,
+        3,
+        *map(letters.index, "model\n"),
+    ]
+    want = {}
+    for model, folder in (("gemma", "base"), ("own", "merged")):
+        (want[model],) = generate(from_pretrained(folders[folder]), [prompt], max_new_tokens=12)
+    assert want["gemma"] != want["own"]
+    ends = [1, want["gemma"][5]]
+    (folders["base"] / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+
+    options = ("--served-model-name", "gemma", "--max-num-seqs", "2", "--max-num-batched-tokens", "8")
+    service = served(*SMALL, *options, "--lora-modules", f"own={tmp_path / 'own'}", model=str(folders["base"])).service
+    service.engine.start()
+    service.state = "serving"
+
+    async def answers():
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(build_app(service)))
+        async with openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http) as client:
+            chat = functools.partial(client.chat.completions.create, temperature=0, max_completion_tokens=12)
+            messages = [{"role": "user", "content": " hello "}]
+            return await asyncio.gather(*(chat(model=model, messages=messages) for model in want))
+
+    try:
+        for model, answer in zip(want, asyncio.run(answers()), strict=True):
+            stop = next((i for i, token in enumerate(want[model]) if token in ends), None)
+            assert answer.usage.prompt_tokens == len(prompt)
+            assert answer.choices[0].message.content == tokenizer.decode(want[model][:stop])
+            assert answer.choices[0].finish_reason == ("length" if stop is None else "stop")
+    finally:
+        assert service.engine.close(60)
 
 
 @pytest.mark.slow

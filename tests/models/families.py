@@ -61,6 +61,19 @@ GEMMA3 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     },
 }
+GEMMA3_VISION = {
+    "text_config": {**SMALL, **GEMMA3},
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "image_size": 28,
+        "patch_size": 14,
+        "vision_use_head": False,
+    },
+    "mm_tokens_per_image": 4,
+}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 

@@ -55,8 +55,9 @@ def from_pretrained(
     quantize: Quantize | None = None,
     progress: Callable[[LoadProgress], None] | None = None,
 ) -> Decoder:
-    """Load a Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE or gpt-oss checkpoint.
+    """Load a Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE, Gemma 3 or gpt-oss checkpoint.
 
+    Of a multimodal Gemma 3, the text model is loaded.
     `architectures` of its configuration says whether it is a language model, a sequence classifier or the trunk alone.
     Experts may be stored one by one or all in one tensor. Experts in mxfp4 are converted to `dtype`. The files are
     memory-mapped, and one parameter at a time is moved to the device. On a mesh, one shard at a time is moved to the

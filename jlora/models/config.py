@@ -174,6 +174,8 @@ class DecoderConfig:
             )
         if self.num_labels is not None and self.tie_word_embeddings:
             raise ModelError(f"num_labels ({self.num_labels}) is for a model without logits, and they are tied")
+        if self.moe is not None and self.activation != "silu":
+            raise ModelError(f"activation must be 'silu' in a model with experts, got {self.activation!r}")
         if self.moe is not None and len(self.moe.layers) != self.num_hidden_layers:
             raise ModelError(f"moe.layers has {len(self.moe.layers)} entries for {self.num_hidden_layers} layers")
 
@@ -431,8 +433,10 @@ def _parse_windows(fields: Fields, family: ModelType, layers: int) -> tuple[int 
     elif family == "gpt_oss":
         kinds = [windowed and i % 2 == 0 for i in range(layers)]
     elif family == "gemma3_text":
+        if not windowed:
+            raise fields.fail("sliding_window", "must be a positive integer, got None")
         pattern = fields.integer("sliding_window_pattern", 6)
-        kinds = [windowed and (i + 1) % pattern != 0 for i in range(layers)]
+        kinds = [(i + 1) % pattern != 0 for i in range(layers)]
     elif family != "llama" and fields.flag("use_sliding_window", False):
         mixes = family != "qwen3_moe"
         first = raw.get("max_window_layers", 0 if family == "qwen3_moe" else 28)

@@ -1,4 +1,4 @@
-"""The reference decoder: Llama, Mistral, Mixtral, Qwen2, Qwen3, their MoE forms and gpt-oss as one Flax NNX module.
+"""The reference decoder: Llama, Mistral, Mixtral, Qwen2, Qwen3, Gemma 3, gpt-oss and MoE forms as one Flax NNX module.
 
 Module paths are those of the checkpoints (`model.layers.0.self_attn.o_proj`), with two exceptions. Query, key and value
 are one projection, and so are gate and up (`Decoder.packed_modules`). The experts of a layer are one module, as in

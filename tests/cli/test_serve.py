@@ -263,7 +263,7 @@ def test_gemma_with_the_client_of_openai(served, tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     openai = pytest.importorskip("openai")
     special = ["<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"]
-    letters = [*special, "\n", *map(chr, range(97, 123)), *map(chr, range(65, 91)), *"0123456"]
+    letters = [*special, "\n", *map(chr, range(97, 123)), *map(chr, range(65, 91)), *"012345"]
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     tokenizer.add_special_tokens(special)
     tokenizer.decoder = tokenizers.decoders.Fuse()
@@ -278,21 +278,11 @@ def test_gemma_with_the_client_of_openai(served, tmp_path):
     module = jlora.ModuleLoRA(a=a, b=b, kind="linear", alpha=2.0, scaling=1.0)
     name = "layers.1.self_attn.q_proj"
     jlora.Adapter(name="own", modules={f"model.language_model.{name}": module}).save_pretrained(tmp_path / "own")
-    edit(
-        folders["merged"],
-        lambda tensors: tensors.update({f"model.{name}.weight": tensors[f"model.{name}.weight"] + b @ a}),
-    )
+    weight = f"model.{name}.weight"
+    edit(folders["merged"], lambda tensors: tensors.update({weight: tensors[weight] + b @ a}))
 
-    prompt = [
-        2,
-        3,
-        *map(letters.index, "user\n"),
-        *map(letters.index, "hello"),
-        4,
-        5,
-        3,
-        *map(letters.index, "model\n"),
-    ]
+    turn = ["<bos>", "<start_of_turn>", *"user\nhello", "<end_of_turn>", "\n", "<start_of_turn>", *"model\n"]
+    prompt = [letters.index(letter) for letter in turn]
     want = {}
     for model, folder in (("gemma", "base"), ("own", "merged")):
         (want[model],) = generate(from_pretrained(folders[folder]), [prompt], max_new_tokens=12)
@@ -300,7 +290,7 @@ def test_gemma_with_the_client_of_openai(served, tmp_path):
     ends = [1, want["gemma"][5]]
     (folders["base"] / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
 
-    options = ("--served-model-name", "gemma", "--max-num-seqs", "2", "--max-num-batched-tokens", "8")
+    options = ("--served-model-name", "gemma", "--max-num-seqs", "2", "--max-num-batched-tokens", "16")
     service = served(*SMALL, *options, "--lora-modules", f"own={tmp_path / 'own'}", model=str(folders["base"])).service
     service.engine.start()
     service.state = "serving"

@@ -89,5 +89,7 @@ def build(torch, transformers, model_type: str, seed: int, **fields):
             if weight.ndim == 1:
                 weight.copy_(0.5 * torch.randn_like(weight) + (1.0 if "norm" in name and not gemma else 0.0))
             else:
-                weight.copy_(torch.randn_like(weight) * (0.3 if "embed" in name else 1.5 * weight.shape[-1] ** -0.5))
+                embedding = 0.3 * weight.shape[-1] ** -0.5 if gemma else 0.3  # Gemma multiplies it by the square root
+                std = embedding if "embed" in name else 1.5 * weight.shape[-1] ** -0.5
+                weight.copy_(std * torch.randn_like(weight))
     return model

@@ -214,7 +214,7 @@ def test_kinds_of_layers_of_gemma3():
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is not supported, got 30.0"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported, got True"),
         ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a positive finite number, got 0"),
-        ({"sliding_window": None, "layer_types": ["sliding_attention"] * 26}, "layer_types contradicts"),
+        ({"sliding_window": None}, "sliding_window must be a positive integer, got None"),
         ({"sliding_window_pattern": 0}, "sliding_window_pattern must be a positive integer, got 0"),
         ({"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters: rope_theta must be one of"),
         ({"rope_parameters": {"full_attention": 3}}, "rope_parameters: full_attention must be an object, got 3"),

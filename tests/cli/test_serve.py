@@ -445,6 +445,8 @@ def test_auto_dtype_is_the_stored_one(tmp_path):
     assert stored_dtype(DEMO / "model") == "bfloat16"
     (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16", "dtype": "float16"}))
     assert stored_dtype(tmp_path) == "float16"
+    (tmp_path / "config.json").write_text('{"text_config": {"dtype": "bfloat16"}}')
+    assert stored_dtype(tmp_path) == "bfloat16"
     for text in ('{"torch_dtype": "int8"}', "[]", "{"):
         (tmp_path / "config.json").write_text(text)
         assert stored_dtype(tmp_path) == "float32"

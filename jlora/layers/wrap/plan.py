@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jlora.config import LoRAConfig, slot_dtype
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.base_kernel import Kernel, arrays_of, kernel_of
+from jlora.layers.finish import chosen
 from jlora.layers.forward.experts import prefix_of, shared_sites
 from jlora.layers.forward.merged_columns import too_many_pieces
 from jlora.layers.forward.row_groups import SEQUENCES
@@ -274,7 +275,7 @@ def _head(layer: nnx.Module, site: Site, spec: LinearSpec, context: _Context) ->
     if (name := matching(saved, site.aliases)) is None:
         return None
     sharding = None if sharding is None else replace(sharding, fully=False)
-    slots = replace(slots, out_sizes=(1,), max_rank=saved[name], sharding=sharding, dora=False)
+    slots = replace(slots, out_sizes=(1,), max_rank=saved[name], sharding=sharding, finishers=())
     return Site(
         site.path,
         site.aliases,
@@ -317,7 +318,7 @@ def _slots(
     stack = 0 if kernel is None else len(shape) - len(linear.in_axes + linear.out_axes) - (experts is not None)
     if stack > 1:
         raise LoRAError(f"its parameter has shape {shape}: {stack} axes more than one stack of layers")
-    num_slots = config.max_loras
+    num_slots, table = config.max_loras, isinstance(spec, EmbedSpec) and linear is spec.table
     if experts is not None:
         num_slots = config.max_expert_loras or num_slots - config.max_shared_expert_loras
     slots = SlotSpec(
@@ -328,7 +329,7 @@ def _slots(
         max_rank=context.selection.max_rank(names),
         dtype=_slot_dtype(found.module, spec, linear, kernel, config),
         experts=experts,
-        dora=config.dora and experts is None and not (isinstance(spec, EmbedSpec) and linear is spec.table),
+        finishers=() if table or experts is not None else chosen(config),
     )
     if context.mesh is None:
         return slots

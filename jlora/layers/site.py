@@ -130,6 +130,11 @@ class SlotSpec:
         parts = 1 if self.sharding is None else self.sharding.size(self.sharding.a[2])
         return -(-self.max_rank // parts) * parts
 
+    def columns(self, first: int, count: int) -> slice:
+        """Return the features of N of `count` output slices from `first` on."""
+        start = sum(self.out_sizes[:first])
+        return slice(start, start + sum(self.out_sizes[first : first + count]))
+
     @property
     def in_runs(self) -> tuple[tuple[slice, slice], ...]:
         """Pairs (features of the adapter, position as stored) of A, without padding."""
@@ -238,6 +243,12 @@ class SlotSpec:
         values = self.slices * self.stored_rank * self.stored_in + self.max_rank * self.stored_out
         extras = 4 * sum(map(math.prod, self.extra_sizes))
         return math.prod(self.rows) * (values * jnp.dtype(self.dtype).itemsize + 8 * self.slices + extras)
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes of all slots on one device."""
+        arrays = [(self.shapes[j], self.shardings[j], jnp.dtype(self.dtypes[j]).itemsize) for j in self.held]
+        return sum(size * math.prod(where.shard_shape(shape) if where else shape) for shape, where, size in arrays)
 
 
 @dataclass(frozen=True, eq=False)
@@ -395,16 +406,12 @@ def check_room(sites: Sequence[Site], chosen: Device | None = None) -> None:
     """
     needed: dict[Device, int] = {}
     for site in sites:
-        spec = site.spec
-        for j in spec.held:
-            where = spec.shardings[j]
-            if where is None:
-                device = chosen_by_default() if chosen is None else chosen
-            else:
-                device = cast("Device", where.mesh.local_devices[0])  # pyright: ignore[reportOptionalSubscript]
-            shape = spec.shapes[j] if where is None else where.shard_shape(spec.shapes[j])
-            nbytes = jnp.dtype(spec.dtypes[j]).itemsize * math.prod(shape)
-            needed[device] = needed.get(device, 0) + nbytes
+        where, _, _, _ = site.spec.shardings
+        if where is None:
+            device = chosen_by_default() if chosen is None else chosen
+        else:
+            device = cast("Device", where.mesh.local_devices[0])  # pyright: ignore[reportOptionalSubscript]
+        needed[device] = needed.get(device, 0) + site.spec.device_nbytes
     for device, nbytes in needed.items():
         limit = device_bytes(device)
         if limit is not None and nbytes > limit:

@@ -11,15 +11,14 @@ import jax
 
 from jlora.errors import NoFreeSlotError
 from jlora.manager.blocks import Block
-from jlora.manager.histogram import Histogram
 from jlora.manager.host_cache import HostCache
 from jlora.manager.leases import Leases
 from jlora.manager.locks import StateLock
 from jlora.manager.packed_adapter import PackedAdapter
+from jlora.manager.report import Histogram
 from jlora.manager.slot_arrays import SlotArrays
 
-# Adapter to write -> slot; None if no slot is left for it.
-SlotPlan: TypeAlias = dict[PackedAdapter, int | None]
+SlotPlan: TypeAlias = dict[PackedAdapter, int]  # adapter to write -> slot
 
 _log = logging.getLogger("jlora")
 
@@ -76,7 +75,7 @@ class SlotTable:
         self._tick += 1
         self._used[packed] = self._tick
         if self._cache.newest(packed):
-            self._cache.loaded.touch(packed.name)
+            self._cache.loaded.move_to_end(packed.name)
 
     def hit(self, loaded: Iterable[PackedAdapter]) -> None:
         """Mark a use of adapters that were found in slots, and count the hits."""
@@ -106,27 +105,19 @@ class SlotTable:
         alive = self.alive()
         for slot, packed in enumerate(self.pool.table):
             # A pinned name keeps its slot until the new version is written there.
-            if packed is not None and not alive(packed) and not self._cache.loaded.pinned(packed.name):
+            if packed is not None and not alive(packed) and packed.name not in self._cache.pins:
                 self.pool.clear(slot)
                 self._used.pop(packed, None)
         if len(self._used) > len(self.pool.table):  # a write failed, or its adapter was dropped
             held = set(self.pool.table)
             self._used = {packed: tick for packed, tick in self._used.items() if packed in held}
 
-    def activate(self, wanted: Sequence[PackedAdapter], *, partly: bool = False) -> list[PackedAdapter]:
-        """Write adapters into slots. Return the adapters that were written.
-
-        Args:
-          wanted: distinct adapters.
-          partly: write as many as fit, in order, instead of raising.
+    def plan(self, wanted: Sequence[PackedAdapter]) -> SlotPlan:
+        """Return the slots to write so that distinct adapters are all in slots.
 
         Raises:
-          NoFreeSlotError: the adapters do not fit. No slot is written.
+          NoFreeSlotError: the adapters do not fit.
         """
-        return self.carry_out(self.plan(wanted, partly=partly), wanted)
-
-    def plan(self, wanted: Sequence[PackedAdapter], *, partly: bool = False) -> SlotPlan:
-        """Return the slot of each adapter to write, in order; None for adapters that do not fit. See `activate`."""
         self.sweep()
         missing = [packed for packed in wanted if packed not in self.pool.table]
         if not missing:
@@ -134,19 +125,17 @@ class SlotTable:
         places = self._places(missing, wanted)
         if None in places:
             missing, places = self._make_room(missing, places, wanted)
-        if None in places and not partly:
+        if None in places:
             raise NoFreeSlotError(self._no_room(missing, wanted))
-        return dict(zip(missing, places, strict=True))
+        return dict(zip(missing, cast("list[int]", places), strict=True))
 
-    def carry_out(self, plan: SlotPlan, wanted: Sequence[PackedAdapter]) -> list[PackedAdapter]:
-        """Write the slots of a plan and mark a use of all wanted adapters. Return the adapters that were written."""
-        written = [packed for packed, slot in plan.items() if slot is not None]
-        for packed in written:
-            self.write(cast("int", plan[packed]), packed)
+    def carry_out(self, plan: SlotPlan, wanted: Sequence[PackedAdapter]) -> None:
+        """Write the slots of a plan and mark a use of all wanted adapters."""
+        for packed, slot in plan.items():
+            self.write(slot, packed)
         self.hit(packed for packed in wanted if packed not in plan)
-        for packed in written:
+        for packed in plan:
             self.touch(packed)
-        return written
 
     def _places(self, missing: Sequence[PackedAdapter], wanted: Sequence[PackedAdapter]) -> list[int | None]:
         """Return a slot for each missing adapter; None if no slot is left.
@@ -193,13 +182,9 @@ class SlotTable:
         free, evictable = self._free(), self._evictable(wanted)
         names, these = ", ".join(repr(c.name) for c in missing[:8]), ""
         for slots, count in Counter(c.slots for c in missing if len(c.slots) < total).items():
-            which, limit = (
-                ("experts that share factors", "max_shared_expert_loras")
-                if slots.start
-                else ("experts", "max_expert_loras")
-            )
+            which, key = ("experts that share factors", "shared") if slots.start else ("experts", "per_expert")
             these += f", {count} of them one of the {len(slots)} for {which}"
-            limits.append(limit)
+            limits.append(f"expert_slots[{key!r}]")
         return (
             f"{len(missing)} adapters need a slot ({names}){these}, but of {total} slots {len(free)} are free and "
             f"{len(evictable)} can be evicted; the others are pinned, held by an open batch or part of this one. Raise "
@@ -212,12 +197,11 @@ class SlotTable:
     def _evictable(self, wanted: Sequence[PackedAdapter]) -> list[int]:
         """Return the slots whose adapters may be evicted, least recently used first."""
         alive, busy = self.alive(), self._leases.leased() | set(wanted)
-        pinned = self._cache.loaded.pinned
         slots = {
             slot: self._used.get(packed, 0)
             for slot, packed in enumerate(self.pool.table)
             if packed is not None and alive(packed) and packed not in busy and packed.on_host
-            and not (pinned(packed.name) and self._cache.newest(packed))
+            and not (packed.name in self._cache.pins and self._cache.newest(packed))
         }  # fmt: skip
         return sorted(slots, key=lambda slot: slots[slot])
 
@@ -263,17 +247,17 @@ class SlotTable:
             for site in self.pool.sites:
                 _log.debug("slot %d: %s %r", slot, "filled" if site in brought else "cleared", site.path)
 
-    def move_ahead(self, packed: PackedAdapter, lock: StateLock, max_bytes: int) -> None:
+    def move_ahead(self, packed: PackedAdapter, lock: StateLock) -> None:
         """Move an adapter to the device before it is needed. Called on a loading thread, without locks.
 
-        At most `max_bytes` of such adapters are on the device; the oldest are dropped first.
+        At most `SlotArrays.max_bytes` of such adapters are on the device; the oldest are dropped first.
         """
-        size = sum(block.nbytes for block in packed.blocks)
+        size, most = sum(block.nbytes for block in packed.blocks), self.pool.max_bytes
         with lock:
-            if size > max_bytes or packed in self.pool.table or packed in self._ahead:
+            if size > most or packed in self.pool.table or packed in self._ahead:
                 return
             self._ahead[packed] = None
-            while sum(other.nbytes for other in self._ahead) > max_bytes and len(self._ahead) > 1:
+            while sum(other.nbytes for other in self._ahead) > most and len(self._ahead) > 1:
                 self._ahead.popitem(last=False)[0].ahead = None
             self.pool.let_go()  # freed here, because no step waits for this thread
         moved, _ = self.pool.move(packed.blocks)

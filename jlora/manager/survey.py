@@ -1,14 +1,14 @@
 """Check of a model and of adapters against a configuration, from shapes alone."""
 
-import contextlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from flax import nnx
 
-from jlora.adapters import Adapter, AdapterShapes, BaseShape
+from jlora.adapters import Adapter
+from jlora.adapters.adapter import open_adapter
 from jlora.adapters.problems import Problems
+from jlora.adapters.resolve import resolve
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.layers.wrap.apply import survey
 from jlora.layers.wrap.wrapped import LayerInfo
@@ -48,13 +48,7 @@ class Survey:
     @property
     def device_slot_bytes(self) -> int:
         """Bytes of all slots on one device: A, B, ranks, scales and magnitudes."""
-        total = 0
-        for spec in (site.spec for site in self._wrapped.modules):
-            for j in spec.held:
-                shape, sharding = spec.shapes[j], spec.shardings[j]
-                itemsize = np.dtype(spec.dtypes[j]).itemsize
-                total += math.prod(shape if sharding is None else sharding.shard_shape(shape)) * itemsize
-        return total
+        return sum(site.spec.device_nbytes for site in self._wrapped.modules)
 
     def check(
         self, adapter: LoRARequest | Adapter, *, base_weight: Callable[[str], np.ndarray | None] | None = None
@@ -75,38 +69,26 @@ class Survey:
           LoRAError: The files of a request cannot be read (see `Adapter.from_pretrained`).
         """
         if isinstance(adapter, Adapter):
-            weights = {name: BaseShape(shape=w.shape, dtype=w.dtype) for name, w in adapter.base_weights.items()}
             where, problems = describe(adapter.name, None), Problems()
-            placed = problems.attempt(dict[str, Place](), self._check, where, adapter, weights)
+            placed = problems.attempt(dict[str, Place](), self._check, where, adapter)
             if base_weight is not None:
                 problems.attempt(None, _check_values, where, adapter.base_weights, base_weight)
             problems.raise_first()
             return tuple(without_effect(adapter, placed, self._wrapped))
         where = describe(adapter.name, adapter.path)
-
-        def check(shapes: AdapterShapes) -> None:
-            self._check(where, shapes, shapes.base_weights)
-            raise _Fits
-
-        with contextlib.suppress(_Fits):
-            Adapter.from_pretrained(
-                adapter.path,
-                name=adapter.name,
-                revision=adapter.revision,
-                local_only=adapter.local_only,
-                check=check,
-            )
+        found = resolve(adapter.path, adapter.name, adapter.revision, local_only=adapter.local_only)
+        problems = Problems()
+        with open_adapter(found, problems=problems) as opened:
+            problems.attempt(None, self._check, where, opened.adapter)
+            problems.raise_first()
         return ()
 
-    def _check(
-        self, where: str, adapter: Adapter | AdapterShapes, weights: Mapping[str, BaseShape]
-    ) -> Mapping[str, Place]:
+    def _check(self, where: str, adapter: Adapter) -> Mapping[str, Place]:
         problems = Problems()
         problems.attempt(None, check_variant, where, self._config, adapter)
         index = problems.attempt(self._index, read_as, where, adapter, self._index)
-        heads, dora = adapter.heads, adapter.use_dora
-        placed = problems.attempt(dict[str, Place](), place, where, adapter.modules, index, heads=heads, dora=dora)
-        problems.attempt(None, check_base_shapes, where, weights, index)
+        placed = problems.attempt(dict[str, Place](), place, where, adapter, index)
+        problems.attempt(None, check_base_shapes, where, adapter.base_weights, index)
         problems.raise_first()
         return placed
 
@@ -117,7 +99,3 @@ def _check_values(
     found = {name: base_weight(name) for name in weights}
     differ = {name: difference(weights[name], own) for name, own in found.items() if own is not None}
     refuse(where, [f"{name}.base_layer.weight: {problem}" for name, problem in differ.items() if problem is not None])
-
-
-class _Fits(Exception):
-    """Internal signal that stops `Adapter.from_pretrained` before it reads tensors."""

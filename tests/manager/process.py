@@ -317,8 +317,7 @@ def refused_calls(world: World) -> None:
     folder = world.folder / "saved"
     for attempt in (
         lambda: manager.prefetch(world.request("two")),
-        lambda: manager.prepare(["one"], wait=False),
-        lambda: manager.prepare(["one"], timeout=1),
+        lambda: manager.prepare(["one"], timeout=0),
         lambda: manager.add_adapter(world.request("two"), timeout=1),
         lambda: manager.remove_adapter("one", timeout=0),
         lambda: manager.export_adapter("one"),
@@ -796,7 +795,7 @@ def other_orders_of_use(world: World) -> None:
     manager.add_adapter(world.request("three"))
     before = world.state()
     if world.me == 1:
-        manager._cache.loaded.touch("one")
+        manager._cache.loaded.move_to_end("one")
         manager._slots.touch(manager._pool.table[0])
     for attempt in (
         lambda: manager.add_adapter(world.request("four")),

@@ -28,7 +28,7 @@ def served(adapters, **config):
 
 @pytest.fixture(scope="module")
 def world(adapters):
-    return served(adapters, sequence_scales=True, max_adapters_per_sequence=3, activated=True)
+    return served(adapters, max_adapters_per_sequence=3, activated=True)
 
 
 def parts_of(entry, adapters):
@@ -69,6 +69,44 @@ def test_random_batches_of_all_kinds_compile_once(world, adapters):
     assert len(world.traces) == 1
 
 
+def test_handles_of_a_batch_serve_its_versions(world, adapters):
+    entries = ["a", Scaled("b", -0.5), Mix({"c": 1, "a": 2})]
+    with world.manager.prepare(entries) as batch:
+        before, versions = world.logits(batch), batch.versions
+        first, scaled, mix = handles = world.manager.handles(batch)
+    assert (type(first), type(scaled), type(mix)) == (jlora.AdapterHandle, Scaled, Mix)
+    for name in "abc":  # they outlive the batch, and are not those of its names
+        world.manager.add_adapter(make_adapter(name, 1), load_inplace=True)
+    with world.manager.prepare(handles) as batch:
+        assert batch.versions == versions
+        np.testing.assert_array_equal(world.logits(batch), before)
+    with world.manager.prepare([first, "a", None]) as batch:
+        first.close()  # that of its own sequence alone
+        with pytest.raises(jlora.LoRAUsageError, match="is closed"):
+            world.manager.prepare(handles)
+        world.manager.prepare([*handles[1:], None]).close()
+        assert batch.versions[0] == versions[0] < batch.versions[1]
+    for adapter in adapters.values():
+        world.manager.add_adapter(adapter, load_inplace=True)
+
+
+def test_handles_of_rows_of_the_base_model(world):
+    with world.manager.prepare([None, Scaled("a", 0), Mix({"a": 1})]) as batch:
+        none, nothing, one = world.manager.handles(batch)
+    assert none is nothing is None
+    assert isinstance(one, jlora.AdapterHandle)
+
+
+def test_handles_takes_an_open_batch_of_this_manager(world, adapters):
+    with world.manager.prepare(["a"]) as closed:
+        pass
+    other = served(adapters)
+    with other.manager.prepare(["a"]) as foreign:
+        for batch in (closed, foreign, jax.jit(lambda batch: batch)(foreign)):
+            with pytest.raises(jlora.LoRAUsageError, match="handles takes an open batch of this manager"):
+                world.manager.handles(batch)
+
+
 def parts_names(entry):
     return [] if entry is None else [n for n, _ in entry.parts] if isinstance(entry, Scaled | Mix) else [entry]
 
@@ -92,12 +130,18 @@ def test_order_of_a_mix_is_fixed_and_company_does_not_matter(world):
 
 
 def test_scales_without_mixtures(adapters):
-    world = served(adapters, sequence_scales=True)
+    world = served(adapters, max_adapters_per_sequence=1)
     with world.manager.prepare([Scaled("a", -0.5), "b", None]) as batch:
         got = world.logits(batch)
     parts = [[(adapters["a"], -0.5)], [(adapters["b"], 1)], []]
     want = np.stack([expected(world.model, p, t) for p, t in zip(parts, np.asarray(world.tokens), strict=True)])
     np.testing.assert_allclose(got, want, rtol=0, atol=4e-6 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(("most", "factors"), [(None, False), (1, True), (2, True)])
+def test_batches_have_factors_only_if_configured(most, factors):
+    with make_world(max_adapters_per_sequence=most).manager.prepare([None, None]) as batch:
+        assert any(array.dtype == np.float32 for array in jax.tree.leaves(batch)) == factors
 
 
 def test_packed_rows(world, adapters):
@@ -183,9 +227,9 @@ def test_malformed_descriptions_are_refused(make, message):
 @pytest.mark.parametrize(
     ("entries", "options", "message"),
     [
-        ([Scaled("a", 0.5)], {}, "sequence_scales=True"),
-        ([Mix({"a": 1, "b": 1})], {}, "max_adapters_per_sequence is 1"),
-        ([Mix({"a": 2})], {}, "sequence_scales=True"),
+        ([Scaled("a", 0.5)], {}, "max_adapters_per_sequence=1"),
+        ([Mix({"a": 1, "b": 1})], {}, "max_adapters_per_sequence=2"),
+        ([Mix({"a": 2})], {}, "max_adapters_per_sequence=1"),
         (["a"], {"active_from": [1]}, "activated=True"),
     ],
 )

@@ -53,9 +53,9 @@ OTHERS = [None, "b", "c", "d", "e", Scaled("c", 2.0), Mix({"d": 1, "e": -1})]
 
 
 def managed(backend, **config):
-    switches = {"sequence_scales": True, "dora": True, "activated": True}
+    switches = {"max_adapters_per_sequence": 1, "dora": True, "activated": True}
     sizes = {"max_loras": 4, "max_cpu_loras": 6, "max_lora_rank": 8}
-    manager = jlora.LoRAManager(Model(), jlora.LoRAConfig(backend=backend, **sizes, **switches, **config))
+    manager = jlora.LoRAManager(Model(), jlora.LoRAConfig(backend=backend, **sizes, **switches | config))
     for adapter in ADAPTERS:
         manager.add_adapter(adapter)
     return manager

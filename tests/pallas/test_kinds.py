@@ -18,7 +18,7 @@ ADAPTERS = {
     "dora": as_dora(make_adapter("dora", rank=3, modules=LINEAR)),
     "dora of some": as_dora(make_adapter("dora of some", rank=2, modules=["layers.0.q_proj", "layers.1.o_proj"])),
 }
-SWITCHES = {"sequence_scales": True, "activated": True, "dora": True}
+SWITCHES = {"max_adapters_per_sequence": 1, "activated": True, "dora": True}
 # Entries and first active rows.
 BATCHES = [
     (["all", None, "dora"], [0, 0, 0]),
@@ -40,7 +40,7 @@ def parts_of(entry):
 
 
 def check(batches, tolerance=1e-5, **config):
-    world = make_world(max_loras=4, **SWITCHES, **config)
+    world = make_world(max_loras=4, **SWITCHES | config)
     for adapter in ADAPTERS.values():
         world.manager.add_adapter(adapter)
     with world.manager.prepare([None] * SEQUENCES, active_from=[0] * SEQUENCES, length=LENGTH) as batch:

@@ -406,7 +406,7 @@ def check_room(sites: Sequence[Site], chosen: Device | None = None) -> None:
     """
     needed: dict[Device, int] = {}
     for site in sites:
-        where, _, _, _ = site.spec.shardings
+        where = site.spec.shardings[0]
         if where is None:
             device = chosen_by_default() if chosen is None else chosen
         else:

@@ -7,13 +7,14 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from jlora.adapters.config_file import CONFIG_FILE
 from jlora.adapters.escaping import shown, shown_path, shown_value
 from jlora.adapters.expert_formats import Stacked, StackedPair, is_stacked, stacked_pairs
+from jlora.adapters.extras import EXTRAS
 from jlora.adapters.files import StableFile
 from jlora.adapters.lora import ExpertsLoRA, LoRA, ModuleLoRA, SavedHead, check_variants
 from jlora.adapters.peft_config import Kind, PeftConfig, scaling_of
@@ -32,8 +33,9 @@ _RAW = rf"(?:\.default|\.(?:{WRAPPER}))*"
 _LORA = re.compile(
     rf"(?P<linear>.+)\.lora_(?P<half>[AB]){_RAW}\.weight|(?P<embedding>.+)\.lora_(?P<table>embedding_[AB]){_RAW}"
 )
-# Of DoRA. PEFT's save_pretrained removes ".weight".
-_MAGNITUDE = re.compile(rf"(?P<module>.+)\.lora_magnitude_vector{_RAW}(\.weight)?")
+_EXTRA_KEYS = tuple(extra.key for extra in EXTRAS)
+# PEFT's save_pretrained removes ".weight".
+_EXTRA = re.compile(rf"(?P<module>.+)\.(?P<key>{'|'.join(map(re.escape, _EXTRA_KEYS))}){_RAW}(\.weight)?")
 # PEFT stores the base weight beside LoRA on an embedding or lm_head, and also resized weights of these two names.
 _BASE = re.compile(r"(?P<module>.+)\.base_layer\.weight|(?P<resized>(.+\.)?(embed_tokens|lm_head))\.weight")
 # A layer of a fully trained module. PEFT's save_pretrained removes ".modules_to_save".
@@ -105,10 +107,8 @@ class Checkpoint:
             a, b = arrays[key_a], arrays[key_b]
             alpha, shapes = self._layout.alphas[name], self.shapes.modules[name]
             if isinstance(shapes, ModuleShapes):
-                magnitude = arrays[self._layout.magnitudes[name]] if self.shapes.use_dora else None
-                modules[name] = ModuleLoRA(
-                    a=a, b=b, kind=shapes.kind, alpha=alpha, scaling=shapes.scaling, magnitude=magnitude
-                )
+                extras: Any = {extra: arrays[keys[name]] for extra, keys in self._layout.extras.items()}
+                modules[name] = ModuleLoRA(a=a, b=b, kind=shapes.kind, alpha=alpha, scaling=shapes.scaling, **extras)
                 continue
             a, b = self._layout.stacked[name].arrays(a, b)
             modules[name] = ExpertsLoRA(
@@ -143,7 +143,7 @@ def open_checkpoint(
       file: The safetensors file.
       adapter: Name of the adapter, for messages.
       config: The adapter's configuration. Every tensor must agree with its ranks and targets.
-      dtype: Convert A, B and magnitudes to this dtype. None keeps the file's dtype. Base weights are never converted.
+      dtype: Convert all but base weights to this dtype. None keeps the file's dtype.
       max_bytes: Largest allowed size of the file, and of the tensors after conversion.
       problems: Takes the errors of tensors, which are then left out of the checkpoint. None raises them.
 
@@ -175,8 +175,8 @@ def _shares(layout: "_Modules", own: OwnExperts) -> dict[str, Share]:
     for name, experts in own.items():
         _, key_a, key_b = layout.halves[name]
         if (read := layout.stacked.get(name)) is None:
-            keys = (key_a, key_b, *(key for key in (layout.magnitudes.get(name),) if key is not None))
-            found |= dict.fromkeys(keys, Share(1, 1, experts))
+            extras = (keys[name] for keys in layout.extras.values())
+            found |= dict.fromkeys((key_a, key_b, *extras), Share(1, 1, experts))
             continue
         _, out, rank = read.b_shape
         turns = 1 if not read.flat else out if read.grouped else out * rank
@@ -191,8 +191,8 @@ def sorted_keys(
 ) -> dict[str, dict[str, str]]:
     """Return module name -> part -> tensor key. With `problems`, keys with a problem are left out.
 
-    Parts are "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "base", and, in the
-    modules named by `saved` (PEFT's `modules_to_save`), "head_weight" and "head_bias".
+    Parts are "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", `Extra.key`, "base", and, in the modules named
+    by `saved` (PEFT's `modules_to_save`), "head_weight" and "head_bias".
 
     Raises:
       AdapterMismatchError: A tensor of a kind that is not served.
@@ -205,8 +205,8 @@ def sorted_keys(
         name = key.removeprefix(_PREFIX)
         if lora := _LORA.fullmatch(name):
             module, part = lora["linear"] or lora["embedding"], "lora_" + (lora["half"] or lora["table"])
-        elif magnitude := _MAGNITUDE.fullmatch(name):
-            module, part = magnitude["module"], "lora_magnitude_vector"
+        elif extra := _EXTRA.fullmatch(name):
+            module, part = extra["module"], extra["key"]
         elif (head := _saved_part(name, saved)) is not None:
             module, part = head
         elif base := _BASE.fullmatch(name):
@@ -290,13 +290,17 @@ class _Header:
             raise AdapterFormatError(f"{self.at(key)} has shape {shape}; expected {expected}")
         raise AdapterFormatError(f"{self.at(key)} has rank {shape[axis]}; expected {rank} (r and rank_pattern)")
 
-    def check_vector(self, key: str, size: int) -> None:
-        """Raise if the tensor is not a vector of `size` elements."""
-        if self.tensors[key].shape != (size,):
+    def check_shape(self, key: str, expected: tuple[int, ...]) -> None:
+        """Raise if the tensor has another shape."""
+        if self.tensors[key].shape != expected:
             raise AdapterFormatError(
-                f"{self.at(key)} has shape {shown_value(self.tensors[key].shape)}; expected {(size,)}, as its matrix "
+                f"{self.at(key)} has shape {shown_value(self.tensors[key].shape)}; expected {expected}, as its matrix "
                 "implies"
             )
+
+    def nbytes(self, key: str, dtype: np.dtype | None) -> int:
+        """Return the bytes of the tensor in `dtype`; None for its own dtype."""
+        return math.prod(self.shape(key)) * (self.dtype(key) if dtype is None else dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -305,14 +309,14 @@ class _Modules:
 
     Attributes:
       halves: Module name -> kind, key of A, key of B.
-      magnitudes: Module name -> key of the magnitude, for all modules of a DoRA adapter.
+      extras: `Extra.name` -> module name -> key, for the extras that the adapter brings, for all linear modules.
       stacked: Module name -> how to read the tensors, for modules that hold all experts.
       ranks, alphas: Module name -> rank, and module name -> alpha.
       heads: Module name -> keys of the weight and of the bias (None without one) of a saved head.
     """
 
     halves: Mapping[str, tuple[Kind, str, str]]
-    magnitudes: Mapping[str, str]
+    extras: Mapping[str, Mapping[str, str]]
     stacked: Mapping[str, Stacked]
     ranks: Mapping[str, int]
     alphas: Mapping[str, float]
@@ -348,8 +352,8 @@ def _layout(keys: Mapping[str, Mapping[str, str]], header: _Header, config: Peft
         names = {m: found[m].name if m in found else m for m in halves if m in found or m not in of_experts}
         halves = {name: halves[module] for module, name in names.items()}
         stacked = {read.name: read for read in found.values()}
-    magnitudes = attempt(dict[str, str](), _magnitudes, keys, linear, header, config)
-    return _Modules(halves, magnitudes, stacked, config.ranks(halves), config.alphas(halves), heads)
+    extras = attempt(dict[str, dict[str, str]](), _extras, keys, linear, header, config)
+    return _Modules(halves, extras, stacked, config.ranks(halves), config.alphas(halves), heads)
 
 
 def _targets(module: str, kind: Kind, config: PeftConfig) -> bool:
@@ -383,23 +387,27 @@ def _heads(
     return found
 
 
-def _magnitudes(
+def _extras(
     keys: Mapping[str, Mapping[str, str]], modules: Iterable[str], header: _Header, config: PeftConfig
-) -> dict[str, str]:
-    """Return module name -> key of the magnitude. Raise if one of `modules` of a DoRA adapter has none."""
-    found = {m: key for m, parts in keys.items() if (key := parts.get("lora_magnitude_vector")) is not None}
-    if not config.use_dora and found:
-        raise AdapterFormatError(
-            f"{header.at(next(iter(found.values())))} is of DoRA, and 'use_dora' is not set in {CONFIG_FILE}; expected "
-            "both or neither"
-        )
-    without = [shown(module) for module in modules if module not in found] if config.use_dora else []
-    if without:
-        raise AdapterFormatError(
-            f"{header.where}: module {without[0]}{_and_more(without[1:])} has no tensor lora_magnitude_vector; "
-            f"expected one, since 'use_dora' is set in {CONFIG_FILE}"
-        )
-    return found
+) -> dict[str, dict[str, str]]:
+    """Return `_Modules.extras`. Raise if one of `modules` lacks one."""
+    brought: dict[str, dict[str, str]] = {}
+    for extra in EXTRAS:
+        found = {module: parts[extra.key] for module, parts in keys.items() if extra.key in parts}
+        if extra not in config.extras and found:
+            raise AdapterFormatError(
+                f"{header.at(next(iter(found.values())))} is of {extra.title}, and '{extra.field}' is not set in "
+                f"{CONFIG_FILE}; expected both or neither"
+            )
+        without = [shown(module) for module in modules if module not in found] if extra in config.extras else []
+        if without:
+            raise AdapterFormatError(
+                f"{header.where}: module {without[0]}{_and_more(without[1:])} has no tensor {extra.key}; "
+                f"expected one, since '{extra.field}' is set in {CONFIG_FILE}"
+            )
+        if found:
+            brought[extra.name] = found
+    return brought
 
 
 def _shapes(
@@ -427,7 +435,7 @@ def _shapes(
         check_variants,
         header.where,
         modules,
-        use_dora=config.use_dora,
+        extras=config.extras,
         invocation_tokens=config.invocation_tokens,
     )
     return AdapterShapes(
@@ -436,7 +444,7 @@ def _shapes(
         base_weights=base,
         base_model_name=config.base_model_name,
         nbytes=nbytes,
-        use_dora=config.use_dora,
+        extras=config.extras,
         invocation_tokens=config.invocation_tokens,
         heads=heads,
         task_type=config.task_type,
@@ -465,9 +473,10 @@ def _module_shapes(
         )
     else:
         a, b = header.matrix(key_a, rank, 0), header.matrix(key_b, rank, 1)
-        if (magnitude := layout.magnitudes.get(name)) is not None:
-            header.check_vector(magnitude, b[0])
-            nbytes = b[0] * (header.dtype(magnitude) if dtype is None else dtype).itemsize
+        for extra in config.extras:
+            if (key := layout.extras.get(extra.name, {}).get(name)) is not None:
+                header.check_shape(key, extra.sizes(a, b))
+                nbytes += header.nbytes(key, dtype)
         shapes = ModuleShapes(kind=kind, a_shape=a, b_shape=b, a_dtype=a_dtype, b_dtype=b_dtype, scaling=scaling)
     return shapes, nbytes + math.prod(a) * a_dtype.itemsize + math.prod(b) * b_dtype.itemsize
 
@@ -482,10 +491,10 @@ def _head_shapes(weight: str, bias: str | None, header: _Header, dtype: np.dtype
         )
     outputs, inputs = header.matrix(weight, None, 0)
     own = header.dtype(weight) if dtype is None else dtype
-    nbytes = outputs * inputs * own.itemsize
+    nbytes = header.nbytes(weight, dtype)
     if bias is not None:
-        header.check_vector(bias, outputs)
-        nbytes += outputs * (header.dtype(bias) if dtype is None else dtype).itemsize
+        header.check_shape(bias, (outputs,))
+        nbytes += header.nbytes(bias, dtype)
     return HeadShapes(outputs=outputs, in_features=inputs, biased=bias is not None, dtype=own), nbytes
 
 
@@ -494,7 +503,7 @@ def _halves(module: str, parts: Mapping[str, str], header: _Header) -> tuple[Kin
     key_a, key_b, kind = parts.get("lora_A"), parts.get("lora_B"), "linear"
     if key_a is None and key_b is None:
         key_a, key_b, kind = parts.get("lora_embedding_A"), parts.get("lora_embedding_B"), "embedding"
-    if key_a is None or key_b is None or len(parts.keys() - {"base", "lora_magnitude_vector"}) > 2:
+    if key_a is None or key_b is None or len(parts.keys() - {"base", *_EXTRA_KEYS}) > 2:
         raise AdapterFormatError(
             f"{header.where}: module {shown(module)} has tensor {', '.join(map(shown, parts.values()))}; "
             "expected one A and one B of the same kind"

@@ -3,8 +3,11 @@
 Reading, checks, packing, slots, export, updates and saves go over these descriptions.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,11 @@ class Extra:
     flag: str
     title: str
 
+    def sizes(self, a_shape: tuple[int, ...], b_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the array of a module with A [r, K] and B [N, r]."""
+        of = {"N": b_shape[0], "K": a_shape[1]}
+        return tuple(of[axis] for axis in self.shape)
+
 
 MAGNITUDE = Extra(
     name="magnitude",
@@ -47,3 +55,15 @@ MAGNITUDE = Extra(
     title="DoRA",
 )
 EXTRAS = (MAGNITUDE,)
+
+
+def extras_of(module: Any) -> dict[str, np.ndarray]:
+    """Return `Extra.name` -> array of the extras that a module brings."""
+    found = {extra.name: getattr(module, extra.name, None) for extra in EXTRAS}
+    return {name: array for name, array in found.items() if array is not None}
+
+
+def brought(modules: Iterable[Any]) -> tuple[Extra, ...]:
+    """Return the extras that some of the modules bring."""
+    names = {name for module in modules for name in extras_of(module)}
+    return tuple(extra for extra in EXTRAS if extra.name in names)

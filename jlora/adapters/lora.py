@@ -1,6 +1,6 @@
 """LoRA of one module on the host: of a linear layer, an embedding, or all experts of one projection."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jlora.adapters.escaping import shown, shown_value
+from jlora.adapters.extras import EXTRAS, Extra, extras_of
 from jlora.adapters.peft_config import Kind
 from jlora.errors import AdapterFormatError, AdapterMismatchError
 
@@ -49,12 +50,13 @@ class ModuleLoRA:
             )
         if self.kind not in ("linear", "embedding"):
             raise AdapterFormatError(f'ModuleLoRA.kind must be "linear" or "embedding", found {self.kind!r}')
-        if self.magnitude is not None:
-            _check("ModuleLoRA.magnitude", self.magnitude, 1, "a float NumPy vector")
-            if len(self.magnitude) != len(self.b):
-                raise AdapterFormatError(
-                    f"ModuleLoRA: magnitude {self.magnitude.shape} must have a value for each row of b {self.b.shape}"
-                )
+        for extra in EXTRAS:
+            if (array := getattr(self, extra.name)) is not None:
+                shape = extra.sizes(self.a.shape, self.b.shape)
+                expected = f"a float NumPy array of shape {shape}, as a and b imply"
+                _check(f"ModuleLoRA.{extra.name}", array, len(shape), expected)
+                if array.shape != shape:
+                    raise AdapterFormatError(f"ModuleLoRA.{extra.name} must be {expected}, found {array.shape}")
 
     @property
     def rank(self) -> int:
@@ -175,10 +177,16 @@ class SavedHead:
         """True if the head has a bias."""
         return self.bias is not None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weight and the bias."""
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+def tensors_of(module: LoRA | SavedHead) -> dict[str, np.ndarray]:
+    """Return the arrays of a module, keyed by the names of their tensors in PEFT's files, after that of the module."""
+    if isinstance(module, SavedHead):
+        return {"weight": module.weight, **({} if module.bias is None else {"bias": module.bias})}
+    a, b = (
+        ("lora_embedding_A", "lora_embedding_B") if module.kind == "embedding" else ("lora_A.weight", "lora_B.weight")
+    )
+    extras = extras_of(module)
+    return {a: module.a, b: module.b, **{extra.key: extras[extra.name] for extra in EXTRAS if extra.name in extras}}
 
 
 class _OfKind(Protocol):
@@ -187,25 +195,25 @@ class _OfKind(Protocol):
 
 
 def check_variants(
-    where: str, modules: Mapping[str, _OfKind], *, use_dora: bool, invocation_tokens: Sequence[int]
+    where: str, modules: Mapping[str, _OfKind], *, extras: Collection[Extra], invocation_tokens: Sequence[int]
 ) -> None:
-    """Refuse modules and combinations for which PEFT 0.21 has no DoRA or aLoRA (`LoraLayer.resolve_lora_variant`).
+    """Refuse modules and combinations for which PEFT 0.21 has no variant (`LoraLayer.resolve_lora_variant`).
 
-    PEFT has DoRA for linear layers and embeddings, and aLoRA for linear layers.
+    PEFT has each of `extras` for the kinds of modules that it names, and aLoRA for linear layers.
 
     Raises:
-      AdapterMismatchError: DoRA is combined with aLoRA, or one of them with a module of another kind.
+      AdapterMismatchError: One of `extras` is combined with aLoRA, or one of them with a module of another kind.
     """
-    if use_dora and invocation_tokens:
+    if extras and invocation_tokens:
+        extra = next(iter(extras))
         raise AdapterMismatchError(
-            f"{where}: use_dora and alora_invocation_tokens ({shown_value(invocation_tokens)}) are both set; PEFT has "
-            "no DoRA that is activated. Train the adapter with one of them"
+            f"{where}: {extra.field} and alora_invocation_tokens ({shown_value(invocation_tokens)}) are both set; PEFT "
+            f"has no {extra.title} that is activated. Train the adapter with one of them"
         )
-    for feature, on, kinds in (
-        ("DoRA", use_dora, ("linear", "embedding")),
-        ("activated LoRA (aLoRA)", bool(invocation_tokens), ("linear",)),
-    ):
-        other = next((name for name, module in modules.items() if module.kind not in kinds), None) if on else None
+    features = [(extra.title, extra.kinds) for extra in extras]
+    features += [("activated LoRA (aLoRA)", ("linear",))] if invocation_tokens else []
+    for feature, kinds in features:
+        other = next((name for name, module in modules.items() if module.kind not in kinds), None)
         if other is not None:
             raise AdapterMismatchError(
                 f"{where}: {shown(other)} is of kind {modules[other].kind!r}, and PEFT has {feature} for "

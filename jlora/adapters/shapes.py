@@ -6,6 +6,7 @@ from typing import Literal
 
 import numpy as np
 
+from jlora.adapters.extras import MAGNITUDE, Extra
 from jlora.adapters.peft_config import Kind
 
 
@@ -82,6 +83,7 @@ class HeadShapes:
     in_features: int
     biased: bool
     dtype: np.dtype
+    kind: Literal["head"] = "head"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +104,7 @@ class AdapterShapes:
       base_weights: Dotted module name -> shape and dtype, with the keys of `Adapter.base_weights`.
       base_model_name: Value of `Adapter.base_model_name`.
       nbytes: Value of `Adapter.nbytes`.
-      use_dora: Value of `Adapter.use_dora`. If True, each module has a magnitude (`ModuleLoRA.magnitude`).
+      extras: Value of `Adapter.extras`.
       invocation_tokens: Value of `Adapter.invocation_tokens`.
       heads: Dotted module name -> shapes, with the keys of `Adapter.heads`.
       task_type: Value of `Adapter.task_type`.
@@ -113,10 +115,20 @@ class AdapterShapes:
     base_weights: Mapping[str, BaseShape]
     base_model_name: str | None
     nbytes: int
-    use_dora: bool = False
+    extras: tuple[Extra, ...] = ()
     invocation_tokens: tuple[int, ...] = ()
     heads: Mapping[str, HeadShapes] = field(default_factory=dict[str, HeadShapes])
     task_type: str | None = None
+
+    @property
+    def use_dora(self) -> bool:
+        """Value of `Adapter.use_dora`."""
+        return MAGNITUDE in self.extras
+
+    @property
+    def layers(self) -> dict[str, ModuleShapes | ExpertsShapes | HeadShapes]:
+        """Shapes of all modules, and then of all saved heads, by name."""
+        return {**self.modules, **self.heads}
 
     @property
     def saved_outputs(self) -> dict[str, int]:

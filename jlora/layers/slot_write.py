@@ -118,7 +118,7 @@ def write_magnitudes(
         block = lax.slice_in_dim(values, start, start + size).reshape(*spec.stack, spec.stored_out)
         if (count := array.shape[-1]) < spec.stored_out:
             assert spec.sharding is not None
-            block = lax.dynamic_slice_in_dim(block, lax.axis_index(spec.sharding.b[2]) * count, count, axis=-1)
+            block = lax.dynamic_slice_in_dim(block, lax.axis_index(spec.sharding.outs) * count, count, axis=-1)
         written.append(cast("jax.Array", lax.dynamic_update_index_in_dim(array, block, slot, axis=len(spec.stack))))
         start += size
     return tuple(written)

@@ -80,7 +80,7 @@ def place(
             problems.append(f"{name}: {found}")
             continue
         site, row, first, count = found
-        if dora and not site.spec.dora:
+        if dora and not site.spec.finishers:
             problems.append(f"{name}: DoRA is served for linear layers, and this is {_kind(site)}")
             continue
         if module.rank > site.spec.max_rank:

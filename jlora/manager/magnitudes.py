@@ -45,7 +45,7 @@ def count_columns(sites: Sequence[Site]) -> int:
 
 
 def _columns(site: Site) -> int:
-    return math.prod(site.spec.stack) * site.spec.stored_out if site.spec.dora else 0
+    return math.prod(site.spec.stack) * site.spec.stored_out if site.spec.extras else 0
 
 
 def check_base(packed: PackedAdapter, wrapped: WrappedModel) -> None:

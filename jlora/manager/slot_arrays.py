@@ -437,7 +437,7 @@ class SlotArrays:
         if key == "ranks":
             return compiled_ranks(tuple(site.spec for site in self.sites), self._stamps, placements)
         if key == "magnitudes":
-            specs = tuple(site.spec for site in self.sites if site.spec.dora)
+            specs = tuple(site.spec for site in self.sites if site.spec.extras)
             return compiled_magnitudes(specs, self._stamps, placements)
         assert not isinstance(key, str)
         return compiled_write(key, self._stamps, placements)

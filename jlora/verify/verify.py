@@ -494,8 +494,8 @@ def _kernel(wrapped: WrappedModel, site: Site) -> Array:
 
 
 def _blank(spec: SlotSpec) -> list[np.ndarray]:
-    """Return the arrays of empty slots: ones for magnitudes, else zeros."""
-    return [np.full(spec.shapes[j], j == 3, spec.dtypes[j]) for j in spec.held]
+    """Return the arrays of empty slots."""
+    return [np.full(spec.shapes[j], spec.fills[j], spec.dtypes[j]) for j in spec.held]
 
 
 def _like(values: Sequence[np.ndarray], site: Site, layer: nnx.Module) -> list[Array]:

@@ -63,8 +63,8 @@ def row_parallel_output(
     sharding = site.spec.sharding
     if sharding is None or not sharding.ins or reached(site) or _qwix.is_intercepted(layer):
         return None  # qwix computes the products of its layers
-    if site.spec.dora and sharding.b[2] != sharding.outs:
-        return None  # a shard has the magnitudes of a part of the columns of its partial sum
+    if not all(finisher.linear for finisher in site.spec.finishers):
+        return None
     spec: LinearSpec = vars(layer)["jlora_spec"]
     # LoRA reads the input in the dtype of the call, and the product reads it in that of the layer.
     x = args[0] if args else kwargs.get("inputs")

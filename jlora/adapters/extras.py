@@ -23,7 +23,6 @@ class Extra:
       field: Field of `adapter_config.json`, and of `Adapter`, that is True if the adapter brings it.
       kinds: Kinds of modules for which PEFT has it.
       option: Field of `LoRAConfig` that serves it.
-      flag: Flag of `jlora serve` that sets the option.
       title: Name of the method, for messages.
     """
 
@@ -34,7 +33,6 @@ class Extra:
     field: str
     kinds: tuple[str, ...]
     option: str
-    flag: str
     title: str
 
     def sizes(self, a_shape: tuple[int, ...], b_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -51,7 +49,6 @@ MAGNITUDE = Extra(
     field="use_dora",
     kinds=("linear", "embedding"),
     option="dora",
-    flag="--dora-loras",
     title="DoRA",
 )
 EXTRAS = (MAGNITUDE,)

@@ -53,10 +53,11 @@ class ModuleLoRA:
         for extra in EXTRAS:
             if (array := getattr(self, extra.name)) is not None:
                 shape = extra.sizes(self.a.shape, self.b.shape)
-                expected = f"a float NumPy array of shape {shape}, as a and b imply"
-                _check(f"ModuleLoRA.{extra.name}", array, len(shape), expected)
+                _check(f"ModuleLoRA.{extra.name}", array, len(shape), f"a float NumPy array of shape {shape}")
                 if array.shape != shape:
-                    raise AdapterFormatError(f"ModuleLoRA.{extra.name} must be {expected}, found {array.shape}")
+                    raise AdapterFormatError(
+                        f"ModuleLoRA: {extra.name} {array.shape} must have the shape {shape}, as a and b imply"
+                    )
 
     @property
     def rank(self) -> int:

@@ -83,7 +83,7 @@ def _module(name: str, p: Placement, a: Float[np.ndarray, "n R K"], b: Float[np.
             "them differ; train with one module for each slice"
         )
     kind = "embedding" if p.site.kind == "embedding" else "linear"
-    return ModuleLoRA(a=_a(p, a), b=_b(p, b), kind=kind, alpha=p.alpha, scaling=p.scaling, magnitude=p.magnitude)
+    return ModuleLoRA(a=_a(p, a), b=_b(p, b), kind=kind, alpha=p.alpha, scaling=p.scaling, **p.extras)
 
 
 def _experts(halves: Sequence[_Half]) -> tuple[str, ExpertsLoRA]:

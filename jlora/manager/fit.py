@@ -1,15 +1,12 @@
 """Checks of an adapter against the model by names, kinds, ranks and shapes, before its tensors are read."""
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
-
-import numpy as np
 
 from jlora.adapters import Adapter, AdapterShapes, HeadShapes, SavedHead
 from jlora.adapters.checkpoint import all_finite
 from jlora.adapters.expert_formats import decide_exchanged
-from jlora.adapters.lora import ExpertsLoRA
+from jlora.adapters.lora import ExpertsLoRA, tensors_of
 from jlora.adapters.shapes import ExpertsShapes
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 from jlora.layers.site import Site
@@ -44,35 +41,27 @@ def describe(name: str, path: str | None) -> str:
 
 def read_as(where: str, adapter: Adapter | AdapterShapes, index: SiteIndex) -> SiteIndex:
     """Return the index that finds the names of an adapter (`SiteIndex.read_as`)."""
-    named = [(module.kind, name) for name, module in adapter.modules.items()]
-    return index.read_as(where, [*named, *(("head", name) for name in adapter.heads)], adapter.task_type)
+    return index.read_as(where, [(layer.kind, name) for name, layer in adapter.layers.items()], adapter.task_type)
 
 
-def place(
-    where: str,
-    modules: Mapping[str, Shapes],
-    index: SiteIndex,
-    *,
-    heads: Mapping[str, SavedHead | HeadShapes] = MappingProxyType({}),
-    dora: bool = False,
-) -> dict[str, Place]:
+def place(where: str, adapter: Adapter | AdapterShapes, index: SiteIndex) -> dict[str, Place]:
     """Return module name -> its place in the model, without modules that the model skips.
 
     For a module of all experts, the row of the place is that of the first expert.
 
     Raises:
       AdapterMismatchError: The adapter has no module or only skipped ones, a module that the model lacks, a rank above
-        max_lora_rank, shapes that differ from the model's, two modules for the same slice, or, with `dora`, a module of
-        an embedding or of experts; or a saved head that saved_heads has no room for, of other features, or that has a
+        max_lora_rank, shapes that differ from the model's, two modules for the same slice, or extras of a module whose
+        layer has no slots for them; or a saved head that saved_heads has no room for, of other features, or that has a
         bias where the layer has none, or none where it has one.
     """
-    if not (modules or heads):
+    if not adapter.layers:
         raise AdapterMismatchError(f"{where} brings no LoRA weights: expected at least one module, found none")
     problems: list[str] = []
     too_large: dict[int, dict[str, int]] = {}  # max_lora_rank -> the modules of larger ranks
     placed: dict[str, Place] = {}
     taken: dict[tuple[Site, int, int], str] = {}
-    for name, module in modules.items():
+    for name, module in adapter.modules.items():
         if index.skips(name):
             continue
         found = index.find(module.kind, name)
@@ -80,8 +69,11 @@ def place(
             problems.append(f"{name}: {found}")
             continue
         site, row, first, count = found
-        if dora and not site.spec.finishers:
-            problems.append(f"{name}: DoRA is served for linear layers, and this is {_kind(site)}")
+        if unserved := [extra.title for extra in adapter.extras if extra not in site.spec.extras]:
+            problems.append(f"{name}: {unserved[0]} is served for linear layers, and this is {_kind(site)}")
+            continue
+        if count < site.spec.slices and any("K" in extra.shape for extra in adapter.extras):
+            problems.append(f"{name}: an array of all input features is served for whole layers only")
             continue
         if module.rank > site.spec.max_rank:
             too_large.setdefault(site.spec.max_rank, {})[name] = module.rank
@@ -98,7 +90,7 @@ def place(
             continue
         placed[name] = found
     too_small: dict[str, int] = {}  # path of a layer -> outputs of the saved head that it has no room for
-    for name, head in heads.items():
+    for name, head in adapter.heads.items():
         if index.skips(name):
             continue
         found = index.find("head", name)
@@ -212,19 +204,12 @@ def _experts_misfit(site: Site, module: ExpertsLoRA | ExpertsShapes, first: int,
 
 
 def check_finite(where: str, adapter: Adapter) -> None:
-    """Raise AdapterFormatError if a factor or a saved head holds NaN or infinity."""
-    arrays: dict[str, Sequence[tuple[str, np.ndarray]]] = {}
-    for name, module in adapter.modules.items():
-        magnitude = getattr(module, "magnitude", None)
-        factors = (("A", module.a), ("B", module.b), *([] if magnitude is None else [("magnitude", magnitude)]))
-        arrays[name] = factors
-    for name, head in adapter.heads.items():
-        arrays[name] = (("weight", head.weight), *([] if head.bias is None else [("bias", head.bias)]))
-    for name, factors in arrays.items():
-        for label, factor in factors:
-            if not all_finite(factor):
+    """Raise AdapterFormatError if an array holds NaN or infinity."""
+    for name, layer in adapter.layers.items():
+        for key, array in tensors_of(layer).items():
+            if not all_finite(array):
                 raise AdapterFormatError(
-                    f"{where}: {name}: {label} holds NaN or infinity; expected finite numbers "
+                    f"{where}: {name}.{key} holds NaN or infinity; expected finite numbers "
                     "(LoRAConfig.allow_nonfinite lets them through)"
                 )
 

@@ -33,6 +33,7 @@ from jlora._compat import explicit_transfers
 from jlora._typing import is_list_or_tuple, is_mapping
 from jlora.adapters import Adapter
 from jlora.adapters.checkpoint import all_finite
+from jlora.adapters.extras import EXTRAS
 from jlora.config import LoRARequest
 from jlora.errors import (
     AdapterFormatError,
@@ -50,7 +51,6 @@ from jlora.manager.locks import StateLock
 from jlora.manager.packed_adapter import PackedAdapter, Placement, largest_rank
 from jlora.manager.packing import rank_table
 from jlora.manager.slot_table import SlotTable
-from jlora.manager.stage import check_variant
 
 _log = logging.getLogger("jlora")
 
@@ -170,8 +170,7 @@ def _pack_file(packed: PackedAdapter) -> bytes:
         a, b = factors[row]
         arrays[f"{i}.a"], arrays[f"{i}.b"] = (np.ascontiguousarray(half) for half in (a[:, :rank], b[:rank]))
     for i, p in enumerate(packed.placements):
-        if p.magnitude is not None:
-            arrays[f"{i}.magnitude"] = p.magnitude
+        arrays |= {f"{i}.{name}": array for name, array in p.extras.items()}
     about = packed.about or Adapter(name=packed.name, modules={})
     header = {
         "about": {key: getattr(about, key) for key in _ABOUT},
@@ -408,7 +407,12 @@ def _unpack_file(data: bytes, where: str, entry: _Entry, slots: SlotTable, host:
     pool = slots.pool
     sites = {(site.path, site.prefix): site for site in pool.sites}
     placements = tuple(
-        Placement(module, sites[path, prefix], *rest, magnitude=arrays.get(f"{i}.magnitude"))
+        Placement(
+            module,
+            sites[path, prefix],
+            *rest,
+            extras={e.name: arrays[f"{i}.{e.name}"] for e in EXTRAS if f"{i}.{e.name}" in arrays},
+        )
         for i, (module, path, prefix, *rest) in enumerate(header["placements"])
     )
     for p in placements:
@@ -437,7 +441,9 @@ def _unpack_file(data: bytes, where: str, entry: _Entry, slots: SlotTable, host:
         about=about,
         warnings=tuple(header.get("warnings", ())),
     )
-    check_variant(where, host.config, packed)
+    for extra in EXTRAS:
+        if any(extra.name in p.extras for p in placements) and not getattr(host.config, extra.option):
+            raise AdapterMismatchError(f"{where} is a {extra.title} adapter; LoRAConfig({extra.option}=True) serves it")
     return packed
 
 

@@ -46,7 +46,7 @@ class Survey:
 
     @property
     def device_slot_bytes(self) -> int:
-        """Bytes of all slots on one device: A, B, ranks, scales and magnitudes."""
+        """Bytes of all slots on one device: A, B, ranks, scales and extras."""
         return sum(site.spec.device_nbytes for site in self._wrapped.modules)
 
     def check(
@@ -97,8 +97,7 @@ class Survey:
         problems = Problems()
         problems.attempt(None, check_variant, where, self._config, adapter)
         index = problems.attempt(self._index, read_as, where, adapter, self._index)
-        heads, dora = adapter.heads, adapter.use_dora
-        placed = problems.attempt(dict[str, Place](), place, where, adapter.modules, index, heads=heads, dora=dora)
+        placed = problems.attempt(dict[str, Place](), place, where, adapter, index)
         problems.attempt(None, check_base_shapes, where, weights, index)
         problems.raise_first()
         return placed

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from jlora.adapters.config_file import read_config
+from jlora.adapters.extras import MAGNITUDE
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 
 # ---- served

@@ -335,7 +335,7 @@ class Adapter:
         return stored
 
     def _peft_config(self) -> dict[str, Any]:
-        if not self.modules:
+        if not self.layers:
             raise LoRAError(f"adapter {shown(self.name)} has no module to save")
         if not self.peft_fields.keys() <= PEFT_FIELDS:
             raise LoRAUsageError(
@@ -351,8 +351,8 @@ class Adapter:
                     f"use_rslora={self.use_rslora}; change alpha, or fold the difference into b"
                 )
         parameters = [name for name, module in self._experts().items() if name != module]
-        rank = _commonest(module.rank for module in self.modules.values())
-        alpha = _commonest(module.alpha for module in self.modules.values())
+        rank = _commonest((module.rank for module in self.modules.values()), 8)
+        alpha = _commonest((module.alpha for module in self.modules.values()), 8.0)
         return {
             "bias": "none",
             "lora_dropout": 0.0,
@@ -477,8 +477,8 @@ def _is_zero(array: np.ndarray) -> bool:
     return not array[:1].any() and not array.any()
 
 
-def _commonest(values: Iterable[T]) -> T:
-    return Counter(values).most_common(1)[0][0]
+def _commonest(values: Iterable[T], default: T) -> T:
+    return next((value for value, _ in Counter(values).most_common(1)), default)
 
 
 def _as_int(alpha: float) -> int | float:

@@ -259,6 +259,13 @@ class Host:
             path = request.path if self._resolve is None else self._resolve(request)
             return resolve(path, request.name, request.revision, local_only=request.local_only)
 
+    def read_folder(self, found: AdapterFolder) -> PackedAdapter:
+        """Read and pack a folder as an adapter without a request, without adding it to the host cache."""
+        with _logged(found.name, str(found.folder)):
+            packed = pack_files(LoRARequest(found.name, found.folder), found, *self._target, config=self._config)
+            packed.request = packed.key = None
+            return self.measured(packed)
+
     def read(self, request: LoRARequest) -> PackedAdapter:
         """Read and pack an adapter, without adding it to the host cache or to page-locked memory."""
         with _logged(request.name, request.path):

@@ -154,7 +154,7 @@ class SlotSpec:
             return (None,) * len(self.shapes)
         lead, (experts, *a), (_, *b) = ((),) * (len(self.stack) + 1), found.a, found.b
         own = (experts,) if self.experts is not None else ()
-        of_extras = [found.named(*lead, *split) for split in self.extra_splits]
+        of_extras = [found.named(*lead, *split) for split in self.splits(found)]
         return found.named(*lead, *own, *a), found.named(*lead, *own, *b), found.named(*lead, *own), *of_extras
 
     @functools.cached_property
@@ -236,12 +236,10 @@ class SlotSpec:
         sizes = {"N": self.stored_out, "K": self.stored_in}
         return tuple(tuple(sizes[axis] for axis in extra.shape) for extra in self.extras)
 
-    @property
-    def extra_splits(self) -> tuple[tuple[Names, ...], ...]:
-        """Mesh axes that split each axis of `extra_sizes`."""
-        assert self.sharding is not None
-        axes = {"N": self.sharding.outs, "K": self.sharding.ins}
-        return tuple(tuple(axes[axis] for axis in extra.shape) for extra in self.extras)
+    def splits(self, sharding: KernelSharding) -> list[tuple[Names, ...]]:
+        """Return the mesh axes that split each axis of `extra_sizes`."""
+        axes = {"N": sharding.outs, "K": sharding.ins}
+        return [tuple(axes[axis] for axis in extra.shape) for extra in self.extras]
 
     @property
     def fills(self) -> tuple[float, ...]:

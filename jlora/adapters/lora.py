@@ -1,8 +1,9 @@
 """LoRA of one module on the host: of a linear layer, an embedding, or all experts of one projection."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -11,9 +12,45 @@ from jaxtyping import Float
 from jlora.adapters.escaping import shown, shown_value
 from jlora.adapters.extras import EXTRAS, Extra, extras_of
 from jlora.adapters.peft_config import Kind
-from jlora.errors import AdapterFormatError, AdapterMismatchError
+from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageError
 
 FLOATS = tuple(np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
+
+
+@dataclass(eq=False, slots=True)
+class UnreadArray:
+    """An array in the file of an adapter, before its bytes are read. It takes the place of a NumPy array.
+
+    Attributes:
+      key: Name of the tensor in the file.
+      shape: Shape of the array, which differs from the tensor's for experts in a flat layout.
+      dtype: Dtype of the array after conversion.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __array__(self, *_: object, **__: object) -> NoReturn:
+        raise LoRAUsageError(f"tensor {shown(self.key)} has not been read; only its shape and dtype are known")
+
+    __getitem__ = reshape = __array__
+
+
+if TYPE_CHECKING:
+    HostArray: TypeAlias = np.ndarray  # only `from_pretrained(check=...)` sees others
+else:
+    HostArray = np.ndarray | UnreadArray
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,16 +71,16 @@ class ModuleLoRA:
         the rows of `b`.
     """
 
-    a: Float[np.ndarray, "r K"]
-    b: Float[np.ndarray, "N r"]
+    a: Float[HostArray, "r K"]
+    b: Float[HostArray, "N r"]
     kind: Kind = "linear"
     alpha: float
     scaling: float
-    magnitude: Float[np.ndarray, "N"] | None = None
+    magnitude: Float[HostArray, "N"] | None = None
 
     def __post_init__(self):
-        for which, array in (("a", self.a), ("b", self.b)):
-            _check(f"ModuleLoRA.{which}", array, 2, "a non-empty float NumPy matrix")
+        _check("ModuleLoRA.a", self.a, 2, "a non-empty float NumPy matrix")
+        _check("ModuleLoRA.b", self.b, 2, "a non-empty float NumPy matrix")
         if self.a.shape[0] != self.b.shape[1]:
             raise AdapterFormatError(
                 f"ModuleLoRA: a {self.a.shape} and b {self.b.shape} must share the rank: a is [r, K], b is [N, r]"
@@ -63,16 +100,6 @@ class ModuleLoRA:
     def rank(self) -> int:
         """Rank r of the factors."""
         return self.a.shape[0]
-
-    @property
-    def a_shape(self) -> tuple[int, ...]:
-        """Shape of `a`."""
-        return self.a.shape
-
-    @property
-    def b_shape(self) -> tuple[int, ...]:
-        """Shape of `b`."""
-        return self.b.shape
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,8 +121,8 @@ class ExpertsLoRA:
       AdapterFormatError: `a` or `b` is not a float array of three axes, or their ranks or experts differ.
     """
 
-    a: Float[np.ndarray, "#E r K"]
-    b: Float[np.ndarray, "#E N r"]
+    a: Float[HostArray, "#E r K"]
+    b: Float[HostArray, "#E N r"]
     alpha: float
     scaling: float
     exchanged: bool | None = False
@@ -104,9 +131,9 @@ class ExpertsLoRA:
     kind: Literal["experts"] = "experts"
 
     def __post_init__(self):
-        for which, array in (("a", self.a), ("b", self.b)):
-            _check(f"ExpertsLoRA.{which}", array, 3, "a non-empty float NumPy array of three axes")
-        if self.a.shape[1] != self.b.shape[2] or not {len(self.a), len(self.b)} <= {1, self.experts}:
+        _check("ExpertsLoRA.a", self.a, 3, "a non-empty float NumPy array of three axes")
+        _check("ExpertsLoRA.b", self.b, 3, "a non-empty float NumPy array of three axes")
+        if self.a.shape[1] != self.b.shape[2] or not {self.a.shape[0], self.b.shape[0]} <= {1, self.experts}:
             raise AdapterFormatError(
                 f"ExpertsLoRA: a {self.a.shape} and b {self.b.shape} must share the rank and the experts: a is "
                 "[experts or 1, r, K], b is [experts or 1, N, r]"
@@ -120,17 +147,7 @@ class ExpertsLoRA:
     @property
     def experts(self) -> int:
         """Number of experts; 1 if they share both factors."""
-        return max(len(self.a), len(self.b))
-
-    @property
-    def a_shape(self) -> tuple[int, ...]:
-        """Shape of `a`."""
-        return self.a.shape
-
-    @property
-    def b_shape(self) -> tuple[int, ...]:
-        """Shape of `b`."""
-        return self.b.shape
+        return max(self.a.shape[0], self.b.shape[0])
 
 
 LoRA: TypeAlias = ModuleLoRA | ExpertsLoRA
@@ -150,15 +167,15 @@ class SavedHead:
       AdapterFormatError: `weight` is not a float matrix, or `bias` is not a float vector of its rows.
     """
 
-    weight: Float[np.ndarray, "outputs K"]
-    bias: Float[np.ndarray, "outputs"] | None = None
+    weight: Float[HostArray, "outputs K"]
+    bias: Float[HostArray, "outputs"] | None = None
     kind: Literal["head"] = field(default="head", init=False, repr=False)
 
     def __post_init__(self):
         _check("SavedHead.weight", self.weight, 2, "a non-empty float NumPy matrix")
         if self.bias is not None:
             _check("SavedHead.bias", self.bias, 1, "a float NumPy vector")
-            if len(self.bias) != len(self.weight):
+            if self.bias.shape[0] != self.weight.shape[0]:
                 raise AdapterFormatError(
                     f"SavedHead: bias {self.bias.shape} must have a value for each row of weight {self.weight.shape}"
                 )
@@ -166,7 +183,7 @@ class SavedHead:
     @property
     def outputs(self) -> int:
         """Number of outputs, which are the labels of a classifier."""
-        return len(self.weight)
+        return self.weight.shape[0]
 
     @property
     def in_features(self) -> int:
@@ -179,32 +196,39 @@ class SavedHead:
         return self.bias is not None
 
 
-def tensors_of(module: LoRA | SavedHead) -> dict[str, np.ndarray]:
+def tensors_of(module: LoRA | SavedHead) -> dict[str, HostArray]:
     """Return the arrays of a module, keyed by the names of their tensors in PEFT's files, after that of the module."""
     if isinstance(module, SavedHead):
         return {"weight": module.weight, **({} if module.bias is None else {"bias": module.bias})}
-    a, b = (
+    names = (
         ("lora_embedding_A", "lora_embedding_B") if module.kind == "embedding" else ("lora_A.weight", "lora_B.weight")
     )
     extras = extras_of(module)
-    return {a: module.a, b: module.b, **{extra.key: extras[extra.name] for extra in EXTRAS if extra.name in extras}}
-
-
-class _OfKind(Protocol):
-    @property
-    def kind(self) -> str: ...
+    arrays = dict(zip(names, (module.a, module.b), strict=True))
+    return arrays | {extra.key: extras[extra.name] for extra in EXTRAS if extra.name in extras}
 
 
 def check_variants(
-    where: str, modules: Mapping[str, _OfKind], *, extras: Collection[Extra], invocation_tokens: Sequence[int]
+    where: str,
+    modules: Mapping[str, LoRA],
+    heads: Mapping[str, SavedHead],
+    *,
+    extras: Collection[Extra],
+    invocation_tokens: Sequence[int],
 ) -> None:
     """Refuse modules and combinations for which PEFT 0.21 has no variant (`LoraLayer.resolve_lora_variant`).
 
     PEFT has each of `extras` for the kinds of modules that it names, and aLoRA for linear layers.
 
     Raises:
-      AdapterMismatchError: One of `extras` is combined with aLoRA, or one of them with a module of another kind.
+      AdapterMismatchError: One of `extras` is combined with aLoRA, one of them with a module of another kind, or aLoRA
+        with a saved head.
     """
+    if heads and invocation_tokens:
+        raise AdapterMismatchError(
+            f"{where}: {shown(min(heads))} is a saved head (modules_to_save) of an activated LoRA (aLoRA), and a saved "
+            "head is active on all rows; train the adapter with one of them"
+        )
     if extras and invocation_tokens:
         extra = next(iter(extras))
         raise AdapterMismatchError(
@@ -223,6 +247,7 @@ def check_variants(
 
 
 def _check(name: str, array: object, axes: int, expected: str) -> None:
-    if not isinstance(array, np.ndarray) or array.ndim != axes or 0 in array.shape or array.dtype not in FLOATS:
-        found = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+    shaped = isinstance(array, (np.ndarray, UnreadArray))
+    if not shaped or array.ndim != axes or 0 in array.shape or array.dtype not in FLOATS:
+        found = f"{array.dtype} {array.shape}" if shaped else type(array).__name__
         raise AdapterFormatError(f"{name} must be {expected}, found {found}")

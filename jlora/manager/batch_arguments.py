@@ -94,6 +94,14 @@ def _check_part(what: str, adapter: object, scale: object) -> None:
 Given = Name | Scaled | Mix
 
 
+def given(parts: Sequence[tuple[Name, float]]) -> Given | None:
+    """Return the entry of `prepare` for a sequence with these adapters and factors; None for the base model."""
+    if len(parts) != 1:
+        return Mix(dict(parts)) if parts else None
+    name, scale = parts[0]
+    return name if scale == 1 else Scaled(name, scale)
+
+
 @dataclass(frozen=True)
 class BatchArguments:
     """The checked arguments of `prepare`.

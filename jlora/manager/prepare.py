@@ -5,7 +5,7 @@ import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jlora.config import LoRAConfig, LoRARequest
-from jlora.errors import AdapterMismatchError, LoRAUsageError, NoFreeSlotError
+from jlora.errors import AdapterMismatchError, LoadTimeoutError, LoRAUsageError, NoFreeSlotError
 from jlora.layers.forward.batch import Lease, LoRABatch, ServedParts, make_batch, renewed
 from jlora.layers.forward.batch_shape import BatchShape
 from jlora.layers.wrap.wrapped import WrappedModel
@@ -21,7 +21,7 @@ from jlora.manager.batch_arguments import BatchArguments, Name, Parts
 from jlora.manager.host import Host
 from jlora.manager.host_cache import HostCache
 from jlora.manager.leases import AdapterHandle, Leases
-from jlora.manager.loader import Deadline, Load, LoadCancelled
+from jlora.manager.loader import Deadline, Load
 from jlora.manager.locks import Bell, StateLock
 from jlora.manager.multihost import Coordinator
 from jlora.manager.packed_adapter import PackedAdapter
@@ -45,12 +45,10 @@ class _Distinct(NamedTuple):
     """The distinct entries of a batch, as lists of one value each.
 
     Attributes:
-      ready: True if all adapters of the entry are in slots.
       slots, scales: one value for each adapter that a sequence can have.
       parts, invocations: as in `Lease`.
     """
 
-    ready: list[bool]
     slots: list[list[int]]
     scales: list[list[float]]
     parts: list[ServedParts]
@@ -162,32 +160,33 @@ class Batches:
         lease = self._lease(kept.slots, kept.sequences)
         return renewed(kept.batch, lease)
 
-    def prepare(self, args: BatchArguments, wait: bool, deadline: float | None) -> tuple[LoRABatch, tuple[bool, ...]]:
-        """Return the batch, and True for each sequence whose adapter is ready. See `LoRAManager.prepare`."""
+    def prepare(self, args: BatchArguments, deadline: float | None) -> LoRABatch:
+        """See `LoRAManager.prepare`."""
         with self._state_lock:
             self._wrapped.check()
             batch = self._again(args)
-        if batch is not None:
-            return batch, (True,) * len(args.names)
-        return self._new(args, wait, deadline)
+        return self._new(args, deadline) if batch is None else batch
 
-    def _new(self, args: BatchArguments, wait: bool, deadline: float | None) -> tuple[LoRABatch, tuple[bool, ...]]:
+    def _new(self, args: BatchArguments, deadline: float | None) -> LoRABatch:
         """Prepare a batch that is not cached."""
         ticket = _Ticket(deadline)
         reloaded: set[Name] = set()
         try:
             while True:
-                seen = self._changed.rings
+                seen, loads = self._changed.rings, list[Load]()
                 try:
-                    if not wait:
-                        self._missing(args, reloaded, None)
-                    if (found := self._bring(args, reloaded, ticket, wait)) is not None:
-                        return found
-                    self._wait(self._missing(args, reloaded, ticket), reloaded, deadline)
+                    if (batch := self._bring(args, reloaded, ticket)) is not None:
+                        return batch
+                    loads = self._missing(args, reloaded, ticket)
+                    self._host.wait(loads, deadline)
                     continue
-                except NoFreeSlotError:  # no room now, or another call took it during the loads
-                    if not (self._slots.copying or self._lined_up(ticket)):
-                        raise
+                except NoFreeSlotError as error:  # no room now, or another call took it during the loads
+                    reloaded.difference_update(load.request for load in loads if load.error is not None)
+                    if not self._lined_up(ticket):
+                        if not self._slots.copying:
+                            raise
+                        if deadline is not None:
+                            raise LoadTimeoutError(f"an adapter is being copied from its slot: {error}") from error
                 self._changed.wait(seen, deadline)
         finally:
             if ticket in self._queue:
@@ -195,22 +194,18 @@ class Batches:
                     self._queue.remove(ticket)
                 self._changed.ring()
 
-    def _bring(
-        self, args: BatchArguments, reloaded: set[Name], ticket: "_Ticket", wait: bool
-    ) -> tuple[LoRABatch, tuple[bool, ...]] | None:
+    def _bring(self, args: BatchArguments, reloaded: set[Name], ticket: "_Ticket") -> LoRABatch | None:
         """Write the loaded adapters into slots and make the batch. Return None if a load must be awaited first."""
 
         def decide() -> _Plan:
-            loaded = {} if wait and self._absent(args, reloaded) else self._loaded(args)
+            loaded = {} if self._absent(args, reloaded) else self._loaded(args)
             if any(packed not in self._slots.pool.table for packed in loaded.values()):
                 self._check_first(ticket)
-            return self._plan(loaded, partly=not wait)
+            return self._plan(loaded)
 
-        def do(plan: _Plan) -> tuple[LoRABatch, tuple[bool, ...]] | None:
+        def do(plan: _Plan) -> LoRABatch | None:
             self._slots.carry_out(plan.slots, plan.wanted)
-            if wait and len(plan.loaded) < len(args.adapters):
-                return None
-            return self._batch(args, plan.loaded, keep=wait)
+            return self._batch(args, plan.loaded) if len(plan.loaded) == len(args.adapters) else None
 
         self._slots.pool.compile()
         return self._coordinator.commit(decide, do, _Plan.same, writes=True)
@@ -223,10 +218,10 @@ class Batches:
             return self._plan({} if packed is None else {name: packed})
 
         def do(plan: _Plan) -> bool | None:
-            written = self._slots.carry_out(plan.slots, plan.wanted)
+            self._slots.carry_out(plan.slots, plan.wanted)
             if plan.loaded and pin:
                 self._cache.pins.add(name)
-            return bool(written) if plan.loaded else None  # evicted in the meantime
+            return bool(plan.slots) if plan.loaded else None  # evicted in the meantime
 
         self._slots.pool.compile()
         while True:
@@ -240,10 +235,10 @@ class Batches:
                     raise
                 self._changed.wait(seen)
 
-    def _plan(self, loaded: dict[Name, PackedAdapter], *, partly: bool = False) -> "_Plan":
+    def _plan(self, loaded: dict[Name, PackedAdapter]) -> "_Plan":
         self._wrapped.check()
         wanted = list(dict.fromkeys(loaded.values()))
-        return _Plan(loaded, wanted, self._slots.plan(wanted, partly=partly))
+        return _Plan(loaded, wanted, self._slots.plan(wanted))
 
     def _lined_up(self, ticket: "_Ticket") -> bool:
         """Queue the ticket if it has time left. Return True if it is queued."""
@@ -260,7 +255,7 @@ class Batches:
         if first is not ticket:
             raise NoFreeSlotError("other batches wait for slots, and this one needs one too")
 
-    def _missing(self, args: BatchArguments, reloaded: set[Name], ticket: "_Ticket | None") -> list[Load]:
+    def _missing(self, args: BatchArguments, reloaded: set[Name], ticket: "_Ticket") -> list[Load]:
         """Start the missing loads of a batch and return them, with `wanted` incremented.
 
         With several processes only one load is started at a time, so that all processes admit them in the same order.
@@ -268,7 +263,7 @@ class Batches:
         Args:
           args: the arguments of `prepare`.
           reloaded: requests with `load_inplace` that this call has loaded already; new loads are added.
-          ticket: None if the call does not wait for the loads.
+          ticket: the place of the call in the queue for slots.
 
         Raises:
           NoFreeSlotError: there are not enough slots or places in the host cache for the batch now, or an earlier
@@ -284,12 +279,10 @@ class Batches:
             return absent[:1] if self._coordinator.several else absent
 
         def start(absent: list[LoRARequest]) -> tuple[list[Load], BaseException | None]:
+            for request in absent:
+                if (error := self._host.loader.take_error(request)) is not None:
+                    return [], error
             loads = [self._host.loader.start(request, deadline=deadline) for request in absent]
-            for load in loads:
-                if load.error is not None and not isinstance(load.error, LoadCancelled):  # kept for the next caller
-                    self._host.loader.forget(load)
-                    return [], load.error
-            loads = [self._host.loader.start(request, again=True, deadline=deadline) for request in absent]
             for load in loads:
                 load.wanted += 1
             reloaded.update(absent)
@@ -317,25 +310,10 @@ class Batches:
                 absent.append(self._host.request_of(name))
         return absent
 
-    def _wait(self, loads: Sequence[Load], reloaded: set[Name], deadline: float | None) -> None:
-        """Wait for the loads from `_missing`. If one has no room, drop failed loads from `reloaded`."""
-        left = list(loads)
-        try:
-            while left:
-                self._host.wait(left.pop(0), deadline)
-        except NoFreeSlotError:
-            reloaded.difference_update(load.request for load in loads if load.error is not None)
-            raise
-        finally:
-            with self._state_lock:
-                for load in left:
-                    load.wanted -= 1
-
-    def _keep(self, args: BatchArguments, ticket: "_Ticket | None") -> None:
+    def _keep(self, args: BatchArguments, ticket: "_Ticket") -> None:
         """Check, before a load, that the batch fits, and mark a use of its adapters on the host.
 
-        The load then evicts other adapters first. A call that does not wait (no ticket) takes what fits into the slots,
-        and may be repeated once other batches are closed.
+        The load then evicts other adapters first.
 
         Raises:
           NoFreeSlotError: the slots that are neither pinned nor leased are too few, or the places in the host cache.
@@ -346,10 +324,9 @@ class Batches:
             for name in args.adapters
             if not isinstance(name, AdapterHandle)
         }
-        if ticket is not None:
-            self._check_first(ticket)
-            self._check_slots(args, loaded)
-        self._cache.check_room(names, () if ticket is None else self._leases.leased())
+        self._check_first(ticket)
+        self._check_slots(args, loaded)
+        self._cache.check_room(names, self._leases.leased())
         for packed in loaded.values():
             if self._cache.newest(packed):
                 self._cache.loaded.move_to_end(packed.name)
@@ -409,29 +386,21 @@ class Batches:
                 f"{unserved.reasons[site.path]}"
             )
 
-    def _batch(
-        self, args: BatchArguments, loaded: dict[Name, PackedAdapter], keep: bool
-    ) -> tuple[LoRABatch, tuple[bool, ...]]:
-        """Return a batch of the adapters that are in slots, and True for each sequence whose adapter is there."""
-        slot_of = {name: slot for name, c in loaded.items() if (slot := self._slots.pool.slot_of(c)) is not None}
-        served = {name: loaded[name] for name in slot_of}
+    def _batch(self, args: BatchArguments, served: dict[Name, PackedAdapter]) -> LoRABatch:
+        """Return a batch of adapters that are in slots."""
+        slot_of = {name: self._slots.pool.table.index(packed) for name, packed in served.items()}
         for packed in served.values():
             self._check_served(packed)  # `verify` may have changed `unserved` since
         none, writes = self._config.max_loras, self._slots.pool.writes
-        sites, distinct = self._wrapped.sites, _Distinct([], [], [], [], [])
-        for given in args.parts.values():
-            own = [slot_of.get(name, none) for name, _ in given]
-            ready = none not in own
-            own, parts = (own, given) if ready else ([], ())  # several adapters take none until all are ready
-            rest = sites.adapters - len(own)
-            distinct.ready.append(ready)
-            distinct.slots.append([*own, *[none] * rest])
+        sites, distinct = self._wrapped.sites, _Distinct([], [], [], [])
+        for parts in args.parts.values():
+            rest = sites.adapters - len(parts)
+            distinct.slots.append([*[slot_of[name] for name, _ in parts], *[none] * rest])
             distinct.scales.append([*[scale for _, scale in parts], *[1.0] * rest])
             distinct.parts.append(tuple([(served[name].name, served[name].version, scale) for name, scale in parts]))
             distinct.invocations.append(_invocation(served, parts))
         order = dict(zip(args.parts, range(len(args.parts)), strict=True))
         index = [order[name] for name in args.names]
-        all_ready = tuple([distinct.ready[i] for i in index])
         sequences = _Sequences(
             tuple([distinct.parts[i] for i in index]),
             tuple([distinct.invocations[i] for i in index]) if any(distinct.invocations) else (),
@@ -448,9 +417,8 @@ class Batches:
             unserved=self._wrapped.unserved.sites,
             stamps=np.array([*writes, 0], np.int32)[slots],
             scales=np.array(distinct.scales, np.float32)[index] if sites.scaled else None,
-            absent=not all(all_ready),
         )
-        if keep and not any(isinstance(name, LoRARequest) and name.load_inplace for name in served):
+        if not any(isinstance(name, LoRARequest) and name.load_inplace for name in served):
             # A cached batch must hold no adapter, so its lease is closed, and it has no handles.
             closed = Lease((), (), 0)
             closed.close()
@@ -461,7 +429,7 @@ class Batches:
             self._kept.move_to_end(args.key)
             while len(self._kept) > _KEPT_BATCHES:
                 self._kept.popitem(last=False)
-        return batch, all_ready
+        return batch
 
     def _lease(self, loaded: Iterable[PackedAdapter], sequences: "_Sequences") -> Lease:
         where = "".join(traceback.format_stack()[:-3]) if _log.isEnabledFor(logging.DEBUG) else None

@@ -8,6 +8,7 @@ Files are replaced atomically and synced. Weights are written before the adapter
 requests are read from their own files again, and become a new version if the fingerprint of these files has changed.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -47,6 +48,7 @@ from jlora.layers.site import Site
 from jlora.manager.export import export_blocks
 from jlora.manager.host import Host
 from jlora.manager.host_cache import HostCache
+from jlora.manager.loader import AT_ONCE
 from jlora.manager.locks import StateLock
 from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.slot_table import SlotTable
@@ -54,7 +56,6 @@ from jlora.manager.slot_table import SlotTable
 _log = logging.getLogger("jlora")
 
 _FILE, _WEIGHTS, _FORMAT = "adapters.json", "weights", 4
-_AT_ONCE = 4  # number of adapters read at the same time
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def _save_adapter(packed: PackedAdapter, sites: Sequence[Site], weights: Path) -
         adapter = export_blocks(packed, sites)
         adapter.save_pretrained(part)
         with open_adapter(AdapterFolder(part, packed.name)) as opened:
-            read = opened.shapes
+            read = opened.adapter
     except (LoRAError, TypeError, ValueError) as error:
         raise LoRAError(f"{where}: {error}") from error
     except safetensors.SafetensorError as error:
@@ -423,9 +424,9 @@ def _load(folder: Path, saved: _Snapshot, same_layers: bool, host: Host, cache: 
     wanted.sort(key=lambda entry: (entry.request is not None, not entry.pinned))
     loaded: dict[str, PackedAdapter] = {}
     nbytes = 0
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="jlora-restore") as threads:
-        for start in range(0, len(wanted), _AT_ONCE):
-            some = wanted[start : start + _AT_ONCE]
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="jlora-restore") as threads:
+        for start in range(0, len(wanted), AT_ONCE):
+            some = wanted[start : start + AT_ONCE]
             for entry, packed in zip(some, threads.map(read, some), strict=True):
                 if packed is None:
                     continue
@@ -463,8 +464,14 @@ def _fill_cache(
 
 def _fill_slots(saved: _Snapshot, loaded: Mapping[str, PackedAdapter], slots: SlotTable) -> None:
     """Write all pinned adapters into slots, then as many others as fit, from the most recently used one on."""
-    slots.activate([loaded[entry.name] for entry in saved.adapters if entry.pinned and entry.name in loaded])
-    slots.activate([loaded[name] for name in reversed(saved.slots) if name in loaded], partly=True)
+    fit = [loaded[entry.name] for entry in saved.adapters if entry.pinned and entry.name in loaded]
+    plan = slots.plan(fit)
+    for name in reversed(saved.slots):
+        if name in loaded and loaded[name] not in fit:
+            with contextlib.suppress(NoFreeSlotError):
+                plan = slots.plan([*fit, loaded[name]])
+                fit.append(loaded[name])
+    slots.carry_out(plan, fit)
     for name in saved.slots:
         if name in loaded and loaded[name] in slots.pool.table:
             slots.touch(loaded[name])

@@ -18,8 +18,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jlora._compat import explicit_transfers, without_graphs
-from jlora.adapters.checkpoint import all_finite, sorted_keys
+from jlora.adapters.checkpoint import sorted_keys
 from jlora.adapters.peft_config import scaling_of
+from jlora.adapters.tensor_data import all_finite
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageError
 from jlora.layers.site import SlotSpec
 from jlora.manager.array_placement import auto_axes, with_auto_axes

@@ -42,10 +42,6 @@ _JOINED = (
     "a LoRABatch of {sequences} sequences holds {rows} slots: batches that were put together (jax.tree.map with "
     "concatenate, stack or repeat) hold the lease of one of them. Prepare one batch of all sequences"
 )
-_ABSENT = (
-    "this LoRABatch lacks adapters that were not ready: prepare(..., wait=False) says which sequences are ready. Drop "
-    "the rows of the others, then say so with batch.drop_absent(); they would be served by the base model"
-)
 _UNDECIDED = (
     "this LoRABatch holds activated LoRA (aLoRA) adapters and no first active rows: give prepare(..., active_from=) or "
     "batch.activate(first rows of this forward), each with `length`"
@@ -147,7 +143,6 @@ class Layout:
       activated: True if first active rows are given, so that rows of a sequence differ.
       one_each: True if packed row b is known to be the only row of sequence b, so that [T, features] and [B, features]
         of one shape are the same rows.
-      absent: True if sequences lack their adapter.
       undecided: True if there are aLoRA adapters, and the first active rows are not given.
       orphan: True if the batch was returned by a traced function. A step is traced for it and raises.
       lease: weak reference to the lease of the batch, since compiled functions keep static parts alive forever. None if
@@ -160,7 +155,6 @@ class Layout:
     length: int | None = None
     activated: bool = False
     one_each: bool = False
-    absent: bool = False
     undecided: bool = False
     orphan: bool = False
     lease: weakref.ref[Lease] | None = field(default=None, compare=False, repr=False)
@@ -289,14 +283,6 @@ class LoRABatch:
         """Release the slots. Closing twice is harmless."""
         if self.lease is not None:
             self.lease.close()
-
-    def drop_absent(self) -> "LoRABatch":
-        """Return the same batch, for callers that drop the rows or the results of sequences that are not ready.
-
-        The base model computes those rows, so their results are meaningless. See `LoRAManager.prepare(...,
-        wait=False)`.
-        """
-        return LoRABatch(self.assigned, self.active_from, replace(self.layout, absent=False), self.lease)
 
     @property
     def invocation_tokens(self) -> tuple[tuple[int, ...], ...]:
@@ -447,8 +433,6 @@ def _clamped(first: Any, shape: tuple[int, ...]) -> Int[Array, "B"]:
 def check_batch(batch: LoRABatch) -> None:
     """Raise `LoRAError` unless `jlora.use` may serve `batch`."""
     batch.check_usable()
-    if batch.layout.absent:
-        raise LoRAError(_ABSENT)
     if batch.layout.undecided:
         raise LoRAError(_UNDECIDED)
 
@@ -492,7 +476,6 @@ def make_batch(
     unserved: frozenset[Site],
     stamps: Int[np.ndarray, "B k"] | None = None,
     scales: Float[np.ndarray, "B k"] | None = None,
-    absent: bool = False,
 ) -> LoRABatch:
     """Return a batch with its arrays on the device or the mesh.
 
@@ -505,7 +488,6 @@ def make_batch(
       unserved: the sites that serve no adapter.
       stamps: the stamp of each of `slots`. None: every copy of the model is accepted.
       scales: the factor of each of `slots`. None: all are 1.
-      absent: True if sequences lack their adapter.
     """
     # [adapters of a sequence, B]
     of_slots = _by_adapter(slots, none, sites.adapters, np.int32)
@@ -537,7 +519,6 @@ def make_batch(
         shape.length,
         activated=shape.active_from is not None,
         one_each=shape.one_each and not sites.rows_declared,
-        absent=absent,
         undecided=shape.active_from is None and any(lease.invocations),
         lease=weakref.ref(lease),
     )
@@ -595,6 +576,6 @@ def renewed(batch: LoRABatch, lease: Lease) -> LoRABatch:
     """Return a batch with the arrays of `batch` under another lease of the same adapters."""
     old = batch.layout
     # `dataclasses.replace` takes 3 us, a tenth of a `prepare` of a known batch.
-    of_old = old.sites, old.num_sequences, old.unserved, old.length, old.activated, old.one_each, old.absent
-    layout = Layout(*of_old, old.undecided, lease=weakref.ref(lease))
+    of_old = old.sites, old.num_sequences, old.unserved, old.length, old.activated, old.one_each, old.undecided
+    layout = Layout(*of_old, lease=weakref.ref(lease))
     return LoRABatch(batch.assigned, batch.active_from, layout, lease)

@@ -12,8 +12,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from jlora.errors import LoRAError
-from jlora.serve.engine.generation import Event
-from jlora.serve.engine.request import Generation, Piece, SamplingParams
+from jlora.serve.engine.generation import Event, Generation
+from jlora.serve.engine.request import Piece, SamplingParams
 from jlora.serve.http.body import Json, Limits, parse_body, read_body
 from jlora.serve.http.errors import bad_request, of_generation
 from jlora.serve.http.protocol import ApiRequest, read_chat, read_completion

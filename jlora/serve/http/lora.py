@@ -113,9 +113,7 @@ def _closed(why: str) -> ApiError:
 
 async def _read_name(service: Service, request: Request, *ignored: str) -> str:
     fields = RequestFields(await read_object(request, service.limits, INVALID_INPUT), INVALID_INPUT)
-    name = fields.text("lora_name", _LONGEST_PATH)
-    if name is None:
-        raise invalid_input("lora_name is missing", "lora_name")
+    name = fields.required("lora_name", _LONGEST_PATH)
     fields.ignore(ignored)
     fields.finish()
     return name

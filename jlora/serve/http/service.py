@@ -4,11 +4,10 @@ import asyncio
 import hashlib
 import hmac
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -114,12 +113,12 @@ class Service:
 
     def __post_init__(self):
         self.texts = TokenTexts(self.tokenizer)
-        # Loads may hang on a disk or a network, so they have threads of their own and never delay requests.
+        # Loads may hang on a disk or a network, so they have threads of their own and never delay requests. This bounds
+        # the threads that wait; the manager limits the loads.
         self._workers = ThreadPoolExecutor(4, thread_name_prefix="jlora-http")
         self._loaders = ThreadPoolExecutor(32, thread_name_prefix="jlora-http-load")
         self._bridge: LoopBridge | None = None
-        self._lock = threading.Lock()
-        self._calls = 0  # calls running on a thread
+        self._calls: set[Future[Any]] = set()  # queued or running on a thread
 
     @property
     def condition(self) -> Phase:
@@ -155,20 +154,13 @@ class Service:
         return await self._on(self._loaders, call)
 
     async def _on(self, pool: ThreadPoolExecutor, call: Callable[[], T]) -> T:
-        def counted() -> T:
-            with self._lock:
-                self._calls += 1
-            try:
-                return call()
-            finally:
-                with self._lock:
-                    self._calls -= 1
-
-        return await asyncio.get_running_loop().run_in_executor(pool, counted)
+        future = pool.submit(call)
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+        return await asyncio.wrap_future(future)
 
     def close(self) -> bool:
         """Refuse further calls without waiting for running ones. Returns False if some are running."""
         self._workers.shutdown(wait=False, cancel_futures=True)
         self._loaders.shutdown(wait=False, cancel_futures=True)
-        with self._lock:
-            return self._calls == 0
+        return not self._calls

@@ -13,7 +13,7 @@ import numpy as np
 from jlora.adapters.config_file import CONFIG_FILE
 from jlora.adapters.escaping import shown, shown_path, shown_value
 from jlora.adapters.expert_formats import Stacked, is_stacked, stacked_pairs
-from jlora.adapters.extras import EXTRAS, extras_of
+from jlora.adapters.extras import EXTRAS, Extra, extras_of
 from jlora.adapters.files import StableFile
 from jlora.adapters.lora import ExpertsLoRA, HostArray, LoRA, ModuleLoRA, SavedHead, UnreadArray, check_variants
 from jlora.adapters.peft_config import Kind, PeftConfig, scaling_of
@@ -337,14 +337,15 @@ def _modules(
         header.problems.found.append(error)
     pairs = {module: pair for module, pair in of_experts.items() if pair is not None}
     stacked = attempt(dict[str, Stacked](), stacked_pairs, pairs, linear, config, header.where) if pairs else {}
-    attempt(None, _check_extras, keys, linear, header, config)
+    extras = attempt((), _extras, keys, linear, header, config)
     ranks, alphas = config.ranks(linear), config.alphas(linear)
     modules: dict[str, LoRA] = {}
     for name, (kind, key_a, key_b) in halves.items():
         if (pair := stacked.get(name)) is not None:
             modules[pair.name] = pair.lora
         elif name not in of_experts:
-            given = key_a, key_b, keys[name], kind, ranks[name], alphas[name], config.use_rslora
+            beside = {extra: keys[name][extra.key] for extra in extras}
+            given = key_a, key_b, beside, kind, ranks[name], alphas[name], config.use_rslora
             if (lora := attempt(None, _module, header, *given)) is not None:
                 modules[name] = lora
     return modules, {pair.name: pair for pair in stacked.values()}
@@ -358,14 +359,14 @@ def _module(
     header: _Header,
     key_a: str,
     key_b: str,
-    parts: Mapping[str, str],
+    beside: Mapping[Extra, str],
     kind: Kind,
     rank: int,
     alpha: float,
     use_rslora: bool,
 ) -> ModuleLoRA:
     a, b = header.matrix(key_a, rank, 0), header.matrix(key_b, rank, 1)
-    extras = {e.name: header.shaped(parts[e.key], e.sizes(a.shape, b.shape)) for e in EXTRAS if e.key in parts}
+    extras = {extra.name: header.shaped(key, extra.sizes(a.shape, b.shape)) for extra, key in beside.items()}
     return ModuleLoRA(a=a, b=b, kind=kind, alpha=alpha, scaling=scaling_of(alpha, rank, use_rslora), **extras)
 
 
@@ -400,10 +401,10 @@ def _heads(
     return found
 
 
-def _check_extras(
+def _extras(
     keys: Mapping[str, Mapping[str, str]], modules: Iterable[str], header: _Header, config: PeftConfig
-) -> None:
-    """Raise if a module brings an extra that is not in the configuration, or if one of `modules` lacks one that is."""
+) -> tuple[Extra, ...]:
+    """Return the extras of the configuration. Raise if one of `modules` lacks one, or if a module brings another."""
     for extra in EXTRAS:
         found = {module: parts[extra.key] for module, parts in keys.items() if extra.key in parts}
         if extra not in config.extras and found:
@@ -417,6 +418,7 @@ def _check_extras(
                 f"{header.where}: module {without[0]}{_and_more(without[1:])} has no tensor {extra.key}; "
                 f"expected one, since '{extra.field}' is set in {CONFIG_FILE}"
             )
+    return config.extras
 
 
 def _head(weight: str, bias: str | None, header: _Header) -> SavedHead:

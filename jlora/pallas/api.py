@@ -172,8 +172,8 @@ def add_lora(
     LoRA layers call this function. It is `expand` of `shrink`, fused where the backend can.
 
     Args:
-      base: [M, N] output of the base layer. A backend may write the result in its place. None returns the
-        delta alone, in float32.
+      base: [M, N] output of the base layer. A backend may write the result in its place. None returns the delta alone,
+        in float32.
       x: [M, K] input of the base layer, or [T, K] with `x_rows`.
       a: [G, n, R, K] first factors.
       b: [G, R, N] second factors.

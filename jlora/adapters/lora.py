@@ -200,12 +200,10 @@ def tensors_of(module: LoRA | SavedHead) -> dict[str, HostArray]:
     """Return the arrays of a module, keyed by the names of their tensors in PEFT's files, after that of the module."""
     if isinstance(module, SavedHead):
         return {"weight": module.weight, **({} if module.bias is None else {"bias": module.bias})}
-    names = (
-        ("lora_embedding_A", "lora_embedding_B") if module.kind == "embedding" else ("lora_A.weight", "lora_B.weight")
-    )
+    part = "lora_embedding_{}" if module.kind == "embedding" else "lora_{}.weight"
     extras = extras_of(module)
-    arrays = dict(zip(names, (module.a, module.b), strict=True))
-    return arrays | {extra.key: extras[extra.name] for extra in EXTRAS if extra.name in extras}
+    beside = {extra.key: extras[extra.name] for extra in EXTRAS if extra.name in extras}
+    return {part.format("A"): module.a, part.format("B"): module.b, **beside}
 
 
 def check_variants(

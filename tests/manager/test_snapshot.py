@@ -24,6 +24,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import jlora
+from jlora.adapters.lora import tensors_of
 from jlora.manager import snapshot
 from tests.layers.expert_models import Gathering, Ragged, Scanned, Seams
 from tests.layers.expert_models import Model as ExpertModel
@@ -338,6 +339,60 @@ def test_weights_of_layers_of_every_kind(tmp_path, what):
     for array, other in zip(jax.tree.leaves(restored.slots), jax.tree.leaves(want.slots), strict=True):
         if array.dtype != jnp.int32:  # stamps count writes
             np.testing.assert_array_equal(np.asarray(array), np.asarray(other))
+
+
+class TwoDtypes(nnx.Module):
+    def __init__(self):
+        self.first = nnx.Linear(8, 6, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        self.second = nnx.Linear(6, 4, rngs=nnx.Rngs(1))
+
+
+def test_saved_adapters_are_folders_of_peft(tmp_path):
+    """With the names of the adapter and the bits of slots of several dtypes, also for adapters that only replace."""
+    rng = np.random.default_rng(0)
+    sizes = {"other.first": (8, 6), "other.second": (6, 4)}
+    arrays = {name: (rng.normal(size=(2, k)), rng.normal(size=(n, 2))) for name, (k, n) in sizes.items()}
+    head = jlora.SavedHead(rng.normal(size=(3, 6)), rng.normal(size=3))
+    adapters = (
+        jlora.Adapter.from_arrays("lora", arrays, alpha=3),
+        jlora.Adapter(name="head", modules={}, heads={"other.second": head}),
+    )
+    one, other = (
+        manager_of(TwoDtypes(), saved_heads={"second": 3}, names={"name_map": {r"^other\.": ""}}) for _ in range(2)
+    )
+    for adapter in adapters:
+        one.add_adapter(adapter)
+        one.activate_adapter(adapter.name)
+    one.save(tmp_path)
+    other.restore(tmp_path)
+    entries = json.loads((tmp_path / "adapters.json").read_text())["saved"]["adapters"]
+    folders = {entry["name"]: tmp_path / "weights" / entry["weights"] for entry in entries}
+    for name in ("lora", "head"):
+        want = one.export_adapter(name)
+        assert want.layers.keys() == (sizes.keys() if name == "lora" else {"other.second"})
+        for found in (other.export_adapter(name), jlora.Adapter.from_pretrained(folders[name])):
+            arrays, known = tensors_by_key(found), tensors_by_key(want)
+            assert {key: array.dtype for key, array in arrays.items()} == {k: array.dtype for k, array in known.items()}
+            for key, array in arrays.items():
+                np.testing.assert_array_equal(array, known[key])
+
+
+def tensors_by_key(adapter):
+    return {f"{name}.{key}": a for name, layer in adapter.layers.items() for key, a in tensors_of(layer).items()}
+
+
+def test_an_adapter_that_peft_cannot_hold_is_not_saved(tmp_path):
+    """The message names it, and the earlier save is there."""
+    world = make_world()
+    world.manager.add_adapter(make_adapter("a"))
+    world.manager.save(tmp_path)
+    adapter = make_adapter("b")
+    odd = {name: dataclasses.replace(lora, scaling=0.3) for name, lora in adapter.modules.items()}
+    world.manager.add_adapter(dataclasses.replace(adapter, modules=odd))
+    with pytest.raises(jlora.LoRAError, match=r"'b' cannot be saved: .*has scaling 0\.3, but PEFT would compute"):
+        world.manager.save(tmp_path)
+    assert make_world().manager.restore(tmp_path) == {"a"}
+    world.manager.save(tmp_path, without={"b"})
 
 
 # --- files that are gone ----------------------------------------------------------------------------------------------

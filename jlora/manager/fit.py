@@ -38,6 +38,7 @@ def place(where: str, adapter: Adapter, index: SiteIndex) -> dict[str, Place]:
     too_large: dict[int, dict[str, int]] = {}  # max_lora_rank -> the modules of larger ranks
     placed: dict[str, Place] = {}
     taken: dict[tuple[Site, int, int], str] = {}
+    extras = adapter.extras
     for name, module in adapter.modules.items():
         if index.skips(name):
             continue
@@ -46,10 +47,10 @@ def place(where: str, adapter: Adapter, index: SiteIndex) -> dict[str, Place]:
             problems.append(f"{name}: {found}")
             continue
         site, row, first, count = found
-        if unserved := [extra.title for extra in adapter.extras if extra not in site.spec.extras]:
+        if unserved := [extra.title for extra in extras if extra not in site.spec.extras]:
             problems.append(f"{name}: {unserved[0]} is served for linear layers, and this is {_kind(site)}")
             continue
-        if count < site.spec.slices and any("K" in extra.shape for extra in adapter.extras):
+        if count < site.spec.slices and any("K" in extra.shape for extra in extras):
             problems.append(f"{name}: an array of all input features is served for whole layers only")
             continue
         if module.rank > site.spec.max_rank:

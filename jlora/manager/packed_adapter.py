@@ -119,8 +119,10 @@ class PackedAdapter:
     @property
     def served_alone(self) -> str | None:
         """Why a sequence takes it with no other adapter and no factor, as the adapter's kind; None if it need not."""
-        kinds = [f"a {extra.title} adapter" for extra in EXTRAS if extra.name in self.extras]
-        return next(iter([*kinds, *(["an adapter with a saved head"] if self.saved_outputs else [])]), None)
+        for extra in EXTRAS:
+            if extra.name in self.extras:
+                return f"a {extra.title} adapter"
+        return "an adapter with a saved head" if self.saved_outputs else None
 
     @property
     def pinned(self) -> bool:

@@ -32,8 +32,8 @@ from flax import nnx
 
 from jlora._compat import explicit_transfers
 from jlora._typing import is_mapping
-from jlora.adapters.adapter import open_adapter
-from jlora.adapters.config_file import CONFIG_FILE
+from jlora.adapters.checkpoint import open_checkpoint
+from jlora.adapters.config_file import CONFIG_FILE, read_config
 from jlora.adapters.resolve import WEIGHTS_FILE, AdapterFolder
 from jlora.config import LoRARequest
 from jlora.errors import (
@@ -163,15 +163,15 @@ def _save_adapter(packed: PackedAdapter, sites: Sequence[Site], weights: Path) -
     try:
         adapter = export_blocks(packed, sites)
         adapter.save_pretrained(part)
-        with open_adapter(AdapterFolder(part, packed.name)) as opened:
-            read = opened.adapter
+        config = read_config(part / CONFIG_FILE, packed.name)
+        with open_checkpoint(part / WEIGHTS_FILE, packed.name, config) as opened:
+            read = {*opened.modules, *opened.heads}
     except (LoRAError, TypeError, ValueError) as error:
         raise LoRAError(f"{where}: {error}") from error
     except safetensors.SafetensorError as error:
         raise OSError(f"{part / WEIGHTS_FILE}: {error}") from error
-    if {*read.layers} != {*adapter.layers}:
-        changed = sorted({*read.layers} ^ {*adapter.layers})
-        raise LoRAError(f"{where}: PEFT's files cannot hold these names of modules: {changed!r:.500}")
+    if changed := read ^ adapter.layers.keys():
+        raise LoRAError(f"{where}: PEFT's files cannot hold these names of modules: {sorted(changed)!r:.500}")
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         _sync(part / name)
     _sync(part)

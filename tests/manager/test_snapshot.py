@@ -768,7 +768,7 @@ WRONG = {
     "base": 3, "layers": None, "adapters": {}, "slots": "a", "removed": [], "slots.0": 3, "removed.gone": "1",
     "adapters.0": "a", "adapters.0.name": 3, "adapters.0.version": "1", "adapters.0.version ": True,
     "adapters.0.fingerprint": 3, "adapters.0.request": ["a"], "adapters.0.request.path": 3, "adapters.0.weights": 3,
-    "adapters.0.request.name": "b",
+    "adapters.0.request.name": "b", "adapters.0.warnings": "a",
     "adapters.0.pinned": 1, "adapters.0.cached": None, "adapters.0.more": 1, "more": 1,
 }  # fmt: skip
 

@@ -264,7 +264,7 @@ def test_bits_come_back_in_any_dtype(tmp_path, dtype):
 
 def test_metadata_of_an_adapter_is_restored(world, tmp_path):
     adapter = make_adapter(
-        "a", base_model_name="base", task_type="CAUSAL_LM", use_rslora=True, peft_fields={"lora_dropout": 0.1}
+        "a", base_model_name="base", task_type="CAUSAL_LM", fan_in_fan_out=True, peft_fields={"lora_dropout": 0.1}
     )
     as_new(world).manager.add_adapter(adapter)
     world.manager.activate_adapter("a")

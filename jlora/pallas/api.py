@@ -120,8 +120,8 @@ def expand(
       b: [G, R, N] second factors, all n slices side by side.
       plan: Plan that was given to `shrink`.
       slice_sizes: The n column counts, which sum to N.
-      base: [M, N] to add the delta to. The sum is computed in float32 and rounded once to base.dtype.
-        None returns the delta alone.
+      base: [M, N] to add the delta to. The sum is computed in float32 and rounded once to base.dtype. None returns the
+        delta alone.
       ranks: [G, n, 2] as for `shrink`. Entries of b past the rank, rounded up to 16, are never used. The scale
         multiplies h in float32. None means rank R and scale 1 everywhere.
       row_scales: [M] float32, a factor of the delta of each row, multiplied with the scale. It is a constant of the

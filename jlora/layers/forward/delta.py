@@ -306,34 +306,19 @@ def add_rows(
     bias = bias if columns is None or bias is None else columns.take(bias)
     add = partial(_add_adapter, site, x=x, own=own, shared=shared, complete=complete, x_rows=x_rows)
     adds = [partial(add, adapter=adapter) for adapter in adapters]
-    if site.spec.finishers:  # an adapter that brings extras is the first and only one of its rows
-        out = _finished(site, rows, x, bias, own.extras, adapters[0].plan.row_groups, adds)
+    if site.spec.finishers:  # XLA computes them and the sums in one pass
+        y, extras = rows.astype(jnp.float32), iter(own.extras)
+        for add in adds:
+            y = y + add(None)
+        slots = adapters[0].plan.row_groups  # an adapter that brings extras is the only one of its rows
+        for finisher in site.spec.finishers:
+            y = finisher.apply(y, x, rows, bias, [next(extras) for _ in finisher.extras], slots)
+        out = y.astype(rows.dtype)
     else:
         out = _summed_adapters(rows, adds)
     real = _real(sharding, sharding.outs, site.spec.out_blocks)
     out = out if real is None else jnp.where(real, out, rows)
     return (out if columns is None else columns.put(all_rows, out)).reshape(base.shape)
-
-
-def _finished(
-    site: Site,
-    rows: Array,
-    x: Array,
-    bias: Array | None,
-    extras: Sequence[Array],
-    slots: Array,
-    adds: Sequence[Callable[[None], Array]],
-) -> Array:
-    """Return `rows` plus the deltas that `adds` return, after the finishers, in float32 and rounded once.
-
-    XLA computes the sum and the finishers in one pass.
-    """
-    y, left = rows.astype(jnp.float32), iter(extras)
-    for add in adds:
-        y = y + add(None)
-    for finisher in site.spec.finishers:
-        y = finisher.apply(y, x, rows, bias, [next(left) for _ in finisher.extras], slots)
-    return y.astype(rows.dtype)
 
 
 def _summed_adapters(rows: Array, adds: Sequence[Callable[[Array], Array]]) -> Array:

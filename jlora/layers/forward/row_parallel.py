@@ -58,7 +58,8 @@ def row_parallel_output(
 ) -> Array | None:
     """Return the output of a layer with its LoRA, in one sum over the shards.
 
-    None if K is not split, the product of the layer's call `own` is not known, or the rows fit no layout of the batch.
+    None if K is not split, a finisher is not linear, the product of the layer's call `own` is not known, or the rows
+    fit no layout of the batch.
     """
     sharding = site.spec.sharding
     if sharding is None or not sharding.ins or reached(site) or _qwix.is_intercepted(layer):

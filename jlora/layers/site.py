@@ -16,10 +16,11 @@ from jax.sharding import NamedSharding
 from jlora._compat import Device, default_device
 from jlora._memory import device_bytes
 from jlora._typing import Backend
+from jlora.adapters.extras import Extra
 from jlora.errors import LoRAError
-from jlora.layers.finish.finisher import Extra, Finisher
+from jlora.layers.finish.finisher import Finisher
 from jlora.layers.specs import Doubt
-from jlora.sharding.rules import KernelSharding
+from jlora.sharding.rules import KernelSharding, Names
 
 Blocks: TypeAlias = tuple[tuple[int, int], ...]
 HEAD = "jlora_head"  # prefix of the arrays of saved heads
@@ -153,7 +154,7 @@ class SlotSpec:
             return (None,) * len(self.shapes)
         lead, (experts, *a), (_, *b) = ((),) * (len(self.stack) + 1), found.a, found.b
         own = (experts,) if self.experts is not None else ()
-        of_extras = [found.named(*lead, *extra.split(found)) for extra in self.extras]
+        of_extras = [found.named(*lead, *split) for split in self.splits(found)]
         return found.named(*lead, *own, *a), found.named(*lead, *own, *b), found.named(*lead, *own), *of_extras
 
     @functools.cached_property
@@ -184,6 +185,14 @@ class SlotSpec:
     def held(self) -> tuple[int, ...]:
         """Arrays that the site holds, as indices into `shapes`: its factors, the ranks, and the extras."""
         return (*self.factors, *range(2, 3 + len(self.extras)))
+
+    def holds(self, table: str) -> bool:
+        """Return True if the site holds the ranks ("ranks") or an extra, by name."""
+        return table == "ranks" or any(extra.name == table for extra in self.extras)
+
+    def index(self, table: str) -> int:
+        """Return the index into `shapes` of the ranks ("ranks") or of an extra, by name."""
+        return 2 + ["ranks", *(extra.name for extra in self.extras)].index(table)
 
     @property
     def whole(self) -> bool:
@@ -226,6 +235,11 @@ class SlotSpec:
         """Shape of each of the extras in one slot of one layer."""
         sizes = {"N": self.stored_out, "K": self.stored_in}
         return tuple(tuple(sizes[axis] for axis in extra.shape) for extra in self.extras)
+
+    def splits(self, sharding: KernelSharding) -> list[tuple[Names, ...]]:
+        """Return the mesh axes that split each axis of `extra_sizes`."""
+        axes = {"N": sharding.outs, "K": sharding.ins}
+        return [tuple(axes[axis] for axis in extra.shape) for extra in self.extras]
 
     @property
     def fills(self) -> tuple[float, ...]:

@@ -460,7 +460,8 @@ class LoRAManager:
 
         Raises:
           LoRAUsageError: the model is on devices of several processes.
-          LoRAError: the state could not be written. The earlier save is unchanged.
+          LoRAError: the state could not be written, or PEFT's files cannot hold an adapter from memory, for example one
+            whose scaling is not that of its alpha and rank. The earlier save is unchanged.
         """
         self._check_call("save")
         save(self._saved_at("save", path), self._slots, self._cache, self._state_lock, self._base(), without)

@@ -368,7 +368,7 @@ class Batches:
             if packed is not None:
                 self._check_served(packed)
                 found[name] = packed
-        if any(packed.magnitudes is not None or packed.saved_outputs for packed in found.values()):
+        if any(packed.served_alone for packed in found.values()):
             for parts in args.parts.values():
                 _check_alone(found, parts)
         if any(packed.invocation_tokens for packed in found.values()):
@@ -442,15 +442,10 @@ class Batches:
 
 
 def _check_alone(loaded: Mapping[Name, PackedAdapter], parts: Parts) -> None:
-    """Raise LoRAUsageError if a DoRA adapter, or one with a saved head, has a factor or another adapter beside it."""
+    """Raise LoRAUsageError if an adapter that is served alone has a factor or another adapter beside it."""
     for name, scale in parts:
         packed = loaded.get(name)
-        if (
-            packed is not None
-            and (packed.magnitudes is not None or packed.saved_outputs)
-            and (len(parts) > 1 or scale != 1)
-        ):
-            kind = "a DoRA adapter" if packed.magnitudes is not None else "an adapter with a saved head"
+        if packed is not None and (kind := packed.served_alone) and (len(parts) > 1 or scale != 1):
             raise LoRAUsageError(
                 f"prepare: {packed.name!r} is {kind}, which is served alone and with the factor 1, and "
                 f"the sequence takes {len(parts)} adapters with the factors {[scale for _, scale in parts]}"

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from jlora.layers.finish.finisher import Extra, Finisher
+from jlora.adapters.extras import MAGNITUDE
+from jlora.layers.finish.finisher import Finisher
 
 
 def _scale_columns(
@@ -31,4 +32,4 @@ def _scale_columns(
     return jnp.where(scales == 1, y, bias + scales * (y - bias))
 
 
-SCALE_COLUMNS = Finisher("dora", (Extra("magnitudes", ("N",), fill=1),), linear=True, apply=_scale_columns)
+SCALE_COLUMNS = Finisher(MAGNITUDE.option, (MAGNITUDE,), linear=True, apply=_scale_columns)

@@ -2,32 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from jax import Array
 from jaxtyping import Float, Int
 
-from jlora.sharding.rules import KernelSharding, Names
-
-
-@dataclass(frozen=True)
-class Extra:
-    """An array beside A and B in every slot: float32 [(layers,) S, *sizes of `shape`].
-
-    Attributes:
-      name: the layer holds it as the attribute `jlora_<name>`.
-      shape: axes of one slot: "N" for the columns of the output in the order of B, "K" for the features of the input in
-        the order of A. On a mesh, an axis is split as the output or the input of the layer is.
-      fill: value in slots whose adapter does not bring it.
-    """
-
-    name: str
-    shape: tuple[Literal["N", "K"], ...]
-    fill: float
-
-    def split(self, sharding: KernelSharding) -> tuple[Names, ...]:
-        """Return the mesh axes that split each axis of `shape`."""
-        return tuple(sharding.outs if axis == "N" else sharding.ins for axis in self.shape)
+from jlora.adapters.extras import Extra
 
 
 class Apply(Protocol):

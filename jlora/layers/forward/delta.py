@@ -455,7 +455,7 @@ def factor_specs(slots: SlotSpec) -> SlotFactors:
     sharding = split_of(slots)
     own = ((),) if slots.experts is None else ((), sharding.experts)
     specs = partition(*own, *sharding.a[1:]), partition(*own, *sharding.b[1:]), partition(*own)
-    of_extras = [partition((), *extra.split(sharding)) for extra in slots.extras]
+    of_extras = [partition((), *split) for split in slots.splits(sharding)]
     return SlotFactors(*cast("Any", (*specs, of_extras)))
 
 

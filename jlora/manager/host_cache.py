@@ -133,8 +133,12 @@ class HostCache:
         Args:
           leased: the adapters that open batches hold.
         """
-        stay = self.unevictable()
-        return (name for name, packed in self.loaded.items() if name not in stay and packed not in leased)
+        stays = (self._own, self.pins)  # their union would be copied for each eviction
+        return (
+            name
+            for name, packed in self.loaded.items()
+            if packed not in leased and not any(name in names for names in stays)
+        )
 
     def victims_for(self, new: PackedAdapter, leased: Collection[Served]) -> list[str]:
         """Return the names to evict, least recently used first, to make room for `new`.

@@ -39,9 +39,9 @@ from jax.sharding import NamedSharding
 import jlora
 from benchmarks.roofline import least_us
 from benchmarks.timing import kernel_us, kind_of, machine
-from jlora.layers.forward.batch import Lease
-from jlora.layers.forward.batch import make_batch as batch_in_slots
 from jlora.layers.forward.batch_shape import BatchShape
+from jlora.layers.forward.lease import Lease
+from jlora.layers.forward.make_batch import make_batch as batch_in_slots
 from jlora.manager.step import FlatModel
 from jlora.models import Decoder, DecoderConfig, quantized_config
 from jlora.models.config import MoEConfig

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator
 
 from jlora.config import LoRARequest
 from jlora.errors import NoFreeSlotError
-from jlora.layers.forward.batch import Served
+from jlora.layers.forward.lease import Served
 from jlora.manager.lru import LRU
 from jlora.manager.packed_adapter import PackedAdapter
 

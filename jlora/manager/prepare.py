@@ -13,8 +13,10 @@ import numpy as np
 
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterMismatchError, LoRAUsageError, NoFreeSlotError
-from jlora.layers.forward.batch import Lease, LoRABatch, ServedParts, make_batch, renewed
+from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.forward.batch_shape import BatchShape
+from jlora.layers.forward.lease import Lease, ServedParts
+from jlora.layers.forward.make_batch import make_batch, renewed
 from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.manager.batch_arguments import BatchArguments, Name, Parts
 from jlora.manager.host import Host
@@ -453,7 +455,7 @@ class Batches:
             closed.close()
             slots_of = {packed: (slot_of[name], writes[slot_of[name]]) for name, packed in served.items()}
             newest = frozenset(c for name, c in served.items() if not isinstance(name, AdapterHandle))
-            arrays = tuple(jax.tree.leaves((batch.assigned, batch.active_from)))
+            arrays = tuple(jax.tree.leaves(batch.spaces))
             self._kept[args.key] = _Kept(renewed(batch, closed), arrays, slots_of, newest, sequences)
             self._kept.move_to_end(args.key)
             while len(self._kept) > _KEPT_BATCHES:

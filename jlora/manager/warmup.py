@@ -8,8 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jlora.layers.forward.batch import Lease, LoRABatch, make_batch
+from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.forward.batch_shape import BatchShape
+from jlora.layers.forward.lease import Lease
+from jlora.layers.forward.make_batch import make_batch
 from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.manager.blocks import Block, Chunk, pack
 from jlora.manager.leases import Leases

@@ -19,11 +19,13 @@ from jax import Array
 
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.base_kernel import can_dequantize, held_by
-from jlora.layers.forward.batch import Lease, LoRABatch, make_batch
+from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.forward.batch_shape import BatchShape, all_active, batch_shape
 from jlora.layers.forward.context import opening
 from jlora.layers.forward.experts import has_grouped_products
 from jlora.layers.forward.forward_record import ForwardRecord
+from jlora.layers.forward.lease import Lease
+from jlora.layers.forward.make_batch import make_batch
 from jlora.layers.forward.row_groups import Items
 from jlora.layers.site import HEAD, Site, SlotSpec, delete_attribute
 from jlora.layers.specs import LinearSpec
@@ -148,7 +150,7 @@ class _RowOwners:
     @property
     def packed(self) -> np.ndarray | None:
         """The sequence of each packed row; None if rows are not packed."""
-        return self.shape.by_token(np.arange(self.shape.num_sequences), -1)
+        return self.shape.row_owners()
 
     def rows(self, output: Any) -> tuple[Rows, list[np.ndarray]]:
         """Return the arrays of an output in float64, rows first, and the sequence of each row, -1 for padding."""

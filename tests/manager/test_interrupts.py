@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 import jlora
-from jlora.layers.forward.batch import Lease
+from jlora.layers.forward.lease import Lease
 from tests.manager.hostile import Harm, Judge, adapter
 from tests.manager.tiny import World, make_world
 from tests.records import on_host

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jaxtyping import Int, Shaped
+from jaxtyping import Int
 
 from jlora.adapters.activation import NOWHERE
 from jlora.errors import LoRAUsageError
@@ -36,42 +36,17 @@ class BatchShape:
     active_from: tuple[int, ...] | None = None
     items: tuple[tuple[str, Items], ...] = ()
 
-    def by_token(self, values: Shaped[np.ndarray, "B"], padding: Any) -> Shaped[np.ndarray, "T"] | None:
-        """Return the value of each packed row's sequence, and `padding` after them; None if rows are not packed."""
+    def row_owners(self) -> Int[np.ndarray, "T"] | None:
+        """Return the sequence of each packed row, -1 for padding; None if rows are not packed."""
         if self.token_counts is None:
             return None
         rest = self.num_rows - sum(self.token_counts)
-        return np.repeat(np.append(values, values.dtype.type(padding)), (*self.token_counts, rest))
-
-    def token_slots(self, slots: Int[np.ndarray, "B"], none: int) -> Int[np.ndarray, "T"] | None:
-        """Return the slot of each packed row, int32 [T], with `none` for padding and for rows that are not active.
-
-        None if rows are not packed.
-        """
-        found = self.by_token(slots, none)
-        if found is not None and self.active_from is not None:
-            assert self.token_counts is not None
-            starts = np.cumsum((0, *self.token_counts[:-1]))
-            for start, count, first in zip(starts, self.token_counts, self.active_from, strict=True):
-                found[start : start + min(first, count)] = none
-        return found
-
-    def active_slots(self, slots: Int[np.ndarray, "B"], none: int) -> Int[np.ndarray, "B"]:
-        """Return `slots`, with `none` for a packed sequence without an active row."""
-        if self.token_counts is None or self.active_from is None:
-            return slots
-        return np.where(np.array(self.active_from) < np.array(self.token_counts), slots, none).astype(np.int32)
+        return np.repeat(np.append(np.arange(self.num_sequences), -1), (*self.token_counts, rest))
 
     @property
     def one_each(self) -> bool:
         """True if rows are packed and row b is the only one of sequence b."""
         return self.num_rows == self.num_sequences and self.token_counts == (1,) * self.num_sequences
-
-    def first_rows(self) -> Int[np.ndarray, "B"] | None:
-        """Return the first active row of each sequence, int32 [B]; None if all are active or rows are packed."""
-        if self.token_counts is not None or self.active_from is None:
-            return None
-        return np.array(self.active_from, np.int32)
 
 
 def batch_shape(

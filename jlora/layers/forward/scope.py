@@ -10,29 +10,28 @@ import jax
 import jax.core
 import jax.extend.core
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jlora import _qwix
 from jlora.errors import LoRAError, LoRAUsageError
-from jlora.layers.forward.batch import LoRABatch, batch_of_group, check_batch
+from jlora.layers.forward.batch import LoRABatch, check_batch
 from jlora.layers.forward.context import Opened, around, opening, staged
 from jlora.layers.forward.forward_record import Calls, ForwardRecord, check_all_served
 from jlora.layers.forward.lengths import Lengths
 from jlora.layers.forward.mesh import check_mesh
 from jlora.layers.forward.plans import plan_key, plan_of
-from jlora.layers.forward.row_groups import OF_SEQUENCES
+from jlora.layers.forward.row_groups import OF_SEQUENCES, SEQUENCES
 from jlora.layers.forward.row_layout import (
-    BatchSlots,
     RowLayout,
     RowSharding,
-    batch_slots,
     layout_of,
     map_positions,
     only_rows_mapped,
-    row_key,
     row_sharding,
     scales_of,
+    slots_by_axes,
 )
+from jlora.layers.forward.row_space import RowSpace
 from jlora.layers.forward.rows import RowMap, current_rows
 from jlora.layers.site import ModelSites, Site, SlotSpec, is_named
 from jlora.pallas.plan import Plan
@@ -74,7 +73,7 @@ _EAGER = (
 
 
 class AdapterRows(NamedTuple):
-    """The rows of one call of a layer, for one adapter of each sequence.
+    """The rows of one call of a layer, for one adapter of each entry.
 
     Attributes:
       plan: plan of the rows for the layer's own slots.
@@ -97,14 +96,20 @@ class CallRows:
     """The rows of one call of a layer.
 
     Attributes:
-      layout: how the rows map to the entries of the batch.
+      space: the row space of the layer.
+      layout: how the rows map to the space.
       sharding: how the rows are split over the mesh.
-      adapters: the first adapter of each sequence, then the second of each, and so on.
+      adapters: the first adapter of each entry, then the second of each, and so on.
     """
 
+    space: RowSpace
     layout: RowLayout
     sharding: RowSharding
     adapters: tuple[AdapterRows, ...]
+
+    def slots(self, none: int) -> tuple[Int[Array, "..."], ...]:
+        """Return the slot of each row for each adapter, `none` without one. See `slots_by_axes`."""
+        return tuple(slots_by_axes(self.space, i, self.layout, none) for i in range(len(self.adapters)))
 
 
 class BaseScope(Opened):
@@ -138,9 +143,8 @@ class Scope(Opened):
         outer = self._outer_calls()
         self.calls = Calls() if outer is None else outer
         self.checks = outer is None
-        # Group -> (only rows under vmap, L) of each [B, L, features] so far; None for the rows of sequences.
-        self._lengths: dict[str | None, set[tuple[bool, int]]] = {None: set()}
-        self._batches: dict[str | None, LoRABatch] = {None: batch}  # group -> the batch of its items or rows
+        # Row space -> (only rows under vmap, L) of each [B, L, features] so far.
+        self._lengths: dict[str, set[tuple[bool, int]]] = {name: set() for name in batch.spaces}
         self.undeclared = Lengths()
         self._trace: object = jax.extend.core.get_opaque_trace_state()
         self._made: dict[Hashable, tuple[RowLayout, Any]] = {}
@@ -175,69 +179,61 @@ class Scope(Opened):
             or has it with another number of rows, or as in `layout_of`.
           LoRAUsageError: a row map is open around a layer of a row group, or as in `layout_of`.
         """
-        group, batch = _group_of(site), self._batch_of(site)
-        if group is not None and row_map is None and current_rows(site.path) is not None:
-            raise LoRAUsageError(_MAP_IN_GROUP.format(path=site.path, group=group))
-        mapped = only_rows_mapped(batch, base)
-        lengths = self._seen(group, mapped)
-        layout = layout_of(batch, site, base.shape[:-1], lengths, mapped=mapped, row_map=row_map)
+        name, space = _space_name(site), self._space_of(site)
+        is_group = name != SEQUENCES
+        if is_group and row_map is None and current_rows(site.path) is not None:
+            raise LoRAUsageError(_MAP_IN_GROUP.format(path=site.path, group=name))
+        mapped = only_rows_mapped(space, base)
+        layout = layout_of(space, site, base.shape[:-1], self._seen(name, mapped), mapped=mapped, row_map=row_map)
         if isinstance(layout, str):
-            if group is not None and site.doubt is None:  # its rows are declared, so no other layout is meant
+            if is_group and site.doubt is None:  # its rows are declared, so no other layout is meant
                 raise LoRAError(f"{site.path}: {layout}")
             self.refuse(site, layout)
             return None
         if layout.length is not None:
             self.undeclared.add(site, layout.length)
-            self._lengths[group].add((mapped, layout.length))
+            self._lengths[name].add((mapped, layout.length))
         check_mesh(site)
-        sharding = row_sharding(batch, site, layout, base)
-        adapters = range(len(batch.assigned))
-        return CallRows(layout, sharding, tuple(self._rows_of(i, site, layout, sharding) for i in adapters))
+        sharding = row_sharding(space, site, layout, base)
+        adapters = [self._rows_of(i, site, layout, sharding) for i in range(len(space.slots))]
+        return CallRows(space, layout, sharding, tuple(adapters))
 
     def _rows_of(self, adapter: int, site: Site, layout: RowLayout, sharding: RowSharding) -> AdapterRows:
-        """Return the rows of a call for one adapter of each sequence."""
-        group = _group_of(site)
+        """Return the rows of a call for one adapter of each entry."""
+        name, space = _space_name(site), self._space_of(site)
 
         def make_plan(spec: SlotSpec) -> Plan:
-            return plan_of(site, spec, layout, sharding, self.slots(site, adapter), self.batch.layout.num_sequences)
+            return plan_of(site, spec, layout, sharding, space, adapter, self.batch.layout.num_sequences)
 
         plan, *shared = (
             self._kept(
-                (group, adapter, plan_key(site, each.spec, layout, sharding)),
+                (name, adapter, plan_key(site, each.spec, layout, sharding)),
                 layout,
                 partial(make_plan, each.spec),
             )
             for each in site.with_shared
         )
-        key = ("scales", group, adapter, row_key(layout), layout.shape)
-        scales = self._kept(key, layout, lambda: scales_of(layout, self.slots(site, adapter)))
+        key = ("scales", name, adapter, layout.key, layout.shape)
+        scales = self._kept(key, layout, lambda: scales_of(space, adapter, layout))
         return AdapterRows(plan, tuple(shared), scales)
-
-    def slots(self, site: Site, adapter: int = 0) -> BatchSlots:
-        """Return one adapter of each entry of the batch or of the site's row group, or of the calling code's shard."""
-        return batch_slots(self._batch_of(site), adapter)
 
     def counted_rows(self, site: Site, base: Float[Array, "*lead N"], row_map: RowMap) -> int:
         """Return the size of the range that the map of one call indexes: the number of sequences or of tokens."""
-        batch = self._batch_of(site)
-        lengths = self._seen(_group_of(site), only_rows_mapped(batch, base))
-        positions = map_positions(batch, site, row_map, lengths)
-        return positions * batch.slots.size if positions else batch.token_slots.size
+        space = self._space_of(site)
+        lengths = self._seen(_space_name(site), only_rows_mapped(space, base))
+        positions = map_positions(space, site, row_map, lengths)
+        return positions * space.size if positions or space.by_row is None else space.by_row[0].size
 
-    def _batch_of(self, site: Site) -> LoRABatch:
-        """Return the batch, or that of the items or rows of the site's row group. Raise `LoRAError` if it has none."""
-        group = _group_of(site)
-        if group not in self._batches:
-            batch = batch_of_group(self.batch, str(group))
-            if batch is None:
-                raise LoRAError(_NO_GROUP.format(path=site.path, group=group))
-            self._batches[group] = batch
-            self._lengths[group] = set()
-        return self._batches[group]
+    def _space_of(self, site: Site) -> RowSpace:
+        """Return the row space of a site. Raise `LoRAError` if the batch has none for its row group."""
+        name = _space_name(site)
+        if name not in self.batch.spaces:
+            raise LoRAError(_NO_GROUP.format(path=site.path, group=name))
+        return self.batch.spaces[name]
 
-    def _seen(self, group: str | None, mapped: bool) -> frozenset[int]:
+    def _seen(self, name: str, mapped: bool) -> frozenset[int]:
         """Return L of each [B, L, features] so far, of rows that a `vmap` maps without the batch if `mapped`."""
-        return frozenset(length for under_vmap, length in self._lengths[group] if under_vmap == mapped)
+        return frozenset(length for under_vmap, length in self._lengths[name] if under_vmap == mapped)
 
     def _kept(self, key: Hashable, layout: RowLayout, make: Callable[[], T]) -> T:
         """Return what `make` returns, computed once and shared by all layers with the same key."""
@@ -262,9 +258,9 @@ class Scope(Opened):
         return None
 
 
-def _group_of(site: Site) -> str | None:
-    """Return the row group of a site; None for the rows of the batch's sequences."""
-    return None if site.row_group in OF_SEQUENCES else site.row_group
+def _space_name(site: Site) -> str:
+    """Return the name of the row space of a site: its row group, or "sequences"."""
+    return SEQUENCES if site.row_group is None or site.row_group in OF_SEQUENCES else site.row_group
 
 
 def _check_fresh(batch: LoRABatch) -> None:

@@ -1,0 +1,70 @@
+"""The lease of a batch, which keeps its adapters in slots."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias, runtime_checkable
+
+from jlora.layers.forward.batch_shape import BatchShape
+
+
+@runtime_checkable
+class Served(Protocol):
+    """An adapter held by a lease."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def version(self) -> int: ...
+
+
+ServedParts: TypeAlias = tuple[tuple[str, int, float], ...]  # (name, version, factor) of the adapters of a sequence
+
+
+class Lease:
+    """Host state of one `prepare`. While it is open, the adapters of the batch keep their slots.
+
+    It is shared by all copies of the batch, and ends when one of them is closed or when the last of them is collected.
+
+    Attributes:
+      adapters: the distinct adapters of the batch.
+      parts: for each sequence, (name, version, factor) of its adapters, in the order of their sum; () for the base
+        model.
+      invocations: `LoRABatch.invocation_tokens`; () if no adapter has any.
+      shape: the shape of the batch; None if rows are neither packed, of a declared length, nor inactive.
+      opened: `time.monotonic()` when it was opened, in seconds.
+      thread: identifier of the thread that opened it.
+      where: the stack trace of the call that opened it, if recorded.
+      closed: True once it has ended.
+    """
+
+    __slots__ = (
+        "__weakref__", "_on_close", "adapters", "closed", "invocations", "opened", "parts", "shape", "thread", "where"
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        adapters: Sequence[Served],
+        parts: Sequence[ServedParts],
+        thread: int,
+        where: str | None = None,
+        on_close: Callable[[], object] | None = None,
+        *,
+        invocations: tuple[tuple[int, ...], ...] = (),
+        shape: BatchShape | None = None,
+    ):
+        self.adapters = tuple(adapters)
+        self.parts = parts
+        self.invocations = invocations
+        self.shape = shape
+        self.thread = thread
+        self.where = where
+        self.opened = time.monotonic()
+        self.closed = False
+        self._on_close = on_close
+
+    def close(self) -> None:
+        """Release the slots for other adapters. Closing twice is harmless."""
+        self.closed = True
+        if self._on_close is not None:
+            self._on_close()

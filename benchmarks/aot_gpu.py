@@ -32,7 +32,7 @@ from benchmarks.moe_specs import MODELS, Batch, Experts
 from benchmarks.specs import PROJECTIONS, RANKS, SLOTS, TOKENS
 from benchmarks.timing import machine, write_rows
 from jlora import ops
-from jlora.pallas.tiles import product_tiles
+from jlora.layers.forward.few_rows import parts_and_stages, product_in_parts
 from tests.pallas.lowering import for_gpu
 
 
@@ -151,7 +151,7 @@ def kernels_of(target: Target, run: Callable, *args: jax.ShapeDtypeStruct | Batc
 def compile_lora(
     target: Target, tokens: int, k: int, slices: tuple[int, ...], rank: int, *, dtype="bfloat16"
 ) -> dict[str, dict[str, int]]:
-    """Return `kernels_of` a base product with its LoRA (`jlora.ops.linear_lora`)."""
+    """Return `kernels_of` a base product with its LoRA."""
     n, columns = len(slices), sum(slices)
     shapes = {"x": (tokens, k), "w": (k, columns), "a": (SLOTS, n, rank, k), "b": (SLOTS, rank, columns)}
     floats = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes.values()]
@@ -159,7 +159,9 @@ def compile_lora(
 
     def run(x, w, a, b, ids, ranks):
         plan = ops.make_plan(ids, num_groups=SLOTS, backend="triton")
-        return ops.linear_lora(x, w, a, b, plan, slice_sizes=slices, ranks=ranks, backend="triton")
+        cut = parts_and_stages(tokens, k, columns)
+        base = x @ w if cut is None else product_in_parts(x, w, parts=cut[0], stages=cut[1])
+        return ops.add_lora(base, x, a, b, plan, slice_sizes=slices, ranks=ranks, backend="triton")
 
     return kernels_of(target, run, *floats, ids, ranks)
 
@@ -204,7 +206,7 @@ def main() -> None:
         if name in PROJECTIONS:
             p = PROJECTIONS[name]
             with for_gpu(target.kind, target.cores):
-                row |= {"projection": name, "product": product_tiles(tokens, p.k, p.n) is not None}
+                row |= {"projection": name, "product": parts_and_stages(tokens, p.k, p.n) is not None}
             row["kernels"] = compile_lora(target, tokens, p.k, p.slices, rank)
         else:
             row |= {"experts": name, "kernels": compile_experts(target, ALL_MODELS[name], tokens, rank)}

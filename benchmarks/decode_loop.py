@@ -85,7 +85,7 @@ def main() -> None:
         "base, flat": lambda t, c: flat(values, t, c, None),
     }
     report(base, model, args.steps, args.rounds)
-    serving = argparse.Namespace(rank=16, adapters_per_sequence=1, dora=False)
+    serving = argparse.Namespace(rank=16, adapters_per_sequence=None, dora=False)
     manager = serve(model, slots, serving)
     batch = make_batch(manager, SEQUENCES, ADAPTERS)
     graphdef, _, rest = nnx.split(model, jlora.SlotParam, ...)

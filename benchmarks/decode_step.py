@@ -244,7 +244,7 @@ def make_batch(manager: jlora.LoRAManager, sequences: int, adapters: int):
     slots = np.full(sequences, manager.config.max_loras, np.int32)
     if adapters:
         slots = np.random.default_rng(0).permutation(np.arange(sequences) * adapters // sequences).astype(np.int32)
-        slots = (slots[:, None] + np.arange(min(adapters, manager.config.max_adapters_per_sequence))) % adapters
+        slots = (slots[:, None] + np.arange(min(adapters, manager.config.max_adapters_per_sequence or 1))) % adapters
     return batch_of(manager, slots)
 
 
@@ -309,7 +309,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
     parser.add_argument("--steps", nargs="*", default=["prefill", "decode"])
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--adapters-per-sequence", type=int, default=1)
+    parser.add_argument("--adapters-per-sequence", type=int)
     parser.add_argument("--dora", action="store_true")
     parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--quantization", choices=("int8", "fp8"))

@@ -31,6 +31,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import os
@@ -222,11 +223,9 @@ class Client:
         (prompt,) = self.prompts(1, 32)
         names = sorted(path.name for path in folder.iterdir())
         # The `max_cpu_loras` adapters that were read last are on the host, and the last used of these are in slots.
-        # Requests in rounds over more adapters than fit therefore always miss.
+        # Requests in turn for more adapters than fit therefore always miss.
         on_host = names[-args.max_cpu_loras :]
-
-        def rounds(of: list[str]) -> list[str]:
-            return [of[i % len(of)] for i in range(args.requests)]
+        turns = itertools.cycle(names)
 
         async def others() -> None:
             while True:
@@ -237,12 +236,14 @@ class Client:
         try:
             found: dict[str, Any] = {"base": await self.first_tokens([None] * args.requests, 32)}
             file = "adapter_model.safetensors"
-            found["cold disk"] = await self.first_tokens(rounds(names), 32, lambda name: forget(folder / name / file))
+            found["cold disk"] = await self.first_tokens(
+                itertools.islice(turns, args.requests), 32, lambda name: forget(folder / name / file)
+            )
             for name in names:
                 (folder / name / file).read_bytes()
-            found["cold"] = await self.first_tokens(rounds(names), 32)
+            found["cold"] = await self.first_tokens(itertools.islice(turns, args.requests), 32)
             await self.first_tokens([*names, *on_host], 2)
-            found["host"] = await self.first_tokens(rounds(on_host), 32)
+            found["host"] = await self.first_tokens(itertools.islice(itertools.cycle(on_host), args.requests), 32)
             found["resident"] = await self.first_tokens([names[-1]] * (args.requests + 1), 32)
         finally:
             for task in beside:

@@ -3,7 +3,9 @@
 import contextlib
 import mmap
 import os
+from typing import cast
 
+import jax
 import numpy as np
 
 from jlora._compat import Device
@@ -19,6 +21,17 @@ def machine_bytes() -> int:
 def device_bytes(device: Device) -> int | None:
     """Return the bytes of a device that JAX can use, or None if unknown. For a CPU, return the machine's memory."""
     return machine_bytes() if device.platform == "cpu" else (device.memory_stats() or {}).get("bytes_limit")
+
+
+def staging_bytes() -> int:
+    """Return the largest number of bytes of adapters in transfer to slots: 256 MiB, at most 1/32 of the device."""
+    most = device_bytes(cast("Device", jax.local_devices()[0]))
+    return 256 * 2**20 if most is None else min(256 * 2**20, most // 32)
+
+
+def pinned_bytes() -> int:
+    """Return the largest number of bytes of adapters in page-locked memory: 4 GiB, at most 1/8 of the machine."""
+    return min(4 * 2**30, machine_bytes() // 8)
 
 
 def fresh(count: int, dtype: np.dtype, *, sparse: bool = False) -> np.ndarray:

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "__init__": {"_public", "models", "ops"},  # all on first use
     "serve": {"__init__", "errors", "models", "ops", "_hub", "_threads"},
     "integrations": {"__init__"},  # public names only, as a user's code
-    "cli": {"__init__", "errors", "models", "ops", "serve", "_threads"},
+    "cli": {"__init__", "errors", "models", "ops", "serve", "_threads", "_memory"},
     "__main__": {"cli"},
 }
 # Parts that use the library as its users do: of these packages the names alone, no module inside.

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import jax
 from flax import nnx
 
 from jlora import LoRAConfig, Survey
+from jlora._memory import device_bytes, staging_bytes
 from jlora.cli.text import size
 from jlora.errors import LoRAUsageError
 from jlora.models import Decoder, DecoderConfig
@@ -124,7 +124,7 @@ def budget(
         # Three float32 arrays of logits' size (logits, softmax, sort order), the activations of a layer, and a copy of
         # the cache row that a prompt is written to, and a kernel that the product does not convert while reading it.
         steps = 3 * 4 * count * config.vocab_size + 4 * max(count, chunk) * wide + one + converted
-        return Budget(weights, slots, lora.max_staging_bytes, math.ceil(one / data), steps, memory, count)
+        return Budget(weights, slots, staging_bytes(), math.ceil(one / data), steps, memory, count)
 
     if sequences is not None:
         return of(sequences)
@@ -137,16 +137,6 @@ def budget(
 def skeleton(config: DecoderConfig, dtype: Any, mesh: jax.sharding.Mesh | None) -> Decoder:
     """Return a model of shapes alone. Raise `ModelError` if the mesh cannot split it evenly."""
     return nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0), mesh=mesh))
-
-
-def machine_bytes() -> int:
-    """Return the bytes of memory of the machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def device_bytes(device: Any) -> int | None:
-    """Return the bytes of a device that JAX can use, or None if unknown. For a CPU, return the machine's memory."""
-    return machine_bytes() if device.platform == "cpu" else (device.memory_stats() or {}).get("bytes_limit")
 
 
 def _leaves(model: nnx.Module) -> list[Any]:

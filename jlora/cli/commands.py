@@ -150,7 +150,10 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
     lora.add_argument(
         "--max-cpu-loras", type=_whole(1, most), metavar="N", help="kept on the host (default: --max-loras)"
     )
-    lora.add_argument("--max-expert-loras", type=_whole(1, 65536), metavar="N", help="slots of experts (default: all)")
+    lora.add_argument(
+        "--expert-slots", nargs="+", default=[], type=_count, metavar="KIND=N",
+        help="slots that hold experts: per_expert=4 shared=2 (default: all per_expert)",
+    )  # fmt: skip
     lora.add_argument(
         "--target-modules", nargs="+", type=_text, metavar="NAME", help="layers with slots, q_proj (default: all)"
     )
@@ -169,7 +172,7 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
     lora.add_argument("--activated-loras", action="store_true", help="serve activated LoRA (aLoRA) too")
     lora.add_argument("--dora-loras", action="store_true", help="serve DoRA too")
     lora.add_argument(
-        "--saved-heads", nargs="+", action="extend", default=[], type=_head, metavar="NAME=OUTPUTS",
+        "--saved-heads", nargs="+", action="extend", default=[], type=_count, metavar="NAME=OUTPUTS",
         help="linear layers that adapters may bring fully trained (modules_to_save), with their most outputs: score=8",
     )  # fmt: skip
     lora.add_argument("--fully-sharded-loras", action="store_true", help="split A as well as B")
@@ -260,33 +263,26 @@ def _whole(least: int, most: int) -> Callable[[str], int]:
     return parse
 
 
-def _head(value: str) -> tuple[str, int]:
-    name, _, outputs = value.rpartition("=")
+def _count(value: str) -> tuple[str, int]:
+    name, _, count = value.rpartition("=")
     if not name:
-        raise argparse.ArgumentTypeError(f"expected NAME=OUTPUTS, got {value!r:.200}")
-    return name, _whole(1, 2**31 - 1)(outputs)
+        raise argparse.ArgumentTypeError(f"expected NAME=NUMBER, got {value!r:.200}")
+    return name, _whole(1, 2**31 - 1)(count)
 
 
-def _real(value: str) -> float:
-    try:
-        return float(value)
-    except ValueError:
-        return math.nan
+def _number(accepts: Callable[[float], bool], expected: str) -> Callable[[str], float]:
+    def parse(value: str) -> float:
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if not accepts(number):
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {value!r:.40}")
+        return number
+
+    return parse
 
 
-def _temperature(value: str) -> float:
-    if not 0 <= _real(value) < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a finite number of at least 0, got {value!r:.40}")
-    return float(value)
-
-
-def _share(value: str) -> float:
-    if not 0 < _real(value) <= 1:
-        raise argparse.ArgumentTypeError(f"expected a number above 0 and at most 1, got {value!r:.40}")
-    return float(value)
-
-
-def _seconds(value: str) -> float:
-    if not 0 < _real(value) <= 86400 * 365:
-        raise argparse.ArgumentTypeError(f"expected seconds, a number above 0, got {value!r:.40}")
-    return float(value)
+_temperature = _number(lambda number: 0 <= number < math.inf, "a finite number of at least 0")
+_share = _number(lambda number: 0 < number <= 1, "a number above 0 and at most 1")
+_seconds = _number(lambda number: 0 < number <= 86400 * 365, "seconds, a number above 0")

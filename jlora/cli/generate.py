@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jlora import Adapter, LoRABatch, LoRAConfig, LoRAManager
-from jlora.cli.budget import machine_bytes
+from jlora._memory import machine_bytes
 from jlora.cli.loading import load_model, load_tokenizer, native_errors, progress
 from jlora.cli.text import shown_lines, size
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError, printable

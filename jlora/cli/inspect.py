@@ -125,7 +125,7 @@ def fit(adapter: Adapter, model: str | Path, revision: str | None = None) -> tup
 
     Returns:
       Kind of layers -> bytes of one float32 slot of the adapter's rank. The kinds are "dense", "experts", and "experts
-        that share factors" for a slot of `max_shared_expert_loras`.
+        that share factors" for a slot of `expert_slots["shared"]`.
       The warnings of `Survey.check`.
 
     Raises:
@@ -160,7 +160,7 @@ def _survey(adapter: Any, model: str | Path, revision: str | None, skip: Sequenc
     """Return a survey of the model with the options that serve an adapter, or the adapter of these shapes."""
     config = LoRAConfig(
         max_loras=2,
-        max_shared_expert_loras=1,
+        expert_slots={"shared": 1},
         max_lora_rank=max((module.rank for module in adapter.modules.values()), default=1),
         dtype=np.float32,
         dora=adapter.use_dora,

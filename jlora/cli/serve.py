@@ -68,7 +68,7 @@ def run_serve(args: argparse.Namespace) -> int:
     lora = LoRAConfig(
         max_loras=args.max_loras,
         max_lora_rank=args.max_lora_rank,
-        max_expert_loras=args.max_expert_loras,
+        expert_slots=dict(args.expert_slots),
         max_cpu_loras=args.max_cpu_loras,
         target_modules=args.target_modules,
         exclude_modules=args.exclude_modules,

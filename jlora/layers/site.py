@@ -222,6 +222,12 @@ class SlotSpec:
         magnitudes = 4 * self.stored_out if self.dora else 0
         return math.prod(self.rows) * (values * jnp.dtype(self.dtype).itemsize + 8 * self.slices + magnitudes)
 
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes of all slots on one device."""
+        arrays = [(self.shapes[j], self.shardings[j], jnp.dtype(self.dtypes[j]).itemsize) for j in self.held]
+        return sum(size * math.prod(where.shard_shape(shape) if where else shape) for shape, where, size in arrays)
+
 
 @dataclass(frozen=True, eq=False)
 class Site:
@@ -378,16 +384,12 @@ def check_room(sites: Sequence[Site], chosen: Device | None = None) -> None:
     """
     needed: dict[Device, int] = {}
     for site in sites:
-        spec = site.spec
-        for j in spec.held:
-            where = spec.shardings[j]
-            if where is None:
-                device = chosen_by_default() if chosen is None else chosen
-            else:
-                device = cast("Device", where.mesh.local_devices[0])  # pyright: ignore[reportOptionalSubscript]
-            shape = spec.shapes[j] if where is None else where.shard_shape(spec.shapes[j])
-            nbytes = jnp.dtype(spec.dtypes[j]).itemsize * math.prod(shape)
-            needed[device] = needed.get(device, 0) + nbytes
+        where, _, _, _ = site.spec.shardings
+        if where is None:
+            device = chosen_by_default() if chosen is None else chosen
+        else:
+            device = cast("Device", where.mesh.local_devices[0])  # pyright: ignore[reportOptionalSubscript]
+        needed[device] = needed.get(device, 0) + site.spec.device_nbytes
     for device, nbytes in needed.items():
         limit = device_bytes(device)
         if limit is not None and nbytes > limit:

@@ -12,7 +12,7 @@ from flax import nnx
 from jax import Array, lax
 
 from jlora._typing import DType, is_list_or_tuple
-from jlora.config import check_slot_dtype
+from jlora.config import SLOT_DTYPE, check_fields
 from jlora.errors import LoRAUsageError
 
 Blocks: TypeAlias = Sequence[tuple[int, int]]
@@ -79,7 +79,7 @@ class LinearSpec:
             raise LoRAUsageError(f"LinearSpec.product must be a function of x and the kernel, got {self.product!r}")
         if self.product is not None and self.param is None:
             raise LoRAUsageError("LinearSpec.product multiplies the kernel that param names, and param is None")
-        check_slot_dtype("LinearSpec.dtype", self.dtype)
+        check_fields("LinearSpec.", self, {"dtype": SLOT_DTYPE})
         if sum(given is not None for given in (self.real_vocab, self.out_index, self.out_blocks)) > 1:
             raise LoRAUsageError(
                 "LinearSpec: real_vocab, out_index and out_blocks all say which outputs are real; give one"
@@ -146,7 +146,7 @@ class EmbedSpec:
     def __post_init__(self):
         _check_sizes(self, "vocab", "features")
         _check_real(self, self.real_vocab, self.vocab)
-        check_slot_dtype("EmbedSpec.dtype", self.dtype)
+        check_fields("EmbedSpec.", self, {"dtype": SLOT_DTYPE})
         if self.lookup is None and self.attend is None:
             raise LoRAUsageError("EmbedSpec: lookup and attend are both None, so nothing could serve LoRA")
         head = LinearSpec(
@@ -179,7 +179,7 @@ class ExpertsSpec:
       names: product -> for each of its output slices, side by side, the checkpoint names of one expert's module. The
         usual names of "gate_up" (two slices), "up" and "down" are the default. Products named like "down" lead out of
         the experts, which can share their B. The experts can share A of all other products
-        (`LoRAConfig.max_shared_expert_loras`).
+        (`LoRAConfig.expert_slots`).
       gathers: products whose input is all tokens [T, K], which `source` of the `RowMap` indexes, and that gather their
         rows themselves. LoRA then reads a token once instead of once for each of its experts.
       alternating: products whose slices alternate, column by column, in a checkpoint's tensor of all experts but not in
@@ -198,7 +198,7 @@ class ExpertsSpec:
 
     def __post_init__(self):
         _check_sizes(self, "experts")
-        check_slot_dtype("ExpertsSpec.dtype", self.dtype)
+        check_fields("ExpertsSpec.", self, {"dtype": SLOT_DTYPE})
         if not self.products or not all(isinstance(spec, LinearSpec) for spec in self.products.values()):
             raise LoRAUsageError("ExpertsSpec.products must map the name of each product to its LinearSpec")
         names = {**{name: EXPERT_NAMES[name] for name in self.products if name in EXPERT_NAMES}, **self.names}

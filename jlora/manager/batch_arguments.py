@@ -20,7 +20,7 @@ Parts = tuple[tuple[Name, float], ...]
 
 @dataclass(frozen=True)
 class Scaled:
-    """An adapter whose delta is multiplied by a factor, for one sequence (`LoRAConfig(sequence_scales=True)`).
+    """An adapter whose delta is multiplied by a factor, for one sequence (`LoRAConfig(max_adapters_per_sequence=1)`).
 
     Attributes:
       adapter: Name, request or handle of the adapter.
@@ -171,14 +171,11 @@ def read_arguments(
 
 
 def _check_served(name: Scaled | Mix, config: LoRAConfig) -> None:
-    most = config.max_adapters_per_sequence
-    if len(name.parts) > most:
+    count, most = len(name.parts), config.max_adapters_per_sequence
+    if count > (most or 1) or (most is None and any(scale != 1 for _, scale in name.parts)):
         raise LoRAUsageError(
-            f"prepare: {name!r:.200} sums {len(name.parts)} adapters, and LoRAConfig.max_adapters_per_sequence is "
-            f"{most}; raise it"
+            f"prepare: {name!r:.200} needs LoRAConfig(max_adapters_per_sequence={count}) or more, found {most}"
         )
-    if not (config.sequence_scales or most > 1) and any(scale != 1 for _, scale in name.parts):
-        raise LoRAUsageError(f"prepare: {name!r:.200} needs LoRAConfig(sequence_scales=True)")
     for part, _ in name.parts:
         if isinstance(part, AdapterHandle) and part.packed is None:
             raise LoRAUsageError(f"prepare: {part!r} is closed")

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from jlora._memory import pinned_bytes
 from jlora.adapters import Adapter
 from jlora.adapters.resolve import AdapterFolder, resolve
 from jlora.config import LoRAConfig, LoRARequest
@@ -194,7 +195,7 @@ class Host:
             with self._state_lock:
                 newest = self._cache.loaded.get(request.name)
             if newest is not None:
-                self._slots.move_ahead(newest, self._state_lock, self._config.max_staging_bytes)
+                self._slots.move_ahead(newest, self._state_lock)
         return result
 
     def _read(self, request: LoRARequest, load: Load | None = None) -> PackedAdapter:
@@ -271,13 +272,13 @@ class Host:
         return packed
 
     def pinned(self, blocks: tuple[Block, ...], others: Collection[PackedAdapter] = ()) -> tuple[Block, ...]:
-        """Return the blocks in page-locked memory, or unchanged if they would exceed `max_pinned_bytes`."""
+        """Return the blocks in page-locked memory, or unchanged if all would exceed `pinned_bytes`."""
         if not self._slots.pool.pins:
             return blocks
         with self._state_lock:
             loaded = (*(self._cache.loaded[name] for name in self._cache.loaded), *others)
             taken = sum(packed.nbytes for packed in loaded if packed.pinned)
-        fits = taken + sum(block.nbytes for block in blocks) <= self._config.max_pinned_bytes
+        fits = taken + sum(block.nbytes for block in blocks) <= pinned_bytes()
         return self._slots.pool.pin(blocks) if fits else blocks
 
     def admit(self, packed: PackedAdapter, replace: bool, deadline: Deadline, load: Load | None = None) -> bool:

@@ -17,7 +17,7 @@ class LeaseInfo:
       adapters: names of the adapters that the lease holds.
       age: seconds since the lease was opened.
       thread: identifier of the thread that opened the lease.
-      where: stack trace of the call that opened the lease, with `LoRAConfig.trace_leases`; else None.
+      where: stack trace of the call that opened the lease, if the logger "jlora.leases" was enabled for DEBUG.
     """
 
     adapters: tuple[str, ...]

@@ -17,7 +17,7 @@ import jax
 from flax import nnx
 
 from jlora._compat import trace_state_clean
-from jlora._memory import machine_bytes
+from jlora._memory import machine_bytes, staging_bytes
 from jlora._threads import elapsed
 from jlora.adapters import Adapter
 from jlora.config import LoRAConfig, LoRARequest
@@ -141,8 +141,8 @@ class LoRAManager:
         self._coordinator = coordinator_of(model, config.process_timeout, *locks)
         try:
             with self._coordinator.turn("LoRAManager"):
-                rules, memory = self._wrap(packed_modules, name_map, skip, row_groups)
-            self._build(rules, memory, resolve)
+                rules, limits = self._wrap(packed_modules, name_map, skip, row_groups)
+            self._build(rules, limits, resolve)
         except BaseException:
             if "_wrapped" in vars(self):
                 self._wrapped.unwrap()  # the caller has no manager to do it
@@ -154,11 +154,11 @@ class LoRAManager:
         name_map: NameMap | None,
         skip: Sequence[str],
         row_groups: Mapping[str, str] | None,
-    ) -> tuple[NameRules, int]:
+    ) -> tuple[NameRules, list[int]]:
         """Wrap the model, with the same slots in all processes.
 
         Returns:
-          The name rules, and the smallest host cache size over the processes, in bytes.
+          The name rules, and the smallest host cache size and `staging_bytes` over the processes.
         """
         config = self.config
 
@@ -170,21 +170,22 @@ class LoRAManager:
         def same(_: NameRules) -> Any:
             modules = self._wrapped.modules
             slots = [(site.path, site.kind, site.slot_nbytes, site.spec.shapes, site.row_group) for site in modules]
-            sizes = replace(config, max_cpu_bytes=None, max_pinned_bytes=0, trace_leases=False)
-            sizes = replace(sizes, target_modules=None, exclude_modules=None)  # compared through the slots
+            # The modules are compared through the slots.
+            sizes = replace(config, max_cpu_bytes=None, target_modules=None, exclude_modules=None)
             return [repr(sizes), repr(slots)]
 
-        rules, memory = self._coordinator.agree(wrap, same, lambda _: config.max_cpu_bytes or machine_bytes() // 2)
-        return rules, min(memory)
+        own = (config.max_cpu_bytes or machine_bytes() // 2, staging_bytes())
+        rules, limits = self._coordinator.agree(wrap, same, lambda _: own)
+        return rules, [min(limit) for limit in zip(*limits, strict=True)]
 
-    def _build(self, rules: NameRules, memory: int, resolve: Callable[[LoRARequest], str] | None) -> None:
-        config = self.config
+    def _build(self, rules: NameRules, limits: list[int], resolve: Callable[[LoRARequest], str] | None) -> None:
+        config, (memory, staging) = self.config, limits
         self._index = index = SiteIndex(self._wrapped, rules)
         self._changed = Bell()
         self._counts: Counter[str] = Counter()
         self._leases = Leases()
         self._cache = HostCache(config.max_cpu_loras or config.max_loras, memory)
-        self._pool = SlotArrays(self._wrapped.modules, config.max_loras, config.max_staging_bytes)
+        self._pool = SlotArrays(self._wrapped.modules, config.max_loras, staging)
         self._slots = SlotTable(self._pool, self._cache, self._leases, self._counts)
         of_host = (config, self._wrapped, index, self._cache, self._leases, self._slots, self._counts)
         of_host = (*of_host, self._state_lock, self._changed)
@@ -715,7 +716,11 @@ class LoRAManager:
                         return handle
 
     def leases(self) -> tuple[LeaseInfo, ...]:
-        """Return the open leases, oldest first, with their adapters, ages and threads."""
+        """Return the open leases, oldest first, with their adapters, ages and threads.
+
+        Those opened while the logger "jlora.leases" is enabled for DEBUG also have the stack of their `prepare`, which
+        takes about 50 us a batch.
+        """
         return self._leases.infos()
 
     @overload

@@ -1,5 +1,6 @@
 """Implementation of `prepare`: load the adapters of a batch, write them into slots, and lease the slots."""
 
+import logging
 import threading
 import time
 import traceback
@@ -27,6 +28,8 @@ from jlora.manager.locks import Bell, StateLock
 from jlora.manager.multihost import Coordinator
 from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.slot_table import SlotPlan, SlotTable
+
+_log = logging.getLogger("jlora.leases")
 
 # Steady traffic alternates between few batches (prefill, decode), so their device arrays are cached.
 _KEPT_BATCHES = 8
@@ -463,7 +466,7 @@ class Batches:
         return batch, all_ready
 
     def _lease(self, loaded: Iterable[PackedAdapter], sequences: "_Sequences") -> Lease:
-        where = "".join(traceback.format_stack()[:-3]) if self._config.trace_leases else None
+        where = "".join(traceback.format_stack()[:-3]) if _log.isEnabledFor(logging.DEBUG) else None
         distinct = tuple(dict.fromkeys(loaded))
         parts, invocations, shape = sequences
         thread = threading.get_ident()

@@ -43,16 +43,16 @@ class AdapterInfo:
 
     name: str
     level: Level
-    slot: int | None
+    slot: int | None = None
     version: int
     pinned: bool
-    leases: int
-    rank: int | None
-    modules: int | None
-    nbytes: int
+    leases: int = 0
+    rank: int | None = None
+    modules: int | None = None
+    nbytes: int = 0
     request: LoRARequest | None
     base_model_name: str | None
-    invocation_tokens: tuple[int, ...] | None
+    invocation_tokens: tuple[int, ...] | None = None
     saved_outputs: Mapping[str, int] | None = None
     warnings: tuple[str, ...] = ()
 
@@ -118,16 +118,10 @@ def _record(
         return AdapterInfo(
             name=name,
             level="evicted",
-            slot=None,
             version=cache.last[name][0],
             pinned=cache.pinned(name),
-            leases=0,
-            rank=None,
-            modules=None,
-            nbytes=0,
             request=cache.known[name],
             base_model_name=cache.known[name].base_model_name,
-            invocation_tokens=None,
         )
     slot = slots.get(packed)
     return AdapterInfo(

@@ -55,7 +55,7 @@ class SlotArrays:
     Args:
       modules: site -> module with the slot variables.
       num_slots: number of slots.
-      max_staging_bytes: largest size of the blocks that are moved to the device at a time.
+      max_bytes: largest size of the blocks that are moved to the device at a time.
 
     Attributes:
       table: adapter in each slot; None for an empty slot.
@@ -66,23 +66,24 @@ class SlotArrays:
       chunks: how the rows of a slot are divided into blocks.
       pins: True if page-locked host memory is available, which the device reads directly.
       joined: chunks that one program writes if an adapter has all of them; see `_joins`.
+      max_bytes: as above.
       slot_nbytes: bytes of each slot over all layers. The first slots may also have expert weights.
       compilations: number of times that the programs were compiled.
     """
 
-    def __init__(self, modules: Mapping[Site, nnx.Module], num_slots: int, max_staging_bytes: int):
+    def __init__(self, modules: Mapping[Site, nnx.Module], num_slots: int, max_bytes: int):
         self.table: list[PackedAdapter | None] = [None] * num_slots
         self.dirty: set[int] = set()
         self.writes = [0] * num_slots
         self.sites = tuple(modules)
-        # A block is at most a quarter of the staging size, so that transfers and writes can overlap.
-        self.chunks = cut(self.sites, max(1, max_staging_bytes // 4))
+        # A block is at most a quarter of that size, so that transfers and writes can overlap.
+        self.chunks = cut(self.sites, max(1, max_bytes // 4))
         self.slot_nbytes = [0] * num_slots
         for slots, nbytes in ((site.spec.slots, site.slot_nbytes) for site in self.sites):
             for slot in slots:
                 self.slot_nbytes[slot] += nbytes
         self.compilations = 0
-        self._max_bytes = max_staging_bytes
+        self.max_bytes = max_bytes
         self._variables: list[nnx.Variable[jax.Array]] = []
         self._places: dict[Site, range] = {}  # indices of its arrays in the variables
         for site in self.sites:
@@ -278,21 +279,21 @@ class SlotArrays:
         return held is not None and np.array_equal(held, values)
 
     def _waves(self, blocks: Sequence[Block]) -> list[list[Block]]:
-        """Return the blocks in groups of at most `max_staging_bytes`.
+        """Return the blocks in groups of at most `max_bytes`.
 
         Wait for earlier writes first, if their blocks and the first group exceed this size together.
         """
         waves: list[list[Block]] = []
-        size = self._max_bytes + 1
+        size = self.max_bytes + 1
         for block in blocks:
-            if size + block.nbytes > self._max_bytes:
+            if size + block.nbytes > self.max_bytes:
                 waves.append([])
                 size = 0
             waves[-1].append(block)
             size += block.nbytes
         first = sum(block.nbytes for block in waves[0]) if waves else 0
         # Writes run in order, so all are done when the last one is.
-        full = sum(block.nbytes for block in self._in_flight) + first > self._max_bytes
+        full = sum(block.nbytes for block in self._in_flight) + first > self.max_bytes
         if full and self._in_flight:
             jax.block_until_ready(self._last())
         self._let_blocks_go()

@@ -193,13 +193,9 @@ class SlotTable:
         free, evictable = self._free(), self._evictable(wanted)
         names, these = ", ".join(repr(c.name) for c in missing[:8]), ""
         for slots, count in Counter(c.slots for c in missing if len(c.slots) < total).items():
-            which, limit = (
-                ("experts that share factors", "max_shared_expert_loras")
-                if slots.start
-                else ("experts", "max_expert_loras")
-            )
+            which, key = ("experts that share factors", "shared") if slots.start else ("experts", "per_expert")
             these += f", {count} of them one of the {len(slots)} for {which}"
-            limits.append(limit)
+            limits.append(f"expert_slots[{key!r}]")
         return (
             f"{len(missing)} adapters need a slot ({names}){these}, but of {total} slots {len(free)} are free and "
             f"{len(evictable)} can be evicted; the others are pinned, held by an open batch or part of this one. Raise "
@@ -263,17 +259,17 @@ class SlotTable:
             for site in self.pool.sites:
                 _log.debug("slot %d: %s %r", slot, "filled" if site in brought else "cleared", site.path)
 
-    def move_ahead(self, packed: PackedAdapter, lock: StateLock, max_bytes: int) -> None:
+    def move_ahead(self, packed: PackedAdapter, lock: StateLock) -> None:
         """Move an adapter to the device before it is needed. Called on a loading thread, without locks.
 
-        At most `max_bytes` of such adapters are on the device; the oldest are dropped first.
+        At most `SlotArrays.max_bytes` of such adapters are on the device; the oldest are dropped first.
         """
-        size = sum(block.nbytes for block in packed.blocks)
+        size, most = sum(block.nbytes for block in packed.blocks), self.pool.max_bytes
         with lock:
-            if size > max_bytes or packed in self.pool.table or packed in self._ahead:
+            if size > most or packed in self.pool.table or packed in self._ahead:
                 return
             self._ahead[packed] = None
-            while sum(other.nbytes for other in self._ahead) > max_bytes and len(self._ahead) > 1:
+            while sum(other.nbytes for other in self._ahead) > most and len(self._ahead) > 1:
                 self._ahead.popitem(last=False)[0].ahead = None
             self.pool.let_go()  # freed here, because no step waits for this thread
         moved, _ = self.pool.move(packed.blocks)

@@ -1,7 +1,6 @@
 """Check of a model and of adapters against a configuration, from shapes alone."""
 
 import contextlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -48,13 +47,7 @@ class Survey:
     @property
     def device_slot_bytes(self) -> int:
         """Bytes of all slots on one device: A, B, ranks, scales and magnitudes."""
-        total = 0
-        for spec in (site.spec for site in self._wrapped.modules):
-            for j in spec.held:
-                shape, sharding = spec.shapes[j], spec.shardings[j]
-                itemsize = np.dtype(spec.dtypes[j]).itemsize
-                total += math.prod(shape if sharding is None else sharding.shard_shape(shape)) * itemsize
-        return total
+        return sum(site.spec.device_nbytes for site in self._wrapped.modules)
 
     def check(
         self, adapter: LoRARequest | Adapter, *, base_weight: Callable[[str], np.ndarray | None] | None = None

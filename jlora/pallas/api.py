@@ -33,9 +33,9 @@ Ranks, scales and magnitudes are constants of the gradients.
 
 `batch_invariant` fixes all sizes that decide the order of a sum: the rows of a tile, the blocks and parts of K, and the
 number of launches. They then follow K, N, R and dtypes alone. The kernels of a backend give a row's delta the same bits
-in a call of 1 row or of 8,192, with any other rows and in any slot. Gradients and the base product of `linear_lora` are
-not covered. For backend "xla" nothing but the rows of a tile is fixed: XLA chooses the order of its sums. On a CPU the
-bits were equal at all sizes tried.
+in a call of 1 row or of 8,192, with any other rows and in any slot. Gradients are not covered. For backend "xla"
+nothing but the rows of a tile is fixed: XLA chooses the order of its sums. On a CPU the bits were equal at all sizes
+tried.
 """
 
 import functools
@@ -44,7 +44,6 @@ from types import ModuleType
 from typing import TypeAlias
 
 import jax
-import jax.custom_batching
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
@@ -55,11 +54,10 @@ from jlora.errors import LoRAError
 from jlora.pallas import gradients, xla
 from jlora.pallas.gpus import own_backend, tell_once
 from jlora.pallas.plan import INVARIANT_TILE_M, Plan, make_plan
-from jlora.pallas.tiles import ProductTiles, product_tiles
 
 Shaped: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 
-__all__ = ["Plan", "add_lora", "expand", "linear_lora", "make_plan", "shrink", "unsupported_reason"]
+__all__ = ["Plan", "add_lora", "expand", "make_plan", "shrink", "unsupported_reason"]
 
 
 @_qwix.unintercepted
@@ -230,104 +228,6 @@ def add_lora(
         return xla.add_lora(base, x, a, b, plan, slice_sizes=sizes, **options)
     options = ranks, x_rows, row_scales, magnitudes, bias
     return gradients.add_lora(_run(kernels.add_lora, batch_invariant), sizes, base, x, a, b, plan, *options)
-
-
-@_qwix.unintercepted
-def linear_lora(
-    x: Float[jax.Array, "M K"],
-    w: Float[jax.Array, "K N"],
-    a: Float[jax.Array, "G n R K"],
-    b: Float[jax.Array, "G R N"],
-    plan: Plan,
-    *,
-    slice_sizes: Sequence[int] | None = None,
-    ranks: Int[jax.Array, "G n"] | Float[jax.Array, "G n 2"] | None = None,
-    row_scales: Float[jax.Array, "M"] | None = None,
-    magnitudes: Float[jax.Array, "G N"] | None = None,
-    batch_invariant: bool = False,
-    backend: Backend = "auto",
-) -> Float[jax.Array, "M N"]:
-    """Compute x[m] @ w + scale * b[group of m]ᵀ (a[group of m] @ x[m]) for each slice: a base layer with its LoRA.
-
-    It is `add_lora` on the product x @ w. On a GPU a kernel computes a product of few rows in bfloat16 or float16 where
-    it is faster than XLA's.
-
-    Args:
-      x: [M, K] rows.
-      w: [K, N] kernel of the base layer, in the dtype of x.
-      a: [G, n, R, K] as for `add_lora`.
-      b: [G, R, N] as for `add_lora`.
-      plan: As for `add_lora`.
-      slice_sizes: As for `add_lora`.
-      ranks: As for `add_lora`.
-      row_scales: [M] as for `expand`.
-      magnitudes: [G, N] as for `expand`.
-      batch_invariant: As for `add_lora`.
-      backend: As for `add_lora`.
-
-    Returns:
-      [M, N] in the dtype of x. The kernel's product equals `x @ w` to rounding, not bitwise, in rows without a group
-      too. The bits of a row depend on the number of rows M, but not on the other rows.
-
-    Raises:
-      LoRAError: As for `add_lora`, or w has another shape or dtype than [K, N] and x's.
-    """
-    if w.ndim != 2 or x.ndim != 2 or w.shape[0] != x.shape[1] or w.dtype != x.dtype:
-        raise LoRAError(
-            f"linear_lora: x must be [M, K] and w [K, N] of one dtype, got {x.dtype}{list(x.shape)} and "
-            f"{w.dtype}{list(w.shape)}"
-        )
-    if w.shape[1] != b.shape[-1]:
-        raise LoRAError(f"linear_lora: w [K, N] = {w.shape} and b [G, R, N] = {b.shape}: N disagrees")
-    base = xla.product(x, w) if batch_invariant else product(x, w, backend=backend)
-    return add_lora(
-        base, x, a, b, plan, slice_sizes=slice_sizes, ranks=ranks, row_scales=row_scales,
-        magnitudes=magnitudes, batch_invariant=batch_invariant, backend=backend,
-    )  # fmt: skip
-
-
-def product(x: Float[jax.Array, "M K"], w: Float[jax.Array, "K N"], *, backend: Backend = "auto") -> jax.Array:
-    """Compute the base product x @ w, by a kernel where `has_product` is True.
-
-    The kernel's products equal XLA's to rounding, not bitwise.
-    """
-    tiles = _product_tiles(x, w, backend)
-    if tiles is None:
-        return xla.product(x, w)
-    from jlora.pallas.triton import product as kernels  # slow import, needed on GPUs only
-
-    run = functools.partial(kernels.product, tiles=tiles)
-    return gradients.product(_unless_mapped(run), x, w)
-
-
-def has_product(x: Shaped, w: Shaped, *, backend: Backend = "auto") -> bool:
-    """Return True if a kernel computes x @ w: for few rows in bfloat16 or float16, where a gain is predicted.
-
-    The operands are arrays or `jax.ShapeDtypeStruct`s.
-    """
-    return _product_tiles(x, w, backend) is not None
-
-
-def _product_tiles(x: Shaped, w: Shaped, backend: Backend) -> ProductTiles | None:
-    """Return the tiles of the kernel that computes x @ w, or None if XLA does."""
-    if (own_backend() if backend == "auto" else backend) != "triton":
-        return None
-    _kernels("triton")
-    if x.dtype not in (jnp.bfloat16, jnp.float16) or x.dtype != w.dtype:
-        return None
-    return product_tiles(x.shape[0], w.shape[0], w.shape[1])
-
-
-def _unless_mapped(run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Return `run` with a batching rule: `jax.vmap` calls XLA's product, which then has all mapped rows."""
-    chosen = jax.custom_batching.custom_vmap(run)
-
-    @chosen.def_vmap
-    def mapped(axis_size, in_batched, x, w):
-        del axis_size
-        return jax.vmap(xla.product, in_axes=tuple(0 if batched else None for batched in in_batched))(x, w), True
-
-    return chosen
 
 
 def unsupported_reason(

@@ -46,12 +46,6 @@ def add_lora(
     return run(base, x, a, b, plan, slice_sizes=slice_sizes, **options)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def product(run, x, w):
-    """Run `run(x, w)`, a product x [M, K] @ w [K, N], differentiable in both."""
-    return run(x, w)
-
-
 def _shrink_forward(run, x, a, plan, ranks, x_rows):
     return run(x, a, plan, ranks=ranks, x_rows=x_rows), (x, a, plan, ranks, x_rows)
 
@@ -89,16 +83,6 @@ def _add_lora_backward(run, slice_sizes, residuals, dout):
     dtotal, dbase, dbias = _finish_grads(plan, slice_sizes, ranks, magnitudes, bias, dout)
     dh, db = _expand_grads(h, b, plan, ranks, row_scales, slice_sizes, dtotal)
     return dbase, *_shrink_grads(x, a, plan, ranks, x_rows, dh), db, None, None, None, None, None, dbias
-
-
-def _product_forward(run, x, w):
-    return run(x, w), (x, w)
-
-
-@_qwix.unintercepted
-def _product_backward(run, residuals, dout):
-    del run
-    return jax.vjp(xla.product, *residuals)[1](dout)
 
 
 def _shrink_grads(x, a, plan: Plan, ranks, x_rows, dh):
@@ -168,4 +152,3 @@ def _dot(spec, x, y):
 shrink.defvjp(_shrink_forward, _shrink_backward)
 expand.defvjp(_expand_forward, _expand_backward)
 add_lora.defvjp(_add_lora_forward, _add_lora_backward)
-product.defvjp(_product_forward, _product_backward)

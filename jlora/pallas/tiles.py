@@ -37,25 +37,6 @@ class GPUTiles:
     programs: int = 264
 
 
-@dataclass(frozen=True)
-class ProductTiles:
-    """Tile sizes of the GPU kernel for a base product of few rows (`triton.product`).
-
-    Only block_k and split_k change the order of additions.
-
-    Attributes:
-      block_n, block_k: Columns of a program, and in-features that it reads in one step.
-      split_k: Parts of K that are summed separately, then added in order.
-      warps, stages: Warps of a program, and blocks of x and w in flight.
-    """
-
-    block_n: int
-    block_k: int
-    split_k: int
-    warps: int
-    stages: int
-
-
 def max_tiles(num_rows: int, tile_m: int, max_active: int) -> int:
     """Return the largest number of tiles that `num_rows` rows in at most `max_active` groups can need.
 
@@ -294,24 +275,3 @@ def _too_much(p: GPUProblem, gpu: GPU) -> str:
         f"needs more than the {gpu.shared_memory} bytes of shared memory of {gpu.kind} for R = {p.rank} in tiles of "
         f"{p.tile_m} rows; lower R, make the plan with a smaller tile_m, or use backend='xla'"
     )
-
-
-def product_tiles(rows: int, k: int, n: int, gpu: GPU | None = None) -> ProductTiles | None:
-    """Return the tiles of a 16-bit base product x [rows, k] @ w [k, n], or None if XLA's product is as fast.
-
-    For 33 to 64 rows XLA reads a kernel at 36 to 65% of the bandwidth if it has few columns. Two programs on each
-    multiprocessor, with as many stages as fit, read it faster. With so many columns that K needs no parts XLA reads it
-    as fast, and with so few that more than four parts were needed the sum of the parts takes longer than the gain. With
-    fewer rows Hopper's matrix unit is not used, and the parts are slower than XLA's product. All of this was measured
-    on an H200. On other chips than Hopper's XLA's products differ.
-    """
-    gpu = current_gpu() if gpu is None else gpu
-    block_n, block_k = 64, 128
-    if gpu.capability != 90 or not 32 < rows <= 64:
-        return None
-    blocks = -(-n // block_n)
-    parts = min(4, 2 * gpu.multiprocessors // blocks, k // (3 * block_k))
-    if parts < 2 or blocks * parts < gpu.multiprocessors:
-        return None
-    stages = gpu.shared_memory // 2 // (block_k * (matrix_rows(rows) + block_n) * 2)
-    return ProductTiles(block_n, block_k, parts, 4, min(8, stages))

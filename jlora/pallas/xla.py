@@ -66,11 +66,6 @@ def add_lora(
     return finish(base.astype(jnp.float32) + delta, base, plan, slice_sizes, ranks, magnitudes, bias)
 
 
-def product(x, w):
-    """Compute x [M, K] @ w [K, N]. `jnp.matmul` may be cached as a user's call traced it, with quantized operands."""
-    return jax.lax.dot_general(x, w, (((1,), (0,)), ((), ())))
-
-
 def to_tiles(rows, plan: Plan, sources=None):
     """Gather rows into tiles: [M, ...] -> [T, tile_m, ...].
 

@@ -125,7 +125,7 @@ def test_a_quantized_model_is_served(served, capsys):
         (["--served-model-name", "x", "--lora-modules", "x=a"], "base model"),
         (["--served-model-name", "x", "x"], "twice"),
         (["--saved-heads", "embed_tokens=32"], "'model.embed_tokens': it is an embedding"),
-        (["--saved-heads", "score"], "expected NAME=OUTPUTS, got 'score'"),
+        (["--saved-heads", "score"], "expected NAME=NUMBER, got 'score'"),
         (["--saved-heads", "score=0"], "from 1 to"),
         (["--saved-heads", "score=2"], "saved_heads names 'score'"),
         (["--lora-root", "no/such/folder"], "no/such/folder"),
@@ -162,7 +162,8 @@ def test_a_quantized_model_is_served(served, capsys):
         (["--name-map", '{"a": 3}'], '--name-map: expected {"regex": "replacement", ...}, got'),
         (["--name-map", '{"(": "a"}'], "--name-map: '(' is not a regular expression"),
         (["--name-map", r'{"a": "\\1"}'], r"name_map: 'a' -> '\\1' is not a regular expression"),
-        (["--max-expert-loras", "9"], "max_expert_loras must be an int from 1 to max_loras (8)"),
+        (["--expert-slots", "per_expert=9"], "expert_slots must be a mapping of"),
+        (["--expert-slots", "each=1"], "expert_slots must be a mapping of"),
         (["--chat-template", "no/such/file"], "no/such/file"),
         (["--api-key", ""], "an empty key"),
         (["--api-key", "one", ""], "an empty key"),
@@ -249,9 +250,9 @@ def test_data_expert_and_tensor_sizes_together(served):
     names = sorted({one["adapter"] for one in shipped} - {None})
     modules = [f"{name}={MIXTURE.folder / 'adapters' / name}" for name in names]
     sizes = [f"--{axis}-parallel-size=2" for axis in ("data", "expert", "tensor")]
-    options = ("--max-loras", "3", "--max-expert-loras", "2", "--max-num-seqs", "4", "--lora-modules", *modules)
+    options = ("--max-loras", "3", "--expert-slots", "per_expert=2", "--max-num-seqs", "4", "--lora-modules", *modules)
     service = served(*sizes, *options, model=str(MIXTURE.folder / "model")).service
-    assert service.manager.config.max_expert_loras == 2
+    assert service.manager.config.expert_slots == {"per_expert": 2}
     assert dict(service.manager.model.partition.mesh.shape) == {"data": 2, "expert": 2, "tensor": 2}
     answers = answers_of(service.engine, [(one["prompt"], one["adapter"]) for one in shipped])
     right = [answer == one["answer"] for answer, one in zip(answers, shipped, strict=True)]

@@ -416,8 +416,8 @@ def test_a_new_lease_does_not_retrace():
 # --- Listing --------------------------------------------------------------------------------------------------------
 
 
-def test_open_leases_are_listed():
-    world = World(trace_leases=True)
+def test_open_leases_are_listed(world, caplog):
+    caplog.set_level("DEBUG", "jlora.leases")
     assert world.manager.leases() == ()
     with world.manager.prepare(NAMES) as batch, world.manager.prepare([None]):
         duplicate = copy.copy(batch)

@@ -17,7 +17,7 @@ from tests.manager import test_shared_experts as shared_experts
 pytestmark = pytest.mark.device
 
 SEQUENCES, LENGTH = 6, 2
-SWITCHES = {"sequence_scales": True, "max_adapters_per_sequence": 3, "activated": True}
+SWITCHES = {"max_adapters_per_sequence": 3, "activated": True}
 ADAPTERS = {**shared_experts.ADAPTERS, "some": OF_SOME["some"]}
 PLAIN = {name: shared_experts.plain(adapter) for name, adapter in ADAPTERS.items()}
 

@@ -17,6 +17,7 @@ from tests.layers.expert_models import Gathering, Model, Ragged, Roomy, Scanned,
 from tests.layers.test_collectives import collectives_of_writes
 from tests.manager.test_shared_experts import NAMES, World
 from tests.models.test_mesh import collectives, make_mesh
+from tests.small_device import on_small_device
 
 pytestmark = [pytest.mark.device, pytest.mark.mesh]
 
@@ -49,7 +50,7 @@ ADAPTERS = [adapter("a", 1, 2), adapter("b", 2, 4), adapter("c", 3, 3, experts=(
 class Served:
     """A decoder with a layer of experts, its manager, and a jitted forward."""
 
-    def __init__(self, axes=None, dispatch="all_gather", **config):
+    def __init__(self, axes=None, dispatch="all_gather", staging=2**28, **config):
         shape = DecoderConfig(
             vocab_size=32, hidden_size=HIDDEN, intermediate_size=24, num_hidden_layers=LAYERS, num_attention_heads=4,
             num_key_value_heads=4, head_dim=4,
@@ -61,7 +62,7 @@ class Served:
         self.base = None if mesh is None else collectives(jax.jit(_logits).lower(self.model, self.tokens).compile())
         data = [name for name in spread_over(dispatch) if name in (axes or {})]
         sizes = {"max_loras": 3, "max_lora_rank": 4, "max_cpu_loras": 6, "data_axes": data} | config
-        self.manager = jlora.LoRAManager(self.model, jlora.LoRAConfig(**sizes))
+        self.manager = on_small_device(staging, jlora.LoRAManager, self.model, jlora.LoRAConfig(**sizes))
         for one in ADAPTERS:
             self.manager.add_adapter(one)
 
@@ -110,7 +111,7 @@ def close(found, expected):
 slow = pytest.mark.slow
 CASES = [
     ({"expert": 4}, "all_gather", {}),
-    ({"expert": 2, "tensor": 2}, "all_to_all", {"max_staging_bytes": 1024}),
+    ({"expert": 2, "tensor": 2}, "all_to_all", {"staging": 1024}),
     pytest.param({"data": 2, "expert": 2, "tensor": 2}, "all_gather", {}, marks=slow),
     pytest.param({"expert": 2, "tensor": 2}, "all_gather", {"fully_sharded": True}, marks=slow),
     pytest.param({"expert": 2, "tensor": 4}, "all_to_all", {"fully_sharded": True, "max_lora_rank": 6}, marks=slow),

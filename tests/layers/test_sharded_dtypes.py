@@ -99,20 +99,35 @@ class Own:
         return lax.dot_general(*args, **kwargs)
 
 
+def general(**options):
+    return nnx.LinearGeneral(
+        (4, 4), 8, axis=(-2, -1), rngs=nnx.Rngs(0), bias_init=nnx.initializers.normal(1), **options
+    )
+
+
+def einsum():
+    """Return a layer with an axis of the rows behind the features of its output, which has a bias."""
+    return nnx.Einsum("BTNH,NHD->BDT", (4, 4, 8), (8,), rngs=nnx.Rngs(0), bias_init=nnx.initializers.normal(1))
+
+
 @pytest.mark.parametrize(
-    "options",
+    "build",
     [
-        {},
-        {"dot_general_cls": Own},
-        *(pytest.param({"dot_general": own}, marks=pytest.mark.slow) for own in (lax.dot_general, halved)),
+        general,
+        einsum,
+        functools.partial(general, dot_general_cls=Own),
+        *(
+            pytest.param(functools.partial(general, dot_general=own), marks=pytest.mark.slow)
+            for own in (lax.dot_general, halved)
+        ),
     ],
 )
-def test_products_of_general_layers(options):
-    """LoRA is served if a class creates the product, which is then no attribute that the wrapper can replace."""
+def test_products_of_general_layers(build):
+    """LoRA is served too if a class creates the product, which jlora cannot follow."""
 
     class General(nnx.Module):
         def __init__(self):
-            self.row = nnx.LinearGeneral((4, 4), 8, axis=(-2, -1), rngs=nnx.Rngs(0), **options)
+            self.row = build()
 
         def __call__(self, x):
             return self.row(x)

@@ -53,7 +53,7 @@ def test_mixed_batches_equal_scaled_weights(both):
 
 
 def test_sums_and_activations_beside_dora(both):
-    config = {"sequence_scales": True, "max_adapters_per_sequence": 2, "activated": True}
+    config = {"max_adapters_per_sequence": 2, "activated": True}
     world = served(*both, max_loras=3, max_cpu_loras=3, **config)
     first, _, other = both
     entries = [Mix({"all": 1}), Mix({"plain": 0.5}), Scaled("all", 1.0)]
@@ -281,7 +281,7 @@ def test_donated_and_quantized_base_weights_are_refused():
     ),
 )
 def test_factors_and_sums_of_dora_are_refused(both, entry):
-    world = served(*both, max_adapters_per_sequence=2, sequence_scales=True, max_loras=3)
+    world = served(*both, max_adapters_per_sequence=2, max_loras=3)
     with pytest.raises(jlora.LoRAUsageError, match="'all' is a DoRA adapter, which is served alone"):
         world.manager.prepare(["plain", entry, None])
     world.serve(["plain", Mix({"plain": 0.5, "some": 0}), "all"])

@@ -21,6 +21,7 @@ from jlora.adapters.adapter import open_adapter
 from jlora.manager import stage
 from tests.manager.tiny import MAX_RANK, MODULES, World, make_adapter, make_world, same
 from tests.records import content_of, evicted, on_host, slot_names, waiting
+from tests.small_device import on_small_device
 
 pytestmark = pytest.mark.device
 
@@ -532,7 +533,7 @@ def test_prefetched_bytes_on_device_are_bounded(store):
     m.prefetch(store.request("a")).result(30)
     m.prefetch(store.request("b")).result(30)
     sizes = {name: m.list_adapters()[name].nbytes for name in "ab"}
-    world = make_world(max_loras=4, max_cpu_loras=8, max_staging_bytes=sum(sizes.values()))
+    world = on_small_device(sum(sizes.values()), make_world, max_loras=4, max_cpu_loras=8)
     m = world.manager
     for name in "abcde":
         m.prefetch(store.request(name)).result(30)

@@ -28,7 +28,7 @@ def served(adapters, **config):
 
 @pytest.fixture(scope="module")
 def world(adapters):
-    return served(adapters, sequence_scales=True, max_adapters_per_sequence=3, activated=True)
+    return served(adapters, max_adapters_per_sequence=3, activated=True)
 
 
 def parts_of(entry, adapters):
@@ -92,12 +92,18 @@ def test_order_of_a_mix_is_fixed_and_company_does_not_matter(world):
 
 
 def test_scales_without_mixtures(adapters):
-    world = served(adapters, sequence_scales=True)
+    world = served(adapters, max_adapters_per_sequence=1)
     with world.manager.prepare([Scaled("a", -0.5), "b", None]) as batch:
         got = world.logits(batch)
     parts = [[(adapters["a"], -0.5)], [(adapters["b"], 1)], []]
     want = np.stack([expected(world.model, p, t) for p, t in zip(parts, np.asarray(world.tokens), strict=True)])
     np.testing.assert_allclose(got, want, rtol=0, atol=4e-6 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(("most", "factors"), [(None, False), (1, True), (2, True)])
+def test_batches_have_factors_only_if_configured(most, factors):
+    with make_world(max_adapters_per_sequence=most).manager.prepare([None, None]) as batch:
+        assert any(array.dtype == np.float32 for array in jax.tree.leaves(batch)) == factors
 
 
 def test_packed_rows(world, adapters):
@@ -183,9 +189,9 @@ def test_malformed_descriptions_are_refused(make, message):
 @pytest.mark.parametrize(
     ("entries", "options", "message"),
     [
-        ([Scaled("a", 0.5)], {}, "sequence_scales=True"),
-        ([Mix({"a": 1, "b": 1})], {}, "max_adapters_per_sequence is 1"),
-        ([Mix({"a": 2})], {}, "sequence_scales=True"),
+        ([Scaled("a", 0.5)], {}, "max_adapters_per_sequence=1"),
+        ([Mix({"a": 1, "b": 1})], {}, "max_adapters_per_sequence=2"),
+        ([Mix({"a": 2})], {}, "max_adapters_per_sequence=1"),
         (["a"], {"active_from": [1]}, "activated=True"),
     ],
 )

@@ -186,9 +186,9 @@ def test_slots_for_experts_that_share_a_factor(folder_of, kind):
         if kind == "shared A" and ("lora_B" if "down_proj" in name else "lora_A") in name:
             found[name] = array[:1]
     request = jlora.LoRARequest("x", str(folder_of(found, **fields)))
-    config = {"max_expert_loras": 1, "max_shared_expert_loras": 1}
-    whole = whole_of(Gathering, 4, **config).staged(request)
-    world = world_of(Gathering, 4, (1, 2), **config)
+    config = {"expert_slots": {"per_expert": 1, "shared": 1}}
+    whole = World(Gathering, 4, (0, 1, 2, 3), **config).staged(request)
+    world = World(Gathering, 4, (1, 2), **config)
     part = world.staged(request)
     assert_same_where_own(part, whole, world.own)
     alone = [block for block in part.blocks if block.chunk.spec.experts is None]

@@ -21,6 +21,7 @@ import jlora
 from jlora.adapters import tensor_data
 from jlora.manager import packing
 from tests.layers.expert_models import EXPERTS, HIDDEN, INNER, Block, Model, Seams
+from tests.small_device import on_small_device
 
 FILES = [np.dtype(t) for t in (np.float32, ml_dtypes.bfloat16, np.float16, np.float64)]
 SLOTS = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -191,10 +192,10 @@ def test_slots_of_any_spec_equal_numpy_packing(write_programs):
         axis = data.draw(st.sampled_from([None, None, 0, 1]), "split axis")
         if axis is not None:
             split(model, axis, spec["stacked"])
-        limits = {"max_staging_bytes": data.draw(st.sampled_from([1, 3000, 1 << 20]), "staging")}
-        config = jlora.LoRAConfig(max_loras=2, max_cpu_loras=3, max_lora_rank=max_rank, dtype=dtype, **limits)
+        staging = data.draw(st.sampled_from([1, 3000, 1 << 20]), "staging")
+        config = jlora.LoRAConfig(max_loras=2, max_cpu_loras=3, max_lora_rank=max_rank, dtype=dtype)
         parts = {f"proj{i}": {f"part{i}_{j}": n for j, n in enumerate(p)} for i, p in enumerate(spec["sizes"])}
-        manager = jlora.LoRAManager(model, config, packed_modules=parts)
+        manager = on_small_device(staging, jlora.LoRAManager, model, config, packed_modules=parts)
         check_swaps(data.draw, manager, places_of(model, **spec), max_rank, dtype)
 
     check()
@@ -214,8 +215,8 @@ class Stacked(nnx.Module):
 @functools.cache
 def manager_of_experts(stacked, dtype):
     model = Stacked() if stacked else Model(Seams, nnx.Rngs(0))
-    config = jlora.LoRAConfig(max_loras=2, max_lora_rank=4, max_cpu_loras=3, dtype=dtype, max_staging_bytes=3000)
-    return jlora.LoRAManager(model, config)
+    config = jlora.LoRAConfig(max_loras=2, max_lora_rank=4, max_cpu_loras=3, dtype=dtype)
+    return on_small_device(3000, jlora.LoRAManager, model, config)
 
 
 def places_of_experts(model, stacked):

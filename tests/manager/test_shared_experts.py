@@ -11,7 +11,7 @@ from flax import nnx
 
 import jlora
 from jlora.adapters import ExpertsLoRA
-from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
+from jlora.errors import AdapterMismatchError, LoRAError
 from jlora.layers.wrap.apply import wrap_model
 from tests.layers.expert_models import (
     EXPERTS,
@@ -28,6 +28,7 @@ from tests.layers.expert_models import (
 )
 from tests.manager.test_experts import each, normal, one_by_one, router, stacked
 from tests.records import slot_names, write_programs
+from tests.small_device import on_small_device
 
 pytestmark = pytest.mark.device
 
@@ -70,7 +71,7 @@ class World:
 
     def __init__(self, model, **config):
         self.model = model
-        sizes = {"max_loras": 5, "max_expert_loras": 2, "max_shared_expert_loras": 2, "max_lora_rank": 4} | config
+        sizes = {"max_loras": 5, "expert_slots": {"per_expert": 2, "shared": 2}, "max_lora_rank": 4} | config
         self.manager = jlora.LoRAManager(model, jlora.LoRAConfig(**sizes, max_cpu_loras=12))
         self.x = jax.random.normal(jax.random.key(1), (len(NAMES), 2, HIDDEN))
 
@@ -103,9 +104,9 @@ class World:
 
 STYLES = {
     "methods": lambda: World(Model(Gathering, nnx.Rngs(0))),
-    "scanned ragged_dot": lambda: World(Scanned(Ragged, nnx.Rngs(0)), max_staging_bytes=1024),  # in many blocks
+    "scanned ragged_dot": lambda: on_small_device(1024, World, Scanned(Ragged, nnx.Rngs(0))),  # in many blocks
     "scanned": lambda: World(Scanned(Seams, nnx.Rngs(0))),
-    "one-hot": lambda: World(Model(Roomy, nnx.Rngs(0)), max_loras=4, max_expert_loras=None),
+    "one-hot": lambda: World(Model(Roomy, nnx.Rngs(0)), max_loras=4, expert_slots={"shared": 2}),
 }
 
 
@@ -134,7 +135,7 @@ def test_rows_of_every_kind_of_slot_in_one_batch(style):
 
 
 def test_other_rows_are_the_bits_of_a_model_without_such_slots(world):
-    without = World(Model(Seams, nnx.Rngs(0)), max_shared_expert_loras=0)
+    without = World(Model(Seams, nnx.Rngs(0)), expert_slots={"per_expert": 2})
     for name in ("full", "dense"):
         without.manager.add_adapter(ADAPTERS[name])
     others = [name if name in ("full", "dense") else None for name in NAMES]
@@ -212,7 +213,7 @@ def test_no_array_stands_for_the_factor_that_is_not_held(world):
 
 
 def test_error_of_slots_that_do_not_fit_lists_bytes_of_each_kind():
-    kinds = ("max_loras=5", "max_expert_loras=2", "max_shared_expert_loras=2")
+    kinds = ("max_loras=5", r"expert_slots\['per_expert'\]=2", r"expert_slots\['shared'\]=2")
     each_of = ", ".join(f"[0-9,]+ for each of {kind} slots" for kind in kinds)
     with pytest.raises(LoRAError, match=f"[0-9,]{{17,}} bytes are needed, {each_of}, of max_lora_rank=10{{11}} over 6"):
         World(Model(Seams, nnx.Rngs(0)), max_lora_rank=10**11)
@@ -304,7 +305,7 @@ def test_a_forward_that_leaves_the_experts_out(world):
 def test_unwrapped_as_it_was():
     model = Model(Seams, nnx.Rngs(0))
     before = [sorted(vars(module)) for _, module in nnx.iter_graph(model) if isinstance(module, nnx.Module)]
-    config = jlora.LoRAConfig(max_loras=2, max_lora_rank=2, max_shared_expert_loras=1)
+    config = jlora.LoRAConfig(max_loras=2, max_lora_rank=2, expert_slots={"shared": 1})
     wrap_model(model, config).unwrap()
     after = [sorted(vars(module)) for _, module in nnx.iter_graph(model) if isinstance(module, nnx.Module)]
     assert after == before
@@ -339,14 +340,6 @@ def test_rows_of_experts_elsewhere_keep_their_bits(world):
     assert np.signbit(found[0]).all()
     assert not found[0].any()
     assert found[1].any(axis=1).tolist() == [True, False, True, False]
-
-
-@pytest.mark.parametrize(
-    ("value", "experts", "room"), [(-1, None, 3), (True, None, 3), (4, None, 3), (3, 2, 2), ("1", 1, 3)]
-)
-def test_how_many_there_can_be(value, experts, room):
-    with pytest.raises(LoRAUsageError, match=f"max_shared_expert_loras must be an int from 0 to {room}"):
-        jlora.LoRAConfig(max_loras=4, max_lora_rank=4, max_expert_loras=experts, max_shared_expert_loras=value)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jlora
 from tests.manager.tiny import LAYERS, MAX_RANK, MODULES, VOCAB, WIDTH, make_adapter, make_world, same
 from tests.records import slot_names
+from tests.small_device import on_small_device
 
 pytestmark = [pytest.mark.device, pytest.mark.optimised]
 
@@ -121,8 +122,8 @@ def staged_bytes(monkeypatch, shapes) -> list[int]:
 @pytest.mark.device("cpu")  # a GPU joins the blocks of a wave
 @pytest.mark.parametrize("limit", [1, 2000, 6000, 10**6])
 def test_waves_are_bounded(monkeypatch, limit):
-    """Transfers of an adapter of any size are bounded by `max_staging_bytes`, but at least one block of one row."""
-    world = make_world(max_staging_bytes=limit)
+    """Transfers of an adapter of any size are bounded by `SlotArrays.max_bytes`, but at least one block of one row."""
+    world = on_small_device(limit, make_world)
     gc.disable()  # arrays must be freed without a collection
     try:
         for name in "ab":
@@ -145,7 +146,7 @@ def test_waves_are_bounded(monkeypatch, limit):
 
 def test_several_writes_in_a_row_stay_bounded_together(monkeypatch):
     """The third adapter waits until the first two are written, because their blocks may still be on the device."""
-    world = make_world(max_loras=4, max_staging_bytes=12_000)
+    world = on_small_device(12_000, make_world, max_loras=4)
     for name in "abcd":
         world.manager.add_adapter(make_adapter(name, rank=MAX_RANK, modules=list(MODULES)))
     size = world.manager.list_adapters()["a"].nbytes

@@ -44,6 +44,7 @@ from tests.manager.tiny import (
     request,
 )
 from tests.records import content_of, evicted, on_host, slot_names
+from tests.small_device import on_small_device
 
 pytestmark = pytest.mark.device
 
@@ -283,7 +284,7 @@ def manager_of(model, *, max_loras=5, max_lora_rank=4, names=None, **config):
 
 
 def sharing(model, **config):
-    return manager_of(model, **{"max_expert_loras": 2, "max_shared_expert_loras": 2, **config})
+    return manager_of(model, **{"expert_slots": {"per_expert": 2, "shared": 2}, **config})
 
 
 def seams():
@@ -302,7 +303,7 @@ LAYERS = {
     "experts that share": (lambda: sharing(ExpertModel(Gathering, nnx.Rngs(0))), None, lambda: shared("x", gate=True)),
     "blocks of other sizes": (
         lambda: manager_of(Scanned(Ragged, nnx.Rngs(0))),
-        lambda: manager_of(Scanned(Ragged, nnx.Rngs(0)), max_staging_bytes=1024, max_loras=2, max_lora_rank=40),
+        lambda: on_small_device(1024, manager_of, Scanned(Ragged, nnx.Rngs(0)), max_loras=2, max_lora_rank=40),
         lambda: each("x"),
     ),
     "onto a mesh": (

@@ -225,7 +225,9 @@ QUICK = [(32, {"expert": 2, "tensor": 2}, 2), (512, {"tensor": 4}, 0)]
 def test_every_format_of_gpt_oss(gpt_oss, inner, axes, shared):
     """Against merged weights, and against one device. `shared`: slots for adapters whose experts share a factor."""
     world = gpt_oss(inner)
-    manager = world.served(axes, max_loras=len(world.names) + shared, max_shared_expert_loras=shared)
+    manager = world.served(
+        axes, max_loras=len(world.names) + shared, expert_slots={"shared": shared} if shared else None
+    )
     assert not [layer.path for layer in manager.layers() if ".experts" in layer.path and layer.reason]
     found = world.logits(manager, world.names)
     for i, name in enumerate(world.names):
@@ -240,7 +242,7 @@ def test_every_format_of_gpt_oss(gpt_oss, inner, axes, shared):
 def test_gpt_oss_is_read_back_in_the_order_of_checkpoints(gpt_oss, tmp_path):
     world = gpt_oss(32)
     names = ["each", "fused", "three axes, shared", "Tinker's"]
-    manager = world.served({"expert": 2, "tensor": 2}, names, max_loras=5, max_shared_expert_loras=2)
+    manager = world.served({"expert": 2, "tensor": 2}, names, max_loras=5, expert_slots={"shared": 2})
     one = world.served(names=[], max_loras=4)
     for name in names:
         manager.activate_adapter(name)

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from jlora.pallas import api, gpus
+from jlora.layers.forward import few_rows
+from jlora.pallas import gpus
 from jlora.pallas.mosaic_tpu import lora as mosaic_tpu
-from jlora.pallas.tiles import ProductTiles
 from jlora.pallas.triton import lora as triton
-from jlora.pallas.triton import product as triton_product
 from tests.pallas.running import interpret_of
 
 
@@ -30,7 +29,7 @@ def default_device(monkeypatch):
 def interpret(monkeypatch):
     """`interpret(**tiles)` interprets the kernels that `jlora.ops` calls, and returns the list of their names."""
     kernels = {
-        "add_lora": (triton, "triton"), "product": (triton_product, "triton"),
+        "add_lora": (triton, "triton"), "product_in_parts": (few_rows, "triton"),
         "expand": (triton, "triton"), "tpu_add_lora": (mosaic_tpu, "mosaic_tpu"),
         "tpu_expand": (mosaic_tpu, "mosaic_tpu"),
     }  # fmt: skip
@@ -68,9 +67,5 @@ def force_tiles(monkeypatch):
 
 @pytest.fixture
 def force_product(monkeypatch):
-    """`force_product(tiles)` makes the kernel of base products take all shapes of up to 128 rows, with these tiles."""
-
-    def force(tiles: ProductTiles) -> None:
-        monkeypatch.setattr(api, "product_tiles", lambda rows, k, n: tiles if 0 < rows <= 128 else None)
-
-    return force
+    """Make the kernel of products of few rows take all shapes of up to 128 rows, in two parts of K."""
+    monkeypatch.setattr(few_rows, "parts_and_stages", lambda rows, k, n: (2, 1) if 0 < rows <= 128 else None)

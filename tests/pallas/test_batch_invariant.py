@@ -10,7 +10,6 @@ import pytest
 
 from jlora import ops
 from jlora.errors import LoRAError
-from jlora.pallas.tiles import ProductTiles
 from tests.pallas.lowering import lowered_text
 from tests.pallas.running import interpret_of
 from tests.pallas.scales import with_scales
@@ -153,22 +152,6 @@ def test_experts(backend, interpret):
     assert found[0].any()
 
 
-def test_the_base_product_of_linear_lora_is_that_of_xla(factors, force_product):
-    """jlora's kernel would compute it without `batch_invariant`."""
-    force_product(ProductTiles(block_n=16, block_k=16, split_k=2, warps=4, stages=1))
-    a, b, ranks = factors
-    x, w = jnp.ones((4, K), jnp.bfloat16), jnp.ones((K, sum(SIZES)), jnp.bfloat16)
-
-    def run(x, w, batch_invariant):
-        plan = ops.make_plan(jnp.zeros(4, jnp.int32), num_groups=SLOTS, batch_invariant=True)
-        options = {"slice_sizes": SIZES, "ranks": ranks, "batch_invariant": batch_invariant}
-        return ops.linear_lora(x, w, a, b, plan, backend="triton", **options)
-
-    for batch_invariant in (True, False):
-        text = lowered_text(partial(run, batch_invariant=batch_invariant), (x, w), "cuda")
-        assert ("base_product" in text) != batch_invariant
-
-
 @pytest.mark.usefixtures("unchecked_calls")
 def test_plans_of_other_tiles_are_refused(factors):
     a, b, _ = factors
@@ -181,7 +164,7 @@ def test_plans_of_other_tiles_are_refused(factors):
     with pytest.raises(LoRAError, match="shrink: batch_invariant needs a plan with tile_m = 16, got 32"):
         ops.shrink(jnp.zeros((64, K)), a, plan, batch_invariant=True)
     with pytest.raises(LoRAError, match="add_lora: batch_invariant needs a plan"):
-        ops.linear_lora(jnp.zeros((64, K)), jnp.zeros((K, 29)), a, b, plan, slice_sizes=SIZES, batch_invariant=True)
+        ops.add_lora(jnp.zeros((64, 29)), jnp.zeros((64, K)), a, b, plan, slice_sizes=SIZES, batch_invariant=True)
 
 
 def test_a_few_rows_of_experts_are_not_fused():

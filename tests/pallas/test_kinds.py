@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from jlora import Mix, Scaled
-from jlora.pallas.tiles import ProductTiles
 from tests.manager.tiny import LENGTH, MODULES, SEQUENCES, as_dora, expected, make_adapter, make_world
 from tests.matrix import thinned
 
@@ -19,7 +18,7 @@ ADAPTERS = {
     "dora": as_dora(make_adapter("dora", rank=3, modules=LINEAR)),
     "dora of some": as_dora(make_adapter("dora of some", rank=2, modules=["layers.0.q_proj", "layers.1.o_proj"])),
 }
-SWITCHES = {"sequence_scales": True, "activated": True, "dora": True}
+SWITCHES = {"max_adapters_per_sequence": 1, "activated": True, "dora": True}
 # Entries and first active rows.
 BATCHES = [
     (["all", None, "dora"], [0, 0, 0]),
@@ -41,7 +40,7 @@ def parts_of(entry):
 
 
 def check(batches, tolerance=1e-5, **config):
-    world = make_world(max_loras=4, **SWITCHES, **config)
+    world = make_world(max_loras=4, **SWITCHES | config)
     for adapter in ADAPTERS.values():
         world.manager.add_adapter(adapter)
     with world.manager.prepare([None] * SEQUENCES, active_from=[0] * SEQUENCES, length=LENGTH) as batch:
@@ -70,10 +69,10 @@ def test_each_kernel_adds_every_kind_of_row(interpret, backend):
 
 
 @pytest.mark.slow
-def test_base_products_of_the_kernel(interpret, force_product):
+@pytest.mark.usefixtures("force_product")
+def test_base_products_of_the_kernel(interpret):
     """The kernel computes the products of all kinds of rows, and base rows have the same bits in every batch."""
-    force_product(ProductTiles(block_n=16, block_k=16, split_k=2, warps=4, stages=1))
     calls = interpret()
     check(BATCHES + MIXED, 4e-2, backend="triton", max_adapters_per_sequence=2, dtype=jnp.bfloat16)
-    assert calls.count("product") == 4  # of two layers
-    assert set(calls) == {"product", *KERNELS["triton"]}
+    assert calls.count("product_in_parts") == 4  # of two layers
+    assert set(calls) == {"product_in_parts", *KERNELS["triton"]}

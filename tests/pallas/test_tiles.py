@@ -17,7 +17,6 @@ from jlora.pallas.tiles import (
     fitted,
     gpu_tiles,
     plan_tile_m,
-    product_tiles,
     rule_of_thumb,
     shrink_shared_bytes,
     too_large,
@@ -129,24 +128,6 @@ def test_chunks_keep_the_longest_program_short(slices, programs, block_n):
         if used:
             shortest = min(longest_program(slices, block_n, used, cut, programs) for cut in cuts)
             assert longest_program(slices, block_n, used, counts, programs) <= 1.2 * shortest
-
-
-# rows, K and N of decode steps -> parts of K, or None for products that XLA computes as fast
-PRODUCTS = [
-    (64, 4096, 4096, 4), (33, 4096, 6144, 2), (64, 18944, 3584, 4), (64, 5120, 7168, 2),
-    (64, 3584, 37888, None), (64, 4096, 1024, None), (32, 4096, 4096, None), (65, 4096, 4096, None),
-    (64, 512, 4096, None),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("rows", "k", "n", "parts"), PRODUCTS)
-def test_products_have_tiles_where_a_gain_is_predicted(rows, k, n, parts):
-    tiles = product_tiles(rows, k, n, H200)
-    assert (None if tiles is None else tiles.split_k) == parts
-    if tiles is not None:  # two programs on each multiprocessor
-        blocks = tiles.stages * tiles.block_k * (64 + tiles.block_n) * 2
-        assert H200.shared_memory // 2 - tiles.block_k * (64 + tiles.block_n) * 2 < blocks <= H200.shared_memory // 2
-    assert product_tiles(rows, k, n, replace(H200, capability=80)) is None
 
 
 def test_tiles_that_fit_are_not_reduced():

@@ -13,7 +13,7 @@ from flax import nnx
 import jlora
 from jlora._compat import triton_gap
 from jlora.layers.slot_write import takes_kernels
-from jlora.pallas import api, gpus, moe
+from jlora.pallas import gpus, moe
 from jlora.pallas.tiles import plan_tile_m
 from tests.pallas.test_api import lowered
 
@@ -50,8 +50,6 @@ def test_auto_takes_xla_and_logs_one_line(absent, default_device, caplog):
     default_device()
     assert "triton" not in lowered("auto", "cuda")
     assert "triton" not in lowered("auto", "cuda", rank=16)
-    shape = jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
-    assert not api.has_product(*shape)
     assert plan_tile_m(64, 8) == plan_tile_m(64, 8, "xla")
     assert (takes_kernels(DEVICE), moe._plan_kernels("auto", 64)) == (False, None)
     manager_of("auto").prepare([None]).close()
@@ -68,7 +66,6 @@ def test_a_named_backend_raises(absent, default_device):
     calls = [
         lambda: manager_of("triton"),
         lambda: lowered("triton", "cuda"),
-        lambda: api.product(jnp.ones((64, 4096), jnp.bfloat16), jnp.ones((4096, 4096), jnp.bfloat16), backend="triton"),
         lambda: moe.plan_experts(ids, ids, ids, num_slots=1, num_experts=2, backend="triton"),
     ]
     for call in calls:

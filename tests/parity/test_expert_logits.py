@@ -101,7 +101,7 @@ def test_every_format_in_mixed_batches(world):
 
 def test_scaled_and_mixed_adapters(world):
     """A weighted sum of deltas is merged adapter by adapter."""
-    sizes = {"max_loras": 2, "max_lora_rank": 32, "sequence_scales": True, "max_adapters_per_sequence": 2}
+    sizes = {"max_loras": 2, "max_lora_rank": 32, "max_adapters_per_sequence": 2}
     manager = jlora.LoRAManager(jlora.models.from_pretrained(world.folder / "base"), jlora.LoRAConfig(**sizes))
     one, two = [*world.adapters][:2]
     for name in (one, two):

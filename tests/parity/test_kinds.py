@@ -102,7 +102,7 @@ class World:
         return model.eval()
 
     def served(self, mesh=None, **config) -> jlora.LoRAManager:
-        switches = {"sequence_scales": True, "max_adapters_per_sequence": 3, "activated": True, "dora": True}
+        switches = {"max_adapters_per_sequence": 3, "activated": True, "dora": True}
         sizes = {"max_loras": len(ADAPTERS), "max_lora_rank": 16}
         model = jlora.models.from_pretrained(self.folder / "base", mesh=mesh)
         manager = jlora.LoRAManager(model, jlora.LoRAConfig(**sizes, **switches, **config))

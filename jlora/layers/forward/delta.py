@@ -4,7 +4,7 @@ The kernel's sharding determines the computation of each shard:
 
     column-parallel   x and A are replicated, B and y split by N. Each shard computes its columns as one device does.
     row-parallel      x and A are split by K, so a shard has a partial sum of x A^T. If the base product is computed
-                      here too (`fused_base`), each shard expands its partial sum into its part of the base output,
+                      here too (`row_parallel`), each shard expands its partial sum into its part of the base output,
                       and the base model's own reduction sums both. Otherwise the partial sums of x A^T, of size
                       rank, are reduced first.
     fully sharded     in addition, A is split by rank and x A^T is gathered. B of a row-parallel layer is split by N,

@@ -15,9 +15,10 @@ from jlora._typing import is_list_or_tuple
 from jlora.errors import LoRAError
 from jlora.layers.einsum import EinsumRows
 from jlora.layers.forward.delta import add_delta
-from jlora.layers.forward.fused_base import can_fuse, fused_base
+from jlora.layers.forward.few_rows import few_rows_output
 from jlora.layers.forward.heads import replace_rows
 from jlora.layers.forward.mesh import parts_of
+from jlora.layers.forward.row_parallel import row_parallel_output
 from jlora.layers.forward.scope import enter_site
 from jlora.layers.site import HEAD, Site
 from jlora.layers.specs import LinearSpec, Restore
@@ -32,12 +33,13 @@ def linear_methods(cls: type, name: str) -> Callable[..., Any]:
     def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         site: Site = vars(self)["jlora_site"]
         scope = enter_site(site, self)
-        head: Site | None = vars(self).get(f"{HEAD}_site")
-        if scope is not None and head is None and can_fuse(cls, self, site, args, kwargs):
-            return fused_base(cls, self, site, scope, args, kwargs)
-        y = own(self, *args, **kwargs)
         if scope is None:
-            return y
+            return own(self, *args, **kwargs)
+        head: Site | None = vars(self).get(f"{HEAD}_site")
+        if head is None and (out := row_parallel_output(own, self, site, scope, args, kwargs)) is not None:
+            return out
+        y = few_rows_output(own, self, site, args, kwargs)
+        y = own(self, *args, **kwargs) if y is None else y
         spec: LinearSpec = vars(self)["jlora_spec"]
         try:
             x, base, restore, bias = rows_of_call(self, site, spec, parameters, y, args, kwargs)

@@ -145,8 +145,8 @@ def _model_sites(
         frozenset({*wrapped.unwrapped, *names}),
         sites[0].spec.sharding,
         device,
-        adapters=config.max_adapters_per_sequence,
-        scaled=config.sequence_scales or config.max_adapters_per_sequence > 1,
+        adapters=config.max_adapters_per_sequence or 1,
+        scaled=config.max_adapters_per_sequence is not None,
         activated=config.activated,
         groups=groups,
         intercepted=any(_qwix.is_intercepted(found.module) for found, _ in plans),
@@ -182,8 +182,9 @@ def _allocate(
             raise
         kinds: dict[str, int] = {}
         for site in sites:
-            own = "max_expert_loras" if site.spec.experts else "max_loras"
-            kind = f"{own if site.spec.whole else 'max_shared_expert_loras'}={site.spec.num_slots} slots"
+            limit = "expert_slots['per_expert']" if site.spec.experts else "max_loras"
+            limit = limit if site.spec.whole else "expert_slots['shared']"
+            kind = f"{limit}={site.spec.num_slots} slots"
             kinds[kind] = kinds.get(kind, 0) + site.spec.slot_nbytes
         ranks = " and ".join(map(str, sorted({site.spec.max_rank for site in sites})))
         raise LoRAError(

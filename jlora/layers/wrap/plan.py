@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from jlora.config import LoRAConfig, slot_dtype
+from jlora.config import LoRAConfig, count_expert_slots, slot_dtype
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.base_kernel import Kernel, arrays_of, kernel_of
 from jlora.layers.forward.experts import prefix_of, shared_sites
@@ -301,7 +301,7 @@ def _product_use(found: Found, spec: ExpertsSpec, name: str, context: _Context) 
         slots = _slots(found, spec, linear, sizes, parts, context)
         site = Site(aliases[0], aliases, "linear", slots, parts, context.config.backend, prefix=prefix_of(name))
         context.headless.update(dict.fromkeys(parts, "it is a product of experts, and only linear layers are replaced"))
-        shared = context.config.max_shared_expert_loras
+        _, shared = count_expert_slots(context.config)
         return replace(site, shared=shared_sites(site, names, shared)) if shared else site
 
     return _Use(aliases[0], tuple(parts), product)
@@ -317,12 +317,9 @@ def _slots(
     stack = 0 if kernel is None else len(shape) - len(linear.in_axes + linear.out_axes) - (experts is not None)
     if stack > 1:
         raise LoRAError(f"its parameter has shape {shape}: {stack} axes more than one stack of layers")
-    num_slots = config.max_loras
-    if experts is not None:
-        num_slots = config.max_expert_loras or num_slots - config.max_shared_expert_loras
     slots = SlotSpec(
         layers=next(iter(shape)) if stack else None,
-        num_slots=num_slots,
+        num_slots=config.max_loras if experts is None else count_expert_slots(config)[0],
         in_features=linear.real_in,
         out_sizes=sizes,
         max_rank=context.selection.max_rank(names),

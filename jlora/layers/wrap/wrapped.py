@@ -34,7 +34,7 @@ class LayerInfo:
         is not wrapped.
       wrapped: True if the layer is wrapped.
       reason: why the layer is not wrapped or takes no adapter; None if it serves adapters.
-      shared_slot_bytes: bytes of one slot of `max_shared_expert_loras` in the layer.
+      shared_slot_bytes: bytes of one slot for shared factors of experts in the layer.
       row_group: the group in `LoRAManager(row_groups=)` that the layer is of, or "sequences", "last" or "packed"; None
         if it is undeclared.
       saved_outputs: most outputs of a saved head that can replace the layer; 0 if none can.

@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 
 import jlora
+from jlora.layers.forward.few_rows import parts_and_stages, product_in_parts
 from jlora.pallas import api
 from jlora.pallas.gpus import GPU, current_gpu, platform
-from jlora.pallas.tiles import ProductTiles, too_large
+from jlora.pallas.tiles import too_large
 from jlora.pallas.triton import lora as triton
-from jlora.pallas.triton import product as kernels
 from tests import oracle
 from tests.pallas.lowering import shared_memory
 from tests.pallas.test_xla import close, problem
-from tests.pallas.triton.test_product import exact, of_weights, weights
 
 pytestmark = [pytest.mark.device("gpu"), pytest.mark.skipif(platform() != "gpu", reason="compiled for an NVIDIA GPU")]
 
@@ -87,40 +86,45 @@ def test_vmap():
         close(got, oracle.add_lora(one_base, one_x, ids, a, b), 2e-6)
 
 
-PRODUCTS = [  # rows, K, N, tiles
-    (1, 4096, 4096, ProductTiles(32, 128, 8, 4, 4)), (7, 1000, 353, ProductTiles(64, 64, 3, 4, 3)),
-    (19, 129, 99, ProductTiles(16, 16, 1, 2, 1)), (33, 70, 19, ProductTiles(16, 32, 5, 4, 2)),
-    (64, 4096, 6144, ProductTiles(64, 128, 2, 4, 3)), (128, 4096, 1536, ProductTiles(64, 64, 8, 8, 4)),
+PRODUCTS = [  # rows, K, N, parts of K, stages
+    (1, 4096, 4096, 4, 4), (7, 1000, 353, 3, 3), (33, 70, 19, 2, 1), (64, 4096, 6144, 2, 3), (64, 18944, 3584, 4, 3),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("rows", "k", "n", "tiles"), PRODUCTS)
-def test_products(rows, k, n, tiles, dtype):
+@pytest.mark.parametrize(("rows", "k", "n", "parts", "stages"), PRODUCTS)
+def test_products(rows, k, n, parts, stages, dtype):
     """Values of a base product, with the same bits again and in any order of the rows."""
-    x, w = weights(rows, rows, k, n, dtype)
-    run = jax.jit(partial(kernels.product, tiles=tiles))
-    got, want = np.asarray(run(x, w), np.float64), exact(x, w)
+    rng = np.random.default_rng(rows)
+    x, w = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((rows, k), (k, n)))
+    run = partial(product_in_parts, parts=parts, stages=stages)
+    got, want = np.asarray(run(x, w), np.float64), np.asarray(x, np.float64) @ np.asarray(w, np.float64)
     assert np.linalg.norm(got - want) <= {"bfloat16": 3e-3, "float16": 4e-4}[dtype] * np.linalg.norm(want)
     np.testing.assert_array_equal(np.asarray(run(x, w), np.float64), got)
-    order = np.random.default_rng(rows).permutation(rows)
+    order = rng.permutation(rows)
     np.testing.assert_array_equal(np.asarray(run(x[order], w), np.float64), got[order])
 
 
 @pytest.mark.parametrize("rows", [8, 64, 256])
 def test_kernels_side_by_side_give_the_same_bits(rows):
     """A chain of products with LoRA, compiled with and without `jlora.compiler_options()`."""
-    sizes, layers, width = (1024, 512, 512), 4, 2048
-    ids = jnp.asarray(np.random.default_rng(0).integers(0, 9, rows), jnp.int32)  # 8 is nobody's
-    of_layers = [of_weights(i, rows, width, sizes, 16, 8, ids=ids, dtype="bfloat16") for i in range(layers)]
+    sizes, layers, width = (2048, 1024, 1024), 4, 4096
+    rng = np.random.default_rng(0)
+    ids = jnp.asarray(rng.integers(0, 9, rows), jnp.int32)  # 8 is nobody's
+    of_layers = []
+    for i in range(layers):
+        _, x, a, b, *_ = problem(i, rows, width, sizes, 16, 8, ids=ids, dtype="bfloat16")
+        of_layers.append((x, jnp.asarray(rng.normal(size=(width, width)), "bfloat16"), a, b))
 
     def run(x, layers, ids):
         plan = api.make_plan(ids, num_groups=8, backend="triton")
         for w, a, b in layers:
-            x = jnp.tanh(api.linear_lora(x, w * width**-0.5, a * width**-0.5, b, plan, slice_sizes=sizes))
+            w, cut = w * width**-0.5, parts_and_stages(rows, width, width)
+            base = x @ w if cut is None else product_in_parts(x, w, parts=cut[0], stages=cut[1])
+            x = jnp.tanh(api.add_lora(base, x, a * width**-0.5, b, plan, slice_sizes=sizes))
         return x
 
-    args = of_layers[0][0], [layer[1:4] for layer in of_layers], ids
+    args = of_layers[0][0], [layer[1:] for layer in of_layers], ids
     one_by_one = np.asarray(jax.jit(run)(*args), np.float32)
     step = jax.jit(run, compiler_options=jlora.compiler_options())
     for _ in range(20):

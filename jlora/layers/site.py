@@ -38,6 +38,12 @@ class SlotRanks(SlotParam):
     """
 
 
+# The values of `row_groups` for layers whose rows are those of the batch's own sequences. The last two declare the rows
+# of packed batches: one of each sequence, or all.
+SEQUENCES, LAST, PACKED = "sequences", "last", "packed"
+OF_SEQUENCES = frozenset({SEQUENCES, LAST, PACKED})
+
+
 @dataclass(frozen=True)
 class SlotSpec:
     """Shapes and dtype of the slot arrays of a site. Sites with equal specs are staged and written together.
@@ -272,6 +278,11 @@ class Site:
     bitwise_base: bool = False
     batch_invariant: bool = False
     row_group: str | None = None
+
+    @property
+    def space(self) -> str:
+        """Name of the row space of its rows: its group of items, or "sequences"."""
+        return SEQUENCES if self.row_group is None or self.row_group in OF_SEQUENCES else self.row_group
 
     @property
     def attributes(self) -> tuple[str, ...]:

@@ -23,8 +23,9 @@ from jlora.adapters import Adapter
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterInUseError, LoRAError, LoRAUsageError
 from jlora.layers.forward.batch import LoRABatch
-from jlora.layers.forward.batch_shape import FirstRows, all_active, batch_shape
+from jlora.layers.forward.batch_shape import shape_of_all
 from jlora.layers.forward.context import staged
+from jlora.layers.forward.first_rows import FirstRows
 from jlora.layers.forward.row_groups import Items
 from jlora.layers.site import SlotParam
 from jlora.layers.wrap.apply import wrap_model
@@ -790,9 +791,8 @@ class LoRAManager:
           items: as in `prepare`. Only the sizes with padding matter.
         """
         self._check_call("warmup")
-        first = all_active(self.config.activated, num_sequences, token_counts, length)
-        shape = batch_shape(num_sequences, token_counts, pad_to, length, first, items, self._wrapped.sites.groups)
-        names = [None] * num_sequences
+        shape = shape_of_all(num_sequences, token_counts, pad_to, length, items, self._wrapped.sites)
+        names, first = [None] * num_sequences, shape.active_from
         base_only = partial(self.prepare, names, token_counts, pad_to, length=length, active_from=first, items=items)
         locks = (self._step_lock, self._state_lock)
         with elapsed(partial(_log.info, "warm-up of %d sequences: %.0f s so far", num_sequences)):

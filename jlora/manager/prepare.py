@@ -39,7 +39,6 @@ class _Sequences(NamedTuple):
     """The adapters of each sequence of a batch, with the fields of `Lease`."""
 
     parts: tuple[ServedParts, ...]
-    invocations: tuple[tuple[int, ...], ...]
     shape: BatchShape
 
 
@@ -49,14 +48,13 @@ class _Distinct(NamedTuple):
     Attributes:
       ready: True if all adapters of the entry are in slots.
       slots, scales: one value for each adapter that a sequence can have.
-      parts, invocations: as in `Lease`.
+      parts: as in `Lease`.
     """
 
     ready: list[bool]
     slots: list[list[int]]
     scales: list[list[float]]
     parts: list[ServedParts]
-    invocations: list[tuple[int, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -420,7 +418,7 @@ class Batches:
         for packed in served.values():
             self._check_served(packed)  # `verify` may have changed `unserved` since
         none, writes = self._config.max_loras, self._slots.pool.writes
-        sites, distinct = self._wrapped.sites, _Distinct([], [], [], [], [])
+        sites, distinct = self._wrapped.sites, _Distinct([], [], [], [])
         for given in args.parts.values():
             own = [slot_of.get(name, none) for name, _ in given]
             ready = none not in own
@@ -430,13 +428,11 @@ class Batches:
             distinct.slots.append([*own, *[none] * rest])
             distinct.scales.append([*[scale for _, scale in parts], *[1.0] * rest])
             distinct.parts.append(tuple([(served[name].name, served[name].version, scale) for name, scale in parts]))
-            distinct.invocations.append(_invocation(served, parts))
         order = dict(zip(args.parts, range(len(args.parts)), strict=True))
         index = [order[name] for name in args.names]
         all_ready = tuple([distinct.ready[i] for i in index])
         sequences = _Sequences(
             tuple([distinct.parts[i] for i in index]),
-            tuple([distinct.invocations[i] for i in index]) if any(distinct.invocations) else (),
             args.shape,
         )
         lease = self._lease(served.values(), sequences)
@@ -468,9 +464,9 @@ class Batches:
     def _lease(self, loaded: Iterable[PackedAdapter], sequences: "_Sequences") -> Lease:
         where = "".join(traceback.format_stack()[:-3]) if _log.isEnabledFor(logging.DEBUG) else None
         distinct = tuple(dict.fromkeys(loaded))
-        parts, invocations, shape = sequences
+        parts, shape = sequences
         thread = threading.get_ident()
-        lease = Lease(distinct, parts, thread, where, self._changed.ring, invocations=invocations, shape=shape)
+        lease = Lease(distinct, parts, thread, where, self._changed.ring, shape=shape)
         self._leases.add(lease)
         return lease
 

@@ -20,7 +20,7 @@ from jax import Array
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.base_kernel import can_dequantize, held_by
 from jlora.layers.forward.batch import LoRABatch
-from jlora.layers.forward.batch_shape import BatchShape, all_active, batch_shape
+from jlora.layers.forward.batch_shape import BatchShape, shape_of_all
 from jlora.layers.forward.context import opening
 from jlora.layers.forward.experts import has_grouped_products
 from jlora.layers.forward.forward_record import ForwardRecord
@@ -95,8 +95,7 @@ def verify(
     """Return the report of `LoRAManager.verify`, and the reason for each wrapped site that serves no adapter."""
     if num_sequences is None:
         num_sequences = _count(inputs, token_counts, batch_axis)
-    first = all_active(wrapped.sites.activated, num_sequences, token_counts, length)
-    shape = batch_shape(num_sequences, token_counts, pad_to, length, first, items, wrapped.sites.groups)
+    shape = shape_of_all(num_sequences, token_counts, pad_to, length, items, wrapped.sites)
     layout = _RowOwners(shape, batch_axis)
     probe = _Probe(wrapped, forward, inputs, layout, seed)
     with opening(probe.record):  # layers that serve no adapter are recorded instead of raising

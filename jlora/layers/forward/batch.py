@@ -9,16 +9,15 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
 
-from jlora.adapters.activation import NOWHERE, active_from
+from jlora.adapters.activation import active_from
 from jlora.errors import LoRAError, LoRAUsageError
-from jlora.layers.forward.batch_shape import LENGTH_NEEDED, FirstRows, checked_first_rows, checked_length
+from jlora.layers.forward.batch_shape import checked_length
 from jlora.layers.forward.cache_key import keys_of
+from jlora.layers.forward.first_rows import LENGTH_NEEDED, FirstRows, first_rows_of
 from jlora.layers.forward.lease import Lease
-from jlora.layers.forward.row_groups import SEQUENCES
 from jlora.layers.forward.row_space import RowSpace, placed
-from jlora.layers.site import ModelSites, Site
+from jlora.layers.site import SEQUENCES, ModelSites, Site
 
 _CLOSED = "this LoRABatch is closed: its slots may hold other adapters now; prepare a new one"
 _TRACED = (
@@ -36,10 +35,6 @@ _ABSENT = (
 _UNDECIDED = (
     "this LoRABatch holds activated LoRA (aLoRA) adapters and no first active rows: give prepare(..., active_from=) or "
     "batch.activate(first rows of this forward), each with `length`"
-)
-_GROUPS = (
-    "LoRABatch.activate: this batch has the row groups {groups}, whose items take no adapter that is active from a "
-    "later row on, and the first rows of a traced function are not known: activate the batch outside of it"
 )
 _ARRAYS = (jax.Array, np.ndarray)
 _SHOWN = 8  # sequences in a repr
@@ -98,13 +93,13 @@ class LoRABatch:
     @property
     def slots(self) -> Any:
         """Slot of the first adapter of each sequence, int32 [B]; `max_loras` for a sequence without one."""
-        return self.sequences.slots[0]
+        return self.sequences.entries.slots[0]
 
     @property
     def token_slots(self) -> Any:
         """Slot of the first adapter of each row of packed tokens, int32 [T]; None without token counts."""
-        of_rows = self.sequences.by_row
-        return None if of_rows is None else of_rows[0]
+        rows = self.sequences.packed
+        return None if rows is None else rows.slots[0]
 
     @property
     def stamps(self) -> Any:
@@ -189,7 +184,9 @@ class LoRABatch:
           LoRAUsageError: inside a traced function, where they are unknown.
         """
         lease = self._host_state()
-        return lease.invocations or ((),) * len(lease.parts)
+        tokens = {(each.name, each.version): each.invocation_tokens for each in lease.adapters}
+        of_parts = ((tokens[name, version] for name, version, _ in parts) for parts in lease.parts)
+        return tuple(next(filter(None, found), ()) for found in of_parts)
 
     @property
     def needs_activation(self) -> bool:
@@ -199,7 +196,7 @@ class LoRABatch:
     @property
     def can_activate(self) -> bool:
         """True if `activate` is possible: the manager has `LoRAConfig(activated=True)`, and rows are not packed."""
-        return self.layout.sites.activated and self.sequences.by_row is None
+        return self.layout.sites.activated and self.sequences.packed is None
 
     def activate(self, first_rows: FirstRows, *, length: int | None = None) -> "LoRABatch":
         """Return the same batch for another forward, as `prepare(..., active_from=first_rows, length=length)` would.
@@ -221,21 +218,15 @@ class LoRABatch:
         if length is None:
             raise LoRAUsageError(LENGTH_NEEDED.format(call="batch.activate(first_rows"))
         length = checked_length("LoRABatch.activate: length", length)
-        groups, shape = sorted(self.spaces.keys() - {SEQUENCES}), self.slots.shape
-        traced = isinstance(first_rows, jax.core.Tracer)
-        if groups and (traced or self.lease is None):
-            raise LoRAUsageError(_GROUPS.format(groups=groups))
-        if traced:
-            first = _clamped(first_rows, shape)
-        else:
-            owned = self.lease.shape.items if self.lease is not None and self.lease.shape is not None else ()
-            given: Any = first_rows if shape else [first_rows]
-            rows = checked_first_rows("LoRABatch.activate: first_rows", given, self.slots.size, owned)
-            array = np.array(rows, np.int32).reshape(shape)
-            # Placed as by `prepare`, so that no step is compiled again.
-            first = jnp.asarray(array) if self.lease is None else placed(array, self.layout.sites)
+        lease, groups = self.lease, sorted(self.spaces.keys() - {SEQUENCES})
+        items = lease.shape.items if lease is not None and lease.shape is not None else ()
+        first = first_rows_of(first_rows, self.slots.shape, groups, items, traced=lease is None)
+        if lease is None:
+            first = jnp.asarray(first)
+        elif not isinstance(first, jax.Array):  # placed as by `prepare`, so that no step is compiled again
+            first = placed(first, self.layout.sites)
         own = replace(self.sequences, first=first, length=length, differ=True)
-        return LoRABatch({**self.spaces, SEQUENCES: own}, replace(self.layout, undecided=False), self.lease)
+        return LoRABatch({**self.spaces, SEQUENCES: own}, replace(self.layout, undecided=False), lease)
 
     def activate_in(
         self, prompts: Sequence[Sequence[int]], *, length: int | None = None, start: int = 0
@@ -307,7 +298,7 @@ class LoRABatch:
         # Traced arrays, shapes and other placeholders of JAX get no lease, since a cache of compiled functions may keep
         # them after the call.
         try:
-            first: object = children[0][SEQUENCES].slots[0]
+            first: object = children[0][SEQUENCES].entries.slots[0]
         except (AttributeError, TypeError):  # a placeholder of all spaces, or of all slots
             first = None
         if isinstance(first, jax.core.Tracer) or not isinstance(first, _ARRAYS):
@@ -315,16 +306,6 @@ class LoRABatch:
         if layout.lease is None:
             return cls(*children, replace(layout, orphan=True), None)
         return cls(*children, layout, layout.lease())
-
-
-def _clamped(first: Any, shape: tuple[int, ...]) -> Int[Array, "B"]:
-    """Return traced first rows as int32, from 0 to `NOWHERE`. Raises `LoRAUsageError` for another shape or dtype."""
-    if first.shape != shape or not jnp.issubdtype(first.dtype, jnp.integer):
-        raise LoRAUsageError(
-            f"LoRABatch.activate takes integers {list(shape)}, one a sequence, got {first.dtype}{list(first.shape)}"
-        )
-    wide = first.astype(jnp.int32) if first.dtype.itemsize < 4 else first
-    return jnp.clip(wide, 0, NOWHERE).astype(jnp.int32)
 
 
 def check_batch(batch: LoRABatch) -> None:

@@ -2,18 +2,15 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Int
 
-from jlora.adapters.activation import NOWHERE
 from jlora.errors import LoRAUsageError
+from jlora.layers.forward.first_rows import LENGTH_NEEDED, FirstRows, checked_first_rows
 from jlora.layers.forward.row_groups import Items, checked_items, integer, integers
-
-# One integer for each sequence. Arrays of other types and shapes get an error of `checked_first_rows`.
-FirstRows: TypeAlias = Sequence[int] | jax.Array | np.ndarray
+from jlora.layers.site import ModelSites
 
 
 @dataclass(frozen=True)
@@ -80,10 +77,22 @@ def batch_shape(
     return BatchShape(num_sequences, counts, _packed_rows(num_sequences, counts, num_rows), length, first, checked)
 
 
-LENGTH_NEEDED = (
-    "first active rows need `length`, the number of rows of each sequence in this forward, padding included: {call}, "
-    "length=tokens.shape[1]), or length=1 for a decode step"
-)
+def shape_of_all(
+    num_sequences: int,
+    token_counts: Sequence[int] | None,
+    pad_to: int | None,
+    length: int | None,
+    items: Mapping[str, Items] | None,
+    sites: ModelSites,
+) -> BatchShape:
+    """Return the shape of a batch whose rows are all active. Raises as `batch_shape`.
+
+    If batches have first active rows and this one declares the rows that they count, it has them too. A step that was
+    compiled for it then serves batches with inactive rows.
+    """
+    counted = sites.activated and (token_counts, length) != (None, None)
+    first = [0] * num_sequences if counted else None
+    return batch_shape(num_sequences, token_counts, pad_to, length, first, items, sites.groups)
 
 
 def checked_length(option: str, length: Any) -> int:
@@ -95,43 +104,6 @@ def checked_length(option: str, length: Any) -> int:
     if (found := integer(option, length)) < 1:
         raise LoRAUsageError(f"{option} must be positive, got {found}")
     return found
-
-
-def checked_first_rows(
-    option: str,
-    values: FirstRows,
-    num_sequences: int,
-    items: Sequence[tuple[str, Items]],
-) -> tuple[int, ...]:
-    """Return the first active row of each sequence, at most `NOWHERE`, from a list or an array outside a trace.
-
-    Raises:
-      LoRAUsageError: they are not one integer for each sequence, one is negative, or an item belongs to a sequence
-        with another first row than 0.
-    """
-    first = integers(option, values)
-    if len(first) != num_sequences or min(first) < 0:
-        raise LoRAUsageError(
-            f"{option} must be one first row, from 0 on, for each of {num_sequences} sequences, got "
-            f"{list(first)!r:.100}"
-        )
-    for group, given in items:
-        for item, owner in enumerate(given.owners):
-            if owner is not None and first[owner]:
-                raise LoRAUsageError(
-                    f"{option}: item {item} of group {group!r} belongs to sequence {owner}, whose adapter is "
-                    f"active from row {first[owner]} on, and items have no place among these rows; give None as the "
-                    "sequence of an item before that row"
-                )
-    return tuple([min(row, NOWHERE) for row in first])
-
-
-def all_active(activated: bool, num_sequences: int, token_counts: object, length: object) -> list[int] | None:
-    """Return first active rows of 0, if batches have first active rows and this one declares the rows they count.
-
-    A step that was compiled for the batch then serves batches with inactive rows too.
-    """
-    return [0] * num_sequences if activated and (token_counts, length) != (None, None) else None
 
 
 def _packed_rows(num_sequences: int, counts: tuple[int, ...] | None, pad_to: int | None) -> int:

@@ -30,11 +30,12 @@ from jaxtyping import Bool, Float, Int, Integer
 
 from jlora.errors import LoRAError
 from jlora.layers.forward.batch import LoRABatch
+from jlora.layers.forward.call_rows import AdapterRows, CallRows
 from jlora.layers.forward.context import staged
 from jlora.layers.forward.merged_columns import merged_columns
 from jlora.layers.forward.mesh import experts_reached, on_mesh, reached, split_of
 from jlora.layers.forward.rows import RowMap
-from jlora.layers.forward.scope import AdapterRows, CallRows, Scope
+from jlora.layers.forward.scope import Scope
 from jlora.layers.forward.stamps import check_copy
 from jlora.layers.site import Blocks, Site, SlotSpec
 from jlora.layers.specs import EmbedSpec, LinearSpec

@@ -11,9 +11,10 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jlora.errors import LoRAError
+from jlora.layers.forward.call_rows import AdapterRows
 from jlora.layers.forward.delta import SlotFactors, adapter_specs, factor_specs, slot_factors, summed
 from jlora.layers.forward.mesh import on_mesh, reached, split_of
-from jlora.layers.forward.scope import AdapterRows, Scope
+from jlora.layers.forward.scope import Scope
 from jlora.layers.site import Site
 from jlora.pallas.api import shrink
 from jlora.sharding.rules import partition

@@ -17,6 +17,9 @@ class Served(Protocol):
     @property
     def version(self) -> int: ...
 
+    @property
+    def invocation_tokens(self) -> tuple[int, ...]: ...
+
 
 ServedParts: TypeAlias = tuple[tuple[str, int, float], ...]  # (name, version, factor) of the adapters of a sequence
 
@@ -30,7 +33,6 @@ class Lease:
       adapters: the distinct adapters of the batch.
       parts: for each sequence, (name, version, factor) of its adapters, in the order of their sum; () for the base
         model.
-      invocations: `LoRABatch.invocation_tokens`; () if no adapter has any.
       shape: the shape of the batch; None if rows are neither packed, of a declared length, nor inactive.
       opened: `time.monotonic()` when it was opened, in seconds.
       thread: identifier of the thread that opened it.
@@ -39,7 +41,7 @@ class Lease:
     """
 
     __slots__ = (
-        "__weakref__", "_on_close", "adapters", "closed", "invocations", "opened", "parts", "shape", "thread", "where"
+        "__weakref__", "_on_close", "adapters", "closed", "opened", "parts", "shape", "thread", "where"
     )  # fmt: skip
 
     def __init__(
@@ -50,12 +52,10 @@ class Lease:
         where: str | None = None,
         on_close: Callable[[], object] | None = None,
         *,
-        invocations: tuple[tuple[int, ...], ...] = (),
         shape: BatchShape | None = None,
     ):
         self.adapters = tuple(adapters)
         self.parts = parts
-        self.invocations = invocations
         self.shape = shape
         self.thread = thread
         self.where = where

@@ -9,8 +9,9 @@ from jaxtyping import Float, Int, Shaped
 
 from jlora.layers.forward.batch import Layout, LoRABatch
 from jlora.layers.forward.batch_shape import BatchShape
+from jlora.layers.forward.fill import fill_spaces
 from jlora.layers.forward.lease import Lease
-from jlora.layers.forward.row_space import fill_spaces, placed
+from jlora.layers.forward.row_space import placed
 from jlora.layers.site import ModelSites, Site
 
 
@@ -50,7 +51,7 @@ def make_batch(
         shape.num_sequences,
         unserved,
         absent=absent,
-        undecided=shape.active_from is None and any(lease.invocations),
+        undecided=shape.active_from is None and any(each.invocation_tokens for each in lease.adapters),
         lease=weakref.ref(lease),
     )
     return LoRABatch(placed(spaces, sites), layout, lease)

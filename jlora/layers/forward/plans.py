@@ -11,8 +11,8 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from jlora.layers.forward.mesh import experts_reached, on_mesh, split_of
-from jlora.layers.forward.row_layout import RowLayout, RowSharding, entries_of, slots_by_axes, slots_of
-from jlora.layers.forward.row_space import RowSpace
+from jlora.layers.forward.row_layout import RowLayout
+from jlora.layers.forward.row_sharding import RowSharding
 from jlora.layers.site import Site, SlotSpec
 from jlora.pallas.moe import plan_experts
 from jlora.pallas.plan import Plan, make_plan
@@ -34,7 +34,6 @@ def plan_of(
     spec: SlotSpec,
     layout: RowLayout,
     sharding: RowSharding,
-    space: RowSpace,
     adapter: int,
     num_sequences: int,
 ) -> Plan:
@@ -45,12 +44,11 @@ def plan_of(
       spec: the spec of the slots: the site's own, or of one in `site.shared`.
       layout: the layout of the rows.
       sharding: the sharding of the rows.
-      space: the row space, or the calling code's shard of it.
       adapter: index of the adapter among those of an entry.
       num_sequences: sequences of the whole batch, an upper bound on the number of active slots.
     """
     if site.spec.experts is not None:
-        return _plan_of_experts(site, spec, site.spec.experts, layout, space, adapter, num_sequences)
+        return _plan_of_experts(site, spec, site.spec.experts, layout, adapter, num_sequences)
 
     def make(slots: Array, repeats: int) -> Plan:
         return make_plan(
@@ -63,14 +61,14 @@ def plan_of(
         )
 
     if not sharding.split:
-        return make(*slots_of(space, adapter, layout, spec.num_slots))
+        return make(*layout.runs(adapter, spec.num_slots))
     kernel = split_of(spec)
     rows = math.prod(size // kernel.size(names) for size, names in zip(layout.shape, sharding.axes, strict=True))
 
     def local(slots: Array) -> Plan:
         return make(slots.reshape(-1), rows // max(1, slots.size))
 
-    ids = slots_by_axes(space, adapter, layout, spec.num_slots)
+    ids = layout.slots(adapter, spec.num_slots)
     return on_mesh(kernel, local, (partition(*sharding.axes[: ids.ndim]),), partition(sharding.names))(ids)
 
 
@@ -79,14 +77,13 @@ def _plan_of_experts(
     spec: SlotSpec,
     num_experts: int,
     layout: RowLayout,
-    space: RowSpace,
     adapter: int,
     num_sequences: int,
 ) -> Plan:
     """Return the plan by slot and expert, or by slot alone for a factor that experts share."""
     row_map, sharding = layout.row_map, split_of(site.spec)
     own = num_experts // site.spec.expert_shards
-    table, index = entries_of(space, adapter, layout, spec.slots.stop)
+    table, index = layout.entries(adapter, spec.slots.stop)
     assert row_map is not None  # `layout_of` has checked `expert`
     assert index is not None
     table = table if spec.first_slot == 0 else table - spec.first_slot

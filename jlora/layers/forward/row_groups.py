@@ -11,11 +11,6 @@ from jaxtyping import Int
 
 from jlora.errors import LoRAUsageError
 
-# The values of `row_groups` for layers whose rows are those of the batch's own sequences. The last two declare the rows
-# of packed batches: one of each sequence, or all.
-SEQUENCES, LAST, PACKED = "sequences", "last", "packed"
-OF_SEQUENCES = frozenset({SEQUENCES, LAST, PACKED})
-
 
 @dataclass(frozen=True)
 class Items:

@@ -1,42 +1,23 @@
 """`jlora.use(batch)`: select the adapter of each row in the traced forward."""
 
 import contextlib
-from collections.abc import Callable, Generator, Hashable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Generator, Sequence
 
 import jax
 import jax.core
-import jax.extend.core
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jlora import _qwix
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.forward.batch import LoRABatch, check_batch
+from jlora.layers.forward.call_rows import CallRows, Rows
 from jlora.layers.forward.context import Opened, around, opening, staged
 from jlora.layers.forward.forward_record import Calls, ForwardRecord, check_all_served
 from jlora.layers.forward.lengths import Lengths
-from jlora.layers.forward.mesh import check_mesh
-from jlora.layers.forward.plans import plan_key, plan_of
-from jlora.layers.forward.row_groups import OF_SEQUENCES, SEQUENCES
-from jlora.layers.forward.row_layout import (
-    RowLayout,
-    RowSharding,
-    layout_of,
-    map_positions,
-    only_rows_mapped,
-    row_sharding,
-    scales_of,
-    slots_by_axes,
-)
-from jlora.layers.forward.row_space import RowSpace
-from jlora.layers.forward.rows import RowMap, current_rows
-from jlora.layers.site import ModelSites, Site, SlotSpec, is_named
-from jlora.pallas.plan import Plan
-
-T = TypeVar("T")
+from jlora.layers.forward.row_layout import RowLayout
+from jlora.layers.forward.rows import RowMap
+from jlora.layers.site import SEQUENCES, ModelSites, Site, is_named
 
 _OUTSIDE = (
     "{path}: this layer serves LoRA adapters and was called outside `jlora.use`. Say which adapters the rows take:\n"
@@ -62,54 +43,10 @@ _NO_GROUP = (
     "    manager.prepare(names, items={{{group!r}: jlora.Items([0, 0, 1, None])}})   # counts= for flattened rows\n"
     "A step that calls no layer of the group says jlora.use(batch, without=[{group!r}])"
 )
-_MAP_IN_GROUP = (
-    "{path}: this layer is of the row group {group!r}, and a jlora.rows map is open around it; use one of them: leave "
-    "the module out of row_groups, or open jlora.rows(None) around it"
-)
 _EAGER = (
     "{what} was opened inside {outer}, which was opened outside `jax.jit` and is still open: layers would serve "
     "whichever was opened last. Close that first; a generator must not yield inside it"
 )
-
-
-class AdapterRows(NamedTuple):
-    """The rows of one call of a layer, for one adapter of each entry.
-
-    Attributes:
-      plan: plan of the rows for the layer's own slots.
-      shared: plans of the rows for the slots of each site in `site.shared`.
-      scales: float32 in the shape of the rows, the factor of each row; None if all are 1.
-    """
-
-    plan: Plan
-    shared: tuple[Plan, ...]
-    scales: Float[Array, "..."] | None
-
-    @property
-    def flat_scales(self) -> Float[Array, "M"] | None:
-        """The factors as a vector."""
-        return None if self.scales is None else self.scales.reshape(-1)
-
-
-@dataclass(frozen=True)
-class CallRows:
-    """The rows of one call of a layer.
-
-    Attributes:
-      space: the row space of the layer.
-      layout: how the rows map to the space.
-      sharding: how the rows are split over the mesh.
-      adapters: the first adapter of each entry, then the second of each, and so on.
-    """
-
-    space: RowSpace
-    layout: RowLayout
-    sharding: RowSharding
-    adapters: tuple[AdapterRows, ...]
-
-    def slots(self, none: int) -> tuple[Int[Array, "..."], ...]:
-        """Return the slot of each row for each adapter, `none` without one. See `slots_by_axes`."""
-        return tuple(slots_by_axes(self.space, i, self.layout, none) for i in range(len(self.adapters)))
 
 
 class BaseScope(Opened):
@@ -143,11 +80,8 @@ class Scope(Opened):
         outer = self._outer_calls()
         self.calls = Calls() if outer is None else outer
         self.checks = outer is None
-        # Row space -> (only rows under vmap, L) of each [B, L, features] so far.
-        self._lengths: dict[str, set[tuple[bool, int]]] = {name: set() for name in batch.spaces}
+        self._spaces = {name: Rows(space, batch.layout.num_sequences) for name, space in batch.spaces.items()}
         self.undeclared = Lengths()
-        self._trace: object = jax.extend.core.get_opaque_trace_state()
-        self._made: dict[Hashable, tuple[RowLayout, Any]] = {}
 
     @property
     def sites(self) -> ModelSites:
@@ -179,73 +113,28 @@ class Scope(Opened):
             or has it with another number of rows, or as in `layout_of`.
           LoRAUsageError: a row map is open around a layer of a row group, or as in `layout_of`.
         """
-        name, space = _space_name(site), self._space_of(site)
-        is_group = name != SEQUENCES
-        if is_group and row_map is None and current_rows(site.path) is not None:
-            raise LoRAUsageError(_MAP_IN_GROUP.format(path=site.path, group=name))
-        mapped = only_rows_mapped(space, base)
-        layout = layout_of(space, site, base.shape[:-1], self._seen(name, mapped), mapped=mapped, row_map=row_map)
+        rows = self._rows_of(site)
+        layout = rows.layout(site, base, row_map)
         if isinstance(layout, str):
-            if is_group and site.doubt is None:  # its rows are declared, so no other layout is meant
+            if site.space != SEQUENCES and site.doubt is None:  # its rows are declared, so no other layout is meant
                 raise LoRAError(f"{site.path}: {layout}")
             self.refuse(site, layout)
             return None
         if layout.length is not None:
             self.undeclared.add(site, layout.length)
-            self._lengths[name].add((mapped, layout.length))
-        check_mesh(site)
-        sharding = row_sharding(space, site, layout, base)
-        adapters = [self._rows_of(i, site, layout, sharding) for i in range(len(space.slots))]
-        return CallRows(space, layout, sharding, tuple(adapters))
+        return rows.of_call(site, base, layout)
 
-    def _rows_of(self, adapter: int, site: Site, layout: RowLayout, sharding: RowSharding) -> AdapterRows:
-        """Return the rows of a call for one adapter of each entry."""
-        name, space = _space_name(site), self._space_of(site)
-
-        def make_plan(spec: SlotSpec) -> Plan:
-            return plan_of(site, spec, layout, sharding, space, adapter, self.batch.layout.num_sequences)
-
-        plan, *shared = (
-            self._kept(
-                (name, adapter, plan_key(site, each.spec, layout, sharding)),
-                layout,
-                partial(make_plan, each.spec),
-            )
-            for each in site.with_shared
-        )
-        key = ("scales", name, adapter, layout.key, layout.shape)
-        scales = self._kept(key, layout, lambda: scales_of(space, adapter, layout))
-        return AdapterRows(plan, tuple(shared), scales)
-
-    def counted_rows(self, site: Site, base: Float[Array, "*lead N"], row_map: RowMap) -> int:
+    def num_indexed(self, site: Site, base: Float[Array, "*lead N"], row_map: RowMap) -> int:
         """Return the size of the range that the map of one call indexes: the number of sequences or of tokens."""
-        space = self._space_of(site)
-        lengths = self._seen(_space_name(site), only_rows_mapped(space, base))
-        positions = map_positions(space, site, row_map, lengths)
-        return positions * space.size if positions or space.by_row is None else space.by_row[0].size
+        layout = self._rows_of(site).layout(site, base, row_map)
+        assert isinstance(layout, RowLayout)  # rows of a map fit, or the call above raises
+        return layout.num_indexed
 
-    def _space_of(self, site: Site) -> RowSpace:
-        """Return the row space of a site. Raise `LoRAError` if the batch has none for its row group."""
-        name = _space_name(site)
-        if name not in self.batch.spaces:
-            raise LoRAError(_NO_GROUP.format(path=site.path, group=name))
-        return self.batch.spaces[name]
-
-    def _seen(self, name: str, mapped: bool) -> frozenset[int]:
-        """Return L of each [B, L, features] so far, of rows that a `vmap` maps without the batch if `mapped`."""
-        return frozenset(length for under_vmap, length in self._lengths[name] if under_vmap == mapped)
-
-    def _kept(self, key: Hashable, layout: RowLayout, make: Callable[[], T]) -> T:
-        """Return what `make` returns, computed once and shared by all layers with the same key."""
-        # A value traced inside scan, remat or grad must not outlive that trace, so it is not cached. XLA merges the
-        # identical plans of the layers.
-        keep = self._trace == jax.extend.core.get_opaque_trace_state()
-        if keep and key in self._made:
-            return self._made[key][1]
-        made = make()
-        if keep:
-            self._made[key] = layout, made  # the layout keeps the arrays alive that the key identifies
-        return made
+    def _rows_of(self, site: Site) -> Rows:
+        """Return the rows of the row space of a site. Raise `LoRAError` if the batch lacks its row group."""
+        if site.space not in self._spaces:
+            raise LoRAError(_NO_GROUP.format(path=site.path, group=site.space))
+        return self._spaces[site.space]
 
     def _outer_calls(self) -> Calls | None:
         """Return the calls of the enclosing scope or record that also counts this scope's calls, or None."""
@@ -256,11 +145,6 @@ class Scope(Opened):
             if isinstance(outer, Scope) and outer.sites is self.sites and (self.eager or not outer.eager):
                 return outer.calls
         return None
-
-
-def _space_name(site: Site) -> str:
-    """Return the name of the row space of a site: its row group, or "sequences"."""
-    return SEQUENCES if site.row_group is None or site.row_group in OF_SEQUENCES else site.row_group
 
 
 def _check_fresh(batch: LoRABatch) -> None:

@@ -33,8 +33,8 @@ def check_copy(
     space = batch.sequences
     if space.stamps is None:
         return out
-    several = len(space.slots) > 1
-    slots, needed = (jnp.stack(each) if several else each[0] for each in (space.slots, space.stamps))
+    several = len(space.stamps) > 1
+    slots, needed = (jnp.stack(each) if several else each[0] for each in (space.entries.slots, space.stamps))
     operands = stamps, here(slots), here(needed)
     if any(isinstance(operand, jax.core.Tracer) for operand in (out, *operands)):
         return across_mesh(compare, out, *operands)

@@ -19,8 +19,10 @@ from jlora.layers.base_kernel import arrays_of
 from jlora.layers.forward.embedding import embed_methods
 from jlora.layers.forward.experts import experts_methods, product_of
 from jlora.layers.forward.linear import linear_methods
-from jlora.layers.forward.row_groups import LAST, OF_SEQUENCES, PACKED
 from jlora.layers.site import (
+    LAST,
+    OF_SEQUENCES,
+    PACKED,
     ModelSites,
     Site,
     SlotParam,

@@ -256,7 +256,9 @@ def batch_of(manager: jlora.LoRAManager, slots: np.ndarray):
     lease = Lease((), (None,) * len(slots), thread=0)
     unserved, none = manager._wrapped.unserved.sites, manager.config.max_loras
     shape = BatchShape(len(slots))
-    return batch_in_slots(slots.tolist(), shape, manager._wrapped.sites, lease, none=none, unserved=unserved)
+    entries = [[(slot, 0, 1.0) for slot in np.atleast_1d(own)] for own in slots]
+    index, sites = range(len(slots)), manager._wrapped.sites
+    return batch_in_slots(entries, index, shape, sites, lease, none=none, unserved=unserved)
 
 
 def weight_bytes(config: DecoderConfig) -> int:

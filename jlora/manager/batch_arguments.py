@@ -9,8 +9,7 @@ import numpy as np
 
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import LoRAUsageError
-from jlora.layers.forward.batch_shape import BatchShape, batch_shape
-from jlora.layers.forward.first_rows import FirstRows
+from jlora.layers.forward.batch_shape import BatchShape, FirstRows, batch_shape
 from jlora.layers.forward.row_groups import Items
 from jlora.manager.casting import fits_float32
 from jlora.manager.leases import AdapterHandle

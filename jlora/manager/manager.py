@@ -23,9 +23,8 @@ from jlora.adapters import Adapter
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterInUseError, LoRAError, LoRAUsageError
 from jlora.layers.forward.batch import LoRABatch
-from jlora.layers.forward.batch_shape import shape_of_all
+from jlora.layers.forward.batch_shape import FirstRows, shape_of_all
 from jlora.layers.forward.context import staged
-from jlora.layers.forward.first_rows import FirstRows
 from jlora.layers.forward.row_groups import Items
 from jlora.layers.site import SlotParam
 from jlora.layers.wrap.apply import wrap_model

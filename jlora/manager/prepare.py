@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterMismatchError, LoRAUsageError, NoFreeSlotError
@@ -40,21 +39,6 @@ class _Sequences(NamedTuple):
 
     parts: tuple[ServedParts, ...]
     shape: BatchShape
-
-
-class _Distinct(NamedTuple):
-    """The distinct entries of a batch, as lists of one value each.
-
-    Attributes:
-      ready: True if all adapters of the entry are in slots.
-      slots, scales: one value for each adapter that a sequence can have.
-      parts: as in `Lease`.
-    """
-
-    ready: list[bool]
-    slots: list[list[int]]
-    scales: list[list[float]]
-    parts: list[ServedParts]
 
 
 @dataclass(frozen=True, eq=False)
@@ -418,35 +402,21 @@ class Batches:
         for packed in served.values():
             self._check_served(packed)  # `verify` may have changed `unserved` since
         none, writes = self._config.max_loras, self._slots.pool.writes
-        sites, distinct = self._wrapped.sites, _Distinct([], [], [], [])
+        entries, distinct, ready = [], [], []
         for given in args.parts.values():
-            own = [slot_of.get(name, none) for name, _ in given]
-            ready = none not in own
-            own, parts = (own, given) if ready else ([], ())  # several adapters take none until all are ready
-            rest = sites.adapters - len(own)
-            distinct.ready.append(ready)
-            distinct.slots.append([*own, *[none] * rest])
-            distinct.scales.append([*[scale for _, scale in parts], *[1.0] * rest])
-            distinct.parts.append(tuple([(served[name].name, served[name].version, scale) for name, scale in parts]))
+            is_ready = all(name in slot_of for name, _ in given)
+            parts = given if is_ready else ()  # several adapters take none until all are ready
+            ready.append(is_ready)
+            entries.append([(slot_of[name], writes[slot_of[name]], scale) for name, scale in parts])
+            distinct.append(tuple([(served[name].name, served[name].version, scale) for name, scale in parts]))
         order = dict(zip(args.parts, range(len(args.parts)), strict=True))
         index = [order[name] for name in args.names]
-        all_ready = tuple([distinct.ready[i] for i in index])
-        sequences = _Sequences(
-            tuple([distinct.parts[i] for i in index]),
-            args.shape,
-        )
+        all_ready = tuple([ready[i] for i in index])
+        sequences = _Sequences(tuple([distinct[i] for i in index]), args.shape)
         lease = self._lease(served.values(), sequences)
-        slots = np.array(distinct.slots, np.int32)[index]
+        unserved, absent = self._wrapped.unserved.sites, not all(all_ready)
         batch = make_batch(
-            slots,
-            args.shape,
-            sites,
-            lease,
-            none=none,
-            unserved=self._wrapped.unserved.sites,
-            stamps=np.array([*writes, 0], np.int32)[slots],
-            scales=np.array(distinct.scales, np.float32)[index] if sites.scaled else None,
-            absent=not all(all_ready),
+            entries, index, args.shape, self._wrapped.sites, lease, none=none, unserved=unserved, absent=absent
         )
         if keep and not any(isinstance(name, LoRARequest) and name.load_inplace for name in served):
             # A cached batch must hold no adapter, so its lease is closed, and it has no handles.

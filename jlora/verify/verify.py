@@ -280,11 +280,12 @@ class _Probe:
             for attribute, array in zip(site.attributes, arrays, strict=True):
                 vars(layers[site])[attribute].set_value(array)
         none = max(site.spec.slots.stop for site in self.wrapped.modules)
-        slots = [none if name is None else self.names.index(name) for name in names]
+        entries = [[(i, 0, 1.0)] for i in range(len(self.names))]
+        index = [len(entries) if name is None else self.names.index(name) for name in names]
         # The manager does not use the copy's slots, so the lease holds no adapter. It lasts for this forward.
         shape = self.layout.shape
         lease = Lease((), ((),) * len(names), thread=0, shape=shape)
-        batch = make_batch(slots, shape, self.wrapped.sites, lease, none=none, unserved=frozenset())
+        batch = make_batch([*entries, []], index, shape, self.wrapped.sites, lease, none=none, unserved=frozenset())
         arrays, self._owners = self._run(copy, self.inputs, batch)
         return arrays
 

@@ -12,9 +12,7 @@ import numpy as np
 
 from jlora.adapters.activation import active_from
 from jlora.errors import LoRAError, LoRAUsageError
-from jlora.layers.forward.batch_shape import checked_length
-from jlora.layers.forward.cache_key import keys_of
-from jlora.layers.forward.first_rows import LENGTH_NEEDED, FirstRows, first_rows_of
+from jlora.layers.forward.batch_shape import LENGTH_NEEDED, FirstRows, checked_length, first_rows_of
 from jlora.layers.forward.lease import Lease
 from jlora.layers.forward.row_space import RowSpace, placed
 from jlora.layers.site import SEQUENCES, ModelSites, Site
@@ -153,7 +151,7 @@ class LoRABatch:
         lease, first = self._host_state(), self.active_from
         if self.layout.undecided:
             raise LoRAUsageError(_UNDECIDED)
-        return keys_of(lease, self.sequences.length, None if first is None else jax.device_get(first).tolist())
+        return lease.cache_keys(self.sequences.length, None if first is None else jax.device_get(first).tolist())
 
     def _host_state(self) -> Lease:
         if self.lease is None:
@@ -219,8 +217,8 @@ class LoRABatch:
             raise LoRAUsageError(LENGTH_NEEDED.format(call="batch.activate(first_rows"))
         length = checked_length("LoRABatch.activate: length", length)
         lease, groups = self.lease, sorted(self.spaces.keys() - {SEQUENCES})
-        items = lease.shape.items if lease is not None and lease.shape is not None else ()
-        first = first_rows_of(first_rows, self.slots.shape, groups, items, traced=lease is None)
+        items = None if lease is None else () if lease.shape is None else lease.shape.items
+        first = first_rows_of(first_rows, self.slots.shape, groups, items)
         if lease is None:
             first = jnp.asarray(first)
         elif not isinstance(first, jax.Array):  # placed as by `prepare`, so that no step is compiled again

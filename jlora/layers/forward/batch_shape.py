@@ -2,15 +2,30 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+import jax
+import jax.core
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Bool, Int
 
+from jlora.adapters.activation import NOWHERE
 from jlora.errors import LoRAUsageError
-from jlora.layers.forward.first_rows import LENGTH_NEEDED, FirstRows, checked_first_rows
 from jlora.layers.forward.row_groups import Items, checked_items, integer, integers
 from jlora.layers.site import ModelSites
+
+# One integer for each sequence. Arrays of other types and shapes get an error.
+FirstRows: TypeAlias = Sequence[int] | jax.Array | np.ndarray
+
+LENGTH_NEEDED = (
+    "first active rows need `length`, the number of rows of each sequence in this forward, padding included: {call}, "
+    "length=tokens.shape[1]), or length=1 for a decode step"
+)
+_GROUPS = (
+    "LoRABatch.activate: this batch has the row groups {groups}, whose items take no adapter that is active from a "
+    "later row on, and the first rows of a traced function are not known: activate the batch outside of it"
+)
 
 
 @dataclass(frozen=True)
@@ -34,11 +49,31 @@ class BatchShape:
     items: tuple[tuple[str, Items], ...] = ()
 
     def row_owners(self) -> Int[np.ndarray, "T"] | None:
-        """Return the sequence of each packed row, -1 for padding; None if rows are not packed."""
+        """Return the sequence of each packed row, -1 for padding and inactive rows; None if rows are not packed."""
         if self.token_counts is None:
             return None
-        rest = self.num_rows - sum(self.token_counts)
-        return np.repeat(np.append(np.arange(self.num_sequences), -1), (*self.token_counts, rest))
+        counts = np.array(self.token_counts)
+        owners = np.repeat(np.arange(self.num_sequences + 1), (*counts, self.num_rows - counts.sum()))
+        first = np.array((*(self.active_from or [0] * len(counts)), NOWHERE))
+        position = np.arange(self.num_rows) - np.append(counts.cumsum() - counts, 0)[owners]
+        return np.where(position < first[owners], -1, owners)
+
+    def last_active(self) -> Bool[np.ndarray, "B"] | None:
+        """Return True for each packed sequence whose last row is active; None if rows are not packed, or all active."""
+        if self.token_counts is None or self.active_from is None:
+            return None
+        return np.array(self.active_from) < np.array(self.token_counts)
+
+    def first_rows(self) -> Int[np.ndarray, "B"] | None:
+        """Return the first active row of each sequence, int32 [B]; None if all are active or rows are packed."""
+        if self.token_counts is not None or self.active_from is None:
+            return None
+        return np.array(self.active_from, np.int32)
+
+    @property
+    def differ(self) -> bool:
+        """True if rows of a sequence may be inactive, so that they take different adapters."""
+        return self.active_from is not None
 
     @property
     def one_each(self) -> bool:
@@ -73,7 +108,7 @@ def batch_shape(
     if active_from is not None:
         if length is None and counts is None:
             raise LoRAUsageError(LENGTH_NEEDED.format(call="prepare(names, active_from=first_rows"))
-        first = checked_first_rows("prepare: active_from", active_from, num_sequences, checked)
+        first = _checked_first_rows("prepare: active_from", active_from, num_sequences, checked)
     return BatchShape(num_sequences, counts, _packed_rows(num_sequences, counts, num_rows), length, first, checked)
 
 
@@ -104,6 +139,64 @@ def checked_length(option: str, length: Any) -> int:
     if (found := integer(option, length)) < 1:
         raise LoRAUsageError(f"{option} must be positive, got {found}")
     return found
+
+
+def _checked_first_rows(
+    option: str,
+    values: FirstRows,
+    num_sequences: int,
+    items: Sequence[tuple[str, Items]],
+) -> tuple[int, ...]:
+    """Return the first active row of each sequence, at most `NOWHERE`, from a list or an array outside a trace.
+
+    Raises:
+      LoRAUsageError: they are not one integer for each sequence, one is negative, or an item belongs to a sequence
+        with another first row than 0.
+    """
+    first = integers(option, values)
+    if len(first) != num_sequences or min(first) < 0:
+        raise LoRAUsageError(
+            f"{option} must be one first row, from 0 on, for each of {num_sequences} sequences, got "
+            f"{list(first)!r:.100}"
+        )
+    for group, given in items:
+        for item, owner in enumerate(given.owners):
+            if owner is not None and first[owner]:
+                raise LoRAUsageError(
+                    f"{option}: item {item} of group {group!r} belongs to sequence {owner}, whose adapter is "
+                    f"active from row {first[owner]} on, and items have no place among these rows; give None as the "
+                    "sequence of an item before that row"
+                )
+    return tuple([min(row, NOWHERE) for row in first])
+
+
+def first_rows_of(
+    given: Any, shape: tuple[int, ...], groups: Sequence[str], items: Sequence[tuple[str, Items]] | None
+) -> Int[Array | np.ndarray, "B"]:
+    """Return the first rows of `LoRABatch.activate` as int32 from 0 to `NOWHERE`, on the host unless they are traced.
+
+    Args:
+      given: the argument of the call.
+      shape: shape of the slots of the batch.
+      groups: row groups of the batch.
+      items: their items; None inside a traced function, where they are not known.
+
+    Raises:
+      LoRAUsageError: as `LoRABatch.activate`.
+    """
+    traced = isinstance(given, jax.core.Tracer)
+    if groups and (traced or items is None):
+        raise LoRAUsageError(_GROUPS.format(groups=groups))
+    if not traced:
+        each = given if shape else [given]
+        rows = _checked_first_rows("LoRABatch.activate: first_rows", each, int(np.prod(shape)), items or ())
+        return np.array(rows, np.int32).reshape(shape)
+    if given.shape != shape or not jnp.issubdtype(given.dtype, jnp.integer):
+        raise LoRAUsageError(
+            f"LoRABatch.activate takes integers {list(shape)}, one a sequence, got {given.dtype}{list(given.shape)}"
+        )
+    wide = given.astype(jnp.int32) if given.dtype.itemsize < 4 else given
+    return jnp.clip(wide, 0, NOWHERE).astype(jnp.int32)
 
 
 def _packed_rows(num_sequences: int, counts: tuple[int, ...] | None, pad_to: int | None) -> int:

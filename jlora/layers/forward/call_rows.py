@@ -11,8 +11,7 @@ from jaxtyping import Array, Float, Int
 from jlora.layers.forward.match_rows import layout_of, only_rows_mapped
 from jlora.layers.forward.mesh import check_mesh
 from jlora.layers.forward.plans import plan_key, plan_of
-from jlora.layers.forward.row_layout import RowLayout
-from jlora.layers.forward.row_sharding import RowSharding, row_sharding
+from jlora.layers.forward.row_layout import RowLayout, RowSharding, row_sharding
 from jlora.layers.forward.row_space import RowSpace
 from jlora.layers.forward.rows import RowMap
 from jlora.layers.site import Site, SlotSpec

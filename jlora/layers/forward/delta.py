@@ -29,14 +29,13 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int, Integer
 
 from jlora.errors import LoRAError
-from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.forward.call_rows import AdapterRows, CallRows
 from jlora.layers.forward.context import staged
 from jlora.layers.forward.merged_columns import merged_columns
 from jlora.layers.forward.mesh import experts_reached, on_mesh, reached, split_of
 from jlora.layers.forward.rows import RowMap
 from jlora.layers.forward.scope import Scope
-from jlora.layers.forward.stamps import check_copy
+from jlora.layers.forward.stamps import check_stamps
 from jlora.layers.site import Blocks, Site, SlotSpec
 from jlora.layers.specs import EmbedSpec, LinearSpec
 from jlora.pallas.api import add_lora, expand, shrink
@@ -129,13 +128,6 @@ def _slot_arrays(layer: nnx.Module, site: Site) -> Sequence[Array]:
             "stack axis; map jlora.SlotParam over axis 0 in the StateAxes of your nnx.scan, as the kernel is"
         )
     return arrays
-
-
-def check_stamps(
-    layer: nnx.Module, site: Site, batch: LoRABatch, base: Float[Array, "*lead N"]
-) -> Float[Array, "*lead N"]:
-    """Return `base`, or NaN in the stamped layer if this copy of the model missed a write. See `check_copy`."""
-    return check_copy(batch, site.path, base, vars(layer)[site.stamps][...]) if site.stamped else base
 
 
 def add_delta(

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from jlora.layers.forward.batch_shape import BatchShape
 
@@ -22,6 +22,20 @@ class Served(Protocol):
 
 
 ServedParts: TypeAlias = tuple[tuple[str, int, float], ...]  # (name, version, factor) of the adapters of a sequence
+
+
+class CacheKey(NamedTuple):
+    """The identity of the results of a sequence.
+
+    Attributes:
+      adapters: (name, version, scale) of each adapter of the sequence, in the order of their sum.
+      active_from: the first row of the forward that the adapters change; 0 if they change all.
+      items: (row group, number of its items that the sequence owns), for groups with such items.
+    """
+
+    adapters: ServedParts
+    active_from: int = 0
+    items: tuple[tuple[str, int], ...] = ()
 
 
 class Lease:
@@ -68,3 +82,27 @@ class Lease:
         self.closed = True
         if self._on_close is not None:
             self._on_close()
+
+    @property
+    def needs_first_rows(self) -> bool:
+        """True if an adapter acts from a later row on, and first active rows are not given."""
+        given = self.shape is not None and self.shape.active_from is not None
+        return not given and any(each.invocation_tokens for each in self.adapters)
+
+    def cache_keys(self, length: int | None, first: Sequence[int] | None) -> tuple[CacheKey | None, ...]:
+        """Return `LoRABatch.cache_keys`.
+
+        Args:
+          length: rows of each sequence in this forward, if declared.
+          first: the first active row of each sequence; None for those of `shape`.
+        """
+        shape = self.shape or BatchShape(len(self.parts))
+        first = shape.active_from if first is None else first
+        rows = shape.token_counts or (length,) * len(self.parts)
+        keys: list[CacheKey | None] = []
+        for i, parts in enumerate(self.parts):
+            start, count = 0 if first is None else first[i], rows[i]
+            inactive = not parts or (count is not None and start >= count > 0)
+            items = tuple((group, owned) for group, given in shape.items if (owned := given.owners.count(i)))
+            keys.append(None if inactive else CacheKey(parts, start, items))
+        return tuple(keys)

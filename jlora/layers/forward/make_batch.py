@@ -1,69 +1,102 @@
-"""Make a batch from the slots of its sequences."""
+"""Make a batch: fill its row spaces on the host, from the slots of its sequences, and put them on the device."""
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Int
 
 from jlora.layers.forward.batch import Layout, LoRABatch
 from jlora.layers.forward.batch_shape import BatchShape
-from jlora.layers.forward.fill import fill_spaces
 from jlora.layers.forward.lease import Lease
-from jlora.layers.forward.row_space import placed
-from jlora.layers.site import ModelSites, Site
+from jlora.layers.forward.row_space import RowSpace, Table, placed
+from jlora.layers.site import SEQUENCES, ModelSites, Site
+
+Entry: TypeAlias = Sequence[tuple[int, int, float]]  # (slot, stamp, factor) of the adapters of a sequence
 
 
 def make_batch(
-    slots: Sequence[int] | Int[np.ndarray, "B k"],
+    entries: Sequence[Entry],
+    index: Sequence[int],
     shape: BatchShape,
     sites: ModelSites,
     lease: Lease,
     *,
     none: int,
     unserved: frozenset[Site],
-    stamps: Int[np.ndarray, "B k"] | None = None,
-    scales: Float[np.ndarray, "B k"] | None = None,
     absent: bool = False,
 ) -> LoRABatch:
     """Return a batch with its arrays on the device or the mesh.
 
     Args:
-      slots: the slot of each sequence, or [B, k] those of its k adapters, at most `sites.adapters`.
+      entries: the distinct entries of the batch, each of at most `sites.adapters` adapters. With the stamp 0 every copy
+        of the model is accepted.
+      index: the entry of each sequence.
       shape: the shape of the batch.
       sites: the sites of the model.
       lease: the lease of the adapters in these slots.
       none: the slot of rows without an adapter.
       unserved: the sites that serve no adapter.
-      stamps: the stamp of each of `slots`. None: every copy of the model is accepted.
-      scales: the factor of each of `slots`. None: all are 1.
       absent: True if sequences lack their adapter.
     """
-    of_slots = _by_adapter(slots, none, sites.adapters, np.int32)
-    of_stamps = np.zeros_like(of_slots) if stamps is None else _by_adapter(stamps, 0, sites.adapters, np.int32)
-    of_scales = None
-    if sites.scaled:
-        of_scales = _by_adapter(np.ones(len(of_slots.T)) if scales is None else scales, 1, sites.adapters, np.float32)
-    spaces = fill_spaces(shape, of_slots, of_stamps, of_scales, none=none, one_each=not sites.rows_declared)
-    layout = Layout(
-        sites,
-        shape.num_sequences,
-        unserved,
-        absent=absent,
-        undecided=shape.active_from is None and any(each.invocation_tokens for each in lease.adapters),
-        lease=weakref.ref(lease),
+    padded = [[*entry, *[(none, 0, 1.0)] * (sites.adapters - len(entry))] for entry in entries]
+    slots, stamps, scales = np.array(padded).transpose(2, 1, 0)[:, :, index]
+    spaces = fill_spaces(
+        shape,
+        slots.astype(np.int32),
+        stamps.astype(np.int32),
+        scales.astype(np.float32) if sites.scaled else None,
+        none=none,
+        one_each=not sites.rows_declared,
     )
+    own, undecided = weakref.ref(lease), lease.needs_first_rows
+    layout = Layout(sites, shape.num_sequences, unserved, absent=absent, undecided=undecided, lease=own)
     return LoRABatch(placed(spaces, sites), layout, lease)
 
 
-def _by_adapter(values: Any, other: int, adapters: int, dtype: type[np.generic]) -> Shaped[np.ndarray, "adapters B"]:
-    """Return a row of values for each adapter of a sequence, from `values` [B] or [B, k] and `other` past the k."""
-    given = np.asarray(values, dtype)
-    given = given.reshape(len(given), -1).T
-    if len(given) == adapters:
-        return np.ascontiguousarray(given)
-    return np.concatenate([given, np.full((adapters - len(given), given.shape[1]), other, dtype)])
+def fill_spaces(
+    shape: BatchShape,
+    slots: Int[np.ndarray, "k B"],
+    stamps: Int[np.ndarray, "k B"],
+    scales: Float[np.ndarray, "k B"] | None,
+    *,
+    none: int,
+    one_each: bool,
+) -> dict[str, RowSpace]:
+    """Return the space of the sequences and of each row group of a batch, as NumPy arrays.
+
+    Args:
+      shape: the shape of the batch.
+      slots: the slots of the k adapters of each sequence.
+      stamps: their stamps.
+      scales: their factors; None if the manager serves no factors.
+      none: the slot of rows without an adapter.
+      one_each: True if a packed batch of one row a sequence needs no table of rows.
+    """
+
+    def table_of(owners: Int[np.ndarray, "rows"]) -> Table:
+        """Return the adapters of rows that belong to these sequences, or to none if -1."""
+        of_scales = None if scales is None else tuple(np.where(owners < 0, np.float32(1), scales[:, owners]))
+        return Table(tuple(np.where(owners < 0, np.int32(none), slots[:, owners])), of_scales)
+
+    spaces: dict[str, RowSpace] = {}
+    for group, items in shape.items:
+        spaces[group] = RowSpace(table_of(items.row_owners()), one_each=items.counts is not None)
+    owners, one_each = shape.row_owners(), one_each and shape.one_each
+    rows = None if owners is None or one_each else table_of(owners)
+    if (active := shape.last_active()) is not None:  # a packed sequence has the slot of its last row
+        slots, stamps = np.where(active, slots, np.int32(none)), np.where(active, stamps, np.int32(0))
+    spaces[SEQUENCES] = RowSpace(
+        Table(tuple(slots), None if scales is None else tuple(scales)),
+        rows,
+        tuple(stamps),
+        shape.first_rows(),
+        shape.length,
+        differ=shape.differ,
+        one_each=one_each,
+    )
+    return spaces
 
 
 def renewed(batch: LoRABatch, lease: Lease) -> LoRABatch:

@@ -10,12 +10,6 @@ import jax.core
 from jaxtyping import Array
 
 from jlora.errors import LoRAUsageError
-from jlora.layers.forward.first_rows import (
-    MAP_OF_OTHER_LENGTH,
-    MAP_OF_SEQUENCES,
-    POSITIONS_UNCLEAR,
-    ROW_UNDER_VMAP,
-)
 from jlora.layers.forward.row_layout import RowLayout
 from jlora.layers.forward.row_space import RowSpace
 from jlora.layers.forward.rows import RowMap, current_rows
@@ -28,11 +22,27 @@ _FITS_BOTH = (
     "    LoRAManager(..., row_groups={{{path!r}: 'last'}})\n"
     "    LoRAManager(..., row_groups={{'*': 'packed'}})  # if all layers get packed rows"
 )
-
-
 _MAP_IN_GROUP = (
     "{path}: this layer is of the row group {group!r}, and a jlora.rows map is open around it; use one of them: leave "
     "the module out of row_groups, or open jlora.rows(None) around it"
+)
+_POSITIONS_UNCLEAR = (
+    "a sequence has rows of shape {between}, and `active_from` counts the rows of a sequence: expected {expected}. "
+    "Say which of the batch's tokens other rows are with jlora.rows(jlora.RowMap(..., of='tokens')). Rows that are no "
+    "tokens, such as an encoder's, are items: LoRAManager(..., row_groups={{module: 'audio'}}), and prepare(..., "
+    "items=)"
+)
+_ROW_UNDER_VMAP = (
+    "{path}: under jax.vmap, a row of each sequence may be any of those that `active_from` counts: give the tokens "
+    "with jlora.rows(jlora.RowMap(..., of='tokens')), or call the layer outside of vmap"
+)
+_MAP_OF_SEQUENCES = (
+    "{path}: a RowMap of sequences shows no positions, which `active_from` counts: give RowMap(..., of='tokens'), "
+    "with {tokens}"
+)
+_MAP_OF_OTHER_LENGTH = (
+    "{path}: RowMap(of='tokens', length={length}), and `active_from` counts {declared} rows of each sequence: give "
+    "that length, or 1 for the last row of each"
 )
 
 
@@ -100,7 +110,7 @@ def layout_of(
         return RowLayout(space, shape, 0)
     if as_sequences:
         if mapped and space.differ and declared != 1 and shape[1:] in ((), (1,)):
-            raise LoRAUsageError(ROW_UNDER_VMAP.format(path=site.path))
+            raise LoRAUsageError(_ROW_UNDER_VMAP.format(path=site.path))
         return _of_entries(space, shape, shape[1:])
     known = lengths if declared is None else lengths | {declared}
     if packed is None and shape in {(sequences * length,) for length in known}:
@@ -139,7 +149,7 @@ def _of_entries(space: RowSpace, shape: tuple[int, ...], between: tuple[int, ...
         expected = "the last row of each sequence alone"
         if declared is not None:
             expected += f", or its declared length {declared} as the first of these axes"
-        return POSITIONS_UNCLEAR.format(between=between, expected=expected)
+        return _POSITIONS_UNCLEAR.format(between=between, expected=expected)
     positions = between[0] if space.differ and between else 1
     return RowLayout(space, shape, positions, math.prod(between), length=between[0] if len(between) == 1 else None)
 
@@ -160,7 +170,7 @@ def _map_positions(space: RowSpace, site: Site, row_map: RowMap, lengths: frozen
     if row_map.of == "sequences":
         if space.differ and declared != 1:
             tokens = "the packed row of each" if declared is None else f"sequence * {declared} + its row"
-            raise LoRAUsageError(MAP_OF_SEQUENCES.format(path=site.path, tokens=tokens))
+            raise LoRAUsageError(_MAP_OF_SEQUENCES.format(path=site.path, tokens=tokens))
         return 1
     if space.packed is not None:
         packed, sequences = space.packed.size, space.entries.size
@@ -180,7 +190,7 @@ def _map_positions(space: RowSpace, site: Site, row_map: RowMap, lengths: frozen
         )
     (found,) = known
     if space.differ and found not in (1, declared):
-        raise LoRAUsageError(MAP_OF_OTHER_LENGTH.format(path=site.path, length=found, declared=declared))
+        raise LoRAUsageError(_MAP_OF_OTHER_LENGTH.format(path=site.path, length=found, declared=declared))
     return found
 
 

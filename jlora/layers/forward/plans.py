@@ -11,8 +11,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from jlora.layers.forward.mesh import experts_reached, on_mesh, split_of
-from jlora.layers.forward.row_layout import RowLayout
-from jlora.layers.forward.row_sharding import RowSharding
+from jlora.layers.forward.row_layout import RowLayout, RowSharding
 from jlora.layers.site import Site, SlotSpec
 from jlora.pallas.moe import plan_experts
 from jlora.pallas.plan import Plan, make_plan

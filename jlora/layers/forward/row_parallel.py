@@ -19,13 +19,13 @@ from jlora.layers.forward.delta import (
     SlotFactors,
     adapter_specs,
     add_rows,
-    check_stamps,
     factor_specs,
     slot_factors,
     summed,
 )
 from jlora.layers.forward.mesh import on_mesh, reached
 from jlora.layers.forward.scope import Scope
+from jlora.layers.forward.stamps import check_stamps
 from jlora.layers.site import Site
 from jlora.layers.specs import LinearSpec, general_rows
 from jlora.sharding.rules import Names, partition, split_axis

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.core
@@ -184,10 +184,10 @@ def first_rows_of(
     Raises:
       LoRAUsageError: as `LoRABatch.activate`.
     """
-    traced = isinstance(given, jax.core.Tracer)
-    if groups and (traced or items is None):
+    is_traced = isinstance(cast("object", given), jax.core.Tracer)
+    if groups and (is_traced or items is None):
         raise LoRAUsageError(_GROUPS.format(groups=groups))
-    if not traced:
+    if not is_traced:
         each = given if shape else [given]
         rows = _checked_first_rows("LoRABatch.activate: first_rows", each, int(np.prod(shape)), items or ())
         return np.array(rows, np.int32).reshape(shape)
@@ -195,7 +195,7 @@ def first_rows_of(
         raise LoRAUsageError(
             f"LoRABatch.activate takes integers {list(shape)}, one a sequence, got {given.dtype}{list(given.shape)}"
         )
-    wide = given.astype(jnp.int32) if given.dtype.itemsize < 4 else given
+    wide: Array = given.astype(jnp.int32) if given.dtype.itemsize < 4 else given
     return jnp.clip(wide, 0, NOWHERE).astype(jnp.int32)
 
 

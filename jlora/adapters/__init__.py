@@ -2,18 +2,13 @@
 
 from jlora.adapters.adapter import Adapter
 from jlora.adapters.expert_formats import decide_exchanged
-from jlora.adapters.lora import ExpertsLoRA, ModuleLoRA, SavedHead
-from jlora.adapters.shapes import AdapterShapes, BaseShape, ExpertsShapes, HeadShapes, ModuleShapes
+from jlora.adapters.lora import ExpertsLoRA, ModuleLoRA, SavedHead, UnreadArray
 
 __all__ = [
     "Adapter",
-    "AdapterShapes",
-    "BaseShape",
     "ExpertsLoRA",
-    "ExpertsShapes",
-    "HeadShapes",
     "ModuleLoRA",
-    "ModuleShapes",
     "SavedHead",
+    "UnreadArray",
     "decide_exchanged",
 ]

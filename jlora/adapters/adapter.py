@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -20,15 +20,14 @@ from jlora._typing import DType
 from jlora.adapters.activation import check_invocation_tokens
 from jlora.adapters.checkpoint import Checkpoint, OwnExperts, open_checkpoint
 from jlora.adapters.config_file import CONFIG_FILE, PEFT_FIELDS, read_config
-from jlora.adapters.escaping import listed, printable, shown, shown_path, shown_value
+from jlora.adapters.escaping import listed, shown, shown_path, shown_value
 from jlora.adapters.expert_formats import flat_orientation, flattened, stored_names
 from jlora.adapters.files import content_key
-from jlora.adapters.lora import FLOATS, ExpertsLoRA, LoRA, ModuleLoRA, SavedHead, check_variants
+from jlora.adapters.lora import FLOATS, ExpertsLoRA, HostArray, LoRA, ModuleLoRA, SavedHead, check_variants
 from jlora.adapters.peft_config import Kind, PeftConfig, scaling_of
 from jlora.adapters.problems import Problems
 from jlora.adapters.resolve import WEIGHTS_FILE, AdapterFolder, adapter_files, resolve
-from jlora.adapters.shapes import AdapterShapes
-from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError, LoRAUsageError
+from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError, LoRAUsageError, printable
 
 T = TypeVar("T")
 
@@ -61,13 +60,13 @@ class Adapter:
     Raises:
       AdapterFormatError: Some modules have a magnitude and others have none, `invocation_tokens` are not token ids, or
         a module has both LoRA and a saved head.
-      AdapterMismatchError: PEFT has no DoRA or aLoRA for these modules (`check_variants`), or an aLoRA adapter has a
-        saved head.
+      AdapterMismatchError: PEFT has no DoRA or aLoRA for these modules, or an aLoRA adapter has a saved head
+        (`check_variants`).
     """
 
     name: str
     modules: Mapping[str, LoRA]
-    base_weights: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
+    base_weights: Mapping[str, HostArray] = field(default_factory=dict[str, np.ndarray])
     heads: Mapping[str, SavedHead] = field(default_factory=dict[str, SavedHead])
     base_model_name: str | None = None
     use_rslora: bool = False
@@ -83,7 +82,8 @@ class Adapter:
         where = f"adapter {shown(str(self.name))}"  # the manager refuses a name that is no string
         check_invocation_tokens(self.invocation_tokens, f"{where}: invocation_tokens")
         magnitudes = self._magnitudes
-        check_variants(where, self.modules, use_dora=bool(magnitudes), invocation_tokens=self.invocation_tokens)
+        tokens = self.invocation_tokens
+        check_variants(where, self.modules, self.heads, use_dora=bool(magnitudes), invocation_tokens=tokens)
         if magnitudes and (plain := self.modules.keys() - magnitudes.keys()):
             raise AdapterFormatError(
                 f"{where}: module {shown(min(plain))} has no magnitude; expected one for each module of a DoRA adapter"
@@ -92,11 +92,6 @@ class Adapter:
             raise AdapterFormatError(
                 f"{where}: {shown(min(both))} has both LoRA and a saved head; expected one of them"
             )
-        if self.heads and self.invocation_tokens:
-            raise AdapterMismatchError(
-                f"{where}: {shown(min(self.heads))} is a saved head (modules_to_save) of an activated LoRA (aLoRA), "
-                "and a saved head is active on all rows; train the adapter with one of them"
-            )
 
     @property
     def use_dora(self) -> bool:
@@ -104,7 +99,7 @@ class Adapter:
         return bool(self._magnitudes)
 
     @property
-    def _magnitudes(self) -> dict[str, np.ndarray]:
+    def _magnitudes(self) -> dict[str, HostArray]:
         modules = self.modules.items()
         return {n: m.magnitude for n, m in modules if isinstance(m, ModuleLoRA) and m.magnitude is not None}
 
@@ -158,7 +153,7 @@ class Adapter:
         dtype: DType | None = None,
         allow_nonfinite: bool = False,
         local_only: bool = False,
-        check: Callable[[AdapterShapes], None] | None = None,
+        check: Callable[["Adapter"], None] | None = None,
         max_bytes: int | None = None,
     ) -> "Adapter":
         """Load a PEFT LoRA adapter.
@@ -175,8 +170,8 @@ class Adapter:
           allow_nonfinite: Accept NaN and infinity, which are refused otherwise. The check takes about as long as
             copying the weights once.
           local_only: Use no network. Repos in Hugging Face's local cache are still found.
-          check: Called with the adapter's shapes before any tensor is read. Its exceptions are passed on. If some of
-            the files' tensors have problems, it is called with the shapes of the others.
+          check: Called with the adapter before any tensor is read, so that its arrays are `UnreadArray`. Its exceptions
+            are passed on. If some of the files' tensors have problems, it is called with the others.
           max_bytes: Refuse weights of more bytes than this, counted in the file or after conversion.
 
         Raises:
@@ -194,7 +189,7 @@ class Adapter:
         problems = Problems()
         with open_adapter(found, dtype=target, max_bytes=max_bytes, problems=problems) as opened:
             if check is not None:
-                problems.attempt(None, check, opened.shapes)
+                problems.attempt(None, check, opened.adapter)
             problems.raise_first()
             return opened.read(allow_nonfinite=allow_nonfinite)
 
@@ -379,20 +374,17 @@ class Adapter:
 
 @dataclass(frozen=True)
 class OpenAdapter:
-    """An adapter with its configuration and shapes read and checked, and its tensors not yet read.
+    """An adapter whose files are open, with its configuration and the header of its weights read and checked.
 
     Attributes:
-      config: The served part of the adapter's configuration.
+      adapter: The adapter. Its arrays are `UnreadArray`.
       checkpoint: The open weights file.
+      config: The served part of the adapter's configuration.
     """
 
-    config: PeftConfig
+    adapter: Adapter
     checkpoint: Checkpoint
-
-    @property
-    def shapes(self) -> AdapterShapes:
-        """Shapes of all modules and base weights."""
-        return self.checkpoint.shapes
+    config: PeftConfig
 
     def read(self, own: OwnExperts = MappingProxyType({}), *, allow_nonfinite: bool = False) -> Adapter:
         """Read the tensors.
@@ -407,22 +399,8 @@ class OpenAdapter:
           AdapterFormatError: The file holds NaN or infinity, holds a value too large for the dtype, or has changed.
         """
         modules, base_weights, heads = self.checkpoint.read(own, allow_nonfinite=allow_nonfinite)
-        config = self.config
-        return Adapter(
-            name=self.shapes.name,
-            modules=modules,
-            base_weights=base_weights,
-            heads=heads,
-            base_model_name=config.base_model_name,
-            use_rslora=config.use_rslora,
-            invocation_tokens=config.invocation_tokens,
-            fan_in_fan_out=config.fan_in_fan_out,
-            task_type=config.task_type,
-            peft_fields=config.peft_fields,
-            unchecked=config.unchecked,
-            fingerprint=hashlib.sha256(config.digest + self.checkpoint.file.digest()).hexdigest(),
-            config=config,
-        )
+        fingerprint = hashlib.sha256(self.config.digest + self.checkpoint.file.digest()).hexdigest()
+        return replace(self.adapter, modules=modules, base_weights=base_weights, heads=heads, fingerprint=fingerprint)
 
 
 @contextmanager
@@ -447,10 +425,28 @@ def open_adapter(
     """
     files = config_file, weights_file = adapter_files(found)
     content = _content(found, files)
-    options: dict[str, Any] = {"dtype": dtype, "max_bytes": max_bytes, "problems": problems}
     config = read_config(config_file, found.name, problems)
-    with open_checkpoint(weights_file, found.name, config, **options) as checkpoint:
-        yield OpenAdapter(config, checkpoint)
+    with open_checkpoint(weights_file, found.name, config, dtype=dtype, problems=problems) as checkpoint:
+        adapter = Adapter(
+            name=found.name,
+            modules=checkpoint.modules,
+            base_weights=checkpoint.base_weights,
+            heads=checkpoint.heads,
+            base_model_name=config.base_model_name,
+            use_rslora=config.use_rslora,
+            invocation_tokens=config.invocation_tokens,
+            fan_in_fan_out=config.fan_in_fan_out,
+            task_type=config.task_type,
+            peft_fields=config.peft_fields,
+            unchecked=config.unchecked,
+            config=config,
+        )
+        if max_bytes is not None and (largest := max(checkpoint.file.size, adapter.nbytes)) > max_bytes:
+            raise AdapterMismatchError(
+                f"adapter {shown(found.name)}: {shown_path(weights_file)}: its tensors take {largest} bytes; at most "
+                f"{max_bytes} are allowed"
+            )
+        yield OpenAdapter(adapter, checkpoint, config)
     if _content(found, files) != content:  # `StableFile` checks each file only while it is open
         raise AdapterFormatError(f"adapter {shown(found.name)}: {shown_path(found.folder)}: changed while it was read")
 

@@ -1,26 +1,23 @@
 """Read `adapter_model.safetensors` into NumPy arrays, as LoRA pairs and base weights."""
 
 import itertools
-import math
 import re
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from jlora.adapters.config_file import CONFIG_FILE
 from jlora.adapters.escaping import shown, shown_path, shown_value
-from jlora.adapters.expert_formats import Stacked, StackedPair, is_stacked, stacked_pairs
+from jlora.adapters.expert_formats import Stacked, is_stacked, stacked_pairs
 from jlora.adapters.files import StableFile
-from jlora.adapters.lora import ExpertsLoRA, LoRA, ModuleLoRA, SavedHead, check_variants
+from jlora.adapters.lora import ExpertsLoRA, HostArray, LoRA, ModuleLoRA, SavedHead, UnreadArray, check_variants
 from jlora.adapters.peft_config import Kind, PeftConfig, scaling_of
 from jlora.adapters.problems import Problems
-from jlora.adapters.shapes import AdapterShapes, BaseShape, ExpertsShapes, HeadShapes, ModuleShapes
 from jlora.adapters.tensor_data import DTYPES, Share, read_tensors
-from jlora.adapters.tensor_data import all_finite as all_finite
 from jlora.adapters.tensor_file import TensorInfo, read_header
 from jlora.adapters.wrapped_names import WRAPPER
 from jlora.errors import AdapterFormatError, AdapterMismatchError
@@ -63,15 +60,16 @@ class Checkpoint:
     """The weights of one adapter with the header read and checked, and the tensors not yet read.
 
     Attributes:
-      shapes: Shapes and dtypes from the header, by dotted module name without PEFT's prefix.
+      modules, base_weights, heads: As in `Adapter`, with each array an `UnreadArray`.
       file: The open weights file.
     """
 
-    shapes: AdapterShapes
+    modules: Mapping[str, LoRA]
+    base_weights: Mapping[str, HostArray]
+    heads: Mapping[str, SavedHead]
     file: StableFile
-    _layout: "_Modules"
+    _stacked: Mapping[str, Stacked]
     _tensors: Mapping[str, TensorInfo]
-    _base: Mapping[str, str]  # key -> module
     _where: str
     _dtype: np.dtype | None
 
@@ -86,7 +84,7 @@ class Checkpoint:
           allow_nonfinite: Accept NaN and infinity.
 
         Returns:
-          Module name -> LoRA, module name -> base weight stored beside the LoRA, and module name -> saved head.
+          `modules`, `base_weights` and `heads` with their arrays.
 
         Raises:
           AdapterFormatError: The file holds NaN or infinity, holds a value too large for the dtype, or has changed.
@@ -94,37 +92,48 @@ class Checkpoint:
         arrays = read_tensors(
             self.file,
             {key: info for key, info in self._tensors.items() if info.end > info.start},
-            self._base,
+            {_key(weight) for weight in self.base_weights.values()},
             where=self._where,
             dtype=self._dtype,
             allow_nonfinite=allow_nonfinite,
-            shares=_shares(self._layout, own),
+            shares=self._shares(own),
         )
         modules: dict[str, LoRA] = {}
-        for name, (_, key_a, key_b) in self._layout.halves.items():
-            a, b = arrays[key_a], arrays[key_b]
-            alpha, shapes = self._layout.alphas[name], self.shapes.modules[name]
-            if isinstance(shapes, ModuleShapes):
-                magnitude = arrays[self._layout.magnitudes[name]] if self.shapes.use_dora else None
-                modules[name] = ModuleLoRA(
-                    a=a, b=b, kind=shapes.kind, alpha=alpha, scaling=shapes.scaling, magnitude=magnitude
-                )
-                continue
-            a, b = self._layout.stacked[name].arrays(a, b)
-            modules[name] = ExpertsLoRA(
-                a=a,
-                b=b,
-                alpha=alpha,
-                scaling=shapes.scaling,
-                exchanged=shapes.exchanged,
-                own_order=shapes.own_order,
-                peft_version=shapes.peft_version,
-            )
+        for name, module in self.modules.items():
+            a, b = arrays[_key(module.a)], arrays[_key(module.b)]
+            if isinstance(module, ExpertsLoRA):
+                a, b = self._stacked[name].arrays(a, b)
+                modules[name] = replace(module, a=a, b=b)
+            else:
+                magnitude = None if module.magnitude is None else arrays[_key(module.magnitude)]
+                kind, alpha, scaling = module.kind, module.alpha, module.scaling  # `replace` takes twice as long
+                modules[name] = ModuleLoRA(a=a, b=b, kind=kind, alpha=alpha, scaling=scaling, magnitude=magnitude)
         heads = {
-            name: SavedHead(arrays[weight], None if bias is None else arrays[bias])
-            for name, (weight, bias) in self._layout.heads.items()
+            name: SavedHead(arrays[_key(head.weight)], None if head.bias is None else arrays[_key(head.bias)])
+            for name, head in self.heads.items()
         }
-        return modules, {module: arrays[key] for key, module in self._base.items()}, heads
+        return modules, {name: arrays[_key(weight)] for name, weight in self.base_weights.items()}, heads
+
+    def _shares(self, own: OwnExperts) -> dict[str, Share]:
+        """Return tensor key -> the share of the tensor to read."""
+        found: dict[str, Share] = {}
+        for name, experts in own.items():
+            module = self.modules[name]
+            if isinstance(module, ModuleLoRA):
+                arrays = (module.a, module.b, module.magnitude)
+                found |= {_key(array): Share(1, 1, experts) for array in arrays if array is not None}
+                continue
+            _, out, rank = module.b.shape
+            turns = 1 if not module.own_order else out if self._stacked[name].grouped else out * rank
+            for array, leading in ((module.a, 1), (module.b, turns)):
+                if array.shape[0] > 1:  # a factor shared by all experts is read whole
+                    found[_key(array)] = Share(leading, array.shape[0], experts)
+        return found
+
+
+def _key(array: Any) -> str:
+    """Return the name of an `UnreadArray`'s tensor."""
+    return array.key
 
 
 @contextmanager
@@ -134,7 +143,6 @@ def open_checkpoint(
     config: PeftConfig,
     *,
     dtype: np.dtype | None = None,
-    max_bytes: int | None = None,
     problems: Problems | None = None,
 ) -> Generator[Checkpoint, None, None]:
     """Open an adapter's weights and check the header. No tensor is read.
@@ -144,46 +152,41 @@ def open_checkpoint(
       adapter: Name of the adapter, for messages.
       config: The adapter's configuration. Every tensor must agree with its ranks and targets.
       dtype: Convert A, B and magnitudes to this dtype. None keeps the file's dtype. Base weights are never converted.
-      max_bytes: Largest allowed size of the file, and of the tensors after conversion.
       problems: Takes the errors of tensors, which are then left out of the checkpoint. None raises them.
 
     Raises:
       AdapterFormatError: The file is not a complete safetensors file or changes while open, a tensor has the wrong
         dtype or shape, or an A has no B.
-      AdapterMismatchError: A tensor belongs to an unserved PEFT feature or to a module that `config` does not target,
-        or the weights are larger than `max_bytes`.
+      AdapterMismatchError: A tensor belongs to an unserved PEFT feature or to a module that `config` does not target.
     """
     where = f"adapter {shown(adapter)}: {shown_path(file)}"
     found = Problems() if problems is None else problems
     with StableFile(file, where) as opened:
         tensors = read_header(opened, where)
         keys = sorted_keys(tensors, where, config.modules_to_save, found)
-        header = _Header(tensors, where, found)
-        layout = _layout(keys, header, config)
-        shapes = _shapes(layout, keys, header, adapter, config, dtype)
+        header = _Header(tensors, where, dtype, found)
+        head_keys = found.attempt(dict[str, tuple[str, str | None]](), _heads, keys, header, config)
+        modules, stacked = _modules(keys, head_keys, header, config)
+        base = {
+            module: array
+            for module, parts in keys.items()
+            if "base" in parts
+            and (array := found.attempt(None, _base, parts["base"], modules.get(module), header)) is not None
+        }
+        heads = {
+            module: head
+            for module, (weight, bias) in head_keys.items()
+            if (head := found.attempt(None, _head, weight, bias, header)) is not None
+        }
+        try:
+            tokens = config.invocation_tokens
+            check_variants(where, modules, heads, use_dora=config.use_dora, invocation_tokens=tokens)
+        except AdapterMismatchError as error:  # no `Adapter` has these modules
+            found.found.append(error)
+            found.raise_first()
         if problems is None:
             found.raise_first()
-        if max_bytes is not None and (largest := max(opened.size, shapes.nbytes)) > max_bytes:
-            raise AdapterMismatchError(f"{where}: its tensors take {largest} bytes; at most {max_bytes} are allowed")
-        base = {key: module for module, parts in keys.items() if (key := parts.get("base")) is not None}
-        yield Checkpoint(shapes, opened, layout, tensors, base, where, dtype)
-
-
-def _shares(layout: "_Modules", own: OwnExperts) -> dict[str, Share]:
-    """Return tensor key -> the share of the tensor to read."""
-    found: dict[str, Share] = {}
-    for name, experts in own.items():
-        _, key_a, key_b = layout.halves[name]
-        if (read := layout.stacked.get(name)) is None:
-            keys = (key_a, key_b, *(key for key in (layout.magnitudes.get(name),) if key is not None))
-            found |= dict.fromkeys(keys, Share(1, 1, experts))
-            continue
-        _, out, rank = read.b_shape
-        turns = 1 if not read.flat else out if read.grouped else out * rank
-        for key, (count, *_), leading in ((key_a, read.a_shape, 1), (key_b, read.b_shape, turns)):
-            if count > 1:  # a factor shared by all experts is read whole
-                found[key] = Share(leading, count, experts)
-    return found
+        yield Checkpoint(modules, base, heads, opened, stacked, tensors, where, dtype)
 
 
 def sorted_keys(
@@ -256,31 +259,35 @@ def _saved_part(name: str, saved: Iterable[str]) -> tuple[str, str] | None:
 
 @dataclass(frozen=True)
 class _Header:
-    """Shapes and dtypes of the file's tensors, checked on access. `problems` takes the errors of single modules."""
+    """The file's tensors as arrays that are not read yet, with shapes and dtypes checked on access.
+
+    Attributes:
+      tensors: Tensor key -> its place in the file.
+      where: Adapter and file, for messages.
+      dtype: Dtype to convert to; None keeps the file's dtype.
+      problems: Takes the errors of single modules.
+    """
 
     tensors: Mapping[str, TensorInfo]
     where: str
+    dtype: np.dtype | None
     problems: Problems
 
     def at(self, key: str) -> str:
         return f"{self.where}: tensor {shown(key)}"
 
-    def dtype(self, key: str) -> np.dtype:
-        """Return a tensor's dtype. Raise if the dtype is not served."""
-        if (found := DTYPES.get(self.tensors[key].dtype)) is None:
-            raise AdapterFormatError(
-                f"{self.at(key)} has dtype {self.tensors[key].dtype}; expected one of {', '.join(DTYPES)}"
-            )
-        return found
+    def array(self, key: str, *, converted: bool = True) -> UnreadArray:
+        """Return a tensor of any shape. Raise if its dtype is not served."""
+        info = self.tensors[key]
+        if (stored := DTYPES.get(info.dtype)) is None:
+            raise AdapterFormatError(f"{self.at(key)} has dtype {info.dtype}; expected one of {', '.join(DTYPES)}")
+        return UnreadArray(key, info.shape, self.dtype if converted and self.dtype is not None else stored)
 
-    def shape(self, key: str) -> tuple[int, ...]:
-        return self.tensors[key].shape
-
-    def matrix(self, key: str, rank: int | None, axis: int) -> tuple[int, int]:
-        """Return the shape of a matrix. If `rank` is given, the size of `axis` (0 for A, 1 for B) must equal it."""
+    def matrix(self, key: str, rank: int | None = None, axis: int = 0, *, converted: bool = True) -> Any:
+        """Return a matrix. If `rank` is given, the size of `axis` (0 for A, 1 for B) must equal it."""
         shape = self.tensors[key].shape
         if len(shape) == 2 and 0 not in shape and rank in (None, shape[axis]):
-            return shape[0], shape[1]
+            return self.array(key, converted=converted)
         if len(shape) > 2:
             raise AdapterMismatchError(
                 f"{self.at(key)} has shape {shown_value(shape)}; LoRA on convolutions is not served"
@@ -290,38 +297,25 @@ class _Header:
             raise AdapterFormatError(f"{self.at(key)} has shape {shape}; expected {expected}")
         raise AdapterFormatError(f"{self.at(key)} has rank {shape[axis]}; expected {rank} (r and rank_pattern)")
 
-    def check_vector(self, key: str, size: int) -> None:
-        """Raise if the tensor is not a vector of `size` elements."""
-        if self.tensors[key].shape != (size,):
+    def vector(self, key: str | None, size: int) -> Any:
+        """Return a vector, which must have `size` elements; None without a key."""
+        if key is None:
+            return None
+        if (shape := self.tensors[key].shape) != (size,):
             raise AdapterFormatError(
-                f"{self.at(key)} has shape {shown_value(self.tensors[key].shape)}; expected {(size,)}, as its matrix "
-                "implies"
+                f"{self.at(key)} has shape {shown_value(shape)}; expected {(size,)}, as its matrix implies"
             )
+        return self.array(key)
 
 
-@dataclass(frozen=True)
-class _Modules:
-    """The adapter's modules by name in `Adapter.modules`, from tensor names and the configuration.
+def _modules(
+    keys: Mapping[str, Mapping[str, str]], heads: Collection[str], header: _Header, config: PeftConfig
+) -> tuple[dict[str, LoRA], dict[str, Stacked]]:
+    """Return the modules with LoRA by name in `Adapter.modules`, and those of them that hold all experts.
 
-    Attributes:
-      halves: Module name -> kind, key of A, key of B.
-      magnitudes: Module name -> key of the magnitude, for all modules of a DoRA adapter.
-      stacked: Module name -> how to read the tensors, for modules that hold all experts.
-      ranks, alphas: Module name -> rank, and module name -> alpha.
-      heads: Module name -> keys of the weight and of the bias (None without one) of a saved head.
+    Their arrays are checked against the configuration and between A and B, and not read.
     """
-
-    halves: Mapping[str, tuple[Kind, str, str]]
-    magnitudes: Mapping[str, str]
-    stacked: Mapping[str, Stacked]
-    ranks: Mapping[str, int]
-    alphas: Mapping[str, float]
-    heads: Mapping[str, tuple[str, str | None]]
-
-
-def _layout(keys: Mapping[str, Mapping[str, str]], header: _Header, config: PeftConfig) -> _Modules:
     attempt = header.problems.attempt
-    heads = attempt(dict[str, tuple[str, str | None]](), _heads, keys, header, config)
     adapted = [m for m, parts in keys.items() if m not in heads and (len(parts) > 1 or "base" not in parts)]
     if not adapted and not heads and not header.problems.found:
         raise AdapterFormatError(
@@ -329,7 +323,7 @@ def _layout(keys: Mapping[str, Mapping[str, str]], header: _Header, config: Peft
         )
     halves = {m: found for m in adapted if (found := attempt(None, _halves, m, keys[m], header)) is not None}
     of_experts = {
-        module: StackedPair(header.shape(key_a), header.shape(key_b))
+        module: attempt(None, _pair, key_a, key_b, header)
         for module, (kind, key_a, key_b) in halves.items()
         if kind == "linear" and is_stacked(module)
     }
@@ -341,15 +335,44 @@ def _layout(keys: Mapping[str, Mapping[str, str]], header: _Header, config: Peft
             "PEFT would leave the tensor out"
         )
         header.problems.found.append(error)
-    stacked = dict[str, Stacked]()
-    if of_experts:
-        found = attempt(dict[str, Stacked](), stacked_pairs, of_experts, linear, config, header.where)
-        # Leave out placeholders of projections that the model lacks.
-        names = {m: found[m].name if m in found else m for m in halves if m in found or m not in of_experts}
-        halves = {name: halves[module] for module, name in names.items()}
-        stacked = {read.name: read for read in found.values()}
+    pairs = {module: pair for module, pair in of_experts.items() if pair is not None}
+    stacked = attempt(dict[str, Stacked](), stacked_pairs, pairs, linear, config, header.where) if pairs else {}
     magnitudes = attempt(dict[str, str](), _magnitudes, keys, linear, header, config)
-    return _Modules(halves, magnitudes, stacked, config.ranks(halves), config.alphas(halves), heads)
+    ranks, alphas = config.ranks(linear), config.alphas(linear)
+    modules: dict[str, LoRA] = {}
+    for name, (kind, key_a, key_b) in halves.items():
+        if (pair := stacked.get(name)) is not None:
+            modules[pair.name] = pair.lora
+        elif name not in of_experts:
+            given = key_a, key_b, magnitudes.get(name), kind, ranks[name], alphas[name], config.use_rslora
+            if (lora := attempt(None, _module, header, *given)) is not None:
+                modules[name] = lora
+    return modules, {pair.name: pair for pair in stacked.values()}
+
+
+def _pair(key_a: str, key_b: str, header: _Header) -> tuple[UnreadArray, UnreadArray]:
+    return header.array(key_a), header.array(key_b)
+
+
+def _module(
+    header: _Header,
+    key_a: str,
+    key_b: str,
+    magnitude: str | None,
+    kind: Kind,
+    rank: int,
+    alpha: float,
+    use_rslora: bool,
+) -> ModuleLoRA:
+    a, b = header.matrix(key_a, rank, 0), header.matrix(key_b, rank, 1)
+    return ModuleLoRA(
+        a=a,
+        b=b,
+        kind=kind,
+        alpha=alpha,
+        scaling=scaling_of(alpha, rank, use_rslora),
+        magnitude=header.vector(magnitude, b.shape[0]),
+    )
 
 
 def _targets(module: str, kind: Kind, config: PeftConfig) -> bool:
@@ -402,91 +425,17 @@ def _magnitudes(
     return found
 
 
-def _shapes(
-    layout: _Modules,
-    keys: Mapping[str, Mapping[str, str]],
-    header: _Header,
-    adapter: str,
-    config: PeftConfig,
-    dtype: np.dtype | None,
-) -> AdapterShapes:
-    """Return the adapter's shapes, checked against the configuration and between A, B and base weight."""
-    attempt = header.problems.attempt
-    of_modules = {name: attempt(None, _module_shapes, name, layout, header, config, dtype) for name in layout.halves}
-    modules = {name: found[0] for name, found in of_modules.items() if found is not None}
-    nbytes = sum(found[1] for found in of_modules.values() if found is not None)
-    stored = {module: parts["base"] for module, parts in keys.items() if "base" in parts}
-    bases = {module: attempt(None, _base, key, modules.get(module), header) for module, key in stored.items()}
-    base = {module: found for module, found in bases.items() if found is not None}
-    nbytes += sum(math.prod(weight.shape) * weight.dtype.itemsize for weight in base.values())
-    of_heads = {name: attempt(None, _head_shapes, *keys_, header, dtype) for name, keys_ in layout.heads.items()}
-    heads = {name: found[0] for name, found in of_heads.items() if found is not None}
-    nbytes += sum(found[1] for found in of_heads.values() if found is not None)
-    attempt(
-        None,
-        check_variants,
-        header.where,
-        modules,
-        use_dora=config.use_dora,
-        invocation_tokens=config.invocation_tokens,
-    )
-    return AdapterShapes(
-        name=adapter,
-        modules=modules,
-        base_weights=base,
-        base_model_name=config.base_model_name,
-        nbytes=nbytes,
-        use_dora=config.use_dora,
-        invocation_tokens=config.invocation_tokens,
-        heads=heads,
-        task_type=config.task_type,
-    )
-
-
-def _module_shapes(
-    name: str, layout: _Modules, header: _Header, config: PeftConfig, dtype: np.dtype | None
-) -> tuple[ModuleShapes | ExpertsShapes, int]:
-    """Return the shapes of one module, and the bytes of its arrays."""
-    kind, key_a, key_b = layout.halves[name]
-    rank, nbytes = layout.ranks[name], 0
-    scaling = scaling_of(layout.alphas[name], rank, config.use_rslora)
-    a_dtype, b_dtype = (header.dtype(key) if dtype is None else dtype for key in (key_a, key_b))
-    if (read := layout.stacked.get(name)) is not None:
-        a, b = read.a_shape, read.b_shape
-        shapes = ExpertsShapes(
-            a_shape=a,
-            b_shape=b,
-            a_dtype=a_dtype,
-            b_dtype=b_dtype,
-            scaling=scaling,
-            exchanged=read.exchanged,
-            own_order=read.flat,
-            peft_version=config.peft_version if read.flat else None,
-        )
-    else:
-        a, b = header.matrix(key_a, rank, 0), header.matrix(key_b, rank, 1)
-        if (magnitude := layout.magnitudes.get(name)) is not None:
-            header.check_vector(magnitude, b[0])
-            nbytes = b[0] * (header.dtype(magnitude) if dtype is None else dtype).itemsize
-        shapes = ModuleShapes(kind=kind, a_shape=a, b_shape=b, a_dtype=a_dtype, b_dtype=b_dtype, scaling=scaling)
-    return shapes, nbytes + math.prod(a) * a_dtype.itemsize + math.prod(b) * b_dtype.itemsize
-
-
-def _head_shapes(weight: str, bias: str | None, header: _Header, dtype: np.dtype | None) -> tuple[HeadShapes, int]:
-    """Return the shapes of one saved head, and the bytes of its arrays."""
-    if len(header.shape(weight)) not in (0, 2):
+def _head(weight: str, bias: str | None, header: _Header) -> SavedHead:
+    """Return one saved head, with its arrays not read."""
+    shape = header.tensors[weight].shape
+    if len(shape) not in (0, 2):
         raise AdapterMismatchError(
-            f"{header.at(weight)} has shape {header.shape(weight)}: it is of a fully trained module (modules_to_save) "
-            "that is no linear layer, such as a norm or a convolution; jlora serves fully trained linear layers only. "
-            "Train the adapter without it"
+            f"{header.at(weight)} has shape {shape}: it is of a fully trained module (modules_to_save) that is no "
+            "linear layer, such as a norm or a convolution; jlora serves fully trained linear layers only. Train the "
+            "adapter without it"
         )
-    outputs, inputs = header.matrix(weight, None, 0)
-    own = header.dtype(weight) if dtype is None else dtype
-    nbytes = outputs * inputs * own.itemsize
-    if bias is not None:
-        header.check_vector(bias, outputs)
-        nbytes += outputs * (header.dtype(bias) if dtype is None else dtype).itemsize
-    return HeadShapes(outputs=outputs, in_features=inputs, biased=bias is not None, dtype=own), nbytes
+    matrix = header.matrix(weight)
+    return SavedHead(matrix, header.vector(bias, matrix.shape[0]))
 
 
 def _halves(module: str, parts: Mapping[str, str], header: _Header) -> tuple[Kind, str, str]:
@@ -502,11 +451,12 @@ def _halves(module: str, parts: Mapping[str, str], header: _Header) -> tuple[Kin
     return kind, key_a, key_b
 
 
-def _base(key: str, module: ModuleShapes | ExpertsShapes | None, header: _Header) -> BaseShape:
-    shape, dtype = header.matrix(key, None, 0), header.dtype(key)
-    if isinstance(module, ModuleShapes):
-        expected = module.b_shape[0], module.a_shape[1]
+def _base(key: str, module: LoRA | None, header: _Header) -> HostArray:
+    """Return a base weight, not read."""
+    found = header.matrix(key, converted=False)
+    if isinstance(module, ModuleLoRA):
+        expected = module.b.shape[0], module.a.shape[1]
         expected = expected[::-1] if module.kind == "embedding" else expected
-        if shape != expected:
-            raise AdapterFormatError(f"{header.at(key)} has shape {shape}; expected {expected}, as A and B imply")
-    return BaseShape(shape=shape, dtype=dtype)
+        if found.shape != expected:
+            raise AdapterFormatError(f"{header.at(key)} has shape {found.shape}; expected {expected}, as A and B imply")
+    return found

@@ -3,12 +3,9 @@
 import os
 from collections.abc import Sequence
 
+from jlora.errors import printable
+
 _LONGEST = 200
-
-
-def printable(text: str) -> str:
-    """Return the text with control characters, line ends and lone surrogates escaped, without quotes or cuts."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def shown(name: str, longest: int = _LONGEST) -> str:

@@ -15,13 +15,14 @@ and are modules like any other. The two stacked formats have one A and one B for
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, cast
 
 import numpy as np
 
 from jlora.adapters.escaping import shown
 from jlora.adapters.expert_fields import PARAMETERS
-from jlora.adapters.peft_config import PeftConfig
+from jlora.adapters.lora import ExpertsLoRA, HostArray, UnreadArray
+from jlora.adapters.peft_config import PeftConfig, scaling_of
 from jlora.errors import AdapterFormatError, AdapterMismatchError
 
 # Projection name -> its parts of a gated block. A block without a gate has only "up" before the activation.
@@ -49,66 +50,30 @@ _ALSO_CALLED = {
 _RELEASE = re.compile(r"(\d{1,9})\.(\d{1,9})\.(\d{1,9})(?:\.post\d+)?")
 
 
-class Sized(Protocol):
-    """An object with the shapes of A and B of all experts, each with three axes."""
-
-    @property
-    def a_shape(self) -> tuple[int, ...]:
-        """Shape of A; the last axis is in."""
-        ...
-
-    @property
-    def b_shape(self) -> tuple[int, ...]:
-        """Shape of B; the middle axis is out."""
-        ...
-
-
 @dataclass(frozen=True)
-class StackedPair:
-    """The shapes of A and B of all experts as stored in the file."""
-
-    a: tuple[int, ...]
-    b: tuple[int, ...]
-
-    @property
-    def empty(self) -> bool:
-        """True if both factors have size 0, Tinker's placeholder for a projection that the model lacks."""
-        return 0 in self.a and 0 in self.b
-
-
-@dataclass(frozen=True, kw_only=True)
 class Stacked:
-    """How to read a stacked pair.
+    """A stacked pair of a file.
 
     Attributes:
       name: Name in `Adapter.modules`.
-      a_shape, b_shape: Shapes of A [E or 1, r, in] and B [E or 1, out, r].
-      flat: True if the tensors have two axes in the file, as PEFT writes them.
+      lora: The factors, with arrays that are not read yet.
       grouped: True if the columns of a flat B are grouped by expert.
-      exchanged: True if a flat pair has in and out exchanged. None if the file does not determine it.
     """
 
     name: str
-    a_shape: tuple[int, int, int]
-    b_shape: tuple[int, int, int]
-    flat: bool
+    lora: ExpertsLoRA
     grouped: bool = False
-    exchanged: bool | None = False
-
-    @property
-    def experts(self) -> int:
-        """Number of experts."""
-        return max(self.a_shape[0], self.b_shape[0])
 
     def arrays(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return A [E or 1, r, in] and B [E or 1, out, r] as views of the tensors or of their shares."""
-        if not self.flat:
+        if not self.lora.own_order:
             return a, b
+        a = a.reshape(self.lora.a.shape)
         if b.ndim == 3:  # a share, which is read sorted by expert
-            return a.reshape(self.a_shape), b.reshape(self.b_shape)
-        experts, rank, _ = self.a_shape
+            return a, b.reshape(self.lora.b.shape)
+        experts, rank, _ = a.shape
         b = b.reshape(len(b), experts, rank) if self.grouped else b.reshape(len(b), rank, experts).swapaxes(1, 2)
-        return a.reshape(self.a_shape), b.swapaxes(0, 1)
+        return a, b.swapaxes(0, 1)
 
 
 def is_stacked(module: str) -> bool:
@@ -139,18 +104,19 @@ def _of_one_expert(module: str) -> tuple[str, str] | None:
 
 
 def stacked_pairs(
-    pairs: Mapping[str, StackedPair], others: Iterable[str], config: PeftConfig, where: str
+    pairs: Mapping[str, tuple[UnreadArray, UnreadArray]], others: Iterable[str], config: PeftConfig, where: str
 ) -> dict[str, Stacked]:
-    """Return how to read each stacked pair of a file.
+    """Return the stacked pairs of a file.
 
     Args:
-      pairs: Module name of the tensors -> shapes, for modules with `is_stacked`.
+      pairs: Module name of the tensors -> A and B as stored in the file, for modules with `is_stacked`. Two of size 0
+        are Tinker's placeholder for a projection that the model lacks.
       others: Names of the file's other modules.
       config: The adapter's configuration.
       where: Adapter and file, for messages.
 
     Returns:
-      Module name of the tensors -> how to read them. Placeholders are left out.
+      Module name of the tensors -> the pair. Placeholders are left out.
 
     Raises:
       AdapterFormatError: A and B differ in rank or number of experts, a projection occurs in two formats, or the
@@ -158,8 +124,8 @@ def stacked_pairs(
       AdapterMismatchError: The configuration does not target a pair.
     """
     blocks: dict[str, dict[str, str]] = {}  # block -> rest of the tensors' name -> module
-    for module, pair in pairs.items():
-        if not pair.empty and (split := _split(module)) is not None:
+    for module, (a, b) in pairs.items():
+        if (a.nbytes or b.nbytes) and (split := _split(module)) is not None:
             blocks.setdefault(split[0], {})[split[1]] = module
     names = {
         module: f"{block}.{name}"
@@ -167,23 +133,23 @@ def stacked_pairs(
         for module, name in _projections(block, suffixes, config, where).items()
     }
     _refuse_two_formats(names, others, where)
-    ranks = config.ranks(names.values())
-    found = {module: _shaped(module, name, pairs[module], ranks[name], config, where) for module, name in names.items()}
+    ranks, alphas = config.ranks(names.values()), config.alphas(names.values())
+    found = {m: _stacked(m, name, *pairs[m], ranks[name], alphas[name], config, where) for m, name in names.items()}
     for block, suffixes in blocks.items():
         modules = list(suffixes.values())
-        several = {found[module].experts: module for module in modules if found[module].experts > 1}
+        several = {e: module for module in modules if (e := found[module].lora.experts) > 1}
         if len(several) > 1:
             (one, module), (two, other) = list(several.items())[:2]
             raise AdapterFormatError(
                 f"{where}: {shown(module)} is of {one} experts and {shown(other)} of {two}; expected as many in all of "
                 f"{shown(block)} (r and rank_pattern say which rank each has)"
             )
-        flat = {found[module].name: module for module in modules if found[module].flat}
+        flat = {module: found[module] for module in modules if found[module].lora.own_order}
         try:
-            exchanged = flat_orientation(block, {name: found[module] for name, module in flat.items()})
+            exchanged = flat_orientation(block, {pair.name: pair.lora for pair in flat.values()})
         except AdapterFormatError as error:
             raise AdapterFormatError(f"{where}: {error}") from None
-        found |= {module: replace(found[module], exchanged=exchanged) for module in flat.values()}
+        found |= {m: replace(pair, lora=replace(pair.lora, exchanged=exchanged)) for m, pair in flat.items()}
     return found
 
 
@@ -277,7 +243,7 @@ def stored_names(names: Collection[str], others: Iterable[str], flat: Collection
     return found
 
 
-def flat_orientation(block: str, sizes: Mapping[str, Sized]) -> bool | None:
+def flat_orientation(block: str, modules: Mapping[str, ExpertsLoRA]) -> bool | None:
     """Return True if a block's flat pairs have in and out exchanged, derived from the sizes of both.
 
     A block maps H to I and back to H. If in and out are not exchanged, the first pair has in = H and out = I (2 I for
@@ -285,7 +251,7 @@ def flat_orientation(block: str, sizes: Mapping[str, Sized]) -> bool | None:
 
     Args:
       block: Module name of the experts.
-      sizes: Name -> object with the pair's shapes. Names of other blocks are ignored.
+      modules: Name -> factors, read or not. Those of other blocks are ignored.
 
     Returns:
       None if the block has only one of the two pairs, or if both readings fit.
@@ -294,12 +260,12 @@ def flat_orientation(block: str, sizes: Mapping[str, Sized]) -> bool | None:
       AdapterFormatError: Neither reading fits.
     """
     first, down = (
-        next(((n, sizes[n]) for n in (f"{block}.{last}" for last in lasts) if n in sizes), None)
+        next(((n, modules[n]) for n in (f"{block}.{last}" for last in lasts) if n in modules), None)
         for lasts in (_FIRST, _DOWN)
     )
     if first is None or down is None:
         return None
-    (in_1, out_1), (in_2, out_2) = ((pair.a_shape[-1], pair.b_shape[1]) for _, pair in (first, down))
+    (in_1, out_1), (in_2, out_2) = ((lora.a.shape[2], lora.b.shape[1]) for _, lora in (first, down))
     times = (1, 2) if first[0].endswith(".gate_up_proj") else (1,)
     straight = in_1 == out_2 and out_1 in [t * in_2 for t in times]
     exchanged = out_1 == in_2 and in_1 in [t * out_2 for t in times]
@@ -386,27 +352,44 @@ def _refuse_two_formats(names: Mapping[str, str], others: Iterable[str], where: 
                     )
 
 
-def _shaped(module: str, name: str, pair: StackedPair, rank: int, config: PeftConfig, where: str) -> Stacked:
-    where = f"{where}: {shown(module)} has A {pair.a} and B {pair.b}"
-    if len(pair.a) != len(pair.b) or len(pair.a) not in (2, 3) or 0 in pair.a or 0 in pair.b:
+def _stacked(
+    module: str,
+    name: str,
+    stored_a: UnreadArray,
+    stored_b: UnreadArray,
+    rank: int,
+    alpha: float,
+    config: PeftConfig,
+    where: str,
+) -> Stacked:
+    a, b = stored_a.shape, stored_b.shape
+    where = f"{where}: {shown(module)} has A {a} and B {b}"
+    if len(a) != len(b) or len(a) not in (2, 3) or 0 in a or 0 in b:
         raise AdapterFormatError(f"{where}; expected both of two or of three axes, and none empty")
-    if len(pair.a) == 3:
+    flat, grouped = len(a) == 2, False
+    if not flat:
         if module.rpartition(".")[2] not in _PARTS:
             raise AdapterFormatError(f"{where}; expected (experts * rank, in) and (out, rank * experts)")
-        if pair.a[1] != rank or pair.b[2] != rank:
+        if a[1] != rank or b[2] != rank:
             raise AdapterFormatError(f"{where}; expected (experts, {rank}, in) and (experts, out, {rank})")
-        experts = max(pair.a[0], pair.b[0])
-        if not {pair.a[0], pair.b[0]} <= {1, experts}:
+        if not {a[0], b[0]} <= {1, max(a[0], b[0])}:
             raise AdapterFormatError(f"{where}; expected as many experts in both, or 1 where all share the factor")
-        a, b = (pair.a[0], rank, pair.a[2]), (pair.b[0], pair.b[1], rank)
-        return Stacked(name=name, a_shape=a, b_shape=b, flat=False)
-    if pair.a[0] != pair.b[1]:
-        raise AdapterFormatError(f"{where}; expected (experts * rank, in) and (out, rank * experts)")
-    experts, rest = divmod(pair.a[0], rank)
-    if rest or experts < 2:
-        raise AdapterFormatError(
-            f"{where}; expected rank * experts of two experts or more, and rank {rank} (r and rank_pattern)"
-        )
-    layout = config.experts.layout_of(name.rpartition(".")[2], experts, where)
-    a, b = (experts, rank, pair.a[1]), (experts, pair.b[0], rank)
-    return Stacked(name=name, a_shape=a, b_shape=b, flat=True, grouped=layout == "grouped_by_expert")
+    else:
+        if a[0] != b[1]:
+            raise AdapterFormatError(f"{where}; expected (experts * rank, in) and (out, rank * experts)")
+        experts, rest = divmod(a[0], rank)
+        if rest or experts < 2:
+            raise AdapterFormatError(
+                f"{where}; expected rank * experts of two experts or more, and rank {rank} (r and rank_pattern)"
+            )
+        grouped = config.experts.layout_of(name.rpartition(".")[2], experts, where) == "grouped_by_expert"
+        a, b = (experts, rank, a[1]), (experts, b[0], rank)
+    lora = ExpertsLoRA(
+        a=cast("HostArray", replace(stored_a, shape=a)),
+        b=cast("HostArray", replace(stored_b, shape=b)),
+        alpha=alpha,
+        scaling=scaling_of(alpha, rank, config.use_rslora),
+        own_order=flat,
+        peft_version=config.peft_version if flat else None,
+    )
+    return Stacked(name, lora, grouped)

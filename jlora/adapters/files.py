@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from jlora.adapters.escaping import printable
-from jlora.errors import AdapterFormatError
+from jlora.errors import AdapterFormatError, printable
 
 # Time stamps of files advance in ticks of up to 10 ms. A second change within one tick is not visible.
 _TICK_NS = 20_000_000

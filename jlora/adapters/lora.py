@@ -1,8 +1,9 @@
 """LoRA of one module on the host: of a linear layer, an embedding, or all experts of one projection."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -10,9 +11,45 @@ from jaxtyping import Float
 
 from jlora.adapters.escaping import shown, shown_value
 from jlora.adapters.peft_config import Kind
-from jlora.errors import AdapterFormatError, AdapterMismatchError
+from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageError
 
 FLOATS = tuple(np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
+
+
+@dataclass(eq=False, slots=True)
+class UnreadArray:
+    """An array in the file of an adapter, before its bytes are read. It takes the place of a NumPy array.
+
+    Attributes:
+      key: Name of the tensor in the file.
+      shape: Shape of the array, which differs from the tensor's for experts in a flat layout.
+      dtype: Dtype of the array after conversion.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __array__(self, *_: object, **__: object) -> NoReturn:
+        raise LoRAUsageError(f"tensor {shown(self.key)} has not been read; only its shape and dtype are known")
+
+    __getitem__ = reshape = __array__
+
+
+if TYPE_CHECKING:
+    HostArray: TypeAlias = np.ndarray  # only `from_pretrained(check=...)` sees others
+else:
+    HostArray = np.ndarray | UnreadArray
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,16 +70,16 @@ class ModuleLoRA:
         the rows of `b`.
     """
 
-    a: Float[np.ndarray, "r K"]
-    b: Float[np.ndarray, "N r"]
+    a: Float[HostArray, "r K"]
+    b: Float[HostArray, "N r"]
     kind: Kind = "linear"
     alpha: float
     scaling: float
-    magnitude: Float[np.ndarray, "N"] | None = None
+    magnitude: Float[HostArray, "N"] | None = None
 
     def __post_init__(self):
-        for which, array in (("a", self.a), ("b", self.b)):
-            _check(f"ModuleLoRA.{which}", array, 2, "a non-empty float NumPy matrix")
+        _check("ModuleLoRA.a", self.a, 2, "a non-empty float NumPy matrix")
+        _check("ModuleLoRA.b", self.b, 2, "a non-empty float NumPy matrix")
         if self.a.shape[0] != self.b.shape[1]:
             raise AdapterFormatError(
                 f"ModuleLoRA: a {self.a.shape} and b {self.b.shape} must share the rank: a is [r, K], b is [N, r]"
@@ -51,7 +88,7 @@ class ModuleLoRA:
             raise AdapterFormatError(f'ModuleLoRA.kind must be "linear" or "embedding", found {self.kind!r}')
         if self.magnitude is not None:
             _check("ModuleLoRA.magnitude", self.magnitude, 1, "a float NumPy vector")
-            if len(self.magnitude) != len(self.b):
+            if self.magnitude.shape[0] != self.b.shape[0]:
                 raise AdapterFormatError(
                     f"ModuleLoRA: magnitude {self.magnitude.shape} must have a value for each row of b {self.b.shape}"
                 )
@@ -60,16 +97,6 @@ class ModuleLoRA:
     def rank(self) -> int:
         """Rank r of the factors."""
         return self.a.shape[0]
-
-    @property
-    def a_shape(self) -> tuple[int, ...]:
-        """Shape of `a`."""
-        return self.a.shape
-
-    @property
-    def b_shape(self) -> tuple[int, ...]:
-        """Shape of `b`."""
-        return self.b.shape
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -91,8 +118,8 @@ class ExpertsLoRA:
       AdapterFormatError: `a` or `b` is not a float array of three axes, or their ranks or experts differ.
     """
 
-    a: Float[np.ndarray, "#E r K"]
-    b: Float[np.ndarray, "#E N r"]
+    a: Float[HostArray, "#E r K"]
+    b: Float[HostArray, "#E N r"]
     alpha: float
     scaling: float
     exchanged: bool | None = False
@@ -101,9 +128,9 @@ class ExpertsLoRA:
     kind: Literal["experts"] = "experts"
 
     def __post_init__(self):
-        for which, array in (("a", self.a), ("b", self.b)):
-            _check(f"ExpertsLoRA.{which}", array, 3, "a non-empty float NumPy array of three axes")
-        if self.a.shape[1] != self.b.shape[2] or not {len(self.a), len(self.b)} <= {1, self.experts}:
+        _check("ExpertsLoRA.a", self.a, 3, "a non-empty float NumPy array of three axes")
+        _check("ExpertsLoRA.b", self.b, 3, "a non-empty float NumPy array of three axes")
+        if self.a.shape[1] != self.b.shape[2] or not {self.a.shape[0], self.b.shape[0]} <= {1, self.experts}:
             raise AdapterFormatError(
                 f"ExpertsLoRA: a {self.a.shape} and b {self.b.shape} must share the rank and the experts: a is "
                 "[experts or 1, r, K], b is [experts or 1, N, r]"
@@ -117,17 +144,7 @@ class ExpertsLoRA:
     @property
     def experts(self) -> int:
         """Number of experts; 1 if they share both factors."""
-        return max(len(self.a), len(self.b))
-
-    @property
-    def a_shape(self) -> tuple[int, ...]:
-        """Shape of `a`."""
-        return self.a.shape
-
-    @property
-    def b_shape(self) -> tuple[int, ...]:
-        """Shape of `b`."""
-        return self.b.shape
+        return max(self.a.shape[0], self.b.shape[0])
 
 
 LoRA: TypeAlias = ModuleLoRA | ExpertsLoRA
@@ -147,15 +164,15 @@ class SavedHead:
       AdapterFormatError: `weight` is not a float matrix, or `bias` is not a float vector of its rows.
     """
 
-    weight: Float[np.ndarray, "outputs K"]
-    bias: Float[np.ndarray, "outputs"] | None = None
+    weight: Float[HostArray, "outputs K"]
+    bias: Float[HostArray, "outputs"] | None = None
     kind: Literal["head"] = field(default="head", init=False, repr=False)
 
     def __post_init__(self):
         _check("SavedHead.weight", self.weight, 2, "a non-empty float NumPy matrix")
         if self.bias is not None:
             _check("SavedHead.bias", self.bias, 1, "a float NumPy vector")
-            if len(self.bias) != len(self.weight):
+            if self.bias.shape[0] != self.weight.shape[0]:
                 raise AdapterFormatError(
                     f"SavedHead: bias {self.bias.shape} must have a value for each row of weight {self.weight.shape}"
                 )
@@ -163,7 +180,7 @@ class SavedHead:
     @property
     def outputs(self) -> int:
         """Number of outputs, which are the labels of a classifier."""
-        return len(self.weight)
+        return self.weight.shape[0]
 
     @property
     def in_features(self) -> int:
@@ -181,21 +198,27 @@ class SavedHead:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-class _OfKind(Protocol):
-    @property
-    def kind(self) -> str: ...
-
-
 def check_variants(
-    where: str, modules: Mapping[str, _OfKind], *, use_dora: bool, invocation_tokens: Sequence[int]
+    where: str,
+    modules: Mapping[str, LoRA],
+    heads: Mapping[str, SavedHead],
+    *,
+    use_dora: bool,
+    invocation_tokens: Sequence[int],
 ) -> None:
     """Refuse modules and combinations for which PEFT 0.21 has no DoRA or aLoRA (`LoraLayer.resolve_lora_variant`).
 
     PEFT has DoRA for linear layers and embeddings, and aLoRA for linear layers.
 
     Raises:
-      AdapterMismatchError: DoRA is combined with aLoRA, or one of them with a module of another kind.
+      AdapterMismatchError: DoRA is combined with aLoRA, one of them with a module of another kind, or aLoRA with a
+        saved head.
     """
+    if heads and invocation_tokens:
+        raise AdapterMismatchError(
+            f"{where}: {shown(min(heads))} is a saved head (modules_to_save) of an activated LoRA (aLoRA), and a saved "
+            "head is active on all rows; train the adapter with one of them"
+        )
     if use_dora and invocation_tokens:
         raise AdapterMismatchError(
             f"{where}: use_dora and alora_invocation_tokens ({shown_value(invocation_tokens)}) are both set; PEFT has "
@@ -214,6 +237,7 @@ def check_variants(
 
 
 def _check(name: str, array: object, axes: int, expected: str) -> None:
-    if not isinstance(array, np.ndarray) or array.ndim != axes or 0 in array.shape or array.dtype not in FLOATS:
-        found = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+    shaped = isinstance(array, (np.ndarray, UnreadArray))
+    if not shaped or array.ndim != axes or 0 in array.shape or array.dtype not in FLOATS:
+        found = f"{array.dtype} {array.shape}" if shaped else type(array).__name__
         raise AdapterFormatError(f"{name} must be {expected}, found {found}")

@@ -12,8 +12,8 @@ from typing import Any
 
 import re2
 
-from jlora.adapters.escaping import printable, shown
-from jlora.errors import AdapterFormatError, AdapterMismatchError
+from jlora.adapters.escaping import shown
+from jlora.errors import AdapterFormatError, AdapterMismatchError, printable
 
 _MAX_LENGTH = 8192
 

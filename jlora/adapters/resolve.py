@@ -11,10 +11,10 @@ from pathlib import Path
 from jlora._contents import instead_of_adapter, is_lfs_pointer, names_in
 from jlora._hub import local_folder_of, reason_of
 from jlora.adapters.config_file import CONFIG_FILE
-from jlora.adapters.escaping import printable, shown, shown_path, shown_value
+from jlora.adapters.escaping import shown, shown_path, shown_value
 from jlora.adapters.files import in_hub_cache
 from jlora.config import LoRARequest
-from jlora.errors import AdapterFormatError, AdapterNotFoundError, LoRAUsageError
+from jlora.errors import AdapterFormatError, AdapterNotFoundError, LoRAUsageError, printable
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLE_FILES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")

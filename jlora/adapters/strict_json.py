@@ -4,8 +4,8 @@ import json
 import re
 from typing import Any, NoReturn, TypeAlias, cast
 
-from jlora.adapters.escaping import kind_of, printable, shown
-from jlora.errors import AdapterFormatError
+from jlora.adapters.escaping import kind_of, shown
+from jlora.errors import AdapterFormatError, printable
 
 # Any JSON value. Items of lists and objects need the same checks before use.
 Json: TypeAlias = dict[str, Any] | list[Any] | str | int | float | bool | None

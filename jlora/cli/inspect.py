@@ -4,7 +4,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -48,13 +47,13 @@ def run_inspect(path: str, model: str | None, skip: Sequence[str] = (), revision
 def _inspect(
     path: str, model: str | None, skip: Sequence[str], skipped: Sequence[re.Pattern[str]], revision: str | None
 ) -> int:
-    shapes: list[Any] = []
+    unread: list[Adapter] = []
     try:
-        adapter = Adapter.from_pretrained(path, check=shapes.append)
+        adapter = Adapter.from_pretrained(path, check=unread.append)
     except LoRAError as error:
-        if model is not None and shapes:  # its other modules may not fit the model either
+        if model is not None and unread:  # its other modules may not fit the model either
             try:
-                _survey(shapes[0], model, revision, skip).check(LoRARequest(shapes[0].name, path))
+                _survey(unread[0], model, revision, skip).check(LoRARequest(unread[0].name, path))
             except LoRAError as other:
                 found = [message for each in (error, other) for message in each.problems or (str(each),)]
                 error.problems = tuple(dict.fromkeys(found))
@@ -156,12 +155,12 @@ def fit(adapter: Adapter, model: str | Path, revision: str | None = None) -> tup
     return sizes, warnings
 
 
-def _survey(adapter: Any, model: str | Path, revision: str | None, skip: Sequence[str] = ()) -> Survey:
-    """Return a survey of the model with the options that serve an adapter, or the adapter of these shapes."""
+def _survey(adapter: Adapter, model: str | Path, revision: str | None, skip: Sequence[str] = ()) -> Survey:
+    """Return a survey of the model with the options that serve an adapter."""
     config = LoRAConfig(
         max_loras=2,
         expert_slots={"shared": 1},
-        max_lora_rank=max((module.rank for module in adapter.modules.values()), default=1),
+        max_lora_rank=adapter.rank or 1,
         dtype=np.float32,
         dora=adapter.use_dora,
         activated=bool(adapter.invocation_tokens),

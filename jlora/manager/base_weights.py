@@ -6,16 +6,14 @@ from typing import Any, TypeAlias
 import ml_dtypes
 import numpy as np
 
-from jlora.adapters import BaseShape
+from jlora.adapters.lora import HostArray
 from jlora.layers.site import Site
 from jlora.layers.wrap.wrapped import WrappedModel, checkpoint_weight, dequantized_weight
 from jlora.manager.fit import refuse
 from jlora.manager.names import SiteIndex
 
-Weights: TypeAlias = Mapping[str, BaseShape] | Mapping[str, np.ndarray]
 
-
-def check_base_shapes(where: str, weights: Weights, index: SiteIndex) -> None:
+def check_base_shapes(where: str, weights: Mapping[str, HostArray], index: SiteIndex) -> None:
     """Raise AdapterMismatchError if the name or the shape of a base weight does not match the model."""
     problems: list[str] = []
     for name, weight in weights.items():
@@ -28,8 +26,8 @@ def check_base_shapes(where: str, weights: Weights, index: SiteIndex) -> None:
         site, _, first, count = found
         outputs, inputs = sum(site.spec.out_sizes[first : first + count]), site.spec.in_features
         own = (inputs, outputs) if site.kind == "embedding" else (outputs, inputs)
-        if own != tuple(weight.shape):
-            problems.append(f"{name}.base_layer.weight: shape {tuple(weight.shape)}, and the model's own has {own}")
+        if own != weight.shape:
+            problems.append(f"{name}.base_layer.weight: shape {weight.shape}, and the model's own has {own}")
     refuse(where, problems)
 
 

@@ -13,6 +13,7 @@ from jlora.layers.forward.batch_shape import BatchShape, FirstRows, batch_shape
 from jlora.layers.forward.row_groups import Items
 from jlora.manager.casting import fits_float32
 from jlora.manager.leases import AdapterHandle
+from jlora.manager.packed_adapter import PackedAdapter
 
 Name = str | LoRARequest | AdapterHandle
 Parts = tuple[tuple[Name, float], ...]
@@ -92,6 +93,14 @@ def _check_part(what: str, adapter: object, scale: object) -> None:
 
 
 Given = Name | Scaled | Mix
+
+
+def given(parts: Sequence[tuple[Name, float]]) -> Given | None:
+    """Return the entry of `prepare` for a sequence with these adapters and factors; None for the base model."""
+    if len(parts) != 1:
+        return Mix(dict(parts)) if parts else None
+    name, scale = parts[0]
+    return name if scale == 1 else Scaled(name, scale)
 
 
 @dataclass(frozen=True)
@@ -179,3 +188,39 @@ def _check_served(name: Scaled | Mix, config: LoRAConfig) -> None:
     for part, _ in name.parts:
         if isinstance(part, AdapterHandle) and part.packed is None:
             raise LoRAUsageError(f"prepare: {part!r} is closed")
+
+
+def check_adapters(args: BatchArguments, loaded: Mapping[Name, PackedAdapter]) -> None:
+    """Check that the adapters of each sequence may be served together, and with their factors.
+
+    Raises:
+      LoRAUsageError: a DoRA adapter, or one with a saved head, has a factor or another adapter beside it; a sequence
+        has aLoRA adapters with different invocation tokens; an item of a row group belongs to a sequence with one.
+    """
+    called: set[Given | None] = set()
+    for given, parts in args.parts.items():
+        tokens: dict[tuple[int, ...], str] = {}
+        for name, scale in parts:
+            if (packed := loaded.get(name)) is None:
+                continue
+            if (packed.magnitudes is not None or packed.saved_outputs) and (len(parts) > 1 or scale != 1):
+                kind = "a DoRA adapter" if packed.magnitudes is not None else "an adapter with a saved head"
+                raise LoRAUsageError(
+                    f"prepare: {packed.name!r} is {kind}, which is served alone and with the factor 1, and "
+                    f"the sequence takes {len(parts)} adapters with the factors {[scale for _, scale in parts]}"
+                )
+            if packed.invocation_tokens:
+                tokens[packed.invocation_tokens] = packed.name
+        if len(tokens) > 1:
+            names = ", ".join(map(repr, tokens.values()))
+            raise LoRAUsageError(f"prepare: {names} of one Mix are aLoRA adapters with different invocation tokens")
+        if tokens:
+            called.add(given)
+    for group, items in args.shape.items if called else ():
+        for item, owner in enumerate(items.owners):
+            if owner is not None and args.names[owner] in called:
+                raise LoRAUsageError(
+                    f"prepare: item {item} of group {group!r} belongs to sequence {owner}, which has an aLoRA "
+                    "adapter, and that one changes only rows after its invocation tokens; give None as the sequence of "
+                    "that item"
+                )

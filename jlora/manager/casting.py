@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import ml_dtypes
 import numpy as np
 
-from jlora.adapters.checkpoint import all_finite
+from jlora.adapters.tensor_data import all_finite
 from jlora.errors import AdapterMismatchError
 from jlora.manager.blocks import bits_of
 

@@ -1,40 +1,16 @@
 """Checks of an adapter against the model by names, kinds, ranks and shapes, before its tensors are read."""
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from jlora.adapters import Adapter, AdapterShapes, HeadShapes, SavedHead
-from jlora.adapters.checkpoint import all_finite
+from jlora.adapters import Adapter, SavedHead
 from jlora.adapters.expert_formats import decide_exchanged
-from jlora.adapters.lora import ExpertsLoRA
-from jlora.adapters.shapes import ExpertsShapes
+from jlora.adapters.lora import ExpertsLoRA, LoRA
+from jlora.adapters.tensor_data import all_finite
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 from jlora.layers.site import Site
 from jlora.manager.names import Place, SiteIndex
-
-
-@runtime_checkable
-class Shapes(Protocol):
-    """Kind, rank and factor shapes of a module, which are known before its tensors are read.
-
-    Attributes:
-      kind: "linear", "embedding" or "experts" (all experts in one module).
-      rank: Rank of the factors.
-      a_shape: [r, K], or [E or 1, r, K] for experts.
-      b_shape: [N, r], or [E or 1, N, r] for experts.
-    """
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def a_shape(self) -> tuple[int, ...]: ...
-    @property
-    def b_shape(self) -> tuple[int, ...]: ...
 
 
 def describe(name: str, path: str | None) -> str:
@@ -42,37 +18,31 @@ def describe(name: str, path: str | None) -> str:
     return f"adapter {name!r}" + (f" ({path})" if path else "")
 
 
-def read_as(where: str, adapter: Adapter | AdapterShapes, index: SiteIndex) -> SiteIndex:
+def read_as(where: str, adapter: Adapter, index: SiteIndex) -> SiteIndex:
     """Return the index that finds the names of an adapter (`SiteIndex.read_as`)."""
     named = [(module.kind, name) for name, module in adapter.modules.items()]
     return index.read_as(where, [*named, *(("head", name) for name in adapter.heads)], adapter.task_type)
 
 
-def place(
-    where: str,
-    modules: Mapping[str, Shapes],
-    index: SiteIndex,
-    *,
-    heads: Mapping[str, SavedHead | HeadShapes] = MappingProxyType({}),
-    dora: bool = False,
-) -> dict[str, Place]:
-    """Return module name -> its place in the model, without modules that the model skips.
+def place(where: str, adapter: Adapter, index: SiteIndex) -> dict[str, Place]:
+    """Return module name -> its place in the model, without modules that the model skips. No array is read.
 
     For a module of all experts, the row of the place is that of the first expert.
 
     Raises:
       AdapterMismatchError: The adapter has no module or only skipped ones, a module that the model lacks, a rank above
-        max_lora_rank, shapes that differ from the model's, two modules for the same slice, or, with `dora`, a module of
+        max_lora_rank, shapes that differ from the model's, two modules for the same slice, or, with DoRA, a module of
         an embedding or of experts; or a saved head that saved_heads has no room for, of other features, or that has a
         bias where the layer has none, or none where it has one.
     """
-    if not (modules or heads):
+    if not (adapter.modules or adapter.heads):
         raise AdapterMismatchError(f"{where} brings no LoRA weights: expected at least one module, found none")
     problems: list[str] = []
     too_large: dict[int, dict[str, int]] = {}  # max_lora_rank -> the modules of larger ranks
     placed: dict[str, Place] = {}
     taken: dict[tuple[Site, int, int], str] = {}
-    for name, module in modules.items():
+    dora = adapter.use_dora
+    for name, module in adapter.modules.items():
         if index.skips(name):
             continue
         found = index.find(module.kind, name)
@@ -98,7 +68,7 @@ def place(
             continue
         placed[name] = found
     too_small: dict[str, int] = {}  # path of a layer -> outputs of the saved head that it has no room for
-    for name, head in heads.items():
+    for name, head in adapter.heads.items():
         if index.skips(name):
             continue
         found = index.find("head", name)
@@ -116,7 +86,7 @@ def place(
     return placed
 
 
-def _head_misfit(site: Site, head: SavedHead | HeadShapes) -> str | None:
+def _head_misfit(site: Site, head: SavedHead) -> str | None:
     """Return why a saved head cannot replace the layer of its site, or None if it can."""
     if head.in_features != site.spec.in_features:
         return f"the saved head has {head.in_features} input features, and {site.path!r} has {site.spec.in_features}"
@@ -132,19 +102,19 @@ def _kind(site: Site) -> str:
     return "an embedding" if site.kind == "embedding" else "a product of experts"
 
 
-def rows_of(module: Shapes, site: Site, row: int) -> range:
+def rows_of(module: LoRA, site: Site, row: int) -> range:
     """Return the rows that a module with its place at `row` fills."""
     return range(row, row + (site.spec.experts or 1)) if module.kind == "experts" else range(row, row + 1)
 
 
-def is_exchanged(where: str, module: ExpertsLoRA | ExpertsShapes, site: Site, first: int, count: int) -> bool:
+def is_exchanged(where: str, module: ExpertsLoRA, site: Site, first: int, count: int) -> bool:
     """Return whether the input and output features of a module of all experts are exchanged.
 
     Raises:
       AdapterMismatchError: The sizes differ from the model's.
       AdapterFormatError: Neither the sizes nor the PEFT version determine the order.
     """
-    sizes = module.a_shape[2], module.b_shape[1]
+    sizes = module.a.shape[2], module.b.shape[1]
     expected = site.spec.in_features, sum(site.spec.out_sizes[first : first + count])
     if module.exchanged is None:
         return decide_exchanged(sizes, expected, module.peft_version, where)
@@ -186,22 +156,22 @@ def refuse(where: str, problems: list[str]) -> None:
         raise error
 
 
-def _misfit(site: Site, module: Shapes, first: int, count: int) -> str | None:
+def _misfit(site: Site, module: LoRA, first: int, count: int) -> str | None:
     """Return how the shapes of a module differ from those of its slices, or None if they fit."""
-    if isinstance(module, ExpertsLoRA | ExpertsShapes):
+    if isinstance(module, ExpertsLoRA):
         return _experts_misfit(site, module, first, count)
     rank, spec = module.rank, site.spec
     outputs = sum(spec.out_sizes[first : first + count])
     expected = ((rank, spec.in_features), (outputs, rank))
-    found = (tuple(module.a_shape), tuple(module.b_shape))
+    found = (module.a.shape, module.b.shape)
     if found != expected:
         return f"A and B have shapes {found[0]} and {found[1]}, and {site.path!r} takes {expected[0]} and {expected[1]}"
     return None
 
 
-def _experts_misfit(site: Site, module: ExpertsLoRA | ExpertsShapes, first: int, count: int) -> str | None:
+def _experts_misfit(site: Site, module: ExpertsLoRA, first: int, count: int) -> str | None:
     spec = site.spec
-    for label, shape in (("A", module.a_shape), ("B", module.b_shape)):
+    for label, shape in (("A", module.a.shape), ("B", module.b.shape)):
         if shape[0] not in (1, spec.experts):
             return f"{label} is of {shape[0]} experts, and {site.path!r} has {spec.experts}"
     try:
@@ -229,7 +199,7 @@ def check_finite(where: str, adapter: Adapter) -> None:
                 )
 
 
-def own_experts(modules: Mapping[str, Shapes], placed: Mapping[str, Place]) -> dict[str, tuple[range, ...]]:
+def own_experts(modules: Mapping[str, LoRA], placed: Mapping[str, Place]) -> dict[str, tuple[range, ...]]:
     """Return module name -> the experts to read, for modules with experts on devices of other processes.
 
     Modules that are read whole are left out.

@@ -6,7 +6,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -119,47 +119,68 @@ class Host:
         """Load a request and wait for it. Return True if it was loaded, False if the name was in the host cache."""
         while True:
             with self._state_lock:
-                load = self.loader.start(request, again=True, anew=request.load_inplace, deadline=deadline)
+                if (error := self.loader.take_error(request, ran_on=True)) is not None:
+                    raise error
+                load = self.loader.start(request, anew=request.load_inplace, deadline=deadline)
                 load.wanted += 1
-            if self.wait(load, deadline.at):
+            if self.wait([load], deadline.at):
                 return load.result
 
     def prefetch(self, request: LoRARequest) -> "Future[bool]":
         with self._state_lock:
-            return self.loader.start(request, again=True, anew=request.load_inplace, ahead=True).future()
+            return self.loader.start(request, anew=request.load_inplace, ahead=True).future()
 
-    def wait(self, load: Load, deadline: float | None) -> bool:
-        """Wait for a load until a deadline, then decrement `load.wanted`, which the caller has incremented.
+    def wait(self, loads: Sequence[Load], deadline: float | None) -> bool:
+        """Wait for loads until a deadline, then decrement `wanted` of each, which the caller has incremented.
+
+        A load that has not finished at the deadline runs on. One that replaces an adapter is abandoned instead, since
+        a later call must read the files anew.
 
         Returns:
-          True if the load has a result. False if it was abandoned, and the caller must start it again.
+          True if all loads have results. False if one was abandoned, and the caller must start it again.
 
         Raises:
           AdapterInUseError: at the deadline, open batches still held the adapter to replace.
-          LoadTimeoutError: at the deadline, the load had not finished.
-          Exception: the error of the load, if it failed.
+          LoadTimeoutError: at the deadline, a load had not finished.
+          Exception: the error of the first load that failed.
         """
-        name = load.request.name
         try:
-            seen = self._changed.rings
-            while not load.done:
-                if deadline is not None and time.monotonic() >= deadline:
-                    if load.in_use:
-                        raise in_use(name, "replacing")
-                    raise LoadTimeoutError(f"adapter {name!r}: loading it from {load.request.path!r} took too long")
-                self._changed.wait(seen, deadline)
+            for load in loads:
                 seen = self._changed.rings
+                while not load.done:
+                    if deadline is not None and time.monotonic() >= deadline:
+                        self._time_out(loads)
+                    self._changed.wait(seen, deadline)
+                    seen = self._changed.rings
+                if load.error is not None and not isinstance(load.error, LoadCancelled):
+                    with self._state_lock:
+                        self.loader.drop(load)
+                    raise load.error
+            return all(load.error is None for load in loads)
         finally:
             with self._state_lock:
-                load.wanted -= 1
+                for load in loads:
+                    load.wanted -= 1
             self._changed.ring()
-        if load.error is None:
-            return True
+
+    def _time_out(self, loads: Sequence[Load]) -> None:
+        """Let loads run on, and raise the error of a call that waited for them, unless they have just finished."""
         with self._state_lock:
-            self.loader.forget(load)
-        if isinstance(load.error, LoadCancelled):
-            return False
-        raise load.error
+            late = [load for load in loads if not load.done]
+            for load in late:
+                if load.in_use:
+                    raise in_use(load.request.name, "replacing")
+                if not load.request.load_inplace:
+                    load.timed_out = time.monotonic()
+        if late:
+            names = [
+                f"{load.request.name!r} from {load.request.path!r}"
+                + (" (with load_inplace, so a repeated call starts anew)" if load.request.load_inplace else "")
+                for load in late
+            ]
+            raise LoadTimeoutError(
+                f"loading took longer than the timeout: {', '.join(names)}; loads run on, so repeat the call"
+            )
 
     def recall(self, name: str) -> PackedAdapter:
         """Return the newest version of a name, reloaded into the host cache if it was evicted.
@@ -172,9 +193,9 @@ class Host:
             with self._state_lock:
                 if (packed := self._cache.loaded.get(name)) is not None:
                     return packed
-                load = self.loader.start(self.request_of(name), again=True)
+                load = self.loader.start(self.request_of(name))
                 load.wanted += 1
-            self.wait(load, None)
+            self.wait([load], None)
 
     # --- loading, on any thread -------------------------------------------------------------------------------------
 
@@ -239,7 +260,7 @@ class Host:
         loads = self.loader.under_way(name)
         for load in loads:
             load.finish(False, AdapterNotFoundError(f"adapter {load.request.name!r} was removed while it was loaded"))
-            self.loader.abandon(load)
+            self.loader.drop(load)
         return loads
 
     def add(self, adapter: Adapter, replace: bool, deadline: Deadline) -> bool:

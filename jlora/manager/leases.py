@@ -65,7 +65,7 @@ class AdapterHandle:
 class Leases:
     """The open leases and handles, as weak references. A lease or handle that is garbage collected counts as closed.
 
-    `add` and `add_handle` are called under the state lock and drop dead references. They replace the whole set, so the
+    `add` and `hold` are called under the state lock and drop dead references. They replace the whole set, so the
     other methods need no lock.
     """
 
@@ -76,8 +76,10 @@ class Leases:
     def add(self, lease: Lease) -> None:
         self._leases = {weakref.ref(other) for other in (*self.open(), lease)}
 
-    def add_handle(self, handle: AdapterHandle) -> None:
+    def hold(self, packed: PackedAdapter, on_close: Callable[[], object]) -> AdapterHandle:
+        handle = AdapterHandle(packed, on_close)
         self._handles = {ref for ref in self._handles if ref() is not None} | {weakref.ref(handle)}
+        return handle
 
     def gave(self, handle: AdapterHandle) -> bool:
         """Return True if this manager created the handle."""

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from jlora.config import LoRARequest
 from jlora.manager.locks import Bell, StateLock
 
-_AT_ONCE = 4  # largest number of loads that read and cast at the same time
+AT_ONCE = 4  # largest number of loads that fetch, and of those that read and cast, at the same time
 _FAILED = 64  # failed loads kept for the next caller; bounded, since clients can invent names
+_QUIET = 1.0  # seconds after its last timeout until a load takes no turn of the others; it may hang
 
 
 class LoadCancelled(Exception):
@@ -47,8 +48,9 @@ class Load:
       result: True if the adapter was loaded, False if it was in the host cache.
       error: the exception of a failed load; None otherwise.
       wanted: number of calls that wait for the load.
+      timed_out: `time.monotonic()` of the last call that timed out and left the load running; None if there is none.
       in_use: True if open batches hold the adapter to replace.
-      before: loads of the same name that were running when this one started; it begins after them.
+      before: loads of the same name that were running when this one started; it begins after them, unless they hang.
     """
 
     def __init__(self, request: LoRARequest, deadline: Deadline, before: Sequence["Load"] = ()):
@@ -59,20 +61,31 @@ class Load:
         self.result = False
         self.error: BaseException | None = None
         self.wanted = 0
+        self.timed_out: float | None = None
         self.in_use = False
         self.before = before
         self._futures: list[Future[bool]] = []
 
     @property
     def given_up(self) -> bool:
-        """True if the load is done, or no call waits for it and all its futures are cancelled.
+        """True if the load is done, or no call waits for it or timed out, and all its futures are cancelled.
 
         This is final, since `Loader.start` does not return such a load.
         """
-        return self.done or (self.wanted <= 0 and all(future.cancelled() for future in list(self._futures)))
+        return self.done or (self.timed_out is None and not self._awaited)
+
+    @property
+    def quiet(self) -> bool:
+        """True if the load is given up, or runs on for calls that timed out and were not repeated lately."""
+        recent = self.timed_out is not None and time.monotonic() - self.timed_out < _QUIET
+        return self.done or not (recent or self._awaited)
+
+    @property
+    def _awaited(self) -> bool:
+        return self.wanted > 0 or not all(future.cancelled() for future in list(self._futures))
 
     def future(self) -> "Future[bool]":
-        """Return a new future of the load. The load is abandoned when all futures are cancelled and no call waits."""
+        """Return a new future. The load is abandoned if all are cancelled and no call waits or timed out."""
         future: Future[bool] = Future()
         if self.done:
             self._notify(future)
@@ -101,7 +114,7 @@ class Load:
 
 
 class Loader:
-    """Run loads on daemon threads. `start` and `forget` are called under the state lock.
+    """Run loads on daemon threads. `start`, `take_error` and `drop` are called under the state lock.
 
     Args:
       work: runs a load and returns its result.
@@ -113,7 +126,7 @@ class Loader:
     """
 
     def __init__(self, work: Callable[[Load], bool], lock: StateLock, changed: Bell):
-        self.turn = threading.Semaphore(_AT_ONCE)
+        self.turn = threading.Semaphore(AT_ONCE)
         self._work = work
         self._lock = lock
         self._changed = changed
@@ -130,7 +143,7 @@ class Loader:
     def fetching(self, load: Load) -> Generator[None, None, None]:
         """Limit the number of loads that use the network or the `resolve` callback, which may be slow or hang.
 
-        Other loads may read and cast meanwhile. An abandoned load cannot be stopped, but it no longer counts.
+        Other loads may read and cast meanwhile. An abandoned or quiet load cannot be stopped, but it does not count.
 
         Raises:
           LoadCancelled: the load was abandoned while it waited.
@@ -143,7 +156,7 @@ class Loader:
                 self.check_wanted(load)
                 with self._lock:
                     first = self._fetching[: self._fetching.index(load)]
-                if sum(not other.given_up for other in first) < _AT_ONCE:
+                if sum(not other.quiet for other in first) < AT_ONCE:
                     break
                 self._changed.wait(seen)
             yield
@@ -156,7 +169,6 @@ class Loader:
         self,
         request: LoRARequest,
         *,
-        again: bool = False,
         anew: bool = False,
         ahead: bool = False,
         deadline: Deadline | None = None,
@@ -165,14 +177,12 @@ class Loader:
 
         Args:
           request: the request to load.
-          again: start a new load if the last one is done. If False, a failed load is returned with its error.
           anew: start a new load even if one is running, which may have read older files.
           ahead: also move the adapter to the device.
           deadline: deadline of a new load.
         """
         load = self._loads.get(request)
-        over = load is not None and (load.given_up if not load.done else again)
-        if load is None or over or anew:
+        if load is None or load.given_up or anew:
             load = Load(request, deadline or Deadline(None), self.under_way(request.name))
             load.wanted += 1  # until the thread starts; by then the caller has incremented it
             threading.Thread(target=self._run, args=(load,), name="jlora-load", daemon=True).start()
@@ -180,23 +190,27 @@ class Loader:
         load.ahead |= ahead
         return load
 
-    def named(self, name: str) -> list[Load]:
-        """Return the loads of a name, running or kept."""
-        return [load for load in self._loads.values() if load.request.name == name]
+    def take_error(self, request: LoRARequest, *, ran_on: bool = False) -> BaseException | None:
+        """Return the error of a load that failed while no call waited, and drop it; None if there is none.
+
+        Args:
+          request: the request of the load.
+          ran_on: only if a call had timed out.
+        """
+        load = self._loads.get(request)
+        if load is None or load.error is None or (ran_on and load.timed_out is None):
+            return None
+        self.drop(load)
+        return load.error
 
     def under_way(self, name: str | None = None) -> list[Load]:
         """Return the loads of a name (None: of all names) that are not done, including the loads that they follow."""
-        found = list(self._loads.values()) if name is None else self.named(name)
+        found = [load for load in self._loads.values() if name in (None, load.request.name)]
         for load in found:
             found += [other for other in load.before if other not in found]
         return [load for load in found if not load.done]
 
-    def forget(self, load: Load) -> None:
-        """Drop a finished load, so that `start` begins a new one."""
-        if load.done:
-            self.abandon(load)
-
-    def abandon(self, load: Load) -> None:
+    def drop(self, load: Load) -> None:
         """Drop a load, finished or running, so that `start` begins a new one."""
         if self._loads.get(load.request) is load:
             del self._loads[load.request]
@@ -205,7 +219,7 @@ class Loader:
         """Raise LoadCancelled if a load was abandoned."""
         with self._lock:
             if load.given_up:
-                self.abandon(load)
+                self.drop(load)
                 raise LoadCancelled
 
     def _run(self, load: Load) -> None:
@@ -215,7 +229,7 @@ class Loader:
                 load.wanted -= 1
             seen = self._changed.rings
             for other in load.before:  # loads of one name run in the order of their requests
-                while not other.given_up:
+                while not other.quiet:
                     self._changed.wait(seen)
                     seen = self._changed.rings
             load.before = ()
@@ -227,9 +241,9 @@ class Loader:
         with self._lock:
             load.finish(result, error)
             if load.error is None or isinstance(load.error, LoadCancelled):
-                self.forget(load)
-            failed = [other for other in self._loads.values() if other.done and other.error is not None]
+                self.drop(load)
+            failed = [other for other in self._loads.values() if other.done]
             for other in failed[:-_FAILED]:
-                self.forget(other)
+                self.drop(other)
         self._changed.ring()
         load.notify()

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast, overload
+from typing import Any, cast, overload
 
 import jax
 from flax import nnx
@@ -30,7 +30,7 @@ from jlora.layers.site import SlotParam
 from jlora.layers.wrap.apply import wrap_model
 from jlora.layers.wrap.select import PackedModules
 from jlora.layers.wrap.wrapped import LayerInfo, WrappedModel
-from jlora.manager.batch_arguments import Given, read_arguments
+from jlora.manager.batch_arguments import Given, given, read_arguments
 from jlora.manager.export import export
 from jlora.manager.host import Host
 from jlora.manager.host_cache import HostCache
@@ -82,7 +82,7 @@ class LoRAManager:
     (docs/mesh.md), and batches are placed on the same mesh. If the mesh spans several processes, each process has a
     manager, and all processes must make the same calls in the same order. If a call fails in one process, the
     state is unchanged in all of them, and all raise the same error. In this mode no call waits for open batches, and
-    `timeout=`, `wait=False` and `prefetch` raise.
+    `timeout=` and `prefetch` raise.
 
     Args:
       model: any `nnx.Module`. To serve on a mesh, shard it before the manager is created.
@@ -221,7 +221,8 @@ class LoRAManager:
           AdapterNotFoundError, AdapterFormatError, AdapterMismatchError: see `jlora.errors`. The cache is unchanged.
             The first is also raised if another thread removes the name during the load.
           AdapterInUseError: open batches held the adapter to replace for too long.
-          LoadTimeoutError: the load took too long. The load is abandoned.
+          LoadTimeoutError: the load took too long. It runs on, and a repeated call waits for it again. With
+            `load_inplace` it is abandoned, since a repeated call must read the files anew.
           NoFreeSlotError: the host cache (`max_cpu_loras`, `max_cpu_bytes`) is full of adapters that cannot be evicted:
             pinned, held by an open batch, from memory or changed by `update_adapter`.
         """
@@ -608,7 +609,6 @@ class LoRAManager:
 
     # --- batches ------------------------------------------------------------------------------------------------
 
-    @overload
     def prepare(
         self,
         names: Sequence[Given | None],
@@ -618,36 +618,8 @@ class LoRAManager:
         length: int | None = None,
         active_from: FirstRows | None = None,
         items: Mapping[str, Items] | None = None,
-        wait: Literal[True] = True,
         timeout: float | None = None,
-    ) -> LoRABatch: ...
-
-    @overload
-    def prepare(
-        self,
-        names: Sequence[Given | None],
-        token_counts: Sequence[int] | None = None,
-        pad_to: int | None = None,
-        *,
-        length: int | None = None,
-        active_from: FirstRows | None = None,
-        items: Mapping[str, Items] | None = None,
-        wait: Literal[False],
-        timeout: float | None = None,
-    ) -> tuple[LoRABatch, tuple[bool, ...]]: ...
-
-    def prepare(
-        self,
-        names: Sequence[Given | None],
-        token_counts: Sequence[int] | None = None,
-        pad_to: int | None = None,
-        *,
-        length: int | None = None,
-        active_from: FirstRows | None = None,
-        items: Mapping[str, Items] | None = None,
-        wait: bool = True,
-        timeout: float | None = None,
-    ) -> LoRABatch | tuple[LoRABatch, tuple[bool, ...]]:
+    ) -> LoRABatch:
         """Write the adapters of one batch into slots and hold them there until the batch is closed.
 
         Args:
@@ -666,21 +638,21 @@ class LoRAManager:
             steps.
           items: row group -> its `Items`, such as images. The groups are those of `LoRAManager(row_groups=)`. A group
             that is left out is not served, and its layers raise.
-          wait: wait for adapters that are being loaded. If False, adapters that are not ready are absent, and
-            `jlora.use` raises until their rows are dropped with `LoRABatch.drop_absent`.
           timeout: seconds to wait for loads, and for slots that open batches hold, in order of arrival. None waits
-            for loads without limit and does not wait for slots.
+            for loads without limit and does not wait for slots. With 0 the call starts the missing loads and does not
+            wait, so that it can be repeated until they have finished.
 
         Returns:
-          A `LoRABatch`, to be used as a context manager or closed with `close()`. With wait=False, a tuple of the
-          batch and a bool for each sequence, True if its adapter is ready.
+          A `LoRABatch`, to be used as a context manager or closed with `close()`.
 
         Raises:
           AdapterNotFoundError: a name was not added.
           AdapterUnavailableError: an adapter was evicted and cannot be loaded again; its files are gone or damaged.
           NoFreeSlotError: the batch needs more slots than can be freed (in time), or more of the host cache
             (`max_cpu_loras`, `max_cpu_bytes`) than can be evicted. No adapter is loaded, and slots are unchanged.
-          LoadTimeoutError: a load took longer than `timeout`.
+          LoadTimeoutError: loads took longer than `timeout`. The message names their adapters. They run on, and a
+            repeated call finds the loaded adapters, or raises the error of a load that failed. A load of a request with
+            `load_inplace` is abandoned instead: replace the adapter with `prefetch` first.
           LoRAUsageError: the arguments disagree, `active_from` lacks `length`, a row group is not declared, an item
             belongs to no sequence of the batch or to one with an aLoRA adapter, or a traced function makes the call.
           AdapterNotFoundError, AdapterFormatError, AdapterMismatchError: a request could not be loaded.
@@ -688,12 +660,9 @@ class LoRAManager:
         self._check_call("prepare", waits=True)
         known = self._wrapped.sites.groups
         args = read_arguments(names, token_counts, pad_to, length, active_from, items, self.config, known)
-        if not wait:
-            self._coordinator.refuse("prepare(..., wait=False)", "wait for loads, in all processes")
         deadline = self._deadline(timeout).at
         with self._coordinator.turn("prepare"):
-            batch, ready = self._batches.prepare(args, wait, deadline)
-        return batch if wait else (batch, ready)
+            return self._batches.prepare(args, deadline)
 
     def hold(self, name: str) -> AdapterHandle:
         """Return a handle on the newest version of an adapter, to finish a sequence on the version it began with.
@@ -711,9 +680,31 @@ class LoRAManager:
                 self._host.recall(name)
                 with self._state_lock:
                     if name in self._cache.loaded:  # not evicted since
-                        handle = AdapterHandle(self._cache.loaded[name], self._changed.ring)
-                        self._leases.add_handle(handle)
-                        return handle
+                        return self._leases.hold(self._cache.loaded[name], self._changed.ring)
+
+    def handles(self, batch: LoRABatch) -> tuple[Given | None, ...]:
+        """Return handles on the versions of an open batch, to finish its sequences on them in later batches.
+
+        They are separate for each sequence and outlive the batch. No file is read.
+
+        Returns:
+          One entry a sequence, for `prepare`: a handle, a `Scaled` handle if it has a factor, a `Mix` of handles if it
+          has several adapters, or None for the base model.
+
+        Raises:
+          LoRAUsageError: the batch is closed, of another manager, or from a traced function.
+        """
+        self._check_call("handles")
+        with self._coordinator.turn("handles"), self._state_lock:
+            lease = batch.lease
+            if lease is None or lease not in self._leases.open():
+                raise LoRAUsageError(f"handles takes an open batch of this manager, got {batch!r}")
+            served = {(packed.name, packed.version): cast("PackedAdapter", packed) for packed in lease.adapters}
+            hold = partial(self._leases.hold, on_close=self._changed.ring)
+            return tuple(
+                given([(hold(served[name, version]), scale) for name, version, scale in parts or ()])
+                for parts in lease.parts
+            )
 
     def leases(self) -> tuple[LeaseInfo, ...]:
         """Return the open leases, oldest first, with their adapters, ages and threads.

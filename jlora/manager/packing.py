@@ -15,7 +15,7 @@ from jlora.layers.site import Site
 from jlora.layers.wrap.wrapped import WrappedModel, own_order_of
 from jlora.manager.blocks import Block, Chunk, Packing, Row, bits_of
 from jlora.manager.casting import check_scaling, in_slot_dtype, write
-from jlora.manager.fit import Shapes, is_exchanged, rows_of
+from jlora.manager.fit import is_exchanged, rows_of
 from jlora.manager.names import Place
 from jlora.manager.packed_adapter import Placement
 
@@ -84,7 +84,7 @@ def pack_modules(
     return tuple(itertools.chain(*filled)), packing.blocks
 
 
-def _held(module: Shapes, site: Site, row: int, shared: bool) -> list[tuple[Site, range]]:
+def _held(module: LoRA, site: Site, row: int, shared: bool) -> list[tuple[Site, range]]:
     """Return the sites that hold the factors of a module at `row` of `site`, and the rows in each."""
     rows = rows_of(module, site, row)
     if not (shared and site.spec.experts):

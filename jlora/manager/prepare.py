@@ -7,7 +7,7 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import jax
 
@@ -18,11 +18,11 @@ from jlora.layers.forward.batch_shape import BatchShape
 from jlora.layers.forward.lease import Lease, ServedParts
 from jlora.layers.forward.make_batch import make_batch, renewed
 from jlora.layers.wrap.wrapped import WrappedModel
-from jlora.manager.batch_arguments import BatchArguments, Name, Parts
+from jlora.manager.batch_arguments import BatchArguments, Name, check_adapters
 from jlora.manager.host import Host
 from jlora.manager.host_cache import HostCache
 from jlora.manager.leases import AdapterHandle, Leases
-from jlora.manager.loader import Deadline, Load, LoadCancelled
+from jlora.manager.loader import Deadline, Load
 from jlora.manager.locks import Bell, StateLock
 from jlora.manager.multihost import Coordinator
 from jlora.manager.packed_adapter import PackedAdapter
@@ -33,12 +33,8 @@ _log = logging.getLogger("jlora.leases")
 # Steady traffic alternates between few batches (prefill, decode), so their device arrays are cached.
 _KEPT_BATCHES = 8
 
-
-class _Sequences(NamedTuple):
-    """The adapters of each sequence of a batch, with the fields of `Lease`."""
-
-    parts: tuple[ServedParts, ...]
-    shape: BatchShape
+# The adapters of a batch by name, request or handle, and the slots of those that must be written.
+_Decided: TypeAlias = tuple[dict[Name, PackedAdapter], SlotPlan]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,37 +42,17 @@ class _Kept:
     """A cached batch, and the conditions under which its arrays are valid.
 
     Attributes:
-      batch: the batch, with a closed lease.
+      batch: the batch, with a closed lease that holds no adapter.
       arrays: the arrays of the batch.
       slots: adapter -> (slot, write count of the slot), for each adapter of the batch.
       newest: adapters that must still be the newest version of their name. The others were given by handles. The
         handles are not stored here, so that they can be garbage collected.
-      sequences: the adapters of each sequence.
     """
 
     batch: LoRABatch
     arrays: tuple[jax.Array, ...]
     slots: dict[PackedAdapter, tuple[int, int]]
     newest: frozenset[PackedAdapter]
-    sequences: _Sequences
-
-
-class _Plan(NamedTuple):
-    """The adapters of a batch and the slot writes that they need.
-
-    Attributes:
-      loaded: name, request or handle -> adapter.
-      wanted: the distinct adapters.
-      slots: adapter -> slot, for the adapters that must be written.
-    """
-
-    loaded: dict[Name, PackedAdapter]
-    wanted: list[PackedAdapter]
-    slots: SlotPlan
-
-    def same(self) -> Any:
-        """Return the value that all processes compare; None if no slot is written."""
-        return [(packed.name, packed.version, slot) for packed, slot in self.slots.items()] or None
 
 
 @dataclass(eq=False)
@@ -143,34 +119,33 @@ class Batches:
             return None  # the second: a step donated them
         self._slots.hit(kept.slots)
         self._kept.move_to_end(args.key)
-        lease = self._lease(kept.slots, kept.sequences)
-        return renewed(kept.batch, lease)
+        old = kept.batch.lease
+        assert old is not None
+        return renewed(kept.batch, self._lease(kept.slots, old.parts, old.shape))
 
-    def prepare(self, args: BatchArguments, wait: bool, deadline: float | None) -> tuple[LoRABatch, tuple[bool, ...]]:
-        """Return the batch, and True for each sequence whose adapter is ready. See `LoRAManager.prepare`."""
+    def prepare(self, args: BatchArguments, deadline: float | None) -> LoRABatch:
+        """See `LoRAManager.prepare`."""
         with self._state_lock:
             self._wrapped.check()
             batch = self._again(args)
-        if batch is not None:
-            return batch, (True,) * len(args.names)
-        return self._new(args, wait, deadline)
+        return self._new(args, deadline) if batch is None else batch
 
-    def _new(self, args: BatchArguments, wait: bool, deadline: float | None) -> tuple[LoRABatch, tuple[bool, ...]]:
+    def _new(self, args: BatchArguments, deadline: float | None) -> LoRABatch:
         """Prepare a batch that is not cached."""
         ticket = _Ticket(deadline)
         reloaded: set[Name] = set()
         try:
             while True:
-                seen = self._changed.rings
+                seen, loads = self._changed.rings, list[Load]()
                 try:
-                    if not wait:
-                        self._missing(args, reloaded, None)
-                    if (found := self._bring(args, reloaded, ticket, wait)) is not None:
-                        return found
-                    self._wait(self._missing(args, reloaded, ticket), reloaded, deadline)
+                    if (batch := self._bring(args, reloaded, ticket)) is not None:
+                        return batch
+                    loads = self._missing(args, reloaded, ticket)
+                    self._host.wait(loads, deadline)
                     continue
                 except NoFreeSlotError:  # no room now, or another call took it during the loads
-                    if not (self._slots.copying or self._lined_up(ticket)):
+                    reloaded.difference_update(load.request for load in loads if load.error is not None)
+                    if not (self._lined_up(ticket) or (deadline is None and self._slots.copying)):
                         raise
                 self._changed.wait(seen, deadline)
         finally:
@@ -179,55 +154,52 @@ class Batches:
                     self._queue.remove(ticket)
                 self._changed.ring()
 
-    def _bring(
-        self, args: BatchArguments, reloaded: set[Name], ticket: "_Ticket", wait: bool
-    ) -> tuple[LoRABatch, tuple[bool, ...]] | None:
+    def _bring(self, args: BatchArguments, reloaded: set[Name], ticket: "_Ticket") -> LoRABatch | None:
         """Write the loaded adapters into slots and make the batch. Return None if a load must be awaited first."""
 
-        def decide() -> _Plan:
-            loaded = {} if wait and self._absent(args, reloaded) else self._loaded(args)
+        def decide() -> _Decided:
+            loaded = {} if self._absent(args, reloaded) else self._loaded(args)
             if any(packed not in self._slots.pool.table for packed in loaded.values()):
                 self._check_first(ticket)
-            return self._plan(loaded, partly=not wait)
+            return self._plan(loaded)
 
-        def do(plan: _Plan) -> tuple[LoRABatch, tuple[bool, ...]] | None:
-            self._slots.carry_out(plan.slots, plan.wanted)
-            if wait and len(plan.loaded) < len(args.adapters):
-                return None
-            return self._batch(args, plan.loaded, keep=wait)
+        def do(decided: _Decided) -> LoRABatch | None:
+            loaded, plan = decided
+            self._slots.carry_out(plan, list(dict.fromkeys(loaded.values())))
+            return self._batch(args, loaded) if len(loaded) == len(args.adapters) else None
 
         self._slots.pool.compile()
-        return self._coordinator.commit(decide, do, _Plan.same, writes=True)
+        return self._coordinator.commit(decide, do, _same, writes=True)
 
     def activate(self, name: str, *, pin: bool) -> bool:
         """Write an adapter into a slot, reload it if necessary, and pin it if `pin`. Return True if it was written."""
 
-        def decide() -> _Plan:
+        def decide() -> _Decided:
             packed = self._cache.loaded.get(name)
             return self._plan({} if packed is None else {name: packed})
 
-        def do(plan: _Plan) -> bool | None:
-            written = self._slots.carry_out(plan.slots, plan.wanted)
-            if plan.loaded and pin:
+        def do(decided: _Decided) -> bool | None:
+            loaded, plan = decided
+            self._slots.carry_out(plan, list(loaded.values()))
+            if loaded and pin:
                 self._cache.loaded.pin(name)
-            return bool(written) if plan.loaded else None  # evicted in the meantime
+            return bool(plan) if loaded else None  # evicted in the meantime
 
         self._slots.pool.compile()
         while True:
             seen = self._changed.rings
             self._host.recall(name)
             try:
-                if (done := self._coordinator.commit(decide, do, _Plan.same, writes=True)) is not None:
+                if (done := self._coordinator.commit(decide, do, _same, writes=True)) is not None:
                     return done
             except NoFreeSlotError:
                 if not self._slots.copying:
                     raise
                 self._changed.wait(seen)
 
-    def _plan(self, loaded: dict[Name, PackedAdapter], *, partly: bool = False) -> "_Plan":
+    def _plan(self, loaded: dict[Name, PackedAdapter]) -> _Decided:
         self._wrapped.check()
-        wanted = list(dict.fromkeys(loaded.values()))
-        return _Plan(loaded, wanted, self._slots.plan(wanted, partly=partly))
+        return loaded, self._slots.plan(list(dict.fromkeys(loaded.values())))
 
     def _lined_up(self, ticket: "_Ticket") -> bool:
         """Queue the ticket if it has time left. Return True if it is queued."""
@@ -244,7 +216,7 @@ class Batches:
         if first is not ticket:
             raise NoFreeSlotError("other batches wait for slots, and this one needs one too")
 
-    def _missing(self, args: BatchArguments, reloaded: set[Name], ticket: "_Ticket | None") -> list[Load]:
+    def _missing(self, args: BatchArguments, reloaded: set[Name], ticket: "_Ticket") -> list[Load]:
         """Start the missing loads of a batch and return them, with `wanted` incremented.
 
         With several processes only one load is started at a time, so that all processes admit them in the same order.
@@ -252,7 +224,7 @@ class Batches:
         Args:
           args: the arguments of `prepare`.
           reloaded: requests with `load_inplace` that this call has loaded already; new loads are added.
-          ticket: None if the call does not wait for the loads.
+          ticket: the place of the call in the queue for slots.
 
         Raises:
           NoFreeSlotError: there are not enough slots or places in the host cache for the batch now, or an earlier
@@ -268,12 +240,10 @@ class Batches:
             return absent[:1] if self._coordinator.several else absent
 
         def start(absent: list[LoRARequest]) -> tuple[list[Load], BaseException | None]:
+            for request in absent:
+                if (error := self._host.loader.take_error(request)) is not None:
+                    return [], error
             loads = [self._host.loader.start(request, deadline=deadline) for request in absent]
-            for load in loads:
-                if load.error is not None and not isinstance(load.error, LoadCancelled):  # kept for the next caller
-                    self._host.loader.forget(load)
-                    return [], load.error
-            loads = [self._host.loader.start(request, again=True, deadline=deadline) for request in absent]
             for load in loads:
                 load.wanted += 1
             reloaded.update(absent)
@@ -301,25 +271,10 @@ class Batches:
                 absent.append(self._host.request_of(name))
         return absent
 
-    def _wait(self, loads: Sequence[Load], reloaded: set[Name], deadline: float | None) -> None:
-        """Wait for the loads from `_missing`. If one has no room, drop failed loads from `reloaded`."""
-        left = list(loads)
-        try:
-            while left:
-                self._host.wait(left.pop(0), deadline)
-        except NoFreeSlotError:
-            reloaded.difference_update(load.request for load in loads if load.error is not None)
-            raise
-        finally:
-            with self._state_lock:
-                for load in left:
-                    load.wanted -= 1
-
-    def _keep(self, args: BatchArguments, ticket: "_Ticket | None") -> None:
+    def _keep(self, args: BatchArguments, ticket: "_Ticket") -> None:
         """Check, before a load, that the batch fits, and mark a use of its adapters on the host.
 
-        The load then evicts other adapters first. A call that does not wait (no ticket) takes what fits into the slots,
-        and may be repeated once other batches are closed.
+        The load then evicts other adapters first.
 
         Raises:
           NoFreeSlotError: the slots that are neither pinned nor leased are too few, or the places in the host cache.
@@ -330,10 +285,9 @@ class Batches:
             for name in args.adapters
             if not isinstance(name, AdapterHandle)
         }
-        if ticket is not None:
-            self._check_first(ticket)
-            self._check_slots(args, loaded)
-        self._cache.check_room(names, () if ticket is None else self._leases.leased())
+        self._check_first(ticket)
+        self._check_slots(args, loaded)
+        self._cache.check_room(names, self._leases.leased())
         for packed in loaded.values():
             if self._cache.newest(packed):
                 self._cache.loaded.touch(packed.name)
@@ -375,13 +329,7 @@ class Batches:
             if packed is not None:
                 self._check_served(packed)
                 found[name] = packed
-        if any(packed.magnitudes is not None or packed.saved_outputs for packed in found.values()):
-            for parts in args.parts.values():
-                _check_alone(found, parts)
-        if any(packed.invocation_tokens for packed in found.values()):
-            for parts in args.parts.values():
-                _invocation(found, parts)
-            _check_owners(found, args)
+        check_adapters(args, found)
         return found
 
     def _check_served(self, packed: PackedAdapter) -> None:
@@ -393,92 +341,40 @@ class Batches:
                 f"{unserved.reasons[site.path]}"
             )
 
-    def _batch(
-        self, args: BatchArguments, loaded: dict[Name, PackedAdapter], keep: bool
-    ) -> tuple[LoRABatch, tuple[bool, ...]]:
-        """Return a batch of the adapters that are in slots, and True for each sequence whose adapter is there."""
-        slot_of = {name: slot for name, c in loaded.items() if (slot := self._slots.pool.slot_of(c)) is not None}
-        served = {name: loaded[name] for name in slot_of}
+    def _batch(self, args: BatchArguments, served: dict[Name, PackedAdapter]) -> LoRABatch:
+        """Return a batch of adapters that are in slots."""
+        slot_of = {name: self._slots.pool.table.index(packed) for name, packed in served.items()}
         for packed in served.values():
             self._check_served(packed)  # `verify` may have changed `unserved` since
         none, writes = self._config.max_loras, self._slots.pool.writes
-        entries, distinct, ready = [], [], []
-        for given in args.parts.values():
-            is_ready = all(name in slot_of for name, _ in given)
-            parts = given if is_ready else ()  # several adapters take none until all are ready
-            ready.append(is_ready)
-            entries.append([(slot_of[name], writes[slot_of[name]], scale) for name, scale in parts])
-            distinct.append(tuple([(served[name].name, served[name].version, scale) for name, scale in parts]))
-        order = dict(zip(args.parts, range(len(args.parts)), strict=True))
-        index = [order[name] for name in args.names]
-        all_ready = tuple([ready[i] for i in index])
-        sequences = _Sequences(tuple([distinct[i] for i in index]), args.shape)
-        lease = self._lease(served.values(), sequences)
-        unserved, absent = self._wrapped.unserved.sites, not all(all_ready)
-        batch = make_batch(
-            entries, index, args.shape, self._wrapped.sites, lease, none=none, unserved=unserved, absent=absent
-        )
-        if keep and not any(isinstance(name, LoRARequest) and name.load_inplace for name in served):
-            # A cached batch must hold no adapter, so its lease is closed, and it has no handles.
-            closed = Lease((), (), 0)
+        index = {given: i for i, given in enumerate(args.parts)}
+        entries, parts = [], {}
+        for given, own in args.parts.items():
+            entries.append([(slot_of[name], writes[slot_of[name]], scale) for name, scale in own])
+            parts[given] = tuple([(served[name].name, served[name].version, scale) for name, scale in own])
+        lease = self._lease(served.values(), [parts[name] for name in args.names], args.shape)
+        of_sequences, unserved = [index[name] for name in args.names], self._wrapped.unserved.sites
+        batch = make_batch(entries, of_sequences, args.shape, self._wrapped.sites, lease, none=none, unserved=unserved)
+        if not any(isinstance(name, LoRARequest) and name.load_inplace for name in served):
+            closed = Lease((), lease.parts, 0, shape=args.shape)
             closed.close()
             slots_of = {packed: (slot_of[name], writes[slot_of[name]]) for name, packed in served.items()}
             newest = frozenset(c for name, c in served.items() if not isinstance(name, AdapterHandle))
             arrays = tuple(jax.tree.leaves(batch.spaces))
-            self._kept[args.key] = _Kept(renewed(batch, closed), arrays, slots_of, newest, sequences)
+            self._kept[args.key] = _Kept(renewed(batch, closed), arrays, slots_of, newest)
             self._kept.move_to_end(args.key)
             while len(self._kept) > _KEPT_BATCHES:
                 self._kept.popitem(last=False)
-        return batch, all_ready
+        return batch
 
-    def _lease(self, loaded: Iterable[PackedAdapter], sequences: "_Sequences") -> Lease:
+    def _lease(self, loaded: Iterable[PackedAdapter], parts: Sequence[ServedParts], shape: BatchShape | None) -> Lease:
         where = "".join(traceback.format_stack()[:-3]) if _log.isEnabledFor(logging.DEBUG) else None
         distinct = tuple(dict.fromkeys(loaded))
-        parts, shape = sequences
-        thread = threading.get_ident()
-        lease = Lease(distinct, parts, thread, where, self._changed.ring, shape=shape)
+        lease = Lease(distinct, parts, threading.get_ident(), where, self._changed.ring, shape=shape)
         self._leases.add(lease)
         return lease
 
 
-def _check_alone(loaded: Mapping[Name, PackedAdapter], parts: Parts) -> None:
-    """Raise LoRAUsageError if a DoRA adapter, or one with a saved head, has a factor or another adapter beside it."""
-    for name, scale in parts:
-        packed = loaded.get(name)
-        if (
-            packed is not None
-            and (packed.magnitudes is not None or packed.saved_outputs)
-            and (len(parts) > 1 or scale != 1)
-        ):
-            kind = "a DoRA adapter" if packed.magnitudes is not None else "an adapter with a saved head"
-            raise LoRAUsageError(
-                f"prepare: {packed.name!r} is {kind}, which is served alone and with the factor 1, and "
-                f"the sequence takes {len(parts)} adapters with the factors {[scale for _, scale in parts]}"
-            )
-
-
-def _check_owners(loaded: Mapping[Name, PackedAdapter], args: BatchArguments) -> None:
-    """Raise LoRAUsageError if an item of a row group belongs to a sequence with an aLoRA adapter."""
-    for group, given in args.shape.items:
-        for item, owner in enumerate(given.owners):
-            if owner is not None and _invocation(loaded, args.parts[args.names[owner]]):
-                raise LoRAUsageError(
-                    f"prepare: item {item} of group {group!r} belongs to sequence {owner}, which has an aLoRA "
-                    "adapter, and that one changes only rows after its invocation tokens; give None as the sequence of "
-                    "that item"
-                )
-
-
-def _invocation(served: Mapping[Name, PackedAdapter], parts: Parts) -> tuple[int, ...]:
-    """Return the invocation tokens of the aLoRA adapter of a sequence; () if it has none.
-
-    Raises:
-      LoRAUsageError: the sequence has aLoRA adapters with different tokens.
-    """
-    found = {tokens: name for name, _ in parts if name in served and (tokens := served[name].invocation_tokens)}
-    if not found:
-        return ()
-    if len(found) > 1:
-        names = ", ".join(repr(served[name].name) for name in found.values())
-        raise LoRAUsageError(f"prepare: {names} of one Mix are aLoRA adapters with different invocation tokens")
-    return next(iter(found))
+def _same(decided: _Decided) -> Any:
+    """Return the value that all processes compare before they write slots; None if no slot is written."""
+    return [(packed.name, packed.version, slot) for packed, slot in decided[1].items()] or None

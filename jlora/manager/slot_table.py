@@ -18,8 +18,7 @@ from jlora.manager.locks import StateLock
 from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.slot_arrays import SlotArrays
 
-# Adapter to write -> slot; None if no slot is left for it.
-SlotPlan: TypeAlias = dict[PackedAdapter, int | None]
+SlotPlan: TypeAlias = dict[PackedAdapter, int]  # adapter to write -> slot
 
 _log = logging.getLogger("jlora")
 
@@ -113,20 +112,12 @@ class SlotTable:
             held = set(self.pool.table)
             self._used = {packed: tick for packed, tick in self._used.items() if packed in held}
 
-    def activate(self, wanted: Sequence[PackedAdapter], *, partly: bool = False) -> list[PackedAdapter]:
-        """Write adapters into slots. Return the adapters that were written.
-
-        Args:
-          wanted: distinct adapters.
-          partly: write as many as fit, in order, instead of raising.
+    def plan(self, wanted: Sequence[PackedAdapter]) -> SlotPlan:
+        """Return the slots to write so that distinct adapters are all in slots.
 
         Raises:
-          NoFreeSlotError: the adapters do not fit. No slot is written.
+          NoFreeSlotError: the adapters do not fit.
         """
-        return self.carry_out(self.plan(wanted, partly=partly), wanted)
-
-    def plan(self, wanted: Sequence[PackedAdapter], *, partly: bool = False) -> SlotPlan:
-        """Return the slot of each adapter to write, in order; None for adapters that do not fit. See `activate`."""
         self.sweep()
         missing = [packed for packed in wanted if packed not in self.pool.table]
         if not missing:
@@ -134,19 +125,17 @@ class SlotTable:
         places = self._places(missing, wanted)
         if None in places:
             missing, places = self._make_room(missing, places, wanted)
-        if None in places and not partly:
+        if None in places:
             raise NoFreeSlotError(self._no_room(missing, wanted))
-        return dict(zip(missing, places, strict=True))
+        return dict(zip(missing, cast("list[int]", places), strict=True))
 
-    def carry_out(self, plan: SlotPlan, wanted: Sequence[PackedAdapter]) -> list[PackedAdapter]:
-        """Write the slots of a plan and mark a use of all wanted adapters. Return the adapters that were written."""
-        written = [packed for packed, slot in plan.items() if slot is not None]
-        for packed in written:
-            self.write(cast("int", plan[packed]), packed)
+    def carry_out(self, plan: SlotPlan, wanted: Sequence[PackedAdapter]) -> None:
+        """Write the slots of a plan and mark a use of all wanted adapters."""
+        for packed, slot in plan.items():
+            self.write(slot, packed)
         self.hit(packed for packed in wanted if packed not in plan)
-        for packed in written:
+        for packed in plan:
             self.touch(packed)
-        return written
 
     def _places(self, missing: Sequence[PackedAdapter], wanted: Sequence[PackedAdapter]) -> list[int | None]:
         """Return a slot for each missing adapter; None if no slot is left.

@@ -8,6 +8,7 @@ Files are replaced atomically and synced. Weights are written before the adapter
 requests are read from their own files again, and become a new version if the fingerprint of these files has changed.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -32,7 +33,7 @@ from flax import nnx
 from jlora._compat import explicit_transfers
 from jlora._typing import is_list_or_tuple, is_mapping
 from jlora.adapters import Adapter
-from jlora.adapters.checkpoint import all_finite
+from jlora.adapters.tensor_data import all_finite
 from jlora.config import LoRARequest
 from jlora.errors import (
     AdapterFormatError,
@@ -46,6 +47,7 @@ from jlora.manager.blocks import Row, bits_of, pack, unpack
 from jlora.manager.fit import too_large_rank, too_many_outputs
 from jlora.manager.host import Host
 from jlora.manager.host_cache import HostCache
+from jlora.manager.loader import AT_ONCE
 from jlora.manager.locks import StateLock
 from jlora.manager.packed_adapter import PackedAdapter, Placement, largest_rank
 from jlora.manager.packing import rank_table
@@ -65,7 +67,6 @@ _ABOUT = (
     "unchecked",
 )
 _PLACEMENT = ("row", "first", "count", "rank", "alpha", "scaling")
-_AT_ONCE = 4  # number of adapters read at the same time
 
 
 @dataclass(frozen=True)
@@ -468,9 +469,9 @@ def _load(
     wanted.sort(key=lambda entry: (entry.request is not None, not entry.pinned))
     loaded: dict[str, PackedAdapter] = {}
     nbytes = 0
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="jlora-restore") as threads:
-        for start in range(0, len(wanted), _AT_ONCE):
-            some = wanted[start : start + _AT_ONCE]
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="jlora-restore") as threads:
+        for start in range(0, len(wanted), AT_ONCE):
+            some = wanted[start : start + AT_ONCE]
             for entry, packed in zip(some, threads.map(read, some), strict=True):
                 if packed is None:
                     continue
@@ -508,8 +509,14 @@ def _fill_cache(
 
 def _fill_slots(saved: _Snapshot, loaded: Mapping[str, PackedAdapter], slots: SlotTable) -> None:
     """Write all pinned adapters into slots, then as many others as fit, from the most recently used one on."""
-    slots.activate([loaded[entry.name] for entry in saved.adapters if entry.pinned and entry.name in loaded])
-    slots.activate([loaded[name] for name in reversed(saved.slots) if name in loaded], partly=True)
+    fit = [loaded[entry.name] for entry in saved.adapters if entry.pinned and entry.name in loaded]
+    plan = slots.plan(fit)
+    for name in reversed(saved.slots):
+        if name in loaded and loaded[name] not in fit:
+            with contextlib.suppress(NoFreeSlotError):
+                plan = slots.plan([*fit, loaded[name]])
+                fit.append(loaded[name])
+    slots.carry_out(plan, fit)
     for name in saved.slots:
         if name in loaded and loaded[name] in slots.pool.table:
             slots.touch(loaded[name])

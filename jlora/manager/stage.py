@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from jlora.adapters import Adapter, AdapterShapes, ModuleLoRA
+from jlora.adapters import Adapter, ModuleLoRA
 from jlora.adapters.adapter import open_adapter
 from jlora.adapters.lora import LoRA
 from jlora.adapters.resolve import AdapterFolder
@@ -47,13 +47,13 @@ def pack_files(
     """
     where = describe(request.name, request.path)
     with open_adapter(found) as opened:
-        shapes = opened.shapes
-        check_variant(where, config, shapes)
-        _check_request(where, request, shapes)
-        index = read_as(where, shapes, index)
-        placed = place(where, shapes.modules, index, heads=shapes.heads, dora=shapes.use_dora)
-        check_base_shapes(where, shapes.base_weights, index)
-        own = own_experts(shapes.modules, placed)
+        adapter = opened.adapter  # not read yet
+        check_variant(where, config, adapter)
+        _check_request(where, request, adapter)
+        index = read_as(where, adapter, index)
+        placed = place(where, adapter, index)
+        check_base_shapes(where, adapter.base_weights, index)
+        own = own_experts(adapter.modules, placed)
         adapter = opened.read(own, allow_nonfinite=config.allow_nonfinite)
     warnings = without_effect(adapter, placed, wrapped, own)
     modules, adapter = _modules(adapter), replace(adapter, modules={}, heads={})
@@ -74,12 +74,12 @@ def pack_in_memory(
     if not config.allow_nonfinite:  # files are checked while they are read
         check_finite(where, adapter)
     index = read_as(where, adapter, index)
-    placed = place(where, adapter.modules, index, heads=adapter.heads, dora=adapter.use_dora)
+    placed = place(where, adapter, index)
     warnings = without_effect(adapter, placed, wrapped)
     return _pack(where, adapter, _modules(adapter), placed, warnings, None, wrapped, index, pool)
 
 
-def check_variant(where: str, config: LoRAConfig, adapter: Adapter | AdapterShapes | PackedAdapter) -> None:
+def check_variant(where: str, config: LoRAConfig, adapter: Adapter | PackedAdapter) -> None:
     """Raise AdapterMismatchError if `config` does not serve DoRA or activated LoRA (aLoRA)."""
     if adapter.use_dora and not config.dora:
         raise AdapterMismatchError(
@@ -92,14 +92,14 @@ def check_variant(where: str, config: LoRAConfig, adapter: Adapter | AdapterShap
         )
 
 
-def _check_request(where: str, request: LoRARequest, shapes: AdapterShapes) -> None:
+def _check_request(where: str, request: LoRARequest, adapter: Adapter) -> None:
     """Raise AdapterMismatchError if the base model or the expert format differs from the request."""
-    if request.base_model_name is not None and shapes.base_model_name != request.base_model_name:
+    if request.base_model_name is not None and adapter.base_model_name != request.base_model_name:
         raise AdapterMismatchError(
-            f"{where}: base_model_name_or_path is {shapes.base_model_name!r}, and the request asks for "
+            f"{where}: base_model_name_or_path is {adapter.base_model_name!r}, and the request asks for "
             f"{request.base_model_name!r}"
         )
-    stacked = [name for name, module in shapes.modules.items() if module.kind == "experts"]
+    stacked = [name for name, module in adapter.modules.items() if module.kind == "experts"]
     if request.is_3d_lora_weight is not None and request.is_3d_lora_weight != bool(stacked):
         found = f"all experts of {stacked[0]} in one tensor" if stacked else "no tensor of all experts"
         raise AdapterMismatchError(

@@ -1,13 +1,14 @@
 """Check of a model and of adapters against a configuration, from shapes alone."""
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from flax import nnx
 
-from jlora.adapters import Adapter, AdapterShapes, BaseShape
+from jlora.adapters import Adapter
+from jlora.adapters.adapter import open_adapter
 from jlora.adapters.problems import Problems
+from jlora.adapters.resolve import resolve
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.layers.wrap.apply import survey
 from jlora.layers.wrap.wrapped import LayerInfo
@@ -68,38 +69,26 @@ class Survey:
           LoRAError: The files of a request cannot be read (see `Adapter.from_pretrained`).
         """
         if isinstance(adapter, Adapter):
-            weights = {name: BaseShape(shape=w.shape, dtype=w.dtype) for name, w in adapter.base_weights.items()}
             where, problems = describe(adapter.name, None), Problems()
-            placed = problems.attempt(dict[str, Place](), self._check, where, adapter, weights)
+            placed = problems.attempt(dict[str, Place](), self._check, where, adapter)
             if base_weight is not None:
                 problems.attempt(None, _check_values, where, adapter.base_weights, base_weight)
             problems.raise_first()
             return tuple(without_effect(adapter, placed, self._wrapped))
         where = describe(adapter.name, adapter.path)
-
-        def check(shapes: AdapterShapes) -> None:
-            self._check(where, shapes, shapes.base_weights)
-            raise _Fits
-
-        with contextlib.suppress(_Fits):
-            Adapter.from_pretrained(
-                adapter.path,
-                name=adapter.name,
-                revision=adapter.revision,
-                local_only=adapter.local_only,
-                check=check,
-            )
+        found = resolve(adapter.path, adapter.name, adapter.revision, local_only=adapter.local_only)
+        problems = Problems()
+        with open_adapter(found, problems=problems) as opened:
+            problems.attempt(None, self._check, where, opened.adapter)
+            problems.raise_first()
         return ()
 
-    def _check(
-        self, where: str, adapter: Adapter | AdapterShapes, weights: Mapping[str, BaseShape]
-    ) -> Mapping[str, Place]:
+    def _check(self, where: str, adapter: Adapter) -> Mapping[str, Place]:
         problems = Problems()
         problems.attempt(None, check_variant, where, self._config, adapter)
         index = problems.attempt(self._index, read_as, where, adapter, self._index)
-        heads, dora = adapter.heads, adapter.use_dora
-        placed = problems.attempt(dict[str, Place](), place, where, adapter.modules, index, heads=heads, dora=dora)
-        problems.attempt(None, check_base_shapes, where, weights, index)
+        placed = problems.attempt(dict[str, Place](), place, where, adapter, index)
+        problems.attempt(None, check_base_shapes, where, adapter.base_weights, index)
         problems.raise_first()
         return placed
 
@@ -110,7 +99,3 @@ def _check_values(
     found = {name: base_weight(name) for name in weights}
     differ = {name: difference(weights[name], own) for name, own in found.items() if own is not None}
     refuse(where, [f"{name}.base_layer.weight: {problem}" for name, problem in differ.items() if problem is not None])
-
-
-class _Fits(Exception):
-    """Internal signal that stops `Adapter.from_pretrained` before it reads tensors."""

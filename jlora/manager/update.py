@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jlora.adapters.checkpoint import all_finite, sorted_keys
+from jlora.adapters.checkpoint import sorted_keys
 from jlora.adapters.peft_config import scaling_of
+from jlora.adapters.tensor_data import all_finite
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageError
 from jlora.manager.blocks import Block, Row, pack, unpack
 from jlora.manager.casting import check_scaling, in_slot_dtype

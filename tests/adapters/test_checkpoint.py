@@ -288,10 +288,11 @@ FORMAT = {
 def test_malformed_tensors(folder_of, case):
     change, cause = FORMAT[case]
     folder = folder_of(changed(change))
-    with pytest.raises(AdapterFormatError, match=cause) as raised:
-        load(folder)
-    assert "adapter 'sql'" in str(raised.value)
-    assert "adapter_model.safetensors" in str(raised.value)
+    for dtype in (None, "float16"):
+        with pytest.raises(AdapterFormatError, match=cause) as raised:
+            load(folder, dtype=dtype)
+        assert "adapter 'sql'" in str(raised.value)
+        assert "adapter_model.safetensors" in str(raised.value)
 
 
 UNSERVED = {

@@ -58,10 +58,10 @@ def file_of(kind, dtype=np.float32, spoil=None):
     return tensors(modules), fields | parameters(*FUSED)
 
 
-def shares(shapes, own):
+def shares(adapter, own):
     """Return the shares of a process that owns these experts."""
     found = {}
-    for name, module in shapes.modules.items():
+    for name, module in adapter.modules.items():
         expert = name.removeprefix(f"{EXPERTS}.").partition(".")[0]
         if module.kind == "experts":
             found[name] = own
@@ -116,7 +116,7 @@ def small_pieces():
 
 def read(folder, own, dtype=None):
     with open_adapter(resolve(folder), dtype=None if dtype is None else np.dtype(dtype)) as opened:
-        return opened.read(shares(opened.shapes, own))
+        return opened.read(shares(opened.adapter, own))
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -175,7 +175,7 @@ def test_a_read_without_shares_reads_every_byte_once(folder_of, kind):
     folder = folder_of(found, r=R, **fields)
     with pytest.MonkeyPatch.context() as patch:
         times = counted(patch, folder / "adapter_model.safetensors")
-        whole = Adapter.from_pretrained(folder, check=lambda shapes: shares(shapes, ()))
+        whole = Adapter.from_pretrained(folder, check=lambda unread: shares(unread, ()))
         with open_adapter(resolve(folder)) as opened:
             again = opened.read({})
     assert times.max() == 2
@@ -228,7 +228,7 @@ def test_a_file_that_changes_during_a_partial_read_is_refused(folder_of, kind):
         with open_adapter(resolve(folder)) as opened:
             file.write_bytes(file.read_bytes()[:-8] + bytes(8))
             os.utime(file, (1, 1))
-            opened.read(shares(opened.shapes, OWN[0]))
+            opened.read(shares(opened.adapter, OWN[0]))
 
     with pytest.raises(AdapterFormatError, match="changed while it was read"):
         change_and_read()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jlora.adapters import Adapter, HeadShapes, ModuleLoRA, SavedHead
+from jlora.adapters import Adapter, ModuleLoRA, SavedHead
 from jlora.errors import AdapterFormatError, AdapterMismatchError
 
 LORA = {
@@ -83,8 +83,8 @@ def test_round_trip(tmp_path, dtype):
     again = Adapter.from_pretrained(tmp_path, check=seen.append)
     assert again.saved_outputs == adapter.saved_outputs == seen[0].saved_outputs == {"score": 3, "a.qa_outputs": 2}
     assert (again.nbytes, seen[0].nbytes, seen[0].task_type) == (adapter.nbytes, adapter.nbytes, "SEQ_CLS")
-    shapes = HeadShapes(outputs=3, in_features=6, biased=True, dtype=np.dtype(dtype))
-    assert seen[0].heads["score"] == shapes
+    unread = seen[0].heads["score"]
+    assert (unread.outputs, unread.in_features, unread.biased, unread.weight.dtype) == (3, 6, True, dtype)
     for name, head in heads.items():
         assert again.heads[name].weight.tobytes() == head.weight.tobytes()
         assert (again.heads[name].bias is None) == (head.bias is None)
@@ -135,6 +135,12 @@ def test_unserved_heads(load, tensors, message):
 def test_a_head_that_the_configuration_does_not_name(load):
     with pytest.raises(AdapterMismatchError, match=r"score\.weight' is of a kind that jlora does not serve"):
         load({SCORE + "weight": WEIGHT}, modules_to_save=None)
+
+
+def test_a_head_of_an_activated_adapter_is_refused_unread(load):
+    nan = {SCORE + "weight": WEIGHT * np.float32(np.nan)}
+    with pytest.raises(AdapterMismatchError, match=r"'score' is a saved head.*activated LoRA"):
+        load(nan, alora_invocation_tokens=[1])
 
 
 def test_in_memory():

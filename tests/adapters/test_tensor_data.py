@@ -201,10 +201,27 @@ def test_extremes_are_finite(dtype):
     assert all_finite(np.array([[-1.0]], dtype))
 
 
-@given(st.lists(st.integers(0, 2**16 - 1), max_size=6), st.sampled_from(["float16", "bfloat16"]))
-def test_finiteness_of_short_floats(bits, name):
-    array = np.array(bits, np.uint16).view(np.dtype(getattr(ml_dtypes, name, np.float16)))
-    assert all_finite(array) == bool(np.isfinite(array.astype(np.float64)).all())
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_every_bit_pattern(dtype):
+    """All 65,536 numbers of two bytes, and as many of the wider ones, each alone among finite ones."""
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    width = np.dtype(dtype).itemsize
+    numbers = bits.view(dtype) if width == 2 else (bits.astype(f"u{width}") << (8 * width - 16)).view(dtype)
+    finite = np.array([np.isfinite(float(number)) for number in numbers])
+    assert finite.any()
+    assert not finite.all()
+    assert all_finite(numbers[finite])
+    assert not any(all_finite(numbers[i : i + 1]) for i in np.flatnonzero(~finite))
+    assert all(all_finite(numbers[i : i + 1]) for i in np.flatnonzero(finite)[::97])
+
+
+@pytest.mark.parametrize("place", [0, 1, 131_071, 131_072, 299_999])
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+def test_one_among_many(dtype, place):
+    array = np.ones((3, 100_000), dtype)
+    assert all_finite(array)
+    array.reshape(-1)[place] = np.nan
+    assert not all_finite(array)
 
 
 @given(st.lists(st.floats(width=64), max_size=6))

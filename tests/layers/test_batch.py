@@ -99,7 +99,6 @@ COPIES = {
     "deepcopy": copy.deepcopy,
     "a copy of a copy": lambda b: copy.copy(jax.device_put(copy.deepcopy(b))),
     "in a dict": lambda b: jax.tree.map(lambda x: x, {"batch": b})["batch"],
-    "drop_absent": lambda b: b.drop_absent(),
 }
 copies = pytest.mark.parametrize("how", COPIES)
 
@@ -407,7 +406,6 @@ def test_a_new_lease_does_not_retrace():
             with manager.prepare([name] * 8) as batch:
                 step(model, X, batch)
                 step(model, X, jax.tree.map(jnp.asarray, copy.copy(batch)))
-                step(model, X, batch.drop_absent())
         manager.add_adapter(make_adapter("a", TARGETS, 1 + round_number), load_inplace=True)
     with manager.prepare([None, "a"] * 4, timeout=1.0) as batch:
         step(model, X, batch)

@@ -317,8 +317,7 @@ def refused_calls(world: World) -> None:
     folder = world.folder / "saved"
     for attempt in (
         lambda: manager.prefetch(world.request("two")),
-        lambda: manager.prepare(["one"], wait=False),
-        lambda: manager.prepare(["one"], timeout=1),
+        lambda: manager.prepare(["one"], timeout=0),
         lambda: manager.add_adapter(world.request("two"), timeout=1),
         lambda: manager.remove_adapter("one", timeout=0),
         lambda: manager.export_adapter("one"),

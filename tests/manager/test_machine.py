@@ -3,10 +3,12 @@
 Three threads take turns to call it; each steps the batches that it opened, also while another prepares one.
 """
 
+import contextlib
 import copy
 import functools
 import gc
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -187,8 +189,8 @@ class Books:
                 self.slots[slot] = None
                 self.used.remove(item)
 
-    def activate(self, wanted: list[Item], partly: bool = False) -> Any:
-        """The adapter that was written."""
+    def activate(self, wanted: list[Item]) -> Any:
+        """The adapters that were written."""
         self.sweep()
         missing = [item for item in wanted if item not in self.slots]
         reserved = {item.name: i for i, item in enumerate(self.slots) if item is not None and not self.alive(item)}
@@ -202,21 +204,15 @@ class Books:
         places = [reserved.pop(item.name, None) if item in self.host else None for item in missing]
         rest = iter(free + victims)
         places = [next(rest, None) if place is None else place for place in places]
-        if None in places and not partly:
+        if None in places:
             return jlora.NoFreeSlotError
-        written = []
         for item, place in zip(missing, places, strict=True):
-            if place is not None:
-                if (victim := self.slots[place]) is not None:
-                    self.used.remove(victim)
-                self.slots[place] = item
-                written.append(item)
-        for item in wanted:
-            if item not in missing:
-                self.touch(item)
-        for item in written:
+            if (victim := self.slots[place]) is not None:
+                self.used.remove(victim)
+            self.slots[place] = item
+        for item in [*(item for item in wanted if item not in missing), *missing]:
             self.touch(item)
-        return written
+        return missing
 
 
 @dataclass
@@ -465,8 +461,15 @@ class ManagerMachine(RuleBasedStateMachine):
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
-    @rule(names=BATCHES, data=st.data(), wait=st.booleans(), timeout=TIMEOUTS)
-    def prepare(self, names: list[str | None], data: st.DataObject, wait: bool, timeout: float | None) -> None:
+    def poll(self, asked: list[Any], timeout: float | None) -> jlora.LoRABatch:
+        """Repeat a `prepare` while its load runs on."""
+        while True:
+            with contextlib.suppress(jlora.LoadTimeoutError):
+                return self.manager.prepare(asked, timeout=timeout)
+            time.sleep(0.001)
+
+    @rule(names=BATCHES, data=st.data(), timeout=TIMEOUTS | st.just(0))
+    def prepare(self, names: list[str | None], data: st.DataObject, timeout: float | None) -> None:
         # A step as in a server: requests are loaded if there is room, and some sequences have handles.
         asked: list[Any] = list(names)
         items: list[Item | None] = [None] * SEQUENCES
@@ -479,38 +482,30 @@ class ManagerMachine(RuleBasedStateMachine):
                 self.agree(want, self.manager.add_adapter, self.request(name, 0))
         by_name = [name for name in dict.fromkeys(asked) if isinstance(name, str)]
         missing = [name for name in by_name if self.books.get(name) is None]
-        if len(missing) > 1 or (missing and not wait):
+        if len(missing) > 1:
             return  # several would be loaded at once, in any order
-        timeout = None if missing else timeout  # a load takes as long as it takes
-        want = self.crowded(asked, items) if missing and wait else None
+        want = self.crowded(asked, items) if missing else None
         if want is None:
             want = self.recalled(by_name)
         if want is None:
             items = [self.books.get(a) if isinstance(a, str) else item for a, item in zip(asked, items, strict=True)]
             distinct = [item for item in dict.fromkeys(items) if item is not None]
-            want = self.books.activate(distinct, partly=not wait)
+            want = self.books.activate(distinct)
         meanwhile = [(batch, self.step(batch)) for batch in self.batches if batch.thread != self.turn]
-        got = self.agree(want, self.manager.prepare, asked, timeout=timeout, wait=wait)
+        batch = self.agree(want, self.poll, asked, timeout)
         for other, logits in meanwhile:
             np.testing.assert_array_equal(self.result(other.thread, logits), other.logits[0])
-        if got is None:
+        if batch is None:
             return
-        batch, ready = (got, (True,) * SEQUENCES) if wait else got
-        assert ready == tuple(item is None or item in self.books.slots for item in items)
-        items = [item if there else None for item, there in zip(items, ready, strict=True)]
         assert batch.versions == tuple(None if item is None else item.version for item in items)
-        if not all(ready):
-            with pytest.raises(jlora.LoRAError, match="drop_absent"), jlora.use(batch):
-                pass
-            batch = batch.drop_absent()
         self.batches.append(Open(self.turn, [batch], items))
         self.books.open.append([item for item in items if item is not None])
 
-    @rule(first=NAMES, second=st.none() | NAMES, data=st.data(), wait=st.booleans(), timeout=TIMEOUTS)
-    def serve(self, first: str, second: str | None, data: st.DataObject, wait: bool, timeout: float | None) -> None:
+    @rule(first=NAMES, second=st.none() | NAMES, data=st.data(), timeout=TIMEOUTS)
+    def serve(self, first: str, second: str | None, data: st.DataObject, timeout: float | None) -> None:
         """A batch that is closed after a step."""
         before = len(self.batches)
-        self.prepare(names=[first, None, second], data=data, wait=wait, timeout=timeout)
+        self.prepare(names=[first, None, second], data=data, timeout=timeout)
         if len(self.batches) > before:
             self.logits_agree()
             self.books.open.pop()
@@ -562,6 +557,16 @@ class ManagerMachine(RuleBasedStateMachine):
             assert (handle.name, handle.version) == (name, item.version)
             self.handles.append(handle)
             self.books.handles.append(item)
+
+    @precondition(lambda self: self.batches)
+    @rule(data=st.data())
+    def hold_a_batch(self, data: st.DataObject) -> None:
+        batch = self.one(data)
+        handles = self.manager.handles(batch.copies[-1])
+        found = [None if handle is None else (handle.name, handle.version) for handle in handles]
+        assert found == [None if item is None else (item.name, item.version) for item in batch.items]
+        self.handles += [handle for handle in handles if handle is not None]
+        self.books.handles += [item for item in batch.items if item is not None]
 
     @precondition(lambda self: self.handles)
     @rule(data=st.data(), forget=st.booleans())

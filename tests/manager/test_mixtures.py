@@ -69,6 +69,44 @@ def test_random_batches_of_all_kinds_compile_once(world, adapters):
     assert len(world.traces) == 1
 
 
+def test_handles_of_a_batch_serve_its_versions(world, adapters):
+    entries = ["a", Scaled("b", -0.5), Mix({"c": 1, "a": 2})]
+    with world.manager.prepare(entries) as batch:
+        before, versions = world.logits(batch), batch.versions
+        first, scaled, mix = handles = world.manager.handles(batch)
+    assert (type(first), type(scaled), type(mix)) == (jlora.AdapterHandle, Scaled, Mix)
+    for name in "abc":  # they outlive the batch, and are not those of its names
+        world.manager.add_adapter(make_adapter(name, 1), load_inplace=True)
+    with world.manager.prepare(handles) as batch:
+        assert batch.versions == versions
+        np.testing.assert_array_equal(world.logits(batch), before)
+    with world.manager.prepare([first, "a", None]) as batch:
+        first.close()  # that of its own sequence alone
+        with pytest.raises(jlora.LoRAUsageError, match="is closed"):
+            world.manager.prepare(handles)
+        world.manager.prepare([*handles[1:], None]).close()
+        assert batch.versions[0] == versions[0] < batch.versions[1]
+    for adapter in adapters.values():
+        world.manager.add_adapter(adapter, load_inplace=True)
+
+
+def test_handles_of_rows_of_the_base_model(world):
+    with world.manager.prepare([None, Scaled("a", 0), Mix({"a": 1})]) as batch:
+        none, nothing, one = world.manager.handles(batch)
+    assert none is nothing is None
+    assert isinstance(one, jlora.AdapterHandle)
+
+
+def test_handles_takes_an_open_batch_of_this_manager(world, adapters):
+    with world.manager.prepare(["a"]) as closed:
+        pass
+    other = served(adapters)
+    with other.manager.prepare(["a"]) as foreign:
+        for batch in (closed, foreign, jax.jit(lambda batch: batch)(foreign)):
+            with pytest.raises(jlora.LoRAUsageError, match="handles takes an open batch of this manager"):
+                world.manager.handles(batch)
+
+
 def parts_names(entry):
     return [] if entry is None else [n for n, _ in entry.parts] if isinstance(entry, Scaled | Mix) else [entry]
 

@@ -58,7 +58,7 @@ def test_a_prepare_inside_jit_raises_and_keeps_nothing(world):
     for call in (
         lambda: world.manager.prepare(["b", None, None]),
         lambda: world.manager.prepare(["a", None, None]),  # kept from before
-        lambda: world.manager.prepare([request], wait=False),
+        lambda: world.manager.prepare([request], timeout=0),
         lambda: world.manager.add_adapter(make_adapter("c")),
         lambda: world.manager.prefetch(request),
         lambda: world.manager.activate_adapter("b"),

@@ -26,10 +26,6 @@ _JOINED = (
     "a LoRABatch of {sequences} sequences holds {rows} slots: batches that were put together (jax.tree.map with "
     "concatenate, stack or repeat) hold the lease of one of them. Prepare one batch of all sequences"
 )
-_ABSENT = (
-    "this LoRABatch lacks adapters that were not ready: prepare(..., wait=False) says which sequences are ready. Drop "
-    "the rows of the others, then say so with batch.drop_absent(); they would be served by the base model"
-)
 _UNDECIDED = (
     "this LoRABatch holds activated LoRA (aLoRA) adapters and no first active rows: give prepare(..., active_from=) or "
     "batch.activate(first rows of this forward), each with `length`"
@@ -46,7 +42,6 @@ class Layout:
       sites: sites of the model that the batch was prepared for.
       num_sequences: sequences of the whole batch; one shard of it may have fewer `slots`.
       unserved: the sites that serve no adapter.
-      absent: True if sequences lack their adapter.
       undecided: True if there are aLoRA adapters, and the first active rows are not given.
       orphan: True if the batch was returned by a traced function. A step is traced for it and raises.
       lease: weak reference to the lease of the batch, since compiled functions keep static parts alive forever. None if
@@ -56,7 +51,6 @@ class Layout:
     sites: ModelSites
     num_sequences: int
     unserved: frozenset[Site]
-    absent: bool = False
     undecided: bool = False
     orphan: bool = False
     lease: weakref.ref[Lease] | None = field(default=None, compare=False, repr=False)
@@ -165,14 +159,6 @@ class LoRABatch:
         """Release the slots. Closing twice is harmless."""
         if self.lease is not None:
             self.lease.close()
-
-    def drop_absent(self) -> "LoRABatch":
-        """Return the same batch, for callers that drop the rows or the results of sequences that are not ready.
-
-        The base model computes those rows, so their results are meaningless. See `LoRAManager.prepare(...,
-        wait=False)`.
-        """
-        return LoRABatch(self.spaces, replace(self.layout, absent=False), self.lease)
 
     @property
     def invocation_tokens(self) -> tuple[tuple[int, ...], ...]:
@@ -309,7 +295,5 @@ class LoRABatch:
 def check_batch(batch: LoRABatch) -> None:
     """Raise `LoRAError` unless `jlora.use` may serve `batch`."""
     batch.check_usable()
-    if batch.layout.absent:
-        raise LoRAError(_ABSENT)
     if batch.layout.undecided:
         raise LoRAError(_UNDECIDED)

@@ -25,7 +25,6 @@ def make_batch(
     *,
     none: int,
     unserved: frozenset[Site],
-    absent: bool = False,
 ) -> LoRABatch:
     """Return a batch with its arrays on the device or the mesh.
 
@@ -38,7 +37,6 @@ def make_batch(
       lease: the lease of the adapters in these slots.
       none: the slot of rows without an adapter.
       unserved: the sites that serve no adapter.
-      absent: True if sequences lack their adapter.
     """
     padded = [[*entry, *[(none, 0, 1.0)] * (sites.adapters - len(entry))] for entry in entries]
     slots, stamps, scales = np.array(padded).transpose(2, 1, 0)[:, :, index]
@@ -51,7 +49,7 @@ def make_batch(
         one_each=not sites.rows_declared,
     )
     own, undecided = weakref.ref(lease), lease.needs_first_rows
-    layout = Layout(sites, shape.num_sequences, unserved, absent=absent, undecided=undecided, lease=own)
+    layout = Layout(sites, shape.num_sequences, unserved, undecided=undecided, lease=own)
     return LoRABatch(placed(spaces, sites), layout, lease)
 
 
@@ -103,5 +101,5 @@ def renewed(batch: LoRABatch, lease: Lease) -> LoRABatch:
     """Return a batch with the arrays of `batch` under another lease of the same adapters."""
     old = batch.layout
     # `dataclasses.replace` takes 3 us, a tenth of a `prepare` of a known batch.
-    layout = Layout(old.sites, old.num_sequences, old.unserved, old.absent, old.undecided, lease=weakref.ref(lease))
+    layout = Layout(old.sites, old.num_sequences, old.unserved, old.undecided, lease=weakref.ref(lease))
     return LoRABatch(batch.spaces, layout, lease)

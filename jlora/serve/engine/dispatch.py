@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jlora
-from jlora.errors import LoRAError, NoFreeSlotError
-from jlora.serve.engine.loras import Loras, NotLoaded
+from jlora.errors import LoadTimeoutError, LoRAError, NoFreeSlotError
+from jlora.serve.engine.loras import Loras
 from jlora.serve.engine.metrics import EngineMetrics
 from jlora.serve.engine.request import EngineClosedError, FinishReason, RequestTimeoutError, StepFailedError
 from jlora.serve.engine.scheduler import Queue, Waiting
@@ -222,12 +222,12 @@ class Dispatcher:
             sequence: Sequence = one.item
             try:
                 sequence.held, sequence.batch = self._loras.begin(sequence.lora)
-            except (NoFreeSlotError, NotLoaded) as error:
-                if isinstance(error, NotLoaded) or self._loras.num_held or self._stale:
+            except (NoFreeSlotError, LoadTimeoutError) as error:
+                if isinstance(error, LoadTimeoutError) or self._loras.num_held or self._stale:
                     self._queue.put_back(one)
                 else:  # no sequence of this engine holds a slot that could become free
                     self._end(sequence, error)
-                if isinstance(error, NotLoaded) or not self._stale:
+                if isinstance(error, LoadTimeoutError) or not self._stale:
                     return None
                 self._compose()  # release the slots of sequences that ended
                 continue

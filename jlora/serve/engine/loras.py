@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from itertools import chain
 
-from jlora import AdapterInfo, LoRABatch, LoRAManager, LoRARequest
+from jlora import AdapterHandle, AdapterInfo, LoRABatch, LoRAManager, LoRARequest
 from jlora.errors import AdapterInUseError, AdapterNotFoundError, LoRAError, LoRAUsageError, NoFreeSlotError
 from jlora.serve.engine.request import AdapterExistsError, RegisteredLoRA
 from jlora.serve.engine.resolver_pool import ResolverPool, check_name
@@ -23,10 +23,6 @@ from jlora.serve.engine.sequence import HeldAdapter, Sequence
 _LOADS_AT_ONCE = 4
 _AHEAD = 8  # adapters of waiting requests to load before their turn
 _PAUSE = 0.05  # seconds before a load that found no room is retried
-
-
-class NotLoaded(Exception):
-    """The adapter was evicted since it was found loaded."""
 
 
 class Loras:
@@ -298,32 +294,23 @@ class Loras:
           The held adapter, None for the base model, and a batch of one sequence with it.
 
         Raises:
-          NotLoaded: it was evicted meanwhile.
+          LoadTimeoutError: it was evicted meanwhile.
           NoFreeSlotError: every slot is taken.
           AdapterNotFoundError: it was removed.
         """
         if name is None:
             return None, self._manager.prepare([None])
-        # Lease first, then hold, so it cannot be evicted in between, and no call blocks.
-        batch, ready = self._manager.prepare([name], wait=False)
+        batch = self._manager.prepare([name], timeout=0)
         try:
-            if not ready[0]:
-                if self.loaded(name):
-                    raise NoFreeSlotError(f"adapter {name!r} needs a slot, and each is pinned or in use")
-                raise NotLoaded(name)
-            handle = self._manager.hold(name)
-            held = self._held.get((name, handle.version))
-            if held is None:
-                held = HeldAdapter(handle)
-            else:
-                handle.close()
-            if held.handle.version != batch.versions[0] or held.users:
+            (handle,) = self._manager.handles(batch)
+            assert isinstance(handle, AdapterHandle)
+            held = self._held.setdefault((name, handle.version), HeldAdapter(handle))
+            if held.handle.packed is not handle.packed:  # evicted and loaded again since, maybe into another slot
                 batch.close()
                 batch = self._manager.prepare([held.handle])
         except BaseException:
             batch.close()
             raise
-        self._held[name, held.handle.version] = held
         held.users += 1
         return held, batch
 

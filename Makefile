@@ -28,7 +28,7 @@ test: .venv/.test
 # What most often fails, in under two minutes on two cores: style, types, and the quick tests of documents, imports, errors,
 # adapter files and batches.
 CHECK_TESTS := $(addprefix test_,annotations.py bad_input.py config.py docs.py errors.py import_cost.py imports.py readme.py \
-  threads.py) $(addprefix adapters/test_,checkpoint.py config_file.py) layers/test_batch.py manager/test_lru.py
+  threads.py) $(addprefix adapters/test_,checkpoint.py config_file.py) layers/test_batch.py manager/test_host_cache.py
 check: lint
 	@$(BIN)/python -m pytest -m "not parity and not slow and not mesh and not browser" -n $(WORKERS) $(addprefix tests/,$(CHECK_TESTS))
 
@@ -61,7 +61,7 @@ NEWEST_PYTHON ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12*/
   if "$$python" -c 'import ensurepip' 2>/dev/null; then echo "$$python"; break; fi; done)
 NEWEST_TESTS := test_compat.py $(addprefix layers/test_,batch.py explicit_mesh.py layer_kinds.py scope.py sharded.py transforms.py) \
   $(addprefix pallas/,$(addprefix test_,api.py gpus.py xla.py) mosaic_tpu/test_lora.py triton/test_lora.py) \
-  $(addprefix manager/test_,lru.py mesh.py slot_arrays.py prepare.py transfers.py) serve/engine/test_engine.py
+  $(addprefix manager/test_,host_cache.py mesh.py slot_arrays.py prepare.py transfers.py) serve/engine/test_engine.py
 # Then the plugin for vLLM JAX, with stubs of all that tpu-inference requires: in a run of its own, as they stay imported.
 test-newest:
 	@python="$(NEWEST_PYTHON)"; if [ -n "$$python" ]; then \

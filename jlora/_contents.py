@@ -46,7 +46,7 @@ def _walk(folder: Path, prefix: str, deeper: int) -> Iterator[str]:
 
 
 def instead_of_adapter(names: Sequence[str], folder: str) -> str:
-    """Return the contents of a folder or repository that is not one adapter, and the fix.
+    """Return the contents of a folder that is not one adapter, and the fix.
 
     Args:
       names: Names of its files, relative to it.

@@ -36,12 +36,12 @@ from jlora.layers.wrap.linen import LinenModule as LinenModule
 from jlora.layers.wrap.wrapped import LayerInfo as LayerInfo
 from jlora.manager.batch_arguments import Mix as Mix
 from jlora.manager.batch_arguments import Scaled as Scaled
-from jlora.manager.histogram import Histogram as Histogram
-from jlora.manager.histogram import HistogramCounts as HistogramCounts
 from jlora.manager.leases import AdapterHandle as AdapterHandle
 from jlora.manager.leases import LeaseInfo as LeaseInfo
 from jlora.manager.manager import LoRAManager as LoRAManager
 from jlora.manager.report import AdapterInfo as AdapterInfo
+from jlora.manager.report import Histogram as Histogram
+from jlora.manager.report import HistogramCounts as HistogramCounts
 from jlora.manager.report import Stats as Stats
 from jlora.manager.survey import Survey as Survey
 from jlora.presets import Preset as Preset

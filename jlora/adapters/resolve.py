@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,15 +28,13 @@ class AdapterFolder:
     Attributes:
       folder: Path of the folder.
       name: Name of the adapter.
-      repo_id, revision: Repository on the Hugging Face hub that the folder was downloaded from; None for a local path.
-      local_only: True if the network must not be used.
+      repo_id: Repository on the Hugging Face hub that the folder was downloaded from; None for a local path, and for a
+        repository in the local cache with `local_only`.
     """
 
     folder: Path
     name: str
     repo_id: str | None = None
-    revision: str | None = None
-    local_only: bool = False
 
 
 def resolve(
@@ -82,7 +79,7 @@ def resolve(
         raise AdapterFormatError(f"{where}: cannot be read: {printable(error.strerror or str(error))}") from error
     if local is not None:
         return AdapterFolder(local, adapter)
-    return AdapterFolder(_download(text, adapter, revision, local_only), adapter, text, revision, local_only)
+    return AdapterFolder(_download(text, adapter, revision, local_only), adapter, None if local_only else text)
 
 
 def local_folder(request: LoRARequest) -> Path:
@@ -128,9 +125,9 @@ def _download(repo_id: str, adapter: str, revision: str | None, local_only: bool
     except Exception as caught:  # the client raises errors of several HTTP libraries
         error = away or caught
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
-            instead = instead_of_adapter(_files_of_repo(repo_id, revision), repo_id)
             raise AdapterNotFoundError(
-                f"adapter {shown(adapter)}: the repository {repo_id!r} has no {CONFIG_FILE}, and " + instead
+                f"adapter {shown(adapter)}: the repository {repo_id!r} has no {CONFIG_FILE}; expected an adapter of "
+                "PEFT in its top folder"
             ) from error
         at = f" at revision {shown(revision)}" if revision else ""
         how = (
@@ -150,23 +147,23 @@ def adapter_files(found: AdapterFolder) -> tuple[Path, Path]:
     Raises:
       AdapterFormatError: A file is missing, is not a regular file, or is a link out of the folder. Links of Hugging
         Face's cache, from `snapshots/<commit>/` to the same repo's `blobs/`, are accepted. Pickled weights are never
-        opened; if the folder or repo has only these, the message shows how to convert them.
+        opened; if the folder has only these, the message shows how to convert them.
     """
-    weights = found.folder / WEIGHTS_FILE
     missing = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if not os.path.lexists(found.folder / name)]
     if missing:
-        online = None if found.local_only else found.repo_id
-        names = names_in(found.folder) if online is None else _files_of_repo(online, found.revision)
+        names = names_in(found.folder)
         pickled = next((name for name in _PICKLE_FILES if name in names), None)
         if pickled is not None and WEIGHTS_FILE in missing:
-            if online is not None:
-                raise _pickled_on_the_hub(found, pickled)
-            load = f"w = torch.load({str(found.folder / pickled)!r}, map_location='cpu', weights_only=True)"
-            raise _pickled(found, shown_path(found.folder / pickled), load, str(weights), "")
+            raise _pickled(found, pickled)
+        instead = instead_of_adapter(names, shown_path(found.folder))
+        if found.repo_id is not None:
+            instead = (
+                f"the repository {found.repo_id!r} has no such file. Pickle files (.bin, .pt) are never opened; for an "
+                "adapter in one, load it with PEFT and save it with save_pretrained, which writes safetensors"
+            )
         where = f"adapter {shown(found.name)}: {shown_path(found.folder / missing[0])}"
         raise AdapterFormatError(
-            f"{where}: is missing; an adapter folder holds {CONFIG_FILE} and {WEIGHTS_FILE}, and "
-            + instead_of_adapter(names, shown_path(found.folder))
+            f"{where}: is missing; an adapter folder holds {CONFIG_FILE} and {WEIGHTS_FILE}, and {instead}"
         )
     return _checked(found.folder, CONFIG_FILE, found.name), _checked(found.folder, WEIGHTS_FILE, found.name)
 
@@ -193,35 +190,13 @@ def _checked(folder: Path, name: str, adapter: str) -> Path:
     return file
 
 
-def _files_of_repo(repo_id: str, revision: str | None) -> Sequence[str]:
-    """Return the repo's file names, or [] if the request fails. They only make an error message clearer."""
-    import huggingface_hub
-
-    try:
-        return huggingface_hub.list_repo_files(repo_id, revision=revision)
-    except Exception:  # as in _download
-        return []
-
-
-def _pickled_on_the_hub(found: AdapterFolder, name: str) -> AdapterFormatError:
-    folder = (found.repo_id or "").rpartition("/")[2]
-    load = (
-        "import huggingface_hub as h; "
-        f"d = h.snapshot_download({found.repo_id!r}, revision={found.revision!r}, local_dir={folder!r}, "
-        f"allow_patterns=[{CONFIG_FILE!r}, {name!r}]); "
-        f"w = torch.load({folder + '/' + name!r}, map_location='cpu', weights_only=True)"
-    )
-    return _pickled(
-        found, f"{found.repo_id}/{name}", load, f"{folder}/{WEIGHTS_FILE}", f"\nand load the folder {folder!r}"
-    )
-
-
-def _pickled(found: AdapterFolder, pickle: str, load: str, weights: str, then: str) -> AdapterFormatError:
+def _pickled(found: AdapterFolder, name: str) -> AdapterFormatError:
     code = (
-        f"import torch, safetensors.torch as s; {load}; "
-        f"s.save_file({{k: v.clone().contiguous() for k, v in w.items()}}, {weights!r})"
+        "import torch, safetensors.torch as s; "
+        f"w = torch.load({str(found.folder / name)!r}, map_location='cpu', weights_only=True); "
+        f"s.save_file({{k: v.clone().contiguous() for k, v in w.items()}}, {str(found.folder / WEIGHTS_FILE)!r})"
     ).replace('"', '\\"')
     return AdapterFormatError(
-        f"adapter {shown(found.name)}: {pickle}: is a pickle file, which can run any code when opened, so it is never "
-        f'opened. If you trust it, convert it once:\n  python -c "{code}"{then}'
+        f"adapter {shown(found.name)}: {shown_path(found.folder / name)}: is a pickle file, which can run any code "
+        f'when opened, so it is never opened. If you trust it, convert it once:\n  python -c "{code}"'
     )

@@ -81,8 +81,7 @@ def _own(wrapped: WrappedModel, site: Site, row: int, first: int, count: int) ->
     else:
         return None
     if site.kind == "linear":
-        start = sum(site.spec.out_sizes[:first])
-        rows = slice(start, start + sum(site.spec.out_sizes[first : first + count]))
+        rows = site.spec.columns(first, count)
         own, known = own[rows], known if known is None else known[rows]
     return own, known, codes
 

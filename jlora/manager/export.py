@@ -99,6 +99,4 @@ def _a(p: Placement, a: Float[np.ndarray, "n R K"]) -> Float[np.ndarray, "r K"]:
 
 
 def _b(p: Placement, b: Float[np.ndarray, "R N"]) -> Float[np.ndarray, "out r"]:
-    start = sum(p.site.spec.out_sizes[: p.first])
-    stop = start + sum(p.site.spec.out_sizes[p.first : p.first + p.count])
-    return b[: p.rank, start:stop].T.copy()
+    return b[: p.rank, p.site.spec.columns(p.first, p.count)].T.copy()

@@ -29,7 +29,6 @@ from jlora.errors import (
 )
 from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.manager.blocks import Block
-from jlora.manager.histogram import Histogram
 from jlora.manager.host_cache import HostCache
 from jlora.manager.leases import Leases
 from jlora.manager.loader import Deadline, Load, LoadCancelled, Loader
@@ -38,7 +37,7 @@ from jlora.manager.magnitudes import check_base, magnitudes_of
 from jlora.manager.multihost import Coordinator, itself
 from jlora.manager.names import SiteIndex
 from jlora.manager.packed_adapter import PackedAdapter
-from jlora.manager.report import unknown_name
+from jlora.manager.report import Histogram, unknown_name
 from jlora.manager.slot_table import SlotTable
 from jlora.manager.stage import pack_files, pack_in_memory
 from jlora.manager.update import to_host, updated
@@ -112,7 +111,7 @@ class Host:
         with self._state_lock:
             if name not in self._cache.loaded:
                 return False
-            self._cache.loaded.touch(name)
+            self._cache.loaded.move_to_end(name)
             return True
 
     def load(self, request: LoRARequest, deadline: Deadline) -> bool:
@@ -297,7 +296,7 @@ class Host:
         if not self._slots.pool.pins:
             return blocks
         with self._state_lock:
-            loaded = (*(self._cache.loaded[name] for name in self._cache.loaded), *others)
+            loaded = (*self._cache.loaded.values(), *others)
             taken = sum(packed.nbytes for packed in loaded if packed.pinned)
         fits = taken + sum(block.nbytes for block in blocks) <= pinned_bytes()
         return self._slots.pool.pin(blocks) if fits else blocks
@@ -330,7 +329,7 @@ class Host:
 
         def put(victims: list[str] | None) -> bool:
             if victims is None:
-                self._cache.loaded.touch(name)
+                self._cache.loaded.move_to_end(name)
                 return False
             self.put(packed, victims, self._cache.version(packed))
             return True

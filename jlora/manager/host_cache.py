@@ -1,11 +1,11 @@
 """The host cache: the newest version of each adapter in order of use, and the requests of evicted adapters."""
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterator
 
 from jlora.config import LoRARequest
 from jlora.errors import NoFreeSlotError
 from jlora.layers.forward.lease import Served
-from jlora.manager.lru import LRU
 from jlora.manager.packed_adapter import PackedAdapter
 
 _STAYS = "pinned, held by an open batch, from memory or changed by update_adapter"
@@ -22,7 +22,8 @@ class HostCache:
       max_bytes: largest total size in bytes.
 
     Attributes:
-      loaded: name -> newest version of the adapter.
+      loaded: name -> newest version of the adapter, least recently used first.
+      pins: the names in `loaded` that are pinned.
       nbytes: total size of `loaded` in bytes.
       known: name -> request, for each evicted adapter that was added from a request.
       last: name -> (last version, key of that version).
@@ -31,7 +32,8 @@ class HostCache:
     """
 
     def __init__(self, max_count: int, max_bytes: int):
-        self.loaded: LRU[PackedAdapter] = LRU()
+        self.loaded: OrderedDict[str, PackedAdapter] = OrderedDict()
+        self.pins: set[str] = set()
         self.nbytes = 0
         self.known: dict[str, LoRARequest] = {}
         self.last: dict[str, tuple[int, str | None]] = {}
@@ -55,23 +57,24 @@ class HostCache:
         old = self.loaded.get(packed.name)
         self.nbytes += packed.nbytes - (0 if old is None else old.nbytes)
         self.last[packed.name] = (packed.version, packed.key)
-        self.loaded.put(packed.name, packed)
+        self.loaded[packed.name] = packed
+        self.loaded.move_to_end(packed.name)
         self.known.pop(packed.name, None)
         self._sizes[packed.name] = packed.nbytes
         (self._own.add if packed.request is None else self._own.discard)(packed.name)
         if packed.name in self.pin_when_loaded:
             self.pin_when_loaded.discard(packed.name)
-            self.loaded.pin(packed.name)
+            self.pins.add(packed.name)
 
     def pinned(self, name: str) -> bool:
         """Return True if an adapter is pinned, or will be once it is loaded after a restore."""
-        return self.loaded.pinned(name) or name in self.pin_when_loaded
+        return name in self.pins or name in self.pin_when_loaded
 
     def unpin(self, name: str) -> bool:
         """Let an adapter be evicted again. Return True if it was pinned."""
         was = self.pinned(name)
         self.pin_when_loaded.discard(name)
-        self.loaded.unpin(name)
+        self.pins.discard(name)
         return was
 
     def has_room(self, count: int, nbytes: int) -> bool:
@@ -80,7 +83,7 @@ class HostCache:
 
     def clear(self) -> None:
         """Remove all adapters, requests and versions."""
-        for name in self.loaded:
+        for name in tuple(self.loaded):
             self._take_out(name)
         self.known.clear()
         self.last.clear()
@@ -114,12 +117,13 @@ class HostCache:
         return found
 
     def _take_out(self, name: str) -> None:
-        self.nbytes -= self.loaded.remove(name).nbytes
+        self.nbytes -= self.loaded.pop(name).nbytes
+        self.pins.discard(name)
         self._own.discard(name)
 
     def unevictable(self) -> set[str]:
         """Return the names that are not evicted even if no batch holds them: pinned, or without a request."""
-        return self._own | self.loaded.pins
+        return self._own | self.pins
 
     def evictable(self, leased: Collection[Served]) -> Iterator[str]:
         """Yield the names that may be evicted, least recently used first.
@@ -129,7 +133,8 @@ class HostCache:
         Args:
           leased: the adapters that open batches hold.
         """
-        return self.loaded.evictable(lambda name: name in self._own or self.loaded[name] in leased)
+        stay = self.unevictable()
+        return (name for name, packed in self.loaded.items() if name not in stay and packed not in leased)
 
     def victims_for(self, new: PackedAdapter, leased: Collection[Served]) -> list[str]:
         """Return the names to evict, least recently used first, to make room for `new`.

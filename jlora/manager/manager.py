@@ -374,7 +374,7 @@ class LoRAManager:
         deadline = self._deadline(timeout)
 
         def decide() -> list[PackedAdapter]:
-            loaded = [self._cache.loaded[name] for name in self._cache.loaded]
+            loaded = [*self._cache.loaded.values()]
             for packed in loaded:
                 self._host.check_free(packed, "removing", deadline)
             return loaded
@@ -546,7 +546,7 @@ class LoRAManager:
 
         def release(version: int | None) -> bool:
             if version is not None:
-                self._cache.loaded.unpin(name)
+                self._cache.pins.discard(name)
                 self._slots.release(self._cache.loaded[name])
             return version is not None
 

@@ -182,7 +182,7 @@ class Batches:
             loaded, plan = decided
             self._slots.carry_out(plan, list(loaded.values()))
             if loaded and pin:
-                self._cache.loaded.pin(name)
+                self._cache.pins.add(name)
             return bool(plan) if loaded else None  # evicted in the meantime
 
         self._slots.pool.compile()
@@ -290,7 +290,7 @@ class Batches:
         self._cache.check_room(names, self._leases.leased())
         for packed in loaded.values():
             if self._cache.newest(packed):
-                self._cache.loaded.touch(packed.name)
+                self._cache.loaded.move_to_end(packed.name)
 
     def _check_slots(self, args: BatchArguments, loaded: Mapping[Name, PackedAdapter]) -> None:
         """Raise NoFreeSlotError if the slots that are neither pinned nor leased are too few for the batch."""
@@ -300,7 +300,7 @@ class Batches:
             packed
             for packed in self._slots.pool.table
             if packed is not None and packed not in wanted
-            and (packed in leased or (cache.newest(packed) and cache.loaded.pinned(packed.name)))
+            and (packed in leased or (cache.newest(packed) and packed.name in cache.pins))
         ]  # fmt: skip
         slots = len(self._slots.pool.table)
         if len(wanted) + len(stay) > slots:

@@ -1,5 +1,6 @@
-"""Records of adapters (`AdapterInfo`), counts of a manager (`Stats`), and the message for an unknown name."""
+"""Records of adapters, counts and histograms of a manager, and the message for an unknown name."""
 
+import bisect
 import difflib
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -8,13 +9,32 @@ from typing import Literal, TypeAlias
 
 from jlora.config import LoRARequest
 from jlora.layers.forward.lease import Served
-from jlora.manager.histogram import HistogramCounts
 from jlora.manager.host_cache import HostCache
 from jlora.manager.leases import Leases
 from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.slot_arrays import SlotArrays
 
 Level: TypeAlias = Literal["slot", "host", "evicted"]
+HistogramCounts = tuple[tuple[float, ...], tuple[int, ...], float]  # upper bounds, counts, sum
+BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0)
+
+
+class Histogram:
+    """A histogram of seconds with the upper bounds `BOUNDS`. The last bucket counts values above all bounds.
+
+    It has no lock of its own.
+    """
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(BOUNDS) + 1)
+        self._sum = 0.0
+
+    def add(self, seconds: float) -> None:
+        self._counts[bisect.bisect_left(BOUNDS, seconds)] += 1
+        self._sum += seconds
+
+    def read(self) -> HistogramCounts:
+        return BOUNDS, tuple(self._counts), self._sum
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,11 @@ import jax
 
 from jlora.errors import NoFreeSlotError
 from jlora.manager.blocks import Block
-from jlora.manager.histogram import Histogram
 from jlora.manager.host_cache import HostCache
 from jlora.manager.leases import Leases
 from jlora.manager.locks import StateLock
 from jlora.manager.packed_adapter import PackedAdapter
+from jlora.manager.report import Histogram
 from jlora.manager.slot_arrays import SlotArrays
 
 SlotPlan: TypeAlias = dict[PackedAdapter, int]  # adapter to write -> slot
@@ -75,7 +75,7 @@ class SlotTable:
         self._tick += 1
         self._used[packed] = self._tick
         if self._cache.newest(packed):
-            self._cache.loaded.touch(packed.name)
+            self._cache.loaded.move_to_end(packed.name)
 
     def hit(self, loaded: Iterable[PackedAdapter]) -> None:
         """Mark a use of adapters that were found in slots, and count the hits."""
@@ -105,7 +105,7 @@ class SlotTable:
         alive = self.alive()
         for slot, packed in enumerate(self.pool.table):
             # A pinned name keeps its slot until the new version is written there.
-            if packed is not None and not alive(packed) and not self._cache.loaded.pinned(packed.name):
+            if packed is not None and not alive(packed) and packed.name not in self._cache.pins:
                 self.pool.clear(slot)
                 self._used.pop(packed, None)
         if len(self._used) > len(self.pool.table):  # a write failed, or its adapter was dropped
@@ -197,12 +197,11 @@ class SlotTable:
     def _evictable(self, wanted: Sequence[PackedAdapter]) -> list[int]:
         """Return the slots whose adapters may be evicted, least recently used first."""
         alive, busy = self.alive(), self._leases.leased() | set(wanted)
-        pinned = self._cache.loaded.pinned
         slots = {
             slot: self._used.get(packed, 0)
             for slot, packed in enumerate(self.pool.table)
             if packed is not None and alive(packed) and packed not in busy and packed.on_host
-            and not (pinned(packed.name) and self._cache.newest(packed))
+            and not (packed.name in self._cache.pins and self._cache.newest(packed))
         }  # fmt: skip
         return sorted(slots, key=lambda slot: slots[slot])
 

@@ -149,7 +149,7 @@ def _take(
     slots: SlotTable, cache: HostCache, base: str, without: Collection[str]
 ) -> tuple[_Snapshot, list[PackedAdapter]]:
     """Return the current state, and its adapters without requests. Called under the state lock."""
-    cached = {name: cache.loaded[name] for name in cache.loaded if name not in without}
+    cached = {name: packed for name, packed in cache.loaded.items() if name not in without}
     known = {name: request for name, request in cache.known.items() if name not in without}
     requests = {**known, **{name: packed.request for name, packed in cached.items()}}
     entries: list[_Entry] = []
@@ -309,7 +309,7 @@ def restore(
             _fill_slots(saved, loaded, slots)
             for entry in saved.adapters:
                 if entry.name in loaded:
-                    cache.loaded.touch(entry.name)
+                    cache.loaded.move_to_end(entry.name)
         except BaseException:
             for packed in loaded.values():
                 slots.release(packed)

@@ -4,6 +4,8 @@ A checkpoint is a folder with `config.json` and one or several safetensors files
 """
 
 import contextlib
+import functools
+import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from flax import nnx
 from safetensors import SafetensorError, safe_open
@@ -20,7 +23,6 @@ from jlora._typing import DType
 from jlora.models.config import DecoderConfig, Quantize, quantized_config, read_config
 from jlora.models.decoder import Decoder
 from jlora.models.files import CONFIG, INDEX, SINGLE, config_folder, model_folder, weight_map
-from jlora.models.float8 import Float8File
 from jlora.models.json_file import ModelError
 from jlora.models.layouts import FLOAT8, FLOATS, Index, Source, sources
 from jlora.models.partition import Dispatch
@@ -192,7 +194,7 @@ def _open(folder: Path, config: DecoderConfig, stack: contextlib.ExitStack) -> d
                 f"{folder / file}: its tensors disagree with {INDEX}: only in the file {sorted(names - listed)[:5]}, "
                 f"only in the index {sorted(listed - names)[:5]}"
             )
-        float8 = Float8File(folder / file)
+        float8 = _Float8File(folder / file)
         tensors |= {name: (opened, name, float8) for name in names}
     # Files saved from the bare trunk lack the prefix. Old files hold rotary tables, which follow from the
     # configuration.
@@ -333,3 +335,29 @@ def _naming(file: Path) -> Generator[None, None, None]:
         yield
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{file} cannot be read as safetensors: {error}") from error
+
+
+class _Float8File:
+    """The float8_e4m3fn tensors of a file that `safetensors.safe_open` has opened, so that its header is valid.
+
+    NumPy itself has no such dtype, so safetensors does not read them.
+    """
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    @functools.cached_property
+    def _header(self) -> tuple[int, dict[str, Any]]:
+        """The offset of the data, and the header's entry of each tensor."""
+        with open(self.file, "rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            return 8 + size, json.loads(opened.read(size))
+
+    def read(self, name: str, part: tuple[slice, ...]) -> np.ndarray:
+        """Read a part of a tensor, and no other bytes of its data."""
+        start, fields = self._header
+        field = fields[name]
+        stored = np.memmap(
+            self.file, np.uint8, mode="r", offset=start + field["data_offsets"][0], shape=tuple(field["shape"])
+        )
+        return np.array(stored[part]).view(ml_dtypes.float8_e4m3fn)

@@ -15,7 +15,7 @@ so no token is ever dropped.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,22 +26,24 @@ from jaxtyping import Array, Bool, Float, Int
 from jlora.models.partition import Dispatch, Partition
 from jlora.models.routing import Routing
 
-if TYPE_CHECKING:
-    from jlora.models.moe import Experts
-
 
 def on_mesh(
-    experts: "Experts", tokens: Float[Array, "T H"], routing: Routing, length: int | None
+    experts: nnx.Module,
+    partition: Partition,
+    dispatch: Dispatch,
+    tokens: Float[Array, "T H"],
+    routing: Routing,
+    num_experts: int,
+    length: int | None,
 ) -> Float[Array, "T H"]:
-    """Return the output of `experts` for the tokens.
+    """Return the output of a layer of experts for the tokens, which its method `routed` computes on each shard.
 
     `length` is the number of tokens of a sequence, which is never split over shards, or None for packed tokens.
     """
-    partition = experts.partition
     graph, state = nnx.split(experts)
     specs = jax.tree.map(_spec, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     origin = jnp.arange(len(tokens), dtype=jnp.int32)[:, None]
-    spread = experts.dispatch == "all_to_all" and partition.size("expert") > 1
+    spread = dispatch == "all_to_all" and partition.size("expert") > 1
     if spread:
         axes = tuple(name for name in ("data", "expert") if partition.size(name) > 1)
         missing = -len(tokens) % (partition.size("data") * partition.size("expert"))
@@ -49,10 +51,10 @@ def on_mesh(
         axes, missing = partition.dividing(len(tokens) // (length or 1), ("data",)), 0
 
     def block(state: Any, tokens: jax.Array, routing: Routing, origin: jax.Array) -> jax.Array:
-        layer = nnx.merge(graph, state)
+        layer: Any = nnx.merge(graph, state)
         if spread:
-            return _exchanged(layer, tokens, routing, length, origin)
-        out = layer.routed(tokens, _local(layer, routing), length, origin[:, 0])
+            return _exchanged(layer, partition, tokens, routing, num_experts, length, origin)
+        out = layer.routed(tokens, _local(partition, routing, num_experts), length, origin[:, 0])
         return _add_up(partition, out, "expert", "tensor")
 
     def filled(array: jax.Array, value: int = 0) -> jax.Array:
@@ -65,7 +67,7 @@ def on_mesh(
         state,
         filled(tokens),
         # Padding tokens go to an expert that no shard has
-        Routing(filled(routing.experts, experts.num_experts), filled(routing.weights)),
+        Routing(filled(routing.experts, num_experts), filled(routing.weights)),
         filled(origin, -1),
     )
     return out[: len(tokens)]
@@ -101,17 +103,23 @@ def _spec(variable: Any) -> P:
     return P(*getattr(spec, "spec", spec))
 
 
-def _local(layer: "Experts", routing: Routing) -> Routing:
+def _local(partition: Partition, routing: Routing, num_experts: int) -> Routing:
     """Count the experts from this shard's first one. Experts of other shards are out of its range."""
-    first = layer.gate_up_proj.shape[0] * _index(layer.partition, "expert")
+    first = num_experts // partition.size("expert") * _index(partition, "expert")
     return routing._replace(experts=routing.experts - first)
 
 
 def _exchanged(
-    layer: "Experts", tokens: Float[Array, "S H"], routing: Routing, length: int | None, origin: Int[Array, "S 1"]
+    layer: Any,
+    partition: Partition,
+    tokens: Float[Array, "S H"],
+    routing: Routing,
+    num_experts: int,
+    length: int | None,
+    origin: Int[Array, "S 1"],
 ) -> Float[Array, "S H"]:
-    shards, k, dtype = layer.partition.size("expert"), routing.experts.shape[1], tokens.dtype
-    owner = routing.experts // layer.gate_up_proj.shape[0]
+    shards, k, dtype = partition.size("expert"), routing.experts.shape[1], tokens.dtype
+    owner = routing.experts // (num_experts // shards)
     needed: Bool[Array, "S shards"] = jnp.any(owner[:, :, None] == jnp.arange(shards)[None, None, :], axis=1)
     # The place of each token among those for a shard; a token that is not sent there gets a place past the buffer.
     place = jnp.where(needed, jnp.cumsum(needed, axis=0) - 1, len(tokens))
@@ -128,15 +136,16 @@ def _exchanged(
     with_it = [routing.experts.astype(jnp.int32), bits, origin]
     came = travel(packed(tokens)).reshape(-1, tokens.shape[1])
     # An empty place is routed to an expert that no shard has
-    received = travel(packed(jnp.concatenate(with_it, axis=1), fill=layer.num_experts)).reshape(len(came), -1)
+    received = travel(packed(jnp.concatenate(with_it, axis=1), fill=num_experts)).reshape(len(came), -1)
     weights = jax.lax.bitcast_convert_type(received[:, k : 2 * k], jnp.float32).astype(routing.weights.dtype)
-    mine, origin = _local(layer, Routing(received[:, :k], weights)), received[:, 2 * k]
-    out = layer.routed(came, mine, length, jnp.where(received[:, 0] < layer.num_experts, origin, -1))
+    mine = _local(partition, Routing(received[:, :k], weights), num_experts)
+    origin = received[:, 2 * k]
+    out = layer.routed(came, mine, length, jnp.where(received[:, 0] < num_experts, origin, -1))
     back = travel(out.reshape(shards, *tokens.shape))
     total = jnp.zeros(tokens.shape, jnp.float32)
     for shard in range(shards):
         total = total + back[shard].at[place[:, shard]].get(mode="fill", fill_value=0).astype(jnp.float32)
-    return _add_up(layer.partition, total.astype(dtype), "tensor")
+    return _add_up(partition, total.astype(dtype), "tensor")
 
 
 def _index(partition: Partition, axis: str) -> Int[Array, ""] | int:

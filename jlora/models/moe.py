@@ -184,7 +184,8 @@ class Experts(nnx.Module):
         tokens = x.reshape(-1, x.shape[-1])
         length = x.shape[1] if x.ndim == 3 else None
         if self.partition.mesh is not None:
-            return on_mesh(self, tokens, routing, length).reshape(x.shape)
+            out = on_mesh(self, self.partition, self.dispatch, tokens, routing, self.num_experts, length)
+            return out.reshape(x.shape)
         return self.routed(tokens, routing, length).reshape(x.shape)
 
     def routed(

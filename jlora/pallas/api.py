@@ -13,7 +13,7 @@ A merged projection (qkv, or gate and up) is one matrix with n output slices sid
 and its own columns of b.
 
 `ranks` has one meaning in all functions and their gradients. It is a float32 array [G, n, 2] of true ranks, which are
-whole numbers, and scales; integers [G, n] are ranks with scale 1. Let r, s = ranks[g, i].
+whole numbers, and scales. Let r, s = ranks[g, i].
 
 The results do not depend on the entries of a[g, i], or of slice i's columns of b[g], from rank r rounded up to a
 multiple of 16 (at most R) on. With r = 0 they depend on no entry at all. These entries may be NaN, because they are
@@ -66,7 +66,7 @@ def shrink(
     a: Float[jax.Array, "G n R K"],
     plan: Plan,
     *,
-    ranks: Int[jax.Array, "G n"] | Float[jax.Array, "G n 2"] | None = None,
+    ranks: Float[jax.Array, "G n 2"] | None = None,
     x_rows: Int[jax.Array, "M"] | None = None,
     batch_invariant: bool = False,
     backend: Backend = "auto",
@@ -77,9 +77,9 @@ def shrink(
       x: [M, K] rows in the order that the plan was made for, or [T, K] with `x_rows`.
       a: [G, n, R, K] first factors in bfloat16, float16 or float32.
       plan: Plan of M rows from `make_plan`, with num_groups = G.
-      ranks: [G, n] integers from 0 to R, or float32 [G, n, 2] of ranks and scales, which are not used here. Entries of
-        h at and past the rank are zero, and the kernels skip their work. Entries of a past the rank, rounded up to 16,
-        are never used and may be NaN. None means R everywhere.
+      ranks: [G, n, 2] float32: ranks from 0 to R, and scales, which are not used here. Entries of h at and past the
+        rank are zero, and the kernels skip their work. Entries of a past the rank, rounded up to 16, are never used and
+        may be NaN. None means R everywhere.
       x_rows: [M] integers. Row m of the plan is x[x_rows[m]]; the index must be in [0, T) where m has a group. With it,
         a token's row is stored once for all of its experts. A row of x may occur at most once in a group.
       batch_invariant: As for `add_lora`.
@@ -111,7 +111,7 @@ def expand(
     *,
     slice_sizes: Sequence[int],
     base: Float[jax.Array, "M N"] | None = None,
-    ranks: Int[jax.Array, "G n"] | Float[jax.Array, "G n 2"] | None = None,
+    ranks: Float[jax.Array, "G n 2"] | None = None,
     row_scales: Float[jax.Array, "M"] | None = None,
     magnitudes: Float[jax.Array, "G N"] | None = None,
     bias: Float[jax.Array, "N"] | None = None,
@@ -126,8 +126,8 @@ def expand(
       plan: Plan that was given to `shrink`.
       slice_sizes: The n column counts, which sum to N.
       base: [M, N] to add the delta to. The sum is computed in float32 and rounded once to base.dtype.
-      ranks: [G, n] or [G, n, 2] as for `shrink`. Entries of b past the rank, rounded up to 16, are never used. The
-        scale multiplies h in float32. Without one it is 1.
+      ranks: [G, n, 2] as for `shrink`. Entries of b past the rank, rounded up to 16, are never used. The scale
+        multiplies h in float32. None means rank R and scale 1 everywhere.
       row_scales: [M] float32, a factor of the delta of each row, multiplied with the scale. It is a constant of the
         gradients. A row of factor 0 may lose the sign of a zero; a plan without the row leaves it unchanged.
       magnitudes: [G, N] float32, DoRA's factors of the columns. None means 1 everywhere. Without `base` they multiply
@@ -173,7 +173,7 @@ def add_lora(
     plan: Plan,
     *,
     slice_sizes: Sequence[int] | None = None,
-    ranks: Int[jax.Array, "G n"] | Float[jax.Array, "G n 2"] | None = None,
+    ranks: Float[jax.Array, "G n 2"] | None = None,
     x_rows: Int[jax.Array, "M"] | None = None,
     row_scales: Float[jax.Array, "M"] | None = None,
     magnitudes: Float[jax.Array, "G N"] | None = None,
@@ -192,9 +192,9 @@ def add_lora(
       b: [G, R, N] second factors.
       plan: Plan of M rows from `make_plan`, with num_groups = G.
       slice_sizes: The n column counts, which sum to N. None means one slice.
-      ranks: [G, n] integers, the true rank of each group and slice, or float32 [G, n, 2], its true rank and scale. A
-        rank of 0 leaves the slice unchanged. Entries of a and b past the rank, rounded up to 16, are never used and may
-        be NaN. None means rank R and scale 1 everywhere.
+      ranks: [G, n, 2] float32, the true rank and the scale of each group and slice. A rank of 0 leaves the slice
+        unchanged. Entries of a and b past the rank, rounded up to 16, are never used and may be NaN. None means rank R
+        and scale 1 everywhere.
       x_rows: [M] as for `shrink`.
       row_scales: [M] as for `expand`.
       magnitudes: [G, N] as for `expand`.
@@ -368,15 +368,11 @@ def check_base(op: str, base, plan: Plan, columns: int) -> None:
 
 
 def check_ranks(op: str, ranks, shape: tuple[int, ...]) -> Float[jax.Array, "G n 2"] | None:
-    """Check ranks and return them with their scales."""
     if ranks is None:
         return None
-    if ranks.shape == shape and jnp.issubdtype(ranks.dtype, jnp.integer):
-        ranks = ranks.astype(jnp.float32)
-        return jnp.stack([ranks, jnp.ones_like(ranks)], axis=2)
     if ranks.shape != (*shape, 2) or ranks.dtype != jnp.float32:
         raise LoRAError(
-            f"{op}: ranks must be integers [G, n] = {list(shape)}, or float32 [G, n, 2] of ranks and scales, "
+            f"{op}: ranks must be float32 [G, n, 2] = {[*shape, 2]} of ranks and scales, "
             f"got {ranks.dtype}{list(ranks.shape)}"
         )
     return jax.lax.stop_gradient(jnp.asarray(ranks))

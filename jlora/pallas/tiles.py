@@ -78,7 +78,7 @@ class GPUProblem:
 
     Attributes:
       dtype: Name of x's dtype, or of b's for `expand` alone.
-      rows, k, n, slices, rank: M, K, N, the number of slices n, and R.
+      rows, k, slices, rank: M, K, the number of slices n, and R.
       tile_m: Rows of the plan's tiles.
       itemsizes: Bytes of an element of each operand.
       experts: True if the rows are pairs of tokens and experts, which means many groups with few rows each.
@@ -88,7 +88,6 @@ class GPUProblem:
     rows: int
     tile_m: int
     k: int
-    n: int
     slices: int
     rank: int
     itemsizes: ItemSizes

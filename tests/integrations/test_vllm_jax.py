@@ -30,7 +30,7 @@ from tpu_inference.layers.jax.quantization.fp8 import Fp8TensorwiseLinearMethod
 from vllm.v1.core import kv_cache_utils
 
 from jlora.integrations.vllm_jax import register
-from jlora.integrations.vllm_jax.drift import check_parameters
+from jlora.integrations.vllm_jax.hooks import check_parameters
 from jlora.integrations.vllm_jax.layers import describe_layers
 from tests.integrations import vllm_steps
 from tests.integrations.vllm_stubs import LoRAAdapterNotFoundError, LoRARequest

@@ -795,7 +795,7 @@ def other_orders_of_use(world: World) -> None:
     manager.add_adapter(world.request("three"))
     before = world.state()
     if world.me == 1:
-        manager._cache.loaded.touch("one")
+        manager._cache.loaded.move_to_end("one")
         manager._slots.touch(manager._pool.table[0])
     for attempt in (
         lambda: manager.add_adapter(world.request("four")),

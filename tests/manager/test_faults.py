@@ -8,19 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import jlora
-from tests.manager.tiny import make_adapter, request
+from tests.manager.tiny import make_adapter, refused, request
 
 ROOT = Path(__file__).parents[2]
-
-
-def refused(call, *args):
-    """The LoRAError that a call raises, if it does."""
-    try:
-        call(*args)
-    except jlora.LoRAError as error:
-        return error
-    return None
 
 
 # --- loading --------------------------------------------------------------------------------------------------------

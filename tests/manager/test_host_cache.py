@@ -217,7 +217,7 @@ def cache_of(entries: list[Entry], max_count: int, max_bytes: int) -> tuple[Host
     for entry in entries:
         cache.put(packed(entry.name, entry.size, entry.request))
         if entry.pinned:
-            cache.loaded.pin(entry.name)
+            cache.pins.add(entry.name)
     return cache, {cache.loaded[entry.name] for entry in entries if entry.leased}
 
 
@@ -264,7 +264,7 @@ def test_batch_with_room_is_loaded_whole_and_another_never(entries, sizes, data)
     cache.check_room(batch, leased)
     for name in batch:
         if name in cache.loaded:
-            cache.loaded.touch(name)
+            cache.loaded.move_to_end(name)
     for name in data.draw(st.permutations(sorted(batch))):
         if name not in cache.loaded:
             new = packed(name, batch[name])

@@ -41,6 +41,7 @@ from tests.manager.tiny import (
     infos,
     make_adapter,
     make_world,
+    refused,
     request,
 )
 from tests.records import content_of, evicted, on_host, slot_names
@@ -553,15 +554,6 @@ def test_two_managers_save_to_one_folder(world, tmp_path):
 
 
 # --- disks that fail, and processes that are killed -------------------------------------------------------------------
-
-
-def refused(call, *args):
-    """The LoRAError that a call raises, if it does."""
-    try:
-        call(*args)
-    except jlora.LoRAError as error:
-        return error
-    return None
 
 
 def two_states(world, folder):

@@ -84,6 +84,23 @@ def test_updates(world, how):
 
 
 @pytest.mark.parametrize("put", [jax.device_put, np.asarray])
+def test_a_lower_rank_of_one_part_leaves_zeros_past_it(world, put):
+    """Kernels read a slice up to its rank rounded up to 16."""
+    old, new = (make_adapter("a", version, rank=rank, modules=list(MODULES)) for version, rank in ((0, 4), (1, 2)))
+    name, alpha = "layers.0.k_proj", old.modules["layers.0.k_proj"].alpha
+    part = dataclasses.replace(new.modules[name], alpha=alpha, scaling=alpha / 2)
+    world.manager.add_adapter(old)
+    served(world, [old, None, old])
+    world.manager.update_adapter("a", {key: array for key, array in tensors(new, put).items() if name in key})
+    new = jlora.Adapter(name="a", modules={**old.modules, name: part})
+    served(world, [new, None, new])
+    layer, slot = world.model.layers[0].qkv_proj, world.manager.list_adapters()["a"].slot
+    with jax.transfer_guard("allow"):
+        a, b = np.asarray(layer.jlora_a.get_value())[slot, 1], np.asarray(layer.jlora_b.get_value())[slot, :, 16:24]
+    assert (a[:2].any(), b[:2].any(), a[2:].any(), b[2:].any()) == (True, True, False, False)
+
+
+@pytest.mark.parametrize("put", [jax.device_put, np.asarray])
 def test_an_update_of_another_rank_takes_the_scaling_of_its_alpha(world, put):
     old, new = (make_adapter("a", version, rank=rank, modules=list(MODULES)) for version, rank in ((0, 2), (1, 4)))
     alphas = {name: lora.alpha for name, lora in old.modules.items()}

@@ -251,3 +251,12 @@ def same(before: tuple, after: tuple) -> bool:
         path == other and a.dtype == b.dtype and a.tobytes() == b.tobytes()
         for (path, a), (other, b) in zip(before[2], after[2], strict=True)
     )
+
+
+def refused(call, *args):
+    """The LoRAError that a call raises, if it does."""
+    try:
+        call(*args)
+    except jlora.LoRAError as error:
+        return error
+    return None

@@ -30,7 +30,7 @@ def lowered(backend, platform, dtype=jnp.bfloat16, rank=8):
 
     def run(base, x, a, b, ids, ranks):
         plan = api.make_plan(ids, num_groups=4, tile_m=16)
-        return api.add_lora(base, x, a, b, plan, ranks=ranks, backend=backend)
+        return api.add_lora(base, x, a, b, plan, ranks=with_scales(ranks), backend=backend)
 
     return lowered_text(run, (base, x, a, b, ids, ranks), platform)
 

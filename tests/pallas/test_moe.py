@@ -70,11 +70,11 @@ SHAPES = [  # tokens, k, slots, experts, R, K, sizes
 def test_rows_of_x_by_index(tokens, k, slots, experts, rank, n_in, sizes):
     d = routed(tokens, tokens, k, slots, experts, rank, n_in, sizes)
     plan = jax.jit(partial(ops.make_plan, num_groups=slots * experts))(d["group"])
-    run = jax.jit(partial(ops.add_lora, slice_sizes=sizes, ranks=d["ranks"], backend="xla"))
+    run = jax.jit(partial(ops.add_lora, slice_sizes=sizes, ranks=with_scales(d["ranks"]), backend="xla"))
     got = run(d["base"], d["x"], d["a"], d["b"], plan, x_rows=d["token"])
     gathered = jnp.asarray(np.asarray(d["x"])[d["token"]])
     close(got, oracle.add_lora(d["base"], gathered, d["group"], d["a"], d["b"], sizes), 2e-6)
-    shrink = jax.jit(partial(ops.shrink, ranks=d["ranks"], backend="xla"))
+    shrink = jax.jit(partial(ops.shrink, ranks=with_scales(d["ranks"]), backend="xla"))
     h = shrink(d["x"], d["a"], plan, x_rows=d["token"])
     np.testing.assert_array_equal(h, shrink(gathered, d["a"], plan))
 
@@ -301,18 +301,17 @@ def test_lowers_for_cuda(default_device, hidden, inner, experts, k, tokens, slot
 
 def test_gradients_follow_the_index():
     d = routed(5, 12, 3, 2, 4, 5, 9, (6, 5))
+    ranks = with_scales(d["ranks"])
     plan = jax.jit(partial(ops.make_plan, num_groups=8, tile_m=4))(d["group"])
 
     def loss(run, x, a, b):
         return (run(x, a, b) ** 2).sum()
 
     def indexed(x, a, b):
-        return ops.add_lora(
-            d["base"], x, a, b, plan, slice_sizes=(6, 5), ranks=d["ranks"], x_rows=d["token"], backend="xla"
-        )
+        return ops.add_lora(d["base"], x, a, b, plan, slice_sizes=(6, 5), ranks=ranks, x_rows=d["token"], backend="xla")
 
     def gathered(x, a, b):
-        return ops.add_lora(d["base"], x[d["token"]], a, b, plan, slice_sizes=(6, 5), ranks=d["ranks"], backend="xla")
+        return ops.add_lora(d["base"], x[d["token"]], a, b, plan, slice_sizes=(6, 5), ranks=ranks, backend="xla")
 
     got, want = (
         jax.jit(jax.grad(partial(loss, run), (0, 1, 2)))(d["x"], d["a"], d["b"]) for run in (indexed, gathered)

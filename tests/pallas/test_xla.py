@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jlora.errors import LoRAError
 from jlora.pallas import api
 from tests import oracle
+from tests.pallas.scales import with_scales
 
 pytestmark = [pytest.mark.device, pytest.mark.optimised]
 
@@ -52,14 +53,14 @@ def test_values(seed, rows, shape, tile_m, with_ranks):
     base, x, a, b, ids, ranks = problem(seed, rows, 33, sizes, rank, groups)
     plan = make_plan(ids, num_groups=groups, tile_m=tile_m)
     ranks = ranks if with_ranks else None
-    got = add_lora(base, x, a, b, plan, slice_sizes=tuple(sizes), ranks=ranks, backend="xla")
+    got = add_lora(base, x, a, b, plan, slice_sizes=tuple(sizes), ranks=with_scales(ranks), backend="xla")
     terms = oracle.lora_delta(np.abs(x), ids, np.abs(a), np.abs(b), sizes)
     close_in_sum(got, oracle.add_lora(base, x, ids, a, b, sizes), terms + np.abs(base))
-    h = shrink(x, a, plan, ranks=ranks, backend="xla")
+    h = shrink(x, a, plan, ranks=with_scales(ranks), backend="xla")
     chex.assert_shape(h, (len(sizes), rows, rank))
-    delta = expand(h, b, plan, slice_sizes=tuple(sizes), ranks=ranks, backend="xla")
+    delta = expand(h, b, plan, slice_sizes=tuple(sizes), ranks=with_scales(ranks), backend="xla")
     close_in_sum(delta, oracle.lora_delta(x, ids, a, b, sizes), terms)
-    both = expand(h, b, plan, slice_sizes=tuple(sizes), ranks=ranks, base=base, backend="xla")
+    both = expand(h, b, plan, slice_sizes=tuple(sizes), ranks=with_scales(ranks), base=base, backend="xla")
     np.testing.assert_array_equal(both, got)
 
 
@@ -79,7 +80,7 @@ def test_values_past_the_ranks_are_ignored():
     base, x, a, b, ids, _ = problem(3, 9, 7, [5], 4, 2, ids=[0, 1] * 4 + [0])
     ranks = jnp.array([[2], [0]])
     a, b = jnp.ones_like(a), jnp.ones_like(b)
-    got = add_lora(base, x, a, b, api.make_plan(ids, num_groups=2), ranks=ranks, backend="xla")
+    got = add_lora(base, x, a, b, api.make_plan(ids, num_groups=2), ranks=with_scales(ranks), backend="xla")
     keep = np.arange(4) < np.asarray(ranks)
     close(got, oracle.add_lora(base, x, ids, np.asarray(a) * keep[:, None, :, None], b), 1e-6)
 
@@ -91,7 +92,7 @@ def test_untouched_values_are_bitwise_the_base(with_ranks):
     ranks = jnp.array([[4, 0], [0, 0], [4, 4]]) if with_ranks else None
     ids = jnp.array([3, -1, 99, 3, 3, 3, 0, 0, 1, 1, 2, 3])
     plan = api.make_plan(ids, num_groups=3)
-    got = add_lora(base, x, a, b, plan, slice_sizes=(3, 4), ranks=ranks, backend="xla")
+    got = add_lora(base, x, a, b, plan, slice_sizes=(3, 4), ranks=with_scales(ranks), backend="xla")
 
     def bits(v):
         return np.asarray(v).view(np.uint32)
@@ -124,7 +125,7 @@ def test_gradients_of_every_input():
     plan = api.make_plan(ids, num_groups=4, tile_m=2)
 
     def run(base, x, a, b):
-        return add_lora(base, x, a, b, plan, slice_sizes=tuple(sizes), ranks=ranks, backend="xla")
+        return add_lora(base, x, a, b, plan, slice_sizes=tuple(sizes), ranks=with_scales(ranks), backend="xla")
 
     got = jax.vjp(run, base, x, a, b)[1](jnp.asarray(cot, jnp.float32))
     x, a, b = (np.asarray(v, np.float64) for v in (x, a, b))

@@ -14,7 +14,10 @@ pytest.importorskip("tokenizers")
 import jlora
 from jlora.cli.demo import DEMO
 from jlora.cli.loading import load_model, load_tokenizer
-from jlora.serve import Engine, EngineOptions
+from jlora.serve import Engine, EngineOptions, SamplingParams
+from jlora.serve.engine.detokenizer import Detokenizer
+from jlora.serve.engine.generation import Generation
+from jlora.serve.engine.sequence import Sequence
 from tests.records import evicted
 from tests.serve.client import until
 
@@ -24,6 +27,12 @@ ROWS, SLOTS, RANK = 4, 2, 32
 
 def request_of(name: str, source: str | None = None, **options: Any) -> jlora.LoRARequest:
     return jlora.LoRARequest(name, str(ADAPTERS[source or name]), **options)
+
+
+def sequence_of(lora: str | None, request: jlora.LoRARequest | None = None) -> Sequence:
+    """Return a request of one token for an adapter, as an engine's parts pass it on."""
+    params, answer = SamplingParams(temperature=0), Generation(1, lambda: None)
+    return Sequence([1], params, 0, 1, frozenset(), lora, request, None, answer, Detokenizer(None))
 
 
 def compilations(engine: Engine) -> int:

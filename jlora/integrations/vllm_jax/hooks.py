@@ -14,10 +14,10 @@ from typing import Any
 import jax
 
 import jlora
-from jlora.integrations.vllm_jax.drift import check_parameters, drift
 from jlora.integrations.vllm_jax.worker import WorkerLoRAs, lora_manager
 
 Function = Callable[..., Any]
+_KNOWN = "tpu-inference 0.32 and vLLM 0.32 or 0.33"
 
 
 def install() -> None:
@@ -52,10 +52,29 @@ def install() -> None:
         check_parameters(owner, name, parameters)
     fields = {field.name for field in dataclasses.fields(ModelInterface)}
     if missing := {"compute_logits_fn", "state_leaves", "lora_manager", "model"} - fields:
-        raise drift(f"{ModelInterface.__module__}.ModelInterface", f"has no {', '.join(sorted(missing))}")
+        raise _drift(f"{ModelInterface.__module__}.ModelInterface", f"has no {', '.join(sorted(missing))}")
     for owner, name, _, make in hooks:
         theirs = getattr(owner, name)
         setattr(owner, name, functools.wraps(theirs)(make(theirs)))
+
+
+def check_parameters(owner: Any, name: str, parameters: str) -> None:
+    """Raise `LoRAError` unless a function of a module or class has these parameters, separated by spaces."""
+    label = f"{owner.__module__}.{owner.__name__}" if inspect.isclass(owner) else owner.__name__
+    function = getattr(owner, name, None)
+    if function is None:
+        raise _drift(f"{label}.{name}", "does not exist")
+    found = list(inspect.signature(function).parameters)
+    if found != parameters.split():
+        raise _drift(f"{label}.{name}", f"takes ({', '.join(found)}), not ({', '.join(parameters.split())})")
+
+
+def _drift(what: str, found: str) -> jlora.LoRAError:
+    """Return the error for a part of vLLM or tpu-inference that is not as the plugin expects."""
+    return jlora.LoRAError(
+        f"{what} {found}: jlora's plugin for vLLM JAX fits {_KNOWN}. Install one of them, or report it (docs/vllm.md). "
+        "VLLM_PLUGINS, the list of the plugins to load, starts vLLM without this one if jlora_vllm_jax is not in it"
+    )
 
 
 def _join_hosts(theirs: Function) -> Function:
@@ -118,7 +137,7 @@ def take_metadata(model: Any, loras: WorkerLoRAs) -> None:
     cls: Any = type(model)
     parameters = list(inspect.signature(cls.__call__).parameters)
     if "_lora_metadata" not in parameters:
-        raise drift(f"{cls.__name__}.__call__", "has no parameter _lora_metadata")
+        raise _drift(f"{cls.__name__}.__call__", "has no parameter _lora_metadata")
     place = parameters.index("_lora_metadata") - 1
 
     def call(self: Any, *args: Any) -> Any:

@@ -90,12 +90,12 @@ class Found:
         return _base_of(type(self.module)) is not None or _is_bridged(self.module) or bool(_matrices(self.module))
 
 
-def discover(model: nnx.Module, excluded: Callable[[nnx.Module, tuple[str, ...]], str | None]) -> list[Found]:
+def discover(model: nnx.Module, excluded: Callable[[tuple[str, ...]], str | None]) -> list[Found]:
     """Return every module below `model` in path order, shared modules once.
 
     Args:
       model: any `nnx.Module`.
-      excluded: (module, aliases) -> the reason why the configuration excludes the module, or None. An excluded module
+      excluded: aliases of a module -> the reason why the configuration excludes the module, or None. An excluded module
         is not described.
 
     Raises:
@@ -113,7 +113,7 @@ def discover(model: nnx.Module, excluded: Callable[[nnx.Module, tuple[str, ...]]
     found: list[Found] = []
     for key, paths in aliases.items():
         module, names = modules[key], tuple(paths)
-        reason = excluded(module, names)
+        reason = excluded(names)
         found.append(_found(module, names) if reason is None else Found(module, names, reason, excluded=True))
     return found
 

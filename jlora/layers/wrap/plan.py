@@ -1,6 +1,5 @@
 """Choose the layers of a model to wrap and make their sites, or the reasons why they take no adapter."""
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,9 +20,13 @@ from jlora.layers.wrap.select import (
     Heads,
     Nearest,
     PackedModules,
-    Selection,
+    check_names,
+    exclusion,
     is_position_table,
+    largest_rank,
+    longest,
     matching,
+    not_selected,
     packed_modules_of,
     part_names,
     slices,
@@ -65,7 +68,7 @@ class _Context:
     """State shared by all layers of a model while their sites are made."""
 
     config: LoRAConfig
-    selection: Selection
+    row_groups: Mapping[str, str]
     packed: PackedModules
     heads: Heads
     mesh: Mesh | AbstractMesh | None
@@ -85,22 +88,29 @@ def choose(
       LoRAUsageError: a configured name matches no layer, or only layers that cannot be wrapped, or as in `_mesh_of`.
     """
     model = wrapped.model
-    selection, packed = Selection(config, row_groups), packed_modules_of(model, packed_modules)
-    everything = discover(model, functools.partial(_excluded, selection, packed))
+    packed = packed_modules_of(model, packed_modules)
+    everything = discover(model, lambda aliases: exclusion(config, (*aliases, *part_names(aliases, packed))))
     for found in everything:
         if "jlora_sites" in vars(found.module):
             raise LoRAError(f"{found.aliases[0]}: this model is wrapped already; call unwrap() on its manager first")
-    heads = tied_heads(model, everything, selection)
-    context = _Context(config, selection, packed, heads, _mesh_of(everything, config))
+    heads = tied_heads(model, everything, config.target_modules or ())
+    context = _Context(config, row_groups, packed, heads, _mesh_of(everything, config))
     plans: list[tuple[Found, list[Site]]] = []
     others: dict[str, str] = {}  # path -> class
+    selected: list[str] = []  # names of wrapped and of excluded layers
+    refused: list[tuple[Sequence[str], str]] = []  # names of a layer that cannot be wrapped, the layer with the reason
+    known: list[str] = []
     for found in everything:
         path, name = found.aliases[0], type(found.module).__name__
         uses = [] if isinstance(found.spec, str) else _uses(found, found.spec, context)
         if not uses:
             reason = found.spec if isinstance(found.spec, str) else heads.reasons.get(id(found.module), _NO_METHOD)
-            if not found.excluded:
-                selection.refuse(found.aliases, f"{path!r} ({name})", reason)
+            if found.excluded:
+                # Configured names of its uses are valid, although its actual uses are unknown.
+                selected += (*found.aliases, *part_names(found.aliases, packed), "lm_head")
+                selected += [f"{alias}.{use}" for alias in found.aliases for use in ("attend", *vars(found.module))]
+            else:
+                refused.append((found.aliases, f"{path!r} ({name}), but {reason}"))
             wrapped.unwrapped.update(dict.fromkeys(_names_of_unwrapped(found, packed), reason))
             if found.candidate:
                 others[path] = name
@@ -113,17 +123,21 @@ def choose(
                 wrapped.unwrapped.update((f"{alias}.attend", reason) for alias in found.aliases)
         chosen: list[Site] = []
         for use in uses:
-            made = selection.why_not(use.names) or _site_or_reason(use, context)
+            reason = not_selected(config, use.names)
+            made = reason or _site_or_reason(use, context)
+            known += use.names
+            if reason is not None or isinstance(made, Site):
+                selected += use.names
+            else:
+                refused.append((use.names, f"{use.path!r} ({name}), but {made}"))
             if isinstance(made, Site):
                 chosen.append(made)
-                selection.serve(use.names)
-                continue
-            selection.refuse(use.names, f"{use.path!r} ({name})", made)
-            wrapped.unwrapped.update(dict.fromkeys(use.names, made))
-            others[use.path] = name
+            else:
+                wrapped.unwrapped.update(dict.fromkeys(use.names, made))
+                others[use.path] = name
         if chosen:
             plans.append((found, chosen))
-    selection.finish(type(model).__name__)
+    check_names(config, row_groups, type(model).__name__, selected, refused, known)
     if not plans:
         raise LoRAError(f"{type(model).__name__} has no layer that can serve LoRA{_listed(others, wrapped.unwrapped)}")
     _stamp(plans)
@@ -154,17 +168,6 @@ def _check_saved_heads(wrapped: WrappedModel, sites: Sequence[Site]) -> None:
 _NO_METHOD = "its spec leaves it no method that serves LoRA"
 
 
-def _excluded(selection: Selection, packed: PackedModules, module: nnx.Module, aliases: tuple[str, ...]) -> str | None:
-    """Return the reason why the configuration excludes a module, or None, before the module is described."""
-    names = (*aliases, *part_names(aliases, packed))
-    reason = selection.exclusion(names)
-    if reason is not None:
-        # Configured names of its uses are valid, although its actual uses are unknown.
-        uses = [f"{alias}.{name}" for alias in aliases for name in ("attend", *vars(module))]
-        selection.leave_out((*names, *uses, "lm_head"))
-    return reason
-
-
 def _names_of_unwrapped(found: Found, packed: PackedModules) -> Iterable[str]:
     """Yield the checkpoint names of a module without any known use."""
     yield from found.aliases
@@ -176,7 +179,8 @@ def _names_of_unwrapped(found: Found, packed: PackedModules) -> Iterable[str]:
 def _site_or_reason(use: _Use, context: _Context) -> Site | str:
     """Return the site of a use, or the reason why it has none."""
     try:
-        config, group = context.config, context.selection.row_group(use.names)
+        config, group = context.config, longest(context.row_groups, use.names)
+        group = None if group is None else context.row_groups[group]
         own = {"bitwise_base": config.bitwise_base, "batch_invariant": config.batch_invariant, "row_group": group}
         site = replace(use.make(), **own)
         return site if site.head is None else replace(site, head=replace(site.head, **own))
@@ -321,7 +325,7 @@ def _slots(
         num_slots=config.max_loras if experts is None else count_expert_slots(config)[0],
         in_features=linear.real_in,
         out_sizes=sizes,
-        max_rank=context.selection.max_rank(names),
+        max_rank=largest_rank(config, names),
         dtype=_slot_dtype(found.module, spec, linear, kernel, config),
         experts=experts,
         dora=config.dora and experts is None and not (isinstance(spec, EmbedSpec) and linear is spec.table),

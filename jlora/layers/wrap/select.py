@@ -21,96 +21,56 @@ _POSITIONS = re.compile(r"^wpe$|(^|_)(pos|rel)(_|$)|position|relative")
 _KINDS = re.compile(r"(^|_)(type|segment)(_|$)|token_type")
 
 
-class Selection:
-    """The names in `target_modules`, `exclude_modules` and `max_lora_rank` of a configuration, and in `row_groups`.
+def exclusion(config: LoRAConfig, names: Sequence[str]) -> str | None:
+    """Return the reason why `exclude_modules` leaves out the layer with these names, or None if it does not."""
+    excluded = [given for given in config.exclude_modules or () if is_named(given, names)]
+    return f"it is among the configured exclude_modules ({', '.join(excluded)})" if excluded else None
 
-    Records which of them match a layer.
+
+def not_selected(config: LoRAConfig, names: Sequence[str]) -> str | None:
+    """Return the reason why the configuration leaves out a layer with these names, or None if it selects the layer."""
+    if config.target_modules is not None and matching(config.target_modules, names) is None:
+        return exclusion(config, names) or "it is not among the configured target_modules"
+    return exclusion(config, names)
+
+
+def check_names(
+    config: LoRAConfig,
+    row_groups: Mapping[str, str],
+    model_name: str,
+    selected: Collection[str],
+    refused: Sequence[tuple[Sequence[str], str]],
+    known: Iterable[str],
+) -> None:
+    """Check that every configured name matches a layer of the model.
+
+    Args:
+      config: the configuration.
+      row_groups: name of a module -> its row group.
+      model_name: class of the model, for messages.
+      selected: names of the wrapped and of the excluded layers.
+      refused: names of a layer that cannot be wrapped, and the layer with the reason.
+      known: names that a message may suggest.
+
+    Raises:
+      LoRAUsageError: a name matches no layer, or a target matches only layers that cannot be wrapped.
     """
-
-    def __init__(self, config: LoRAConfig, row_groups: Mapping[str, str]):
-        self._row_groups = row_groups
-        self.targets, self.excluded = config.target_modules, config.exclude_modules or ()
-        self._ranks = config.max_lora_rank
-        self._matched: set[str] = set()
-        self._refused: dict[str, str] = {}  # target -> the reason why a layer of that name cannot be wrapped
-        self._known: list[str] = []
-
-    def why_not(self, names: Sequence[str]) -> str | None:
-        """Return the reason why the layer with these names is not wrapped, or None if it is to be wrapped."""
-        self._known += names
-        self._mark(names)
-        if (reason := self.exclusion(names)) is not None:
-            self.leave_out(names)
-            return reason
-        if self.targets is not None and not self.hits(names):
-            return "it is not among the configured target_modules"
-        return None
-
-    def exclusion(self, names: Sequence[str]) -> str | None:
-        """Return the reason why an exclusion leaves out the layer with these names, or None if no exclusion matches."""
-        if excluded := self._exclusions(names):
-            return f"it is among the configured exclude_modules ({', '.join(excluded)})"
-        return None
-
-    def leave_out(self, names: Sequence[str]) -> None:
-        """Mark the configured names that match an excluded layer as used."""
-        self._matched.update(self._exclusions(names))
-        self._matched.update(self.hits(names))
-        self._mark(names)
-
-    def serve(self, names: Iterable[str]) -> None:
-        """Mark the targets that match a wrapped layer as used."""
-        self._matched.update(self.hits(names))
-
-    def refuse(self, names: Sequence[str], what: str, reason: str) -> None:
-        """Record why the targets among `names` cannot be wrapped.
-
-        `what` describes the layer for the error message of `finish`.
-        """
-        self._mark(names)
-        for target in self.hits(names):
-            self._refused.setdefault(target, f"match {what}, but {reason}")
-
-    def _exclusions(self, names: Sequence[str]) -> list[str]:
-        """Return the exclusions that match this layer or a module that contains it."""
-        return [e for e in self.excluded if is_named(e, names)]
-
-    def hits(self, names: Iterable[str]) -> list[str]:
-        """Return the targets that match one of `names`: its full path, or a suffix of it that begins after a dot."""
-        names = tuple(names)
-        return [t for t in self.targets or () if matching([t], names)]
-
-    def max_rank(self, names: Iterable[str]) -> int:
-        """Return the maximum rank of the layer's slots. The longest matching name in `max_lora_rank` wins."""
-        return self._ranks if isinstance(self._ranks, int) else self._ranks[_longest(self._ranks, names) or "*"]
-
-    def row_group(self, names: Iterable[str]) -> str | None:
-        """Return the row group of a layer, or None. The longest matching name in `row_groups` wins."""
-        found = _longest(self._row_groups, names)
-        return None if found is None else self._row_groups[found]
-
-    def _mark(self, names: Iterable[str]) -> None:
-        """Mark the names in `max_lora_rank` and `row_groups` that match this layer as used."""
-        names = tuple(names)
-        ranks = () if isinstance(self._ranks, int) else self._ranks
-        self._matched.update(given for given in (*ranks, *self._row_groups) if is_named(given, names))
-
-    def finish(self, model_name: str) -> None:
-        """Check that every configured name matches a layer of the model.
-
-        Raises:
-          LoRAUsageError: a name matches no layer, or a target matches only layers that cannot be wrapped.
-        """
-        ranks = () if isinstance(self._ranks, int) else tuple(name for name in self._ranks if name != "*")
-        given = ("target_modules", self.targets or ()), ("exclude_modules", self.excluded), ("max_lora_rank", ranks)
-        for label, wanted in (*given, ("row_groups", tuple(name for name in self._row_groups if name != "*"))):
-            missing = [name for name in wanted if name not in self._matched]
-            for name in missing:
-                if label == "target_modules" and name in self._refused:
-                    raise LoRAUsageError(f"{label} {[name]} {self._refused[name]}")
-            if missing:
-                near = Nearest(self._known).hint(missing[0])
-                raise LoRAUsageError(f"{label} {missing} match no layer of {model_name}{near}")
+    every = {*selected, *(name for names, _ in refused for name in names)}
+    targets = [name for name in config.target_modules or () if matching([name], selected) is None]
+    for name in targets:
+        if (reason := next((why for names, why in refused if matching([name], names)), None)) is not None:
+            raise LoRAUsageError(f"target_modules {[name]} match {reason}")
+    ranks = () if isinstance(config.max_lora_rank, int) else config.max_lora_rank
+    given = {
+        "exclude_modules": config.exclude_modules or (),
+        "max_lora_rank": [name for name in ranks if name != "*"],
+        "row_groups": [name for name in row_groups if name != "*"],
+    }
+    missing = {label: [name for name in names if not is_named(name, every)] for label, names in given.items()}
+    for label, names in {"target_modules": targets, **missing}.items():
+        if names:
+            near = Nearest(known).hint(names[0])
+            raise LoRAUsageError(f"{label} {names} match no layer of {model_name}{near}")
 
 
 def matching(given: Iterable[str], names: Iterable[str]) -> str | None:
@@ -119,10 +79,16 @@ def matching(given: Iterable[str], names: Iterable[str]) -> str | None:
     return max((g for g in given if any(f".{n}".endswith(f".{g}") for n in names)), key=len, default=None)
 
 
-def _longest(given: Collection[str], names: Iterable[str]) -> str | None:
+def longest(given: Collection[str], names: Iterable[str]) -> str | None:
     """Return the longest given name that is one of `names` or a part of one; else "*" if it is given, else None."""
     names = tuple(names)
     return max((each for each in given if is_named(each, names)), key=len, default="*" if "*" in given else None)
+
+
+def largest_rank(config: LoRAConfig, names: Iterable[str]) -> int:
+    """Return the largest rank of the slots of a layer. The longest matching name in `max_lora_rank` wins."""
+    ranks = config.max_lora_rank
+    return ranks if isinstance(ranks, int) else ranks[longest(ranks, names) or "*"]
 
 
 @dataclass(frozen=True)
@@ -141,8 +107,8 @@ class Heads:
     known: frozenset[int]
 
 
-def tied_heads(model: object, found: Sequence[Found], selection: Selection) -> Heads:
-    """Find the tied heads among the modules of a model."""
+def tied_heads(model: object, found: Sequence[Found], targets: Collection[str]) -> Heads:
+    """Find the tied heads among the modules of a model, of which `targets` may name some."""
     heads = {id(f.module) for f in found if any(alias.rpartition(".")[2] == "lm_head" for alias in f.aliases)}
     reasons: dict[int, str] = {}
     known: set[int] = set()
@@ -159,11 +125,11 @@ def tied_heads(model: object, found: Sequence[Found], selection: Selection) -> H
             reasons[id(f.module)] = "by its name it is a table of positions, which is no tied head"
         else:
             vocabularies[id(f.module)] = f.spec.vocab
-            if _says_tied(f.module) or selection.hits([f"{alias}.attend" for alias in f.aliases]):
+            if _says_tied(f.module) or matching(targets, [f"{alias}.attend" for alias in f.aliases]):
                 known.add(id(f.module))
     largest = max(vocabularies.values(), default=0)
     lm_head = frozenset(key for key, vocab in vocabularies.items() if vocab == largest)
-    if len(lm_head) == 1 and (heads or _says_tied(model) or selection.hits(["lm_head"])):
+    if len(lm_head) == 1 and (heads or _says_tied(model) or matching(targets, ["lm_head"])):
         known |= lm_head
     return Heads(reasons, lm_head, frozenset(known))
 

@@ -74,8 +74,7 @@ def problem_of(plan: Plan, x, a, b, slices: int, batch_invariant: bool = False) 
 def sizes_of(rows: int, x, a, b, slices: int, tile_m: int = 16, experts: bool = False) -> GPUProblem:
     """Return the sizes of an `add_lora` from its operands."""
     sizes = ItemSizes(*(jnp.dtype(dtype).itemsize for dtype in (x.dtype, a.dtype, b.dtype, h_dtype(x, a, b))))
-    k, (_, rank, n) = x.shape[1], b.shape
-    return GPUProblem(jnp.dtype(x.dtype).name, rows, tile_m, k, n, slices, rank, sizes, experts)
+    return GPUProblem(jnp.dtype(x.dtype).name, rows, tile_m, x.shape[1], slices, b.shape[1], sizes, experts)
 
 
 def shrink(

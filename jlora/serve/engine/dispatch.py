@@ -23,8 +23,8 @@ from jlora.errors import LoadTimeoutError, LoRAError, NoFreeSlotError
 from jlora.serve.engine.loras import Loras
 from jlora.serve.engine.metrics import EngineMetrics
 from jlora.serve.engine.request import EngineClosedError, FinishReason, RequestTimeoutError, StepFailedError
-from jlora.serve.engine.scheduler import Queue, Waiting
-from jlora.serve.engine.sequence import Sequence
+from jlora.serve.engine.scheduler import Queue
+from jlora.serve.engine.sequence import Sequence, Version
 from jlora.serve.engine.steps import Chosen, How, Steps
 from jlora.serve.engine.writer import TokenEvent, TokenWriter
 
@@ -70,7 +70,6 @@ class Dispatcher:
         self._writer = writer
         self._metrics = metrics
         self._arrived: deque[Sequence] = deque()
-        self._live: dict[Sequence, None] = {}  # sequences that have not left, in order of arrival
         self._signal = threading.Event()
         self._stop = False
         self._queue = Queue(max_wait_ratio)
@@ -124,12 +123,9 @@ class Dispatcher:
         now = time.monotonic()
         looked = now - self._looked >= (_OFTEN if self._told else _POLL)
         while self._arrived:
-            sequence = self._arrived.popleft()
-            self._live[sequence] = None
-            self._queue.add(Waiting(sequence.lora, sequence))
-        for one in tuple(self._live) if looked else (self._filling, *self._rows):
-            if one is not None:
-                self._end_if_over(one, now)
+            self._queue.add(self._arrived.popleft())
+        for one in (*self._queue, *self._begun()) if looked else self._begun():
+            self._end_if_over(one, now)
         if looked:
             self._looked, self._told = now, False
             self._look()
@@ -145,6 +141,14 @@ class Dispatcher:
             self._signal.wait(_OFTEN if self._told else _POLL if len(self._queue) else _IDLE)
         return True
 
+    def _begun(self) -> list[Sequence]:
+        """Return the sequences that have a row."""
+        return [one for one in (self._filling, *self._rows) if one is not None]
+
+    def _running(self) -> frozenset[Version]:
+        """Return the versions that they run with."""
+        return frozenset(one.version for one in self._begun() if one.version is not None)
+
     def _end_if_over(self, sequence: Sequence, now: float) -> None:
         if sequence.ended:  # a stop string was found by the writer
             self._leave(sequence)
@@ -156,22 +160,17 @@ class Dispatcher:
 
     def _look(self) -> None:
         """Start loads for waiting requests, and end those whose adapter cannot be served."""
-        for one in self._queue:
-            if one.item.left:
-                self._queue.remove(one)
-        failed = self._loras.look(one.item for one in self._queue)
+        waiting = {one: one.lora for one in self._queue if one.lora is not None}
+        failed = self._loras.look(waiting, self._running())
         pinned = self._loras.all_pinned()
         if not failed and pinned is None:
             return
-        for one in self._queue:
-            if one.lora is not None and one.lora in failed:
-                error = failed[one.lora]
-            elif pinned is not None and one.lora is not None and one.lora not in pinned:
-                error = NoFreeSlotError(f"adapter {one.lora!r} needs a slot, and each is pinned; raise max_loras")
-            else:
-                continue
-            self._queue.remove(one)
-            self._end(one.item, error)
+        for one, name in waiting.items():
+            if name in failed:
+                self._end(one, failed[name])
+            elif pinned is not None and name not in pinned:
+                error = f"adapter {name!r} needs a slot, and each is pinned; raise max_loras"
+                self._end(one, NoFreeSlotError(error))
 
     # --- prompts ------------------------------------------------------------------------------------------------
 
@@ -192,7 +191,6 @@ class Dispatcher:
         sequence = self._filling or self._begin()
         if sequence is None:
             return False
-        self._filling = sequence
         self._filled = self._steps.chunk_of(sequence.filled, len(sequence.prompt))[1]
         try:
             batch = sequence.batch
@@ -216,20 +214,21 @@ class Dispatcher:
     def _begin(self) -> Sequence | None:
         """Take the next request that can begin, and give it a row and its adapter a slot."""
         while len(self._queue) and None in self._rows:
-            one = self._queue.take(self._loras.slots(), self._loras.loaded)
-            if one is None:
+            sequence = self._queue.next(self._loras.slots(self._running()), self._loras.loaded)
+            if sequence is None:
                 return None
-            sequence: Sequence = one.item
             try:
-                sequence.held, sequence.batch = self._loras.begin(sequence.lora)
-            except (NoFreeSlotError, LoadTimeoutError) as error:
-                if isinstance(error, LoadTimeoutError) or self._loras.num_held or self._stale:
-                    self._queue.put_back(one)
+                sequence.batch = self._manager.prepare([sequence.lora], timeout=0)
+                (sequence.handle,) = self._manager.handles(sequence.batch)
+            except LoadTimeoutError:  # evicted meanwhile, and being loaded again
+                return None
+            except NoFreeSlotError as error:
+                if self._stale:
+                    self._compose()  # release the slots of sequences that ended
+                elif self._running():
+                    return None
                 else:  # no sequence of this engine holds a slot that could become free
                     self._end(sequence, error)
-                if isinstance(error, LoadTimeoutError) or not self._stale:
-                    return None
-                self._compose()  # release the slots of sequences that ended
                 continue
             except Exception as error:  # the device may fail while a slot is written
                 if not isinstance(error, LoRAError):
@@ -239,8 +238,9 @@ class Dispatcher:
             if sequence.batch.needs_activation:
                 sequence.active_from = jlora.active_from(sequence.prompt, sequence.batch.invocation_tokens[0])
             sequence.row = self._rows.index(None)
-            if sequence.lora is not None:
-                self._loras.not_wanted(sequence.lora)
+            self._filling = sequence
+            self._queue.take(sequence)
+            self._loras.not_wanted(sequence)
             self._metrics.begun(sequence)
             return sequence
         return None
@@ -271,7 +271,7 @@ class Dispatcher:
         if not any(self._rows):
             self._batch = None
         else:
-            names = [None if one is None or one.held is None else one.held.handle for one in self._rows]
+            names = [None if one is None else one.handle for one in self._rows]
             first: dict[str, Any] = {}
             if self._manager.config.activated:
                 rows = [int(one is not None and one.active_from >= len(one.prompt)) for one in self._rows]
@@ -328,9 +328,9 @@ class Dispatcher:
         if sequence.left:
             return
         sequence.left = True
-        self._live.pop(sequence, None)
-        if sequence.held is None and sequence.row < 0 and sequence.lora is not None:
-            self._loras.not_wanted(sequence.lora)
+        if sequence.row < 0:
+            self._queue.remove(sequence)
+            self._loras.not_wanted(sequence)
         if self._filling is sequence:
             self._filling = None
         if sequence.batch is not None:
@@ -339,9 +339,9 @@ class Dispatcher:
         if sequence.row >= 0 and self._rows[sequence.row] is sequence:
             self._rows[sequence.row] = None
             self._stale = True
-        if sequence.held is not None:
-            self._loras.end(sequence.held)
-            sequence.held = None
+        if sequence.handle is not None:
+            sequence.handle.close()
+            sequence.handle = None
 
     # --- failures -----------------------------------------------------------------------------------------------
 
@@ -353,7 +353,7 @@ class Dispatcher:
         message = f"the step that served this request failed: {type(error).__name__}: {str(error)[:500]}"
         lost = lost or self._steps.lost
         if lost:
-            sequences = [one for one in (self._filling, *self._rows) if one is not None]
+            sequences = self._begun()
             self._drawn.clear()
         for sequence in sequences:
             self._end(sequence, StepFailedError(message))
@@ -361,7 +361,7 @@ class Dispatcher:
             self._steps.reset()
 
     def _end_all(self, error: LoRAError) -> None:
-        for sequence in tuple(self._live):
+        for sequence in (*self._queue, *self._begun()):
             self._end(sequence, error)
         self._refuse(error)
         self._compose()

@@ -11,7 +11,7 @@ from jlora import LoRAManager, LoRARequest
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.serve.engine.detokenizer import Detokenizer, silent_tokens
 from jlora.serve.engine.dispatch import Dispatcher
-from jlora.serve.engine.generation import Answer
+from jlora.serve.engine.generation import Generation
 from jlora.serve.engine.loras import Loras
 from jlora.serve.engine.metrics import EngineMetrics
 from jlora.serve.engine.model import context_of
@@ -20,11 +20,10 @@ from jlora.serve.engine.request import (
     EngineBusyError,
     EngineClosedError,
     EngineStats,
-    Generation,
     RegisteredLoRA,
     SamplingParams,
 )
-from jlora.serve.engine.resolver_pool import Resolve, ResolverPool
+from jlora.serve.engine.resolvers import Resolve
 from jlora.serve.engine.sequence import Sequence, check_params, room_for, seed_of
 from jlora.serve.engine.steps import Steps
 from jlora.serve.engine.writer import TokenEvent, TokenWriter
@@ -83,11 +82,8 @@ class Engine:
         self._silent = silent_tokens(tokenizer, self._vocab)
         self._metrics = EngineMetrics(lambda name: bool(manager.list_adapters([name])))
         self._writer = TokenWriter(self._metrics, self._ended)
-        self._resolver_pool: ResolverPool | None = None
-        if resolve is not None:
-            most = math.ceil(options.max_waiting * _WAIT_FOR_NAMES)
-            self._resolver_pool = ResolverPool(resolve, most, lambda: self._dispatcher.wake(), self._not_found)
-        self._loras = Loras(manager, lambda: self._dispatcher.wake(), self._resolver_pool)
+        most = math.ceil(options.max_waiting * _WAIT_FOR_NAMES)
+        self._loras = Loras(manager, lambda: self._dispatcher.wake(), resolve, most, self._fail)
         self._dispatcher = Dispatcher(
             manager, self._steps, self._loras, self._writer, self._metrics, options.max_wait_ratio
         )
@@ -187,6 +183,9 @@ class Engine:
         seconds = self.options.request_timeout if timeout is None else timeout
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         detokenizer = Detokenizer(self._tokenizer, params.stop, self._silent)
+        name, request = (lora.name, lora) if isinstance(lora, LoRARequest) else (lora, None)
+        if request is not None and request.load_inplace:
+            raise LoRAUsageError(f"adapter {name!r}: a request cannot replace it (load_inplace); add_lora can")
         with self._changed:
             if self._state != "ready":
                 raise EngineClosedError(f"the engine takes no requests: it is {self._state}")
@@ -198,8 +197,7 @@ class Engine:
                     f"{waiting} requests wait already (max_waiting={self.options.max_waiting})",
                     self._metrics.retry_after(),
                 )
-            name, request, unknown = (None, None, False) if lora is None else self._loras.wanted(lora)
-            answer = Answer(len(tokens), lambda: self._cancel(sequence))
+            answer = Generation(len(tokens), lambda: self._cancel(sequence))
             arrived = time.monotonic()
             sequence = Sequence(
                 prompt=tokens,
@@ -215,8 +213,7 @@ class Engine:
                 detokenizer=detokenizer,
                 arrived=arrived,
             )
-            if unknown:
-                self._look_up(sequence)
+            self._loras.wanted(sequence)
             self._open.add(sequence)
             self._dispatcher.submit(sequence)
         with self._metrics.lock:
@@ -246,17 +243,7 @@ class Engine:
         room_for(prompt, self._longest)  # check the length before iterating
         return [int(token) if hasattr(token, "dtype") else token for token in prompt]
 
-    def _look_up(self, sequence: Sequence) -> None:
-        """Start to resolve a name, before the dispatching thread sees the request and takes the name for removed."""
-        assert self._resolver_pool is not None
-        assert sequence.lora is not None
-        try:
-            self._resolver_pool.add(sequence)
-        except BaseException:
-            self._loras.not_wanted(sequence.lora)
-            raise
-
-    def _not_found(self, sequence: Sequence, error: LoRAError) -> None:
+    def _fail(self, sequence: Sequence, error: LoRAError) -> None:
         self._writer.put([TokenEvent(sequence, end=error)])
 
     def _cancel(self, sequence: Sequence) -> None:

@@ -13,8 +13,8 @@ _log = logging.getLogger("jlora")
 Event = Piece | LoRAError
 
 
-class Answer:
-    """A `Generation`. The engine puts events in, and one consumer takes them out.
+class Generation:
+    """A running request, from `Engine.submit`. Its events have one consumer: `listen`, iteration or `result`.
 
     Args:
       prompt_tokens: number of tokens in the prompt.

@@ -1,28 +1,60 @@
-"""The adapters of an engine: versions in use, loads under way, and pending removals.
+"""The adapters of an engine: one record for each name, with all that the manager does not keep.
 
-A sequence holds the version that it began with (`LoRAManager.hold`), so a name can be replaced or removed while it
-runs. A waiting request still needs the name. A name that is unloaded meanwhile is refused to new requests at once, and
-removed when the last waiting request has begun.
+A name passes through these states, on behalf of the requests that wait for it:
+
+    resolving   it is unknown, and the resolver is called for its source (`unresolved`)
+    loading     its load is under way (`load`)
+    loaded      requests may begin; each holds the version that it began with, so that its name can be replaced or
+                removed while it runs
+    removed     refused to new requests, and removed from the manager once the last waiting request has begun
 """
 
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Set
 from concurrent.futures import Future
-from dataclasses import replace
-from itertools import chain
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
-from jlora import AdapterHandle, AdapterInfo, LoRABatch, LoRAManager, LoRARequest
-from jlora.errors import AdapterInUseError, AdapterNotFoundError, LoRAError, LoRAUsageError, NoFreeSlotError
-from jlora.serve.engine.request import AdapterExistsError, RegisteredLoRA
-from jlora.serve.engine.resolver_pool import ResolverPool, check_name
+from jlora import AdapterInfo, LoRAManager, LoRARequest
+from jlora.errors import AdapterInUseError, AdapterNotFoundError, LoRAError, NoFreeSlotError
+from jlora.serve.engine.request import AdapterExistsError, EngineBusyError, RegisteredLoRA
+from jlora.serve.engine.resolvers import Resolve, check_name, resolved
 from jlora.serve.engine.scheduler import SlotUse
-from jlora.serve.engine.sequence import HeldAdapter, Sequence
+from jlora.serve.engine.sequence import Sequence, Version
 
-_LOADS_AT_ONCE = 4
-_AHEAD = 8  # adapters of waiting requests to load before their turn
+_AHEAD = 8  # adapters of waiting requests to load before their turn; the manager limits the loads that read at a time
 _PAUSE = 0.05  # seconds before a load that found no room is retried
+_RESOLVERS = 8  # threads that call the resolver
+_RETRY = 1.0  # seconds until a request may be sent again if too many wait for the resolver
+
+
+@dataclass
+class _Record:
+    """The state of one adapter name. A record with the values below says nothing, and is dropped.
+
+    Attributes:
+      listed: the adapter as `Loras.list` returns it; None before that.
+      adding: number of calls of `Loras.add` under way.
+      removed: True from `Loras.remove` until the adapter is removed from the manager.
+      waiting: number of requests that have not begun. All fields below serve them.
+      unresolved: those of them that wait for the resolver; None if it is not called for this name.
+      source: result of the resolver, until the load of it has ended.
+      load: the load under way.
+      running: the versions that ran when the last load began, unless it failed; None before.
+      retry_at: `time.monotonic()` before which no load begins.
+    """
+
+    listed: RegisteredLoRA | None = None
+    adding: int = 0
+    removed: bool = False
+    waiting: int = 0
+    unresolved: list[Sequence] | None = None
+    source: LoRARequest | None = None
+    load: Future[bool] | None = None
+    running: Set[Version] | None = None
+    retry_at: float = 0.0
 
 
 class Loras:
@@ -30,70 +62,87 @@ class Loras:
 
     Args:
       manager: the model's manager.
-      wake: called when a load is done. Must not block.
-      resolver_pool: resolves unknown names; None without a resolver.
+      wake: called when a load is done or a name is resolved. Must not block.
+      resolve: resolver of unknown names; None for none.
+      most: number of requests that may wait for the resolver.
+      fail: called with a request and the error that ends it, if its name cannot be resolved. Must not block.
     """
 
-    def __init__(self, manager: LoRAManager, wake: Callable[[], None], resolver_pool: ResolverPool | None = None):
+    def __init__(
+        self,
+        manager: LoRAManager,
+        wake: Callable[[], None],
+        resolve: Resolve | None = None,
+        most: int = 0,
+        fail: Callable[[Sequence, LoRAError], None] = lambda sequence, error: None,
+    ):
         self._manager = manager
         self._wake = wake
-        self._resolver_pool = resolver_pool
-        self._lock = threading.Lock()
-        self._waiting: Counter[str] = Counter()  # requests that have not begun, by name
-        # State of adapters that the manager does not keep, by name.
-        self._registered: dict[str, RegisteredLoRA] = {}
-        self._going: set[str] = set()  # unloaded, but needed by waiting requests
-        self._coming: Counter[str] = Counter()  # calls of `add` under way, by name
-        self._held: dict[tuple[str, int], HeldAdapter] = {}
-        self._ended = 0  # number of times that an adapter lost its last sequence
-        self._loads: dict[str, tuple[Future[bool], int]] = {}  # and `_ended` when the load began
-        self._loaded: set[str] = set()  # names that were loaded since an adapter last lost its last sequence
-        self._not_before: dict[str, float] = {}
+        self._resolve = resolve
+        self._most = most
+        self._fail = fail
+        self._lock = threading.RLock()
+        self._records: dict[str, _Record] = {}
+        self._retry_removals = False  # True if an open batch of another caller delays a removal
+        self._line: deque[str] = deque()  # names that no thread has taken to the resolver
+        self._unresolved = 0  # requests that wait for the resolver
+        self._threads = 0
 
-    # --- any thread ---------------------------------------------------------------------------------------------
+    @contextmanager
+    def _record(self, name: str) -> Generator[_Record, None, None]:
+        """Lock the records, and yield that of a name."""
+        with self._lock:
+            record = self._records.setdefault(name, _Record())
+            try:
+                yield record
+            finally:
+                if record == _Record():
+                    del self._records[name]
+
+    # --- changes, on any thread ---------------------------------------------------------------------------------
 
     def add(self, request: LoRARequest, timeout: float | None, path: str | None, parent: str | None) -> None:
         """Load an adapter; see `Engine.add_lora`."""
-        name = request.name
-        with self._lock:
-            known = self._known(name)
+        name, listed = request.name, None
+        with self._record(name) as record:
+            inplace = self._info(name) is not None
+            known = inplace and not record.removed
             if known and not request.load_inplace:
                 raise AdapterExistsError(
                     f"adapter {name!r} is loaded already; unload it first, or say load_inplace to replace it"
                 )
-            inplace = self._info(name) is not None
-            self._coming[name] += 1
+            record.adding += 1
         try:
             # A plain load would return the old version from host memory, so replace it in place, without a gap.
             loaded = self._manager.add_adapter(request, load_inplace=inplace, timeout=timeout)
             if not loaded and not known:
                 raise AdapterExistsError(f"adapter {name!r} was loaded by another call meanwhile")
-            with self._lock:
-                self._going.discard(name)
-                self._registered[name] = RegisteredLoRA(path or request.path, int(time.time()), parent)
+            listed = RegisteredLoRA(path or request.path, int(time.time()), parent)
         finally:
-            with self._lock:
-                _one_less(self._coming, name)
+            with self._record(name) as record:
+                record.adding -= 1
+                if listed is not None:
+                    record.listed, record.removed = listed, False
+                self._let_go(name, record)
             self._wake()
 
     def remove(self, name: str) -> None:
         """Refuse a name from now on, and remove its adapter once no request waits for it."""
-        with self._lock:
-            self._check(name)
-            self._going.add(name)
-            self._registered.pop(name, None)
-            self._let_go()
+        with self._record(name) as record:
+            self._check(name, record)
+            record.removed, record.listed = True, None
+            self._let_go(name, record)
 
     def pin(self, name: str) -> None:
         """Keep an adapter in a slot."""
-        with self._lock:
-            self._check(name)
+        with self._record(name) as record:
+            self._check(name, record)
         self._manager.pin_adapter(name)
 
     def unpin(self, name: str) -> None:
         """Let an adapter be evicted again."""
-        with self._lock:
-            self._check(name)
+        with self._record(name) as record:
+            self._check(name, record)
         self._manager.unpin_adapter(name)
         self._wake()
 
@@ -101,90 +150,139 @@ class Loras:
         """Return the adapters that requests may name: those in memory first, then the evicted ones."""
         with self._lock:
             infos = self._manager.list_adapters()
+            for name in self._records.keys() - infos.keys():  # removed from the manager directly
+                with self._record(name) as record:
+                    record.listed = None
             found: dict[str, RegisteredLoRA] = {}
             for name, info in sorted(infos.items(), key=lambda item: item[1].level == "evicted"):
-                if name in self._going:
+                if self._is_removed(name):
                     continue
-                if name not in self._registered:  # added by a resolver, or to the manager directly
+                record = self._records.setdefault(name, _Record())
+                if record.listed is None:  # added by a resolver, or to the manager directly
                     path = "" if info.request is None else info.request.path
-                    self._registered[name] = RegisteredLoRA(path, int(time.time()))
-                found[name] = replace(self._registered[name], info=info)
-            self._registered = {name: self._registered[name] for name in found}
+                    record.listed = RegisteredLoRA(path, int(time.time()))
+                found[name] = replace(record.listed, info=info)
             return found
 
     def unloading(self) -> frozenset[str]:
         """Return the names that are refused to new requests but needed by waiting ones."""
         with self._lock:
-            return frozenset(self._going)
-
-    def wanted(self, lora: str | LoRARequest) -> tuple[str, LoRARequest | None, bool]:
-        """Count one more request that waits for an adapter.
-
-        Returns:
-          Its name, its source if the request has one, and whether the name must be resolved.
-
-        Raises:
-          AdapterNotFoundError: the name is unknown and cannot be resolved, or it is being unloaded.
-        """
-        if isinstance(lora, LoRARequest) and lora.load_inplace:
-            raise LoRAUsageError(f"adapter {lora.name!r}: a request cannot replace it (load_inplace); add_lora can")
-        name, request = (lora, None) if isinstance(lora, str) else (lora.name, lora)
-        with self._lock:
-            unknown = self._resolver_pool is not None and request is None and self._info(name) is None
-            if unknown:
-                check_name(name)
-            elif request is None or name in self._going:
-                self._check(name)
-            self._waiting[name] += 1
-        return name, request, unknown
-
-    def not_wanted(self, name: str) -> None:
-        """Count one less request that waits for an adapter, since it has begun or ended."""
-        with self._lock:
-            if not _one_less(self._waiting, name):
-                if self._resolver_pool is not None:
-                    self._resolver_pool.forget(name)
-                self._let_go()
-
-    def _known(self, name: str) -> bool:
-        return name not in self._going and self._info(name) is not None
+            return frozenset(name for name, record in self._records.items() if record.removed)
 
     def _info(self, name: str) -> AdapterInfo | None:
         return self._manager.list_adapters([name]).get(name)
 
-    def _check(self, name: str) -> None:
-        if not self._known(name):
+    def _is_removed(self, name: str) -> bool:
+        return (record := self._records.get(name)) is not None and record.removed
+
+    def _check(self, name: str, record: _Record) -> None:
+        if record.removed or self._info(name) is None:
             raise AdapterNotFoundError(f"adapter {name!r} is not loaded")
 
-    def _let_go(self) -> None:
-        for name in tuple(self._going):
-            if self._waiting[name] or self._coming[name]:
-                continue
-            if (begun := self._loads.get(name)) is not None:  # else the load would bring it back
-                begun[0].cancel()
-            try:
-                self._manager.remove_adapter(name, timeout=0)
-            except AdapterInUseError:  # an open batch of another caller needs it; `look` retries
-                continue
-            self._going.discard(name)
+    def _let_go(self, name: str, record: _Record) -> None:
+        """Remove an adapter from the manager if it is to be removed, and no request or call needs it."""
+        if not record.removed or record.waiting or record.adding:
+            return
+        try:
+            self._manager.remove_adapter(name, timeout=0)
+            record.removed = False
+        except AdapterInUseError:  # an open batch of another caller needs it
+            self._retry_removals = True
+
+    # --- waiting requests, on any thread ------------------------------------------------------------------------
+
+    def wanted(self, sequence: Sequence) -> None:
+        """Count a request that waits for its adapter. If the name is unknown, start to resolve it.
+
+        Raises:
+          AdapterNotFoundError: the name is unknown and cannot be resolved, or it is being unloaded.
+          EngineBusyError: too many requests wait for the resolver.
+          LoRAError: no thread can be started for the resolver.
+        """
+        if (name := sequence.lora) is None:
+            return
+        with self._record(name) as record:
+            if self._resolve is not None and sequence.request is None and self._info(name) is None:
+                check_name(name)
+                self._look_up(name, record, sequence)
+            elif sequence.request is None or record.removed:
+                self._check(name, record)
+            record.waiting += 1
+
+    def not_wanted(self, sequence: Sequence) -> None:
+        """Count a request that waits no more, since it has begun or ended."""
+        if (name := sequence.lora) is None:
+            return
+        with self._record(name) as record:
+            record.waiting -= 1
+            if record.unresolved and sequence in record.unresolved:
+                record.unresolved.remove(sequence)
+                self._unresolved -= 1
+            if not record.waiting:
+                if record.load is not None:  # it may hang, or bring back an adapter that is to be removed
+                    record.load.cancel()
+                record.load = record.source = record.running = None
+                record.retry_at = 0.0
+                self._let_go(name, record)
+
+    def _look_up(self, name: str, record: _Record, sequence: Sequence) -> None:
+        if record.source is not None:  # being loaded
+            sequence.request = record.source
+            return
+        if self._unresolved >= self._most:
+            raise EngineBusyError(f"{self._unresolved} requests wait for names that are looked up", _RETRY)
+        if record.unresolved is None:
+            if self._threads < _RESOLVERS:
+                try:
+                    threading.Thread(target=self._resolve_names, name="jlora-serve-lookup", daemon=True).start()
+                except RuntimeError as error:
+                    raise LoRAError(f"adapter {name!r} cannot be looked up: {error}") from error
+                self._threads += 1
+            self._line.append(name)
+            record.unresolved = []
+        record.unresolved.append(sequence)
+        self._unresolved += 1
+
+    def _resolve_names(self) -> None:
+        """Resolve the names in line, each once for all requests that wait for it. Results are not cached.
+
+        A call cannot be interrupted. One that hangs occupies this thread until it returns, and other names share the
+        rest. Requests end by their own timeouts, or when they are cancelled.
+        """
+        assert self._resolve is not None
+        while True:
+            with self._lock:
+                if not self._line:
+                    self._threads -= 1
+                    return
+                name = self._line.popleft()
+                with self._record(name) as record:
+                    if not record.unresolved:  # they have ended
+                        record.unresolved = None
+                        continue
+            answer = resolved(self._resolve, name)
+            with self._record(name) as record:
+                for sequence in record.unresolved or ():
+                    if isinstance(answer, LoRAError):
+                        self._fail(sequence, answer)
+                    else:
+                        sequence.request = record.source = answer
+                self._unresolved -= len(record.unresolved or ())
+                record.unresolved = None
+            self._wake()
 
     # --- the dispatching thread ---------------------------------------------------------------------------------
 
-    @property
-    def num_held(self) -> int:
-        """Number of versions that running sequences hold."""
-        return len(self._held)
-
-    def slots(self) -> SlotUse:
-        """Return the current use of the slots."""
+    def slots(self, running: Set[Version]) -> SlotUse:
+        """Return the use of the slots while sequences run with these versions."""
         resident = self._manager.list_adapters(level="slot")
         pinned = {name for name, info in resident.items() if self._stays(info)}
-        names = {name for name, _ in self._held}
+        names = {name for name, _ in running}
         return SlotUse(
             total=self._manager.config.max_loras,
             running=names | pinned,
             resident=set(resident),
-            taken=len(self._held) + len(pinned - names),
+            taken=len(running) + len(pinned - names),
         )
 
     def all_pinned(self) -> set[str] | None:
@@ -193,135 +291,94 @@ class Loras:
         full = len(infos) == self._manager.config.max_loras and all(map(self._stays, infos.values()))
         return set(infos) if full else None
 
-    def _places(self) -> int:
-        """Return the number of adapters of the host cache that can be evicted, or are not there yet."""
-        return (self._manager.config.max_cpu_loras or 1) - self._manager.stats().unevictable
-
     def _stays(self, info: AdapterInfo) -> bool:
-        return info.pinned and info.name not in self._going
+        return info.pinned and not self._is_removed(info.name)
 
     def loaded(self, name: str) -> bool:
         """Return whether an adapter is in host memory or in a slot."""
         info = self._info(name)
         return info is not None and _is_loaded(info)
 
-    def look(self, waiting: Iterable[Sequence]) -> dict[str, LoRAError]:
+    def look(self, waiting: Mapping[Sequence, str], running: Set[Version]) -> dict[str, LoRAError]:
         """Retry pending removals, and load the adapters of the requests that wait longest.
 
         Args:
-          waiting: requests in the order of the queue.
+          waiting: requests with the names of their adapters, in the order of the queue.
+          running: the versions that sequences run with.
 
         Returns:
           Adapter name -> error, for adapters whose requests cannot be served.
         """
-        if self._going:
-            with self._lock:
-                self._let_go()
         failed: dict[str, LoRAError] = {}
-        for name, (load, ended) in tuple(self._loads.items()):
-            if not load.done():
-                if not self._waiting[name]:  # its requests have left, and a load that hangs would block others
-                    del self._loads[name]
-                    load.cancel()
-                continue
-            del self._loads[name]
-            if self._resolver_pool is not None:
-                self._resolver_pool.forget(name)
-            error = None if load.cancelled() else load.exception()
-            if error is None and self._ended == ended:
-                self._loaded.add(name)
-            if isinstance(error, NoFreeSlotError) and self._places() > 0 and (self._held or self._ended > ended):
-                # Found no room, but running sequences have made some since, or will.
-                self._not_before[name] = time.monotonic() + _PAUSE
-            elif error is not None:
-                failed[name] = _as_error(name, error)
-        for name, request in self._ahead(waiting, {*self._loads, *failed}):
-            try:
-                if request is None:
-                    raise AdapterNotFoundError(f"adapter {name!r} was removed before its request began")
-                load = self._manager.prefetch(request)
-            except Exception as error:  # such as a failure to start a thread
-                failed[name] = _as_error(name, error)
-                continue
-            self._loads[name] = load, self._ended
-            load.add_done_callback(lambda _: self._wake())
+        with self._lock:
+            if self._retry_removals:
+                self._retry_removals = False
+                for name in tuple(self._records):
+                    with self._record(name) as record:
+                        self._let_go(name, record)
+            for name in set(waiting.values()):
+                record = self._records[name]
+                if record.load is None or not record.load.done():
+                    continue
+                error = None if record.load.cancelled() else record.load.exception()
+                record.load = record.source = None
+                if error is None:
+                    continue
+                before, record.running = record.running or frozenset(), None
+                if isinstance(error, NoFreeSlotError) and self._places() > 0 and (running or before):
+                    # Found no room, but running sequences have made some since, or will.
+                    record.retry_at = time.monotonic() + _PAUSE
+                else:
+                    failed[name] = _as_error(name, error)
+            self._load_ahead(waiting, running, failed)
         return failed
 
-    def _ahead(self, waiting: Iterable[Sequence], coming: Collection[str]) -> Iterator[tuple[str, LoRARequest | None]]:
-        """Yield the adapters to load now, except for those in `coming`, with their sources (None if unknown).
+    def _load_ahead(self, waiting: Mapping[Sequence, str], running: Set[Version], failed: dict[str, LoRAError]) -> None:
+        """Start the loads of the adapters that may be loaded now.
 
         They must not evict each other before their requests begin, or they would be loaded again without end. So only
         places of the host cache are counted whose adapters can be evicted. As sizes are unknown, an adapter that was
         evicted nevertheless is loaded again when it is the first, or once a running adapter has ended.
         """
-        waiting = iter(waiting)
-        first = next((sequence for sequence in waiting if sequence.lora is not None), None)
-        if first is None:  # most steps
+        if not waiting:  # most steps
             return
-        running = {name for name, _ in self._held}
-        held = self._manager.list_adapters(running).values()
+        names = {name for name, _ in running}
+        held = self._manager.list_adapters(names).values()
         places = self._places()
         room = places - sum(_is_loaded(info) and not _is_kept(info) for info in held)
-        if room < 1 <= places and self._held:
+        if room < 1 <= places and running:
             return  # a load would find no room before a running sequence ends
         room = max(1, min(_AHEAD, room))
         now, seen = time.monotonic(), set[str]()
-        for sequence in chain((first,), waiting):
-            name = sequence.lora
-            if name is None or name in seen:
-                continue
-            if self._resolver_pool is not None and self._resolver_pool.under_way(name) and sequence.request is None:
+        for sequence, name in waiting.items():
+            record = self._records[name]
+            if name in seen or (record.unresolved is not None and sequence.request is None):
                 continue
             info = self._info(name)
             loaded = info is not None and _is_loaded(info)
-            if info is not None and loaded and (_is_kept(info) or name in running):
+            if info is not None and loaded and (_is_kept(info) or name in names):
                 continue  # takes no other place
             seen.add(name)
-            if len(seen) > room or len(self._loads) >= _LOADS_AT_ONCE:
+            if len(seen) > room:
                 break
-            if name in self._loaded and len(seen) > 1:
+            if record.running is not None and record.running <= running and len(seen) > 1:
                 continue
-            if name in coming or loaded or now < self._not_before.get(name, 0.0):
+            if record.load is not None or loaded or name in failed or now < record.retry_at:
                 continue
             request = sequence.request if info is None else info.request
-            self._not_before.pop(name, None)
-            yield name, request
+            try:
+                if request is None:
+                    raise AdapterNotFoundError(f"adapter {name!r} was removed before its request began")
+                record.load = self._manager.prefetch(request)
+            except Exception as error:  # such as a failure to start a thread
+                failed[name] = _as_error(name, error)
+                continue
+            record.running = running
+            record.load.add_done_callback(lambda _: self._wake())
 
-    def begin(self, name: str | None) -> tuple[HeldAdapter | None, LoRABatch]:
-        """Hold the newest version of an adapter for one more sequence. Loads no files.
-
-        Returns:
-          The held adapter, None for the base model, and a batch of one sequence with it.
-
-        Raises:
-          LoadTimeoutError: it was evicted meanwhile.
-          NoFreeSlotError: every slot is taken.
-          AdapterNotFoundError: it was removed.
-        """
-        if name is None:
-            return None, self._manager.prepare([None])
-        batch = self._manager.prepare([name], timeout=0)
-        try:
-            (handle,) = self._manager.handles(batch)
-            assert isinstance(handle, AdapterHandle)
-            held = self._held.setdefault((name, handle.version), HeldAdapter(handle))
-            if held.handle.packed is not handle.packed:  # evicted and loaded again since, maybe into another slot
-                batch.close()
-                batch = self._manager.prepare([held.handle])
-        except BaseException:
-            batch.close()
-            raise
-        held.users += 1
-        return held, batch
-
-    def end(self, held: HeldAdapter) -> None:
-        """Release an adapter for one sequence."""
-        held.users -= 1
-        if not held.users:
-            self._held.pop((held.handle.name, held.handle.version), None)
-            self._ended += 1
-            self._loaded.clear()
-            held.handle.close()
+    def _places(self) -> int:
+        """Return the number of adapters of the host cache that can be evicted, or are not there yet."""
+        return (self._manager.config.max_cpu_loras or 1) - self._manager.stats().unevictable
 
 
 def _is_loaded(info: AdapterInfo) -> bool:
@@ -336,9 +393,3 @@ def _is_kept(info: AdapterInfo) -> bool:
 def _as_error(name: str, error: BaseException) -> LoRAError:
     """Return the error of a load as a LoRAError."""
     return error if isinstance(error, LoRAError) else LoRAError(f"adapter {name!r}: {error!r:.300}")
-
-
-def _one_less(counts: Counter[str], name: str) -> int:
-    """Decrement a count and return it. Counts of 0 are dropped."""
-    counts[name] -= 1
-    return counts[name] or counts.pop(name)

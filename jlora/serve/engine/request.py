@@ -1,8 +1,8 @@
 """Public data types of the engine: requests, completions, statistics and errors."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from jlora import AdapterInfo, HistogramCounts
 from jlora.errors import LoRAError
@@ -105,31 +105,6 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...]
     finish_reason: FinishReason
     prompt_tokens: int
-
-
-class Generation(Protocol):
-    """A running request. Its events have one consumer: `listen`, iteration or `result`."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Number of tokens in the prompt."""
-        ...
-
-    def listen(self, callback: Callable[[Piece | LoRAError], None]) -> None:
-        """Call `callback` with every event in order, on a thread of the engine. It must not block."""
-        ...
-
-    def __iter__(self) -> Iterator[Piece]:
-        """Return an iterator over the pieces as they arrive. It raises the error that ended the request."""
-        ...
-
-    def result(self, timeout: float | None = None) -> Completion:
-        """Wait for the whole completion. Raises the error that ended the request, or RequestTimeoutError."""
-        ...
-
-    def cancel(self) -> None:
-        """End the request soon, and release its row and its adapter. Has no effect once it has ended."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
 """Resolvers of unknown adapter names: a folder, repositories of the Hugging Face hub, or a function."""
 
 import errno
+import inspect
 import os
 import pkgutil
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,9 +12,12 @@ from typing import Any, cast
 
 from jlora import LoRARequest, local_folder
 from jlora._hub import REPO_ID
-from jlora.errors import AdapterNotFoundError, LoRAError, LoRAUsageError
-from jlora.serve.engine.resolver_pool import Resolve
+from jlora.errors import AdapterNotFoundError, LoRAError, LoRAUsageError, printable
 
+Resolve = Callable[[str], LoRARequest | None]
+"""A resolver: the name of an unknown adapter -> the request that loads it, or None if there is none."""
+
+LONGEST_NAME = 256  # characters
 _CONFIG_FILE = "adapter_config.json"  # marks a folder as an adapter
 
 
@@ -37,18 +42,18 @@ def of_folder(root: Path) -> Resolve:
 
     A folder without an adapter configuration is not an adapter.
     """
-    return partial(_in_folder, root)
 
+    def resolve(name: str) -> LoRARequest | None:
+        found = below(root, name)
+        try:
+            there = found is not None and (found / _CONFIG_FILE).is_file()
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            there = False
+        return LoRARequest(name, str(found)) if there else None
 
-def _in_folder(root: Path, name: str) -> LoRARequest | None:
-    found = below(root, name)
-    try:
-        there = found is not None and (found / _CONFIG_FILE).is_file()
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
-            raise
-        there = False
-    return LoRARequest(name, str(found)) if there else None
+    return resolve
 
 
 def of_hub(repos: Sequence[str]) -> Resolve:
@@ -94,8 +99,57 @@ def of_function(where: str) -> Resolve:
 
 def in_order(resolvers: Sequence[Callable[[str], Any]]) -> Resolve:
     """Return a resolver that calls each of `resolvers` until one returns a result. An error ends the search."""
-    return partial(_first, tuple(resolvers))
+    return lambda name: next((found for one in resolvers if (found := one(name)) is not None), None)
 
 
-def _first(resolvers: tuple[Callable[[str], Any], ...], name: str) -> Any:
-    return next((found for one in resolvers if (found := one(name)) is not None), None)
+# --- calls -----------------------------------------------------------------------------------------------------------
+
+
+def check_name(name: str) -> None:
+    """Check a name before it is passed to a resolver.
+
+    A name must be printable, at most `LONGEST_NAME` characters long, and not lead out of a folder: it may not be
+    absolute or have a part that is empty, "." or "..".
+
+    Raises:
+      AdapterNotFoundError: no adapter can have this name.
+    """
+    parts = re.split(r"[/\\]", name)
+    if not name or len(name) > LONGEST_NAME or printable(name) != name:
+        why = f"it must be printable, of 1 to {LONGEST_NAME} characters"
+    elif os.path.isabs(name) or name.startswith("~") or not {"", ".", ".."}.isdisjoint(parts):
+        why = "it is a path that leads elsewhere"
+    else:
+        return
+    raise AdapterNotFoundError(f"no adapter can be called {name!r:.300}: {why}")
+
+
+def resolved(resolve: Resolve, name: str) -> LoRARequest | LoRAError:
+    """Call a resolver. Returns the request for this name, or the error that ends the requests that wait for it."""
+    about = f"adapter {name!r}"
+    try:
+        answer: Any = resolve(name)
+        if answer is None:
+            return AdapterNotFoundError(f"{about} is not loaded, and the resolver knows none of that name")
+        if inspect.iscoroutine(answer):
+            answer.close()
+            return LoRAError(f"{about}: the resolver is a coroutine function; it must be a plain one")
+        if not isinstance(answer, LoRARequest):
+            return LoRAError(f"{about}: the resolver returned {type(answer).__name__}, expected LoRARequest or None")
+        if answer.name != name:
+            return LoRAError(f"{about}: the resolver returned a request for {answer.name!r:.300}")
+        if answer.load_inplace:
+            return LoRAError(f"{about}: the resolver returned a request with load_inplace; add_lora replaces")
+        return answer
+    except LoRAError as error:
+        return error
+    except BaseException as error:  # a resolver may raise anything, and waiting requests need the error
+        return LoRAError(f"{about}: the resolver failed: {_words(error)}")
+
+
+def _words(error: BaseException) -> str:
+    kind = type(error).__name__
+    try:
+        return f"{kind}: {error!s:.500}"
+    except BaseException:  # `__str__` of a foreign error may raise too
+        return kind

@@ -9,21 +9,11 @@ from typing import Any
 from jlora import AdapterHandle, LoRARequest
 from jlora.errors import LoRAUsageError
 from jlora.serve.engine.detokenizer import Detokenizer
-from jlora.serve.engine.generation import Answer
+from jlora.serve.engine.generation import Generation
 from jlora.serve.engine.request import MAX_LOGPROBS, SamplingParams
 
-
-@dataclass(eq=False)
-class HeldAdapter:
-    """One version of an adapter, held for the sequences that began with it.
-
-    Attributes:
-      handle: keeps the version loaded, and is passed to `prepare`.
-      users: number of running sequences.
-    """
-
-    handle: AdapterHandle
-    users: int = 0
+Version = tuple[str, int]
+"""A version of an adapter: name and version number."""
 
 
 @dataclass(eq=False)
@@ -37,12 +27,13 @@ class Sequence:
       limit: the most new tokens.
       stops: token ids that end it.
       lora: adapter name; None for the base model.
-      request: source of the adapter, used if the name is unknown.
+      request: source of the adapter, used if the name is unknown. The resolver may set it.
       deadline: `time.monotonic()` at which it ends with RequestTimeoutError.
       answer: receives its pieces.
       detokenizer: text of its tokens.
       absent: True if its adapter was in no slot on arrival.
-      held: its adapter, once it has begun.
+      passed: number of later requests that began before it.
+      handle: keeps the version of its adapter that it began with.
       active_from: index of the first prompt token on which its adapter is active; past the prompt for none.
       row: row of the cache, once it has begun; -1 before.
       filled: number of prompt tokens in the cache.
@@ -61,11 +52,12 @@ class Sequence:
     lora: str | None
     request: LoRARequest | None
     deadline: float | None
-    answer: Answer
+    answer: Generation
     detokenizer: Detokenizer
     absent: bool = False
     arrived: float = field(default_factory=time.monotonic)
-    held: HeldAdapter | None = None
+    passed: int = 0
+    handle: AdapterHandle | None = None
     batch: Any = None
     active_from: int = 0
     row: int = -1
@@ -78,9 +70,9 @@ class Sequence:
     cancelled: bool = False
 
     @property
-    def waits(self) -> bool:
-        """True if it has neither begun nor ended."""
-        return self.row < 0 and not self.left
+    def version(self) -> Version | None:
+        """The version of its adapter, once it has begun."""
+        return None if self.handle is None else (self.handle.name, self.handle.version)
 
     @property
     def live(self) -> int:

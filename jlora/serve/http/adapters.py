@@ -3,16 +3,15 @@
 import os
 import threading
 import time
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from jlora import LoRARequest
 from jlora.errors import LoRAError, printable
 from jlora.serve.engine.engine import Engine
-from jlora.serve.engine.resolver_pool import LONGEST_NAME
-from jlora.serve.engine.resolvers import below, listed
+from jlora.serve.engine.resolvers import LONGEST_NAME, below, listed
 from jlora.serve.http.errors import NOT_FOUND, ApiError, invalid_input
 from jlora.serve.http.log import log_event
 from jlora.serve.http.state import State
@@ -84,7 +83,7 @@ class Adapters:
         if state is not None:
             state.unloading = engine.unloading_loras
         self._lock = threading.Lock()
-        self._turns: dict[str, tuple[threading.Lock, int]] = {}  # by name: a lock, and the number of calls that use it
+        self._turns: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()  # locks in use, by name
 
     def adopt(self) -> None:
         """Check the adapters that the engine has at the start. Raises LoRAError if one has a name of the base model."""
@@ -157,19 +156,7 @@ class Adapters:
             self.changed()
         log_event("pinned" if keep else "unpinned", adapter=name)
 
-    @contextmanager
-    def _turn(self, name: str) -> Generator[None, None, None]:
-        """Run changes of one name one at a time. Other names are not blocked."""
+    def _turn(self, name: str) -> threading.Lock:
+        """Return the lock that changes of one name take. Other names are not blocked."""
         with self._lock:
-            lock, count = self._turns.get(name, (threading.Lock(), 0))
-            self._turns[name] = (lock, count + 1)
-        try:
-            with lock:
-                yield
-        finally:
-            with self._lock:
-                count = self._turns[name][1] - 1
-                if count:
-                    self._turns[name] = (lock, count)
-                else:
-                    del self._turns[name]
+            return self._turns.setdefault(name, threading.Lock())

@@ -15,8 +15,7 @@ import jlora
 from jlora.serve.http.errors import BAD_REQUEST, INTERNAL, NOT_FOUND, ApiError
 from jlora.serve.http.generate import chat_completions, completions
 from jlora.serve.http.log import log, log_event
-from jlora.serve.http.lora import load_adapter, pin_adapter, unload_adapter
-from jlora.serve.http.models import list_models, show_model
+from jlora.serve.http.lora import list_models, load_adapter, pin_adapter, show_model, unload_adapter
 from jlora.serve.http.prometheus import metrics
 from jlora.serve.http.service import Service
 from jlora.serve.http.status import status_json, status_page

@@ -12,14 +12,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from jlora.errors import LoRAError
-from jlora.serve.engine.generation import Event
-from jlora.serve.engine.request import Generation, Piece, SamplingParams
+from jlora.serve.engine.generation import Event, Generation
+from jlora.serve.engine.request import Piece, SamplingParams
 from jlora.serve.http.body import Json, Limits, parse_body, read_body
 from jlora.serve.http.errors import bad_request, of_generation
-from jlora.serve.http.loop_bridge import LoopBridge
 from jlora.serve.http.protocol import ApiRequest, read_chat, read_completion
 from jlora.serve.http.responses import Choice, ResponseWriter, to_event, usage_of
-from jlora.serve.http.service import Service
+from jlora.serve.http.service import LoopBridge, Service
 
 Read = Callable[[dict[str, Json], Limits], ApiRequest]
 Pieces = list[tuple[int, Piece]]  # (index of the completion, its next part)

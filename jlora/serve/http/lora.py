@@ -1,20 +1,44 @@
-"""vLLM's endpoints for adapters: load, unload, pin and unpin."""
+"""vLLM's endpoints for models and adapters: list, load, unload, pin and unpin."""
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from jlora import LoRARequest
 from jlora.errors import AdapterNotFoundError, AdapterUnavailableError, LoRAError, NoFreeSlotError
 from jlora.serve.engine.request import AdapterExistsError, EngineClosedError
 from jlora.serve.http.body import RequestFields, read_object
-from jlora.serve.http.errors import INTERNAL, INVALID_INPUT, NOT_FOUND, UNAVAILABLE, ApiError, invalid_input
+from jlora.serve.http.errors import (
+    INTERNAL,
+    INVALID_INPUT,
+    NOT_FOUND,
+    UNAVAILABLE,
+    ApiError,
+    invalid_input,
+    no_such_model,
+)
 from jlora.serve.http.log import log
 from jlora.serve.http.service import Service
 
 _LONGEST_PATH = 4096
+
+
+async def list_models(service: Service, request: Request) -> Response:
+    """Handle `GET /v1/models`: the base model under each of its names, and every adapter that requests may name."""
+    # On a thread, since listing thousands takes milliseconds and routers poll often.
+    return await service.work(lambda: JSONResponse({"object": "list", "data": list(_cards(service).values())}))
+
+
+async def show_model(service: Service, request: Request) -> Response:
+    """Handle `GET /v1/models/NAME`."""
+    name: str = request.path_params["name"]
+    card = (await service.work(lambda: _cards(service))).get(name)
+    if card is None:
+        raise no_such_model(name)
+    return JSONResponse(card)
 
 
 async def load_adapter(service: Service, request: Request) -> Response:
@@ -89,9 +113,7 @@ def _closed(why: str) -> ApiError:
 
 async def _read_name(service: Service, request: Request, *ignored: str) -> str:
     fields = RequestFields(await read_object(request, service.limits, INVALID_INPUT), INVALID_INPUT)
-    name = fields.text("lora_name", _LONGEST_PATH)
-    if name is None:
-        raise invalid_input("lora_name is missing", "lora_name")
+    name = fields.required("lora_name", _LONGEST_PATH)
     fields.ignore(ignored)
     fields.finish()
     return name
@@ -106,3 +128,38 @@ async def _change(service: Service, name: str, call: Callable[[], None]) -> None
         raise ApiError(404, NOT_FOUND, f"adapter {name!r:.200} is not loaded", "lora_name") from None
     except LoRAError as error:  # the change could not be saved
         raise ApiError(500, INTERNAL, str(error)) from None
+
+
+def _cards(service: Service) -> dict[str, dict[str, Any]]:
+    base, created = service.names[0], int(service.started)
+    cards = {name: _card(service, name, created, service.root, None) for name in service.names}
+    for name, known in service.engine.list_loras().items():
+        cards[name] = _card(service, name, known.created, known.path, known.parent or base)
+    return cards
+
+
+def _card(service: Service, name: str, created: int, root: str, parent: str | None) -> dict[str, Any]:
+    permission = {
+        "id": f"modelperm-{name}",
+        "object": "model_permission",
+        "created": created,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "jlora",
+        "root": root,
+        "parent": parent,
+        "max_model_len": service.max_model_len,
+        "permission": [permission],
+    }

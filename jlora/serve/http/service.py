@@ -4,21 +4,22 @@ import asyncio
 import hashlib
 import hmac
 import os
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from jlora import LoRAManager
 from jlora.serve.engine.engine import Engine
+from jlora.serve.engine.generation import Event
 from jlora.serve.http.adapters import Adapters
 from jlora.serve.http.body import Limits
 from jlora.serve.http.errors import UNAVAILABLE, ApiError
-from jlora.serve.http.loop_bridge import LoopBridge
+from jlora.serve.http.responses import TokenTexts
 from jlora.serve.http.template import ChatTemplate
-from jlora.serve.http.tokens import TokenTexts
 
 T = TypeVar("T")
 Phase = Literal["warming", "serving", "closing", "failed"]
@@ -47,6 +48,29 @@ class Keys:
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
+
+
+class LoopBridge:
+    """Delivers events of the engine's threads on an event loop, with one wake-up for all pending events."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.loop = loop
+        self._waiting: deque[tuple[Callable[[Event], None], Event]] = deque()
+        self._woken = False
+
+    def post(self, deliver: Callable[[Event], None], event: Event) -> None:
+        """Schedule `deliver(event)` on the loop. May be called from any thread, and never blocks."""
+        self._waiting.append((deliver, event))
+        if not self._woken:
+            self._woken = True
+            with suppress(RuntimeError):  # the loop has ended
+                self.loop.call_soon_threadsafe(self._empty)
+
+    def _empty(self) -> None:
+        self._woken = False  # cleared first, so that later events schedule another call
+        while self._waiting:
+            deliver, event = self._waiting.popleft()
+            deliver(event)
 
 
 @dataclass
@@ -89,12 +113,12 @@ class Service:
 
     def __post_init__(self):
         self.texts = TokenTexts(self.tokenizer)
-        # Loads may hang on a disk or a network, so they have threads of their own and never delay requests.
+        # Loads may hang on a disk or a network, so they have threads of their own and never delay requests. This bounds
+        # the threads that wait; the manager limits the loads.
         self._workers = ThreadPoolExecutor(4, thread_name_prefix="jlora-http")
         self._loaders = ThreadPoolExecutor(32, thread_name_prefix="jlora-http-load")
         self._bridge: LoopBridge | None = None
-        self._lock = threading.Lock()
-        self._calls = 0  # calls running on a thread
+        self._calls: set[Future[Any]] = set()  # queued or running on a thread
 
     @property
     def condition(self) -> Phase:
@@ -130,20 +154,13 @@ class Service:
         return await self._on(self._loaders, call)
 
     async def _on(self, pool: ThreadPoolExecutor, call: Callable[[], T]) -> T:
-        def counted() -> T:
-            with self._lock:
-                self._calls += 1
-            try:
-                return call()
-            finally:
-                with self._lock:
-                    self._calls -= 1
-
-        return await asyncio.get_running_loop().run_in_executor(pool, counted)
+        future = pool.submit(call)
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+        return await asyncio.wrap_future(future)
 
     def close(self) -> bool:
         """Refuse further calls without waiting for running ones. Returns False if some are running."""
         self._workers.shutdown(wait=False, cancel_futures=True)
         self._loaders.shutdown(wait=False, cancel_futures=True)
-        with self._lock:
-            return self._calls == 0
+        return not self._calls

@@ -167,7 +167,7 @@ def test_few_rows_do_not_wait_for_the_base():
     def run(base, x, a, b, ids, ranks, rows):
         base, x, ids = (jnp.resize(v, (rows, *v.shape[1:])) for v in (base, x, ids))
         plan = api.make_plan(ids, num_groups=4)
-        return api.add_lora(base, x, a, b, plan, slice_sizes=(40, 8), ranks=ranks, backend="triton")
+        return api.add_lora(base, x, a, b, plan, slice_sizes=(40, 8), ranks=with_scales(ranks), backend="triton")
 
     for rows, in_place in ((30, False), (triton.SEPARATE_ROWS, False), (triton.SEPARATE_ROWS + 1, True)):
         text = lowered_text(partial(run, rows=rows), (base, x, a, b, ids, ranks), "cuda")
@@ -219,7 +219,7 @@ def test_lowers_for_cuda(k, sizes, rows, rank, dtype):
 
     def run(base, x, a, b, ids, ranks):
         plan = api.make_plan(ids, num_groups=8, backend="triton")
-        return api.add_lora(base, x, a, b, plan, slice_sizes=sizes, ranks=ranks, backend="triton")
+        return api.add_lora(base, x, a, b, plan, slice_sizes=sizes, ranks=with_scales(ranks), backend="triton")
 
     text = lowered_text(run, args, "cuda")
     assert text.count("lora_shrink") > 0

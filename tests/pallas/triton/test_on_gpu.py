@@ -18,6 +18,7 @@ from jlora.pallas.tiles import too_large
 from jlora.pallas.triton import lora as triton
 from tests import oracle
 from tests.pallas.lowering import shared_memory
+from tests.pallas.scales import with_scales
 from tests.pallas.test_xla import close, problem
 
 pytestmark = [pytest.mark.device("gpu"), pytest.mark.skipif(platform() != "gpu", reason="compiled for an NVIDIA GPU")]
@@ -44,7 +45,7 @@ def test_values(rows, k, sizes, rank, groups, dtype):
     base, x, a, b, ids, ranks = problem(rows, rows, k, sizes, rank, groups, dtype=dtype)
     a = a * jnp.asarray(k**-0.5, dtype)  # h within float16's range of exact values
     plan = api.make_plan(ids, num_groups=groups)
-    run = dict(slice_sizes=sizes, ranks=ranks, backend="triton")
+    run = dict(slice_sizes=sizes, ranks=with_scales(ranks), backend="triton")
     got = add_lora(base * 0, x, a, b, plan, **run)
     want = oracle.lora_delta(x, ids, a, b, sizes)
     tolerance = {"bfloat16": 5e-3, "float16": 1e-3, "float32": 2e-6}[dtype]
@@ -62,7 +63,7 @@ def test_values(rows, k, sizes, rank, groups, dtype):
 def test_gradients():
     sizes = (40, 24)
     base, x, a, b, ids, ranks = problem(3, 50, 96, sizes, 16, 4)
-    plan = api.make_plan(ids, num_groups=4)
+    plan, ranks = api.make_plan(ids, num_groups=4), with_scales(ranks)
     weight = jnp.asarray(np.random.default_rng(0).normal(size=base.shape), jnp.float32)
 
     def loss(arrays, backend):
@@ -80,7 +81,7 @@ def test_vmap():
     bases, xs = jnp.stack([base, base + 1]), jnp.stack([x, 2 * x])
 
     def run(base, x):
-        return api.add_lora(base, x, a, b, plan, ranks=ranks, backend="triton")
+        return api.add_lora(base, x, a, b, plan, ranks=with_scales(ranks), backend="triton")
 
     for got, one_base, one_x in zip(jax.jit(jax.vmap(run))(bases, xs), bases, xs, strict=True):
         close(got, oracle.add_lora(one_base, one_x, ids, a, b), 2e-6)

@@ -4,15 +4,12 @@ import threading
 from types import SimpleNamespace
 
 from jlora.errors import LoRAError
-from jlora.serve import SamplingParams
-from jlora.serve.engine.detokenizer import Detokenizer
 from jlora.serve.engine.dispatch import Dispatcher
-from jlora.serve.engine.generation import Answer
 from jlora.serve.engine.metrics import EngineMetrics
 from jlora.serve.engine.request import EngineClosedError
 from jlora.serve.engine.scheduler import SlotUse
-from jlora.serve.engine.sequence import Sequence
 from tests.serve.client import until
+from tests.serve.conftest import sequence_of
 
 
 class Ends(list):
@@ -25,22 +22,17 @@ class Ends(list):
 def dispatcher_of(ends, **loras):
     """Return a dispatcher whose thread is not started. `loras` replaces methods of its idle adapters."""
     idle = {
-        "look": lambda waiting: {},
+        "look": lambda waiting, running: {},
         "all_pinned": lambda: None,
-        "slots": lambda: SlotUse(2, set(), set(), 0),
+        "slots": lambda running: SlotUse(2, set(), set(), 0),
         "loaded": lambda name: True,
-        "not_wanted": lambda name: None,
-        "num_held": 0,
+        "not_wanted": lambda sequence: None,
         **loras,
     }
     steps = SimpleNamespace(rows=2, chunk=8, capacity=16, close=lambda: None)
     counts = EngineMetrics(lambda name: True)
-    return Dispatcher(None, steps, SimpleNamespace(**idle), ends, counts, 8)
-
-
-def sequence(lora=None):
-    params, answer = SamplingParams(temperature=0), Answer(1, lambda: None)
-    return Sequence([1], params, 0, 1, frozenset(), lora, None, None, answer, Detokenizer(None, ()))
+    manager = SimpleNamespace(prepare=lambda names, timeout: fail(RuntimeError("on fire")))
+    return Dispatcher(manager, steps, SimpleNamespace(**idle), ends, counts, 8)
 
 
 def fail(error):
@@ -49,8 +41,8 @@ def fail(error):
 
 def test_failure_ends_waiting_requests():
     ends = Ends()
-    dispatcher = dispatcher_of(ends, look=lambda waiting: fail(RuntimeError("no memory")))
-    dispatcher.submit(sequence("a"))
+    dispatcher = dispatcher_of(ends, look=lambda waiting, running: fail(RuntimeError("no memory")))
+    dispatcher.submit(sequence_of("a"))
     dispatcher.thread.start()
     dispatcher.thread.join(30)
     ((lora, end),) = ends
@@ -61,7 +53,7 @@ def test_failure_ends_waiting_requests():
 def test_request_submitted_during_the_last_turn_ends():
     ends, inside, go = Ends(), threading.Event(), threading.Event()
 
-    def look(waiting):
+    def look(waiting, running):
         inside.set()
         assert go.wait(30)
         return {}
@@ -69,7 +61,7 @@ def test_request_submitted_during_the_last_turn_ends():
     dispatcher = dispatcher_of(ends, look=look)
     dispatcher.thread.start()
     assert inside.wait(30)
-    dispatcher.submit(sequence("a"))
+    dispatcher.submit(sequence_of("a"))
     dispatcher.stop()
     go.set()
     dispatcher.thread.join(30)
@@ -78,8 +70,8 @@ def test_request_submitted_during_the_last_turn_ends():
 
 def test_request_that_cannot_begin_ends_alone():
     ends = Ends()
-    dispatcher = dispatcher_of(ends, begin=lambda name: fail(RuntimeError("on fire")))
-    dispatcher.submit(sequence("a"))
+    dispatcher = dispatcher_of(ends)
+    dispatcher.submit(sequence_of("a"))
     dispatcher.thread.start()
     until(lambda: ends)
     dispatcher.stop()
@@ -94,7 +86,7 @@ def test_late_notification_wakes_idle_loop():
     """A wake-up just after a look leads to another one soon. An idle thread would sleep a second before each."""
     looks = []
 
-    def look(waiting):
+    def look(waiting, running):
         looks.append(waiting)
         if len(looks) < 300:
             dispatcher.wake()

@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import Future
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -33,7 +32,7 @@ from jlora.serve import (
 from jlora.serve.engine.loras import Loras
 from tests.records import evicted, slot_names
 from tests.serve.client import until
-from tests.serve.conftest import ADAPTERS, ROWS, request_of
+from tests.serve.conftest import ADAPTERS, ROWS, request_of, sequence_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
 LONG = SamplingParams(temperature=0, ignore_eos=True, max_tokens=40)
@@ -585,22 +584,23 @@ def test_load_without_room_is_retried_while_others_run(world):
     loads = []
     world.around.prefetch = lambda request: loads.append(Future()) or loads[-1]
     loras = Loras(world.around, lambda: None)
-    waiting = [SimpleNamespace(lora="late", request=request_of("late", "swap"))]
+    waiting = {sequence_of("late", request_of("late", "swap")): "late"}
+    for one in waiting:
+        loras.wanted(one)
 
     def loads_again(count):
-        assert loras.look(waiting) == {}
+        assert loras.look(waiting, running) == {}
         return len(loads) == count
 
-    held, batch = loras.begin("sort")
-    batch.close()
+    running = frozenset({("sort", 1)})
     until(lambda: loads_again(1))
     loads[0].set_exception(jlora.NoFreeSlotError("full"))
     until(lambda: loads_again(2))
     loads[1].set_exception(jlora.NoFreeSlotError("full"))
-    loras.end(held)
+    running = frozenset()
     until(lambda: loads_again(3))
     loads[2].set_exception(jlora.NoFreeSlotError("full"))
-    assert list(loras.look(waiting)) == ["late"]  # no sequence is left that could make room
+    assert list(loras.look(waiting, running)) == ["late"]  # no sequence is left that could make room
     assert len(loads) == 3
 
 
@@ -675,9 +675,9 @@ def test_pinning_does_not_list_all_adapters(world):
     world.around.list_adapters = list_some
     loras = Loras(world.around, lambda: None)
     loras.pin("sort")
-    assert loras.slots().running == {"sort"}
+    assert loras.slots(set()).running == {"sort"}
     loras.unpin("sort")
-    assert loras.slots().running == set()
+    assert loras.slots(set()).running == set()
 
 
 def test_adapter_unloaded_or_unpinned_during_its_pin_takes_no_slot(world):
@@ -691,7 +691,7 @@ def test_adapter_unloaded_or_unpinned_during_its_pin_takes_no_slot(world):
     for name in ("sort", "swap"):
         loras.pin(name)
     assert loras.all_pinned() is None
-    assert (loras.slots().taken, loras.slots().running) == (0, set())
+    assert (loras.slots(set()).taken, loras.slots(set()).running) == (0, set())
 
 
 def test_request_without_an_unpinned_slot_is_refused(world):

@@ -2,7 +2,6 @@
 
 from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import jlora
 from jlora.serve.engine.loras import Loras
 from tests.manager.tiny import MAX_RANK, MODULES, make_adapter, make_world
 from tests.records import on_host
-from tests.serve.conftest import Around
+from tests.serve.conftest import Around, sequence_of
 
 LOOKS = 30
 
@@ -26,12 +25,15 @@ class Desk:
 
     Attributes:
       loads: one future for each load that was started.
+      batches, running: batches and versions of the sequences that have begun.
     """
 
     def __init__(self, folder: Path, **sizes: int):
         self.folder = folder
         self.manager = make_world(max_loras=1, **sizes).manager
         self.loads: list[Future[bool]] = []
+        self.batches: list[jlora.LoRABatch] = []
+        self.running: set[Any] = set()
         around = Around(self.manager)
         around.prefetch = self.prefetch
         self.loras = Loras(around, lambda: None)  # type: ignore[arg-type]
@@ -44,22 +46,25 @@ class Desk:
         made(name).save_pretrained(self.folder / name)
         return jlora.LoRARequest(name, str(self.folder / name))
 
-    def begin(self, name: str) -> Any:
+    def begin(self, name: str) -> None:
         """Begin a sequence with an adapter on disk."""
         self.manager.add_adapter(self.request(name))
-        held, batch = self.loras.begin(name)
-        return held, batch
+        self.batches.append(self.manager.prepare([name]))
+        self.running.add((name, self.batches[-1].versions[0]))
 
     def look(self, *names: str) -> dict[str, jlora.LoRAError]:
         """Look many times, each after all loads have ended. Return the errors."""
-        waiting = [SimpleNamespace(lora=name, request=self.request(name)) for name in names]
+        waiting = {sequence_of(name, self.request(name)): name for name in names}
         failed: dict[str, jlora.LoRAError] = {}
         for one in waiting:
-            self.loras.wanted(one.request)
+            self.loras.wanted(one)
         for _ in range(LOOKS):
-            failed |= self.loras.look(one for one in waiting if one.lora not in failed)
+            left = {one: name for one, name in waiting.items() if name not in failed}
+            failed |= self.loras.look(left, frozenset(self.running))
             for load in self.loads:
                 load.exception(30)
+        for one in waiting:
+            self.loras.not_wanted(one)
         return failed
 
 
@@ -92,12 +97,12 @@ def test_loads_too_large_for_the_cache_end(tmp_path):
     size = desk.manager.stats().host_bytes
     desk = Desk(tmp_path, max_cpu_loras=8, max_cpu_bytes=3 * size)
     desk.manager.add_adapter(made("memory"))
-    held, batch = desk.begin("running")
+    desk.begin("running")
     assert desk.look("a", "b", "c") == {}
     assert len(desk.loads) <= 4
     assert "a" in on_host(desk.manager)
-    batch.close()
-    desk.loras.end(held)
+    desk.batches[0].close()
+    desk.running.clear()
     assert desk.look("b", "c") == {}
     assert "b" in on_host(desk.manager)
 

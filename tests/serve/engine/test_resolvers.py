@@ -16,14 +16,14 @@ from huggingface_hub.errors import RepositoryNotFoundError
 import jlora
 from jlora.errors import AdapterFormatError, AdapterNotFoundError, LoRAError
 from jlora.serve import EngineBusyError, RequestTimeoutError
+from jlora.serve.engine.loras import Loras
 from jlora.serve.engine.metrics import EngineMetrics
-from jlora.serve.engine.resolver_pool import ResolverPool, check_name
-from jlora.serve.engine.resolvers import in_order, of_folder, of_function, of_hub
+from jlora.serve.engine.resolvers import check_name, in_order, of_folder, of_function, of_hub
 from jlora.serve.http.adapters import Adapters, AllowedSources
 from jlora.serve.http.service import Service
 from tests.serve.client import ask as http
 from tests.serve.client import post, until
-from tests.serve.conftest import ADAPTERS, request_of, restored, started_world
+from tests.serve.conftest import ADAPTERS, request_of, restored, sequence_of, started_world
 from tests.serve.engine.test_engine import GREEDY, WORD
 
 RIGHT = {"sort": "aelnpt", "reverse": "tenalp", "swap": "lpnate", "shift": "qmbofu"}
@@ -373,17 +373,18 @@ def test_flood_of_unknown_names_is_bounded(many):
     def resolve(name):
         calls[name] += 1
 
-    pool = ResolverPool(resolve, 256, lambda: None, lambda sequence, error: ended.append(sequence))
+    manager = SimpleNamespace(list_adapters=lambda names: {})
+    loras = Loras(manager, lambda: None, resolve, 256, lambda sequence, error: ended.append(sequence))
     refused = 0
     for i in range(many):
         try:
-            pool.add(SimpleNamespace(lora=f"made-up-{i}", request=None, waits=True))
+            loras.wanted(sequence_of(f"made-up-{i}"))
         except EngineBusyError:
             refused += 1
         assert i + 1 - refused - len(ended) <= 256 + 8  # one more for each thread that is ending a request
     until(lambda: len(ended) == many - refused, 60)
     assert len(calls) == many - refused
-    until(lambda: not any(pool.under_way(name) for name in calls))
+    assert {str(one.lora) for one in ended} == set(calls)
 
 
 @MANY

@@ -1,9 +1,11 @@
 """The order of the queue, compared with a naive model under random arrivals, slots and loads."""
 
+from types import SimpleNamespace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jlora.serve.engine.scheduler import Queue, SlotUse, Waiting
+from jlora.serve.engine.scheduler import Queue, SlotUse
 
 NAMES = ["a", "b", "c", "d", None]
 
@@ -12,29 +14,38 @@ def slots(total=2, running=(), resident=(), taken=None):
     return SlotUse(total, set(running), {*running, *resident}, len(set(running)) if taken is None else taken)
 
 
+def request(lora, item):
+    return SimpleNamespace(lora=lora, item=item, passed=0)
+
+
 def queue(*loras, ratio=3):
     made = Queue(ratio)
     for i, lora in enumerate(loras):
-        made.add(Waiting(lora, i))
+        made.add(request(lora, i))
     return made
 
 
+def take(made, state, loaded=lambda name: True):
+    """Take the next request. Return its index; None if none can begin."""
+    if (one := made.next(state, loaded)) is None:
+        return None
+    made.take(one)
+    return one.item
+
+
 def drain(made, state, loaded=lambda name: True):
-    taken = []
-    while (one := made.take(state, loaded)) is not None:
-        taken.append(one.item)
-    return taken
+    return [*iter(lambda: take(made, state, loaded), None)]
 
 
 def test_order_of_arrival_by_default():
     assert drain(queue(None, None, None), slots()) == [0, 1, 2]
-    assert queue("a", "b").take(slots(), lambda name: True).item == 0
+    assert take(queue("a", "b"), slots()) == 0
 
 
 def test_request_without_slot_change_goes_first():
-    assert queue("a", "b", "c").take(slots(resident="b"), lambda name: True).item == 1
-    assert queue("a", None).take(slots(resident="b"), lambda name: True).item == 1
-    assert queue("a", "b", "c").take(slots(running="c"), lambda name: True).item == 2
+    assert take(queue("a", "b", "c"), slots(resident="b")) == 1
+    assert take(queue("a", None), slots(resident="b")) == 1
+    assert take(queue("a", "b", "c"), slots(running="c")) == 2
 
 
 def test_no_more_adapters_run_than_there_are_slots():
@@ -45,31 +56,31 @@ def test_no_more_adapters_run_than_there_are_slots():
 
 def test_pinned_adapters_and_older_versions_take_slots():
     made = queue("a", "b")
-    assert made.take(slots(total=2, running=["b"], taken=2), lambda name: True).item == 1
-    assert made.take(slots(total=2, running=["b"], taken=2), lambda name: True) is None
+    assert take(made, slots(total=2, running=["b"], taken=2)) == 1
+    assert take(made, slots(total=2, running=["b"], taken=2)) is None
 
 
 def test_loading_adapter_blocks_no_other_request():
     made = queue("a", *["b"] * 9, ratio=3)
     assert drain(made, slots(), loaded=lambda name: name != "a") == list(range(1, 10))
-    assert made.take(slots(), lambda name: True).item == 0
+    assert take(made, slots()) == 0
 
 
 def test_overtaken_request_blocks_later_ones_after_the_bound():
     made = queue("a", *["b"] * 9, ratio=3)
     busy = slots(total=1, running="b")
     assert drain(made, busy) == [1, 2, 3]
-    assert made.take(slots(total=1, resident="b"), lambda name: True).item == 0
+    assert take(made, slots(total=1, resident="b")) == 0
     assert drain(made, busy) == list(range(4, 10))
 
 
-def test_put_back_restores_the_queue():
+def test_removed_requests_have_overtaken_none():
     made = queue("a", "b", "c")
-    before = [(one.item, one.passed) for one in made]
-    one = made.take(slots(resident="b"), lambda name: True)
-    assert one.item == 1
-    made.put_back(one)
-    assert [(one.item, one.passed) for one in made] == before
+    first, second, _ = made
+    for _ in range(2):
+        made.remove(second)
+    assert [one.item for one in made] == [0, 2]
+    assert first.passed == 0
 
 
 @given(st.data())
@@ -77,13 +88,13 @@ def test_no_request_is_overtaken_more_often_than_the_bound(data):
     """Random arrivals, ends and loads. In the end every adapter is loaded and every sequence ends."""
     ratio, total = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
     made = Queue(ratio)
-    waiting: list[Waiting] = []  # the naive model, in order of arrival
+    waiting: list[SimpleNamespace] = []  # the naive model, in order of arrival
     running: list[str | None] = []
     overtaken: dict[int, int] = {}  # counted while its adapter was loaded
     for step in range(data.draw(st.integers(1, 60))):
         action = data.draw(st.sampled_from(["arrive", "arrive", "end", "take", "take"]))
         if action == "arrive":
-            one = Waiting(data.draw(st.sampled_from(NAMES)), step)
+            one = request(data.draw(st.sampled_from(NAMES)), step)
             made.add(one)
             waiting.append(one)
         elif action == "end" and running:
@@ -92,7 +103,7 @@ def test_no_request_is_overtaken_more_often_than_the_bound(data):
             loaded = data.draw(st.sets(st.sampled_from(["a", "b", "c", "d"])))
             names = {name for name in running if name is not None}
             resident = set(sorted(data.draw(st.sets(st.sampled_from("abcd"), max_size=total)) | names)) | names
-            one = made.take(slots(total, names, resident), loaded.__contains__)
+            one = made.next(slots(total, names, resident), loaded.__contains__)
             eligible = [w for w in waiting if w.lora is None or w.lora in loaded]
             admissible = [w for w in eligible if w.lora is None or w.lora in names or len(names) < total]
             overdue = [w for w in eligible if w.passed >= ratio]
@@ -100,6 +111,7 @@ def test_no_request_is_overtaken_more_often_than_the_bound(data):
                 assert not admissible or (overdue and waiting.index(overdue[0]) < waiting.index(admissible[0]))
                 continue
             assert one in admissible
+            made.take(one)
             for earlier in waiting[: waiting.index(one)]:
                 overtaken[earlier.item] = overtaken.get(earlier.item, 0) + 1
                 if earlier in eligible:
@@ -109,5 +121,5 @@ def test_no_request_is_overtaken_more_often_than_the_bound(data):
             assert len({name for name in running if name is not None}) <= total
         assert [w.item for w in made] == [w.item for w in waiting]
     for _ in range(len(waiting)):  # all are loaded and no slot is taken
-        assert made.take(slots(total), lambda name: True) is not None
+        assert take(made, slots(total)) is not None
     assert len(made) == 0

@@ -6,8 +6,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jlora.errors import LoRAError, LoRAUsageError
+from jlora.serve.http.responses import TokenTexts
 from jlora.serve.http.template import ChatTemplate, load_template
-from jlora.serve.http.tokens import TokenTexts
 
 HI = [{"role": "user", "content": "hi"}]
 CHATML = (

@@ -4,7 +4,7 @@ import asyncio
 import threading
 
 from jlora.serve.engine.request import Piece
-from jlora.serve.http.loop_bridge import LoopBridge
+from jlora.serve.http.service import LoopBridge
 
 
 def test_events_of_each_thread_arrive_in_order():

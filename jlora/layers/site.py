@@ -330,8 +330,7 @@ class ModelSites:
       names: names of all modules of the model that a configuration can use.
       sharding: the sharding of one site. All sites have the same mesh and data axes. None off meshes.
       device: the device chosen for a model off meshes, or None.
-      adapters: the most adapters of a sequence.
-      scaled: True if batches hold a factor for each adapter of a sequence.
+      adapters: the most adapters of a sequence, each with a factor; None for a single one without factors.
       activated: True if batches hold the first active row of each sequence.
       groups: the declared row groups, without those of the batch's own sequences.
       intercepted: True if qwix had quantized the model when it was wrapped.
@@ -341,8 +340,7 @@ class ModelSites:
     names: frozenset[str] = field(repr=False)
     sharding: KernelSharding | None
     device: Device | None
-    adapters: int = 1
-    scaled: bool = False
+    adapters: int | None = None
     activated: bool = False
     groups: frozenset[str] = frozenset()
     intercepted: bool = False

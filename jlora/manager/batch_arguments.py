@@ -1,6 +1,6 @@
 """The checked arguments of `prepare`, and `Scaled` and `Mix`, which describe the adapters of one sequence."""
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
@@ -9,8 +9,7 @@ import numpy as np
 
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import LoRAUsageError
-from jlora.layers.forward.batch_shape import BatchShape, FirstRows, batch_shape
-from jlora.layers.forward.row_groups import Items
+from jlora.layers.forward.batch_shape import BatchShape
 from jlora.manager.casting import fits_float32
 from jlora.manager.leases import AdapterHandle
 from jlora.manager.packed_adapter import PackedAdapter
@@ -144,20 +143,11 @@ def _key(name: Given | None) -> Hashable:
     return name
 
 
-def read_arguments(
-    names: Sequence[Given | None],
-    token_counts: Sequence[int] | None,
-    pad_to: int | None,
-    length: int | None,
-    active_from: FirstRows | None,
-    items: Mapping[str, Items] | None,
-    config: LoRAConfig,
-    known: Collection[str],
-) -> BatchArguments:
-    """Check the arguments of `prepare`, which may have items of the `known` row groups.
+def checked_names(names: Sequence[Given | None], config: LoRAConfig) -> tuple[Given | None, ...]:
+    """Return the `names` of `prepare`.
 
     Raises:
-      LoRAUsageError: an argument has the wrong type, arguments disagree, or `config` does not serve them.
+      LoRAUsageError: they have the wrong type, or `config` does not serve them.
     """
     # Sets have no order, generators cannot be read twice, and a string would be split into letters.
     if isinstance(names, str | bytes) or not isinstance(names, Sequence | np.ndarray):
@@ -173,10 +163,7 @@ def read_arguments(
             )
         if isinstance(name, AdapterHandle) and name.packed is None:
             raise LoRAUsageError(f"prepare: {name!r} is closed")
-    if active_from is not None and not config.activated:
-        raise LoRAUsageError("prepare: active_from needs LoRAConfig(activated=True)")
-    shape = batch_shape(len(names), token_counts, pad_to, length, active_from, items, known)
-    return BatchArguments(tuple(names), shape)
+    return tuple(names)
 
 
 def _check_served(name: Scaled | Mix, config: LoRAConfig) -> None:

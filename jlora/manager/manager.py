@@ -23,14 +23,14 @@ from jlora.adapters import Adapter
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterInUseError, LoRAError, LoRAUsageError
 from jlora.layers.forward.batch import LoRABatch
-from jlora.layers.forward.batch_shape import FirstRows, shape_of_all
+from jlora.layers.forward.batch_shape import FirstRows, batch_shape, shape_of_all
 from jlora.layers.forward.context import staged
 from jlora.layers.forward.row_groups import Items
 from jlora.layers.site import SlotParam
 from jlora.layers.wrap.apply import wrap_model
 from jlora.layers.wrap.select import PackedModules
 from jlora.layers.wrap.wrapped import LayerInfo, WrappedModel
-from jlora.manager.batch_arguments import Given, given, read_arguments
+from jlora.manager.batch_arguments import BatchArguments, Given, checked_names, given
 from jlora.manager.export import export
 from jlora.manager.host import Host
 from jlora.manager.host_cache import HostCache
@@ -658,8 +658,9 @@ class LoRAManager:
           AdapterNotFoundError, AdapterFormatError, AdapterMismatchError: a request could not be loaded.
         """
         self._check_call("prepare", waits=True)
-        known = self._wrapped.sites.groups
-        args = read_arguments(names, token_counts, pad_to, length, active_from, items, self.config, known)
+        checked, sites = checked_names(names, self.config), self._wrapped.sites
+        shape = batch_shape(len(checked), token_counts, pad_to, length, active_from, items, sites)
+        args = BatchArguments(checked, shape)
         deadline = self._deadline(timeout).at
         with self._coordinator.turn("prepare"):
             return self._batches.prepare(args, deadline)

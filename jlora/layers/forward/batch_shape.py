@@ -1,6 +1,6 @@
 """The rows of a batch: the number of sequences, and the rows of each."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -88,13 +88,16 @@ def batch_shape(
     length: int | None,
     active_from: FirstRows | None,
     items: Mapping[str, Items] | None,
-    known: Collection[str],
+    sites: ModelSites,
 ) -> BatchShape:
     """Check the shape arguments of `LoRAManager.prepare` and return them as a `BatchShape`.
 
     Raises:
-      LoRAUsageError: a value has the wrong type or sign, the values disagree, or a row group is not among the `known`.
+      LoRAUsageError: a value has the wrong type or sign, the values disagree, or `sites` have no such row group or no
+        first active rows.
     """
+    if active_from is not None and not sites.activated:
+        raise LoRAUsageError("prepare: active_from needs LoRAConfig(activated=True)")
     if num_sequences < 1:
         raise LoRAUsageError("prepare needs at least one sequence")
     counts = None if token_counts is None else integers("prepare: token_counts", token_counts)
@@ -103,7 +106,7 @@ def batch_shape(
         if counts is not None:
             raise LoRAUsageError("prepare: length is for rows that are not packed; packed rows have token_counts")
         length = checked_length("prepare: length", length)
-    checked = checked_items(items, num_sequences, known)
+    checked = checked_items(items, num_sequences, sites.groups)
     first = None
     if active_from is not None:
         if length is None and counts is None:
@@ -127,7 +130,7 @@ def shape_of_all(
     """
     counted = sites.activated and (token_counts, length) != (None, None)
     first = [0] * num_sequences if counted else None
-    return batch_shape(num_sequences, token_counts, pad_to, length, first, items, sites.groups)
+    return batch_shape(num_sequences, token_counts, pad_to, length, first, items, sites)
 
 
 def checked_length(option: str, length: Any) -> int:

@@ -46,7 +46,7 @@ class AdapterInUseError(LoRAError):
 
 
 class LoadTimeoutError(LoRAError, TimeoutError):
-    """An adapter was not loaded within the timeout of the call."""
+    """An adapter was not loaded, or copied from the slot that another needs, within the timeout. Repeat the call."""
 
 
 class NoFreeSlotError(LoRAError):

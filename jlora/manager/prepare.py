@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import jax
 
 from jlora.config import LoRAConfig, LoRARequest
-from jlora.errors import AdapterMismatchError, LoRAUsageError, NoFreeSlotError
+from jlora.errors import AdapterMismatchError, LoadTimeoutError, LoRAUsageError, NoFreeSlotError
 from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.forward.batch_shape import BatchShape
 from jlora.layers.forward.lease import Lease, ServedParts
@@ -143,10 +143,13 @@ class Batches:
                     loads = self._missing(args, reloaded, ticket)
                     self._host.wait(loads, deadline)
                     continue
-                except NoFreeSlotError:  # no room now, or another call took it during the loads
+                except NoFreeSlotError as error:  # no room now, or another call took it during the loads
                     reloaded.difference_update(load.request for load in loads if load.error is not None)
-                    if not (self._lined_up(ticket) or (deadline is None and self._slots.copying)):
-                        raise
+                    if not self._lined_up(ticket):
+                        if not self._slots.copying:
+                            raise
+                        if deadline is not None:
+                            raise LoadTimeoutError(f"an adapter is being copied from its slot: {error}") from error
                 self._changed.wait(seen, deadline)
         finally:
             if ticket in self._queue:

@@ -493,6 +493,8 @@ def test_prepare_waits_until_an_update_is_copied_back(copy_back, how):
     load(world, "b")
     world.manager.activate_adapter("a")
     new = updated_on_device(world, "a", 3)
+    with pytest.raises(jlora.LoadTimeoutError, match="being copied from its slot"):
+        world.manager.prepare(["b", None, None], timeout=0)  # does not wait, but may be repeated
     with ThreadPoolExecutor() as pool:
         call = {"prepare": lambda: world.manager.prepare(["b", None, None]).close()}.get(
             how, lambda: world.manager.activate_adapter("b")

@@ -22,8 +22,8 @@ class RowLayout:
       space: the row space.
       shape: shape of the axes before the features.
       positions: 0 if the rows are packed rows, or if a map indexes those. Else the rows of each entry among the rows,
-        or among those that a map indexes, that are told apart: 1 if all of them take the same adapters, or if there is
-        only the last row of each entry.
+        or among those that a map indexes, that may take different adapters: 1 if all take the same, or if only the last
+        row of each entry is among them.
       repeats: consecutive rows of each entry; 1 for packed rows and with a map.
       row_map: the map of the rows; None if they are in the order of the space.
       length: L if the rows are [B, L, features]; else None.

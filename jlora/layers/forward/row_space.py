@@ -50,7 +50,7 @@ class RowSpace:
       first: int32 [entries], the first of the `length` rows of each entry that takes its adapters; None if all rows do,
         and for packed rows, whose slots hold it.
       length: rows of each entry, if declared.
-      differ: True if rows of one entry may take different adapters, so that layers must tell them apart.
+      differ: True if rows of one entry may take different adapters, so that layers must distinguish them.
       one_each: True if row b is the only row of entry b, so that [T, features] and [B, features] of one shape are the
         same rows.
     """

@@ -16,7 +16,7 @@ from jlora.errors import AdapterMismatchError, LoadTimeoutError, LoRAUsageError,
 from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.forward.batch_shape import BatchShape
 from jlora.layers.forward.lease import Lease, ServedParts
-from jlora.layers.forward.make_batch import make_batch, renewed
+from jlora.layers.forward.make_batch import Entry, make_batch, renewed
 from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.manager.batch_arguments import BatchArguments, Name, check_adapters
 from jlora.manager.host import Host
@@ -350,14 +350,16 @@ class Batches:
         for packed in served.values():
             self._check_served(packed)  # `verify` may have changed `unserved` since
         none, writes = self._config.max_loras, self._slots.pool.writes
-        index = {given: i for i, given in enumerate(args.parts)}
-        entries, parts = [], {}
-        for given, own in args.parts.items():
+        order = {given: i for i, given in enumerate(args.parts)}
+        index = [order[name] for name in args.names]
+        entries: list[Entry] = []
+        parts: list[ServedParts] = []
+        for own in args.parts.values():
             entries.append([(slot_of[name], writes[slot_of[name]], scale) for name, scale in own])
-            parts[given] = tuple([(served[name].name, served[name].version, scale) for name, scale in own])
-        lease = self._lease(served.values(), [parts[name] for name in args.names], args.shape)
-        of_sequences, unserved = [index[name] for name in args.names], self._wrapped.unserved.sites
-        batch = make_batch(entries, of_sequences, args.shape, self._wrapped.sites, lease, none=none, unserved=unserved)
+            parts.append(tuple([(served[name].name, served[name].version, scale) for name, scale in own]))
+        lease = self._lease(served.values(), [parts[i] for i in index], args.shape)
+        sites, unserved = self._wrapped.sites, self._wrapped.unserved.sites
+        batch = make_batch(entries, index, args.shape, sites, lease, none=none, unserved=unserved)
         if not any(isinstance(name, LoRARequest) and name.load_inplace for name in served):
             closed = Lease((), lease.parts, 0, shape=args.shape)
             closed.close()

@@ -39,10 +39,10 @@ def make_batch(
       unserved: the sites that serve no adapter.
     """
     padded = [[*entry, *[(none, 0, 1.0)] * ((sites.adapters or 1) - len(entry))] for entry in entries]
-    slots, stamps, scales = np.array(padded).transpose(2, 1, 0)[:, :, index]
-    slots, stamps = slots.astype(np.int32, "C"), stamps.astype(np.int32, "C")
-    of_scales = None if sites.adapters is None else scales.astype(np.float32, "C")
-    spaces = fill_spaces(shape, slots, stamps, of_scales, none=none, one_each=not sites.rows_declared)
+    values = np.array(padded).transpose(2, 1, 0)[:, :, index]
+    slots, stamps = values[:2].astype(np.int32, "C")
+    scales = None if sites.adapters is None else values[2].astype(np.float32, "C")
+    spaces = fill_spaces(shape, slots, stamps, scales, none=none, one_each=not sites.rows_declared)
     own, undecided = weakref.ref(lease), lease.needs_first_rows
     layout = Layout(sites, shape.num_sequences, unserved, undecided=undecided, lease=own)
     return LoRABatch(placed(spaces, sites), layout, lease)

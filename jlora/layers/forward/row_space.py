@@ -76,9 +76,9 @@ class RowSpace:
 
 def placed(tree: Any, sites: ModelSites) -> Any:
     """Return a tree of arrays on the device, or replicated over the mesh, so that each shard slices its own rows."""
-    arrays = jax.tree.leaves(tree)
+    arrays, structure = cast("tuple[list[Any], Any]", jax.tree.flatten(tree))
     if sites.sharding is None:
         arrays = [to_device(array, sites.device) for array in arrays]
     else:
         arrays = put(arrays, [sites.sharding.whole] * len(arrays))
-    return jax.tree.unflatten(cast("Any", jax.tree.structure(tree)), arrays)
+    return jax.tree.unflatten(structure, arrays)

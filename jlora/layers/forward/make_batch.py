@@ -39,7 +39,7 @@ def make_batch(
       unserved: the sites that serve no adapter.
     """
     padded = [[*entry, *[(none, 0, 1.0)] * ((sites.adapters or 1) - len(entry))] for entry in entries]
-    values = np.array(padded).transpose(2, 1, 0)[:, :, index]
+    values = np.array(padded).take(index, 0).transpose(2, 1, 0)
     slots, stamps = values[:2].astype(np.int32, "C")
     scales = None if sites.adapters is None else values[2].astype(np.float32, "C")
     spaces = fill_spaces(shape, slots, stamps, scales, none=none, one_each=not sites.rows_declared)
@@ -67,17 +67,11 @@ def fill_spaces(
       none: the slot of rows without an adapter.
       one_each: True if a packed batch of one row a sequence needs no table of rows.
     """
-
-    def table_of(owners: Int[np.ndarray, "rows"]) -> Table:
-        """Return the adapters of rows that belong to these sequences, or to none if -1."""
-        of_scales = None if scales is None else tuple(np.where(owners < 0, np.float32(1), scales[:, owners]))
-        return Table(tuple(np.where(owners < 0, np.int32(none), slots[:, owners])), of_scales)
-
     spaces: dict[str, RowSpace] = {}
     for group, items in shape.items:
-        spaces[group] = RowSpace(table_of(items.row_owners()), one_each=items.counts is not None)
+        spaces[group] = RowSpace(_table_of(items.row_owners(), slots, scales, none), one_each=items.counts is not None)
     owners, one_each = shape.row_owners(), one_each and shape.one_each
-    rows = None if owners is None or one_each else table_of(owners)
+    rows = None if owners is None or one_each else _table_of(owners, slots, scales, none)
     if (active := shape.last_active()) is not None:  # a packed sequence has the slot of its last row
         slots, stamps = np.where(active, slots, np.int32(none)), np.where(active, stamps, np.int32(0))
     spaces[SEQUENCES] = RowSpace(
@@ -90,6 +84,17 @@ def fill_spaces(
         one_each=one_each,
     )
     return spaces
+
+
+def _table_of(
+    owners: Int[np.ndarray, "rows"],
+    slots: Int[np.ndarray, "k B"],
+    scales: Float[np.ndarray, "k B"] | None,
+    none: int,
+) -> Table:
+    """Return the adapters of rows that belong to these sequences, or to none if -1."""
+    of_scales = None if scales is None else tuple(np.where(owners < 0, np.float32(1), scales[:, owners]))
+    return Table(tuple(np.where(owners < 0, np.int32(none), slots[:, owners])), of_scales)
 
 
 def renewed(batch: LoRABatch, lease: Lease) -> LoRABatch:

@@ -126,7 +126,7 @@ class Part:
 
 
 def signals(part: Part, seed: int, times: int) -> None:
-    """Interrupt a script, asyncio tasks and a pytest test by real signals, each in its own process."""
+    """Interrupt a script and asyncio tasks by real signals, each in its own process."""
     for how in HOW:
         part.alive = time.monotonic() + 3 * times
         try:

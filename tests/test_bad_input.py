@@ -251,9 +251,6 @@ DAMAGED = {
     # JSON
     "empty config": (config(""), FORMAT, CONFIG, "is not JSON"),
     "cut config": (config('{"peft_type": "LORA", "r'), FORMAT, CONFIG, "is not JSON"),
-    "config is not UTF-8": (config(b'{"peft_type": "\xff"}'), FORMAT, CONFIG, "is not JSON"),
-    "config too deep": (config("[" * 100_000), FORMAT, CONFIG, "is not JSON"),
-    "lone surrogate": (config(r'{"peft_type": "LORA", "revision": "\ud800"}'), FORMAT, CONFIG, "is not JSON", "ud800"),
     "nested repeats": (
         fields(target_modules="(" * 16 + ".+" + ")+" * 16 + "b"), MISMATCH, WEIGHTS,
         "does not target",
@@ -263,33 +260,9 @@ DAMAGED = {
         "field 'rank_pattern', key '(?=.*(?=.*", "not served",
     ),
     "config is a list": (config("[]"), FORMAT, CONFIG, "must hold a JSON object, found a list"),
-    "config is a string": (config('"LORA"'), FORMAT, CONFIG, "must hold a JSON object, found a string"),
-    "config is a number": (config("8"), FORMAT, CONFIG, "must hold a JSON object, found a number"),
-    "config is null": (config("null"), FORMAT, CONFIG, "must hold a JSON object, found null"),
     "config is empty": (config("{}"), FORMAT, CONFIG, "'peft_type'", '"LORA"'),
-    "field twice": (config('{"r": 1, "r": 2}'), FORMAT, CONFIG, "'r' is given twice"),
-    **{
-        f"rank {value!r}": (fields(r=value), FORMAT, CONFIG, "field 'r' must be a positive integer", f"found {value!r}")
-        for value in ("4", "", -1, 0, 4.0, True, None, [4], {"q_proj": 4})
-    },
-    **{
-        f"rank pattern {value!r}": (
-            fields(rank_pattern={"q_proj": value}), FORMAT, CONFIG,
-            "field 'rank_pattern', key 'q_proj' must be a positive integer", f"found {value!r}",
-        )
-        for value in ("4", -3, 0, None)
-    },
-    "rank patterns in a list": (fields(rank_pattern=[4]), FORMAT, CONFIG, "'rank_pattern' must be an object"),
-    "rank pattern that is none": (fields(rank_pattern={"(": 4}), FORMAT, "'rank_pattern'", "not a regular expression"),
+    "rank 0": (fields(r=0), FORMAT, CONFIG, "field 'r' must be a positive integer", "found 0"),
     "alpha NaN": (fields(lora_alpha=float("nan")), FORMAT, CONFIG, "NaN, which is not a JSON number"),
-    "alpha Infinity": (fields(lora_alpha=float("inf")), FORMAT, CONFIG, "Infinity, which is not a JSON number"),
-    "alpha 1e400": (config('{"peft_type": "LORA", "lora_alpha": 1e400, "target_modules": ["q_proj"]}'), FORMAT,
-                    CONFIG, "field 'lora_alpha' must be a finite number, found inf"),
-    "alpha 'NaN'": (fields(lora_alpha="NaN"), FORMAT, CONFIG, "field 'lora_alpha' must be a finite number", "'NaN'"),
-    "alpha null": (fields(lora_alpha=None), FORMAT, CONFIG, "field 'lora_alpha' must be a finite number, found None"),
-    "alpha pattern NaN": (fields(alpha_pattern={"q_proj": float("nan")}), FORMAT, CONFIG, "NaN, which is not"),
-    "alpha pattern '8'": (fields(alpha_pattern={"q_proj": "8"}), FORMAT, CONFIG,
-                          "field 'alpha_pattern', key 'q_proj' must be a finite number, found '8'"),
     # tensors
     "A without B": (rewrite(lambda t: t.pop(B)), FORMAT, WEIGHTS, Q, "expected one A and one B"),
     "B without A": (rewrite(lambda t: t.pop(A)), FORMAT, WEIGHTS, Q, "expected one A and one B"),
@@ -407,22 +380,16 @@ def swapped(name, make):
 # case -> (folder -> requested path, error, text of the message)
 PATHS = {
     "missing": (lambda folder: folder / "nowhere", jlora.AdapterNotFoundError, "nowhere", "does not exist"),
-    "missing above": (lambda folder: folder / ".." / "x", jlora.AdapterNotFoundError, "..", "does not exist"),
-    "missing home": (lambda folder: "~nobody-of-that-name/x", jlora.AdapterNotFoundError, "~nobody-of-that-name/x"),
-    "with a null": (lambda folder: f"{folder}\0/x", jlora.AdapterNotFoundError, "does not exist"),
     "weights file": (lambda folder: folder / WEIGHTS, FORMAT, WEIGHTS, "is a file; expected the folder"),
     "below a file": (lambda folder: folder / WEIGHTS / "x", jlora.AdapterNotFoundError, "does not exist"),
     "empty folder": (lambda folder: folder.parent, FORMAT, CONFIG, "is missing"),
     "no config": (swapped(CONFIG, lambda file: None), FORMAT, CONFIG, "is missing"),
     "no weights": (swapped(WEIGHTS, lambda file: None), FORMAT, WEIGHTS, "is missing"),
-    "config is a folder": (swapped(CONFIG, os.mkdir), FORMAT, CONFIG, "is not a regular file"),
-    "weights are a folder": (swapped(WEIGHTS, os.mkdir), FORMAT, WEIGHTS, "is not a regular file"),
     "weights are a pipe": (swapped(WEIGHTS, os.mkfifo), FORMAT, WEIGHTS, "is not a regular file"),
     "weights are a device": (swapped(WEIGHTS, lambda file: os.symlink("/dev/zero", file)), FORMAT, WEIGHTS, "outside"),
     "config climbs out": (outside(CONFIG), FORMAT, CONFIG, "outside the adapter folder"),
     "weights climb out": (outside(WEIGHTS), FORMAT, WEIGHTS, "outside the adapter folder"),
     "dangling link": (swapped(WEIGHTS, lambda file: os.symlink("gone", file)), FORMAT, WEIGHTS, "is missing"),
-    "link to itself": (swapped(WEIGHTS, lambda file: os.symlink(WEIGHTS, file)), FORMAT, WEIGHTS, "cannot be opened"),
     "a pickle": (
         swapped(WEIGHTS, lambda file: (file.parent / "adapter_model.bin").write_bytes(b"\x80\x04.")),
         FORMAT, "adapter_model.bin", "never opened",
@@ -442,7 +409,7 @@ def test_paths(world, tmp_path, case):
 
 
 def sound(name):
-    return jlora.Adapter(name=name, modules={Q: module()})
+    return jlora.Adapter.from_arrays(name, {Q: (np.ones((4, WIDTH), "f4"), np.ones((WIDTH, 4), "f4"))}, alpha=8)
 
 
 ARGUMENTS = {
@@ -538,36 +505,6 @@ def test_rows_that_token_counts_do_not_match(world, rows):
         with pytest.raises(jlora.LoRAError, match=rf"\({rows},\) fit no layout .* 9 packed tokens"):
             project(world.model, jnp.ones((rows, INNER)), batch)
     world.check_all()
-
-
-# ---- adapters made in memory
-
-
-def module(rank=4, inputs=WIDTH, outputs=WIDTH, scaling=2.0, kind="linear"):
-    a, b = np.ones((rank, inputs), np.float32), np.ones((outputs, rank), np.float32)
-    return jlora.ModuleLoRA(a=a, b=b, kind=kind, alpha=8.0, scaling=scaling)
-
-
-MEMORY = {
-    "nothing in it": ({}, "brings no LoRA weights"),
-    "scaling NaN": ({Q: module(scaling=float("nan"))}, Q, "scaling must be a finite float32, found nan"),
-    "scaling infinite": ({Q: module(scaling=float("inf"))}, Q, "scaling must be a finite float32, found inf"),
-    "inputs": ({Q: module(inputs=15)}, Q, "(4, 15)", "(4, 16)"),
-    "outputs": ({V: module(outputs=16)}, V, "(16, 4)", "(8, 4)"),
-    "rank": ({Q: module(), V: module(rank=9, outputs=8)}, V, "rank 9", "max_lora_rank=8"),
-    "unknown module": ({Q: module(), "model.layers.2.self_attn.q_proj": module()}, "model.layers.2.self_attn.q_proj"),
-    "part of a name": ({"self_attn.q_proj": module()}, "no module 'self_attn.q_proj'"),
-    "wrong kind": ({Q: module(kind="embedding")}, Q, "takes linear weights, and these are embedding weights"),
-    "one slice twice": (
-        {Q: module(), "model.layers.0.self_attn.qkv_proj": module(outputs=32)}, Q, "slice 0", "which",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", MEMORY)
-def test_adapters_in_memory(world, case):
-    modules, *fragments = MEMORY[case]
-    world.refused(jlora.Adapter(name="bad", modules=modules), MISMATCH, *fragments)
 
 
 # ---- bad values in well-formed files

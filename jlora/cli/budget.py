@@ -149,10 +149,11 @@ def _on_one_device(shape: tuple[int, ...], sharding: Any, itemsize: int) -> int:
 
 
 def stored_dtype(folder: Path) -> str:
-    """Return the dtype in a checkpoint's config.json, or "float32"."""
+    """Return the dtype in a checkpoint's config.json, which may be in its text_config, or "float32"."""
     try:
         raw = json.loads((folder / "config.json").read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
         return "float32"  # the error is raised when the model is read
-    found = raw.get("dtype") or raw.get("torch_dtype") if isinstance(raw, dict) else None
-    return found if found in ("float32", "bfloat16", "float16") else "float32"
+    parts = [part for part in (raw, raw.get("text_config")) if isinstance(part, dict)] if isinstance(raw, dict) else []
+    found = [part.get(name) for part in parts for name in ("dtype", "torch_dtype")]
+    return next((dtype for dtype in found if dtype in ("float32", "bfloat16", "float16")), "float32")

@@ -80,7 +80,9 @@ class SiteIndex:
             if pattern.search(name):
                 name = pattern.sub(replacement, name)
                 break
-        return ".".join(self._aliases.get(part, part) for part in name.split(".")) if self._aliases else name
+        if not self._aliases:
+            return name
+        return ".".join(filter(None, (self._aliases.get(part, part) for part in name.split("."))))
 
     def read_as(self, where: str, names: Collection[tuple[str, str]], task_type: str | None) -> "SiteIndex":
         """Return the index that finds all names of an adapter.

@@ -1,4 +1,4 @@
-"""Reference decoder for Llama, Mistral, Mixtral, Qwen2, Qwen3, their MoE forms and gpt-oss, and a generation loop."""
+"""Reference decoder for Llama, Mistral, Mixtral, Qwen2, Qwen3, Gemma 3, gpt-oss and MoE forms; a generation loop."""
 
 from jlora.models.checkpoint import LoadProgress as LoadProgress
 from jlora.models.checkpoint import from_pretrained as from_pretrained

@@ -133,8 +133,8 @@ class Attention(nnx.Module):
             quantization=config.quantization,
         )
         if config.qk_norm:
-            self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype, partition)
-            self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype, partition)
+            self.q_norm = RMSNorm(head_dim, config, dtype, partition)
+            self.k_norm = RMSNorm(head_dim, config, dtype, partition)
         if config.sinks:
             zeros = jnp.zeros((heads,), dtype, device=partition.sharding("tensor"))
             self.sinks = nnx.Param(zeros, **partition.metadata("tensor"))
@@ -170,7 +170,10 @@ class Attention(nnx.Module):
         )
         if config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, *rotation), rotate(k, *rotation)
+        cos, sin = rotation
+        # Attention divides by the square root of head_dim. The rotation is in float32, so no rounding is added.
+        factor = (config.head_dim / (config.query_pre_attn_scalar or config.head_dim)) ** 0.5
+        q, k = rotate(q, factor * cos, factor * sin), rotate(k, cos, sin)
         sinks = self.sinks[...] if config.sinks else None
         if cache is not None:
             cache = LayerCache(_write(cache.keys, positions, k), _write(cache.values, positions, v))

@@ -29,6 +29,8 @@ from jlora.models.partition import Dispatch
 from jlora.models.quantized import Tops, float_of, read_quantized
 from jlora.models.rope import frequencies
 
+_OTHER_PARTS = {"vision_tower", "multi_modal_projector"}  # of a multimodal checkpoint, beside `language_model`
+
 
 @dataclass(frozen=True)
 class LoadProgress:
@@ -55,8 +57,9 @@ def from_pretrained(
     quantize: Quantize | None = None,
     progress: Callable[[LoadProgress], None] | None = None,
 ) -> Decoder:
-    """Load a Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE or gpt-oss checkpoint.
+    """Load a Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE, Gemma 3 or gpt-oss checkpoint.
 
+    Of a multimodal Gemma 3, the text model is loaded.
     `architectures` of its configuration says whether it is a language model, a sequence classifier or the trunk alone.
     Experts may be stored one by one or all in one tensor. Experts in mxfp4 are converted to `dtype`. The files are
     memory-mapped, and one parameter at a time is moved to the device. On a mesh, one shard at a time is moved to the
@@ -149,7 +152,8 @@ def read_weight(path: str | Path, module: str, revision: str | None = None) -> n
 def _config(folder: Path) -> DecoderConfig:
     config = read_config(folder / CONFIG)
     try:
-        frequencies(config.rope, config.head_dim)
+        for rope in filter(None, (config.rope, config.local_rope)):
+            frequencies(rope, config.head_dim)
     except ModelError as error:
         raise ModelError(f"{folder / 'config.json'}: {error}") from error
     return config
@@ -196,6 +200,7 @@ def _open(folder: Path, config: DecoderConfig, stack: contextlib.ExitStack) -> d
             )
         float8 = _Float8File(folder / file)
         tensors |= {name: (opened, name, float8) for name in names}
+    tensors = _of_text_model(tensors, folder)
     # Files saved from the bare trunk lack the prefix. Old files hold rotary tables, which follow from the
     # configuration.
     if not any(name.startswith("model.") for name in tensors):
@@ -210,6 +215,25 @@ def _open(folder: Path, config: DecoderConfig, stack: contextlib.ExitStack) -> d
     if config.tie_word_embeddings:
         _drop_tied_copy(tensors, folder)
     return tensors
+
+
+def _of_text_model(tensors: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the tensors of a multimodal checkpoint's text model, by their names in a checkpoint of text alone.
+
+    Names begin with `language_model.model.` or `model.language_model.`; releases of transformers differ.
+    """
+    names = {name: name.split(".") for name in tensors}
+    if not any("language_model" in parts[:2] for parts in names.values()):
+        return tensors
+    found: dict[str, Any] = {}
+    for name, parts in names.items():
+        if not _OTHER_PARTS.isdisjoint(parts[:2]):
+            continue
+        of_text = ".".join(part for part in parts if part != "language_model")
+        if of_text in found:
+            raise ModelError(f"{folder}: {of_text} is stored twice, with and without language_model in its name")
+        found[of_text] = tensors[name]
+    return found
 
 
 def _is_computed(config: DecoderConfig, leaf: str) -> bool:

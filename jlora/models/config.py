@@ -8,11 +8,36 @@ from typing import Any, Literal, get_args
 from jlora.models.json_file import Fields, ModelError, read_json
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
-ModelType = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"]
+ModelType = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "gemma3_text"]
+Activation = Literal["silu", "gelu_tanh"]
 RouterType = Literal["softmax", "chosen_softmax"]
 Quantize = Literal["int8", "fp8"]
 Quantization = Literal["int8", "fp8", "fp8_blocks"]
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+# Values of absent and null fields, as in transformers.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 128},
+    "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "gpt_oss": {"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "head_dim": 64},
+    "gemma3_text": {
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+        "query_pre_attn_scalar": 256,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "tie_word_embeddings": True,
+    },
+}
+# Multimodal model_type -> that of its text model. Its `text_config` has the fields, but for these beside it.
+_TEXT_MODELS = {"gemma3": "gemma3_text"}
+_BESIDE_TEXT = ("architectures", "id2label", "num_labels", "eos_token_id", "tie_word_embeddings", "quantization_config")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +113,16 @@ class DecoderConfig:
     Attributes:
       head_dim: Width of one attention head; may differ from `hidden_size / num_attention_heads`.
       qkv_bias, o_bias, mlp_bias: True if these projections have a bias.
+      embedding_scale: Factor of the embeddings of tokens, rounded to their dtype (Gemma).
+      query_pre_attn_scalar: Scores are divided by its square root; None stands for `head_dim`.
+      activation: Activation of the gates of MLPs.
+      zero_centered_norms: True if norms multiply by 1 + w (Gemma).
+      post_norms: True if the outputs of attention and MLP are normalised too, before they are added (Gemma).
       qk_norm: True if every query and key head is normalised before the rotation (Qwen3).
       sinks: True if the softmax of attention has one more logit per head, for no position (gpt-oss).
       sliding_windows: One entry per layer, the number of positions that a token sees including its own; None for a
         layer without a window. None instead of a tuple means that no layer has a window.
+      local_rope: Rotation of the layers with a window, None if it is that of the others.
       moe: The layers with experts, None for a dense model.
       num_labels: None for a language model, with logits over the vocabulary. Otherwise the number of outputs of the
         classifier `score` in its place, 0 for the hidden states alone.
@@ -111,10 +142,16 @@ class DecoderConfig:
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-6
     rope: RopeConfig = RopeConfig()
+    local_rope: RopeConfig | None = None
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    embedding_scale: float = 1.0
+    query_pre_attn_scalar: float | None = None
+    activation: Activation = "silu"
+    zero_centered_norms: bool = False
+    post_norms: bool = False
     qk_norm: bool = False
     sinks: bool = False
     sliding_windows: tuple[int | None, ...] | None = None
@@ -137,42 +174,57 @@ class DecoderConfig:
             )
         if self.num_labels is not None and self.tie_word_embeddings:
             raise ModelError(f"num_labels ({self.num_labels}) is for a model without logits, and they are tied")
+        if self.moe is not None and self.activation != "silu":
+            raise ModelError(f"activation must be 'silu' in a model with experts, got {self.activation!r}")
         if self.moe is not None and len(self.moe.layers) != self.num_hidden_layers:
             raise ModelError(f"moe.layers has {len(self.moe.layers)} entries for {self.num_hidden_layers} layers")
 
 
 def read_config(path: Path) -> DecoderConfig:
-    """Read `config.json`.
+    """Read `config.json`, and the `eos_token_id` of `generation_config.json` beside it, which precedes its own.
 
     Raises:
       ModelError: The file is missing or not a JSON object, or a field has a value that the decoder does not support.
     """
     if not path.is_file():
         raise ModelError(f"{path} does not exist; expected the folder of a Hugging Face checkpoint")
-    return parse_config(read_json(path), str(path))
+    config, generation = parse_config(read_json(path), str(path)), path.with_name("generation_config.json")
+    if generation.is_file():
+        found = _parse_eos(Fields(read_json(generation), str(generation)))
+        config = replace(config, eos_token_ids=found or config.eos_token_ids)
+    return config
 
 
 def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> DecoderConfig:
     """Convert a parsed `config.json`, as `read_config` does. Absent fields take the defaults of the family."""
-    fields = Fields(raw, where)
     family: Any = raw.get("model_type")
+    if family in tuple(_TEXT_MODELS):
+        family, text = _TEXT_MODELS[family], Fields(raw, where).nested("text_config").values
+        raw = {**text, **{name: raw[name] for name in _BESIDE_TEXT if raw.get(name) is not None}, "model_type": family}
     if family not in get_args(ModelType):
-        raise fields.fail("model_type", f"must be one of {get_args(ModelType)}, got {family!r:.80}")
+        known = (*get_args(ModelType), *_TEXT_MODELS)
+        raise Fields(raw, where).fail("model_type", f"must be one of {known}, got {family!r:.80}")
+    raw = {**raw, **{name: value for name, value in _DEFAULTS.get(family, {}).items() if raw.get(name) is None}}
+    fields, gemma = Fields(raw, where), family == "gemma3_text"
     quantization = _parse_quantization(fields, family)
-    if raw.get("hidden_act", "silu") != "silu":
-        raise fields.fail("hidden_act", f"must be 'silu', got {raw['hidden_act']!r:.80}")
+    activation, known = ("hidden_activation", "gelu_pytorch_tanh") if gemma else ("hidden_act", "silu")
+    if raw.get(activation, known) != known:
+        raise fields.fail(activation, f"must be {known!r}, got {raw[activation]!r:.80}")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention") if gemma else ():
+        if raw.get(name):
+            raise fields.fail(name, f"is not supported, got {raw[name]!r:.80}")
 
     layers, heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
     hidden = fields.integer("hidden_size")
     # Old Llama files omit the number of key-value heads. In the other families only null means "no grouping".
     kv_default = heads if family == "llama" or "num_key_value_heads" in raw else None
-    head_default = {"qwen3": 128, "gpt_oss": 64}.get(family, hidden // heads)
     qkv_bias = o_bias = False
     num_labels = _parse_labels(fields)
-    if family in ("llama", "qwen3", "qwen3_moe", "gpt_oss"):
+    if family in ("llama", "qwen3", "qwen3_moe", "gpt_oss", "gemma3_text"):
         qkv_bias = o_bias = fields.flag("attention_bias", family == "gpt_oss")
     elif family in ("qwen2", "qwen2_moe"):
         qkv_bias = fields.flag("qkv_bias", True) if family == "qwen2_moe" else True
+    rope, local_rope = _parse_ropes(fields, family)
     return DecoderConfig(
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden,
@@ -180,21 +232,27 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> DecoderC
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=fields.integer("num_key_value_heads", kv_default),
-        head_dim=fields.integer("head_dim", head_default),
+        head_dim=fields.integer("head_dim", hidden // heads),
         max_position_embeddings=fields.integer("max_position_embeddings"),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-5 if family in ("mixtral", "gpt_oss") else 1e-6),
-        rope=_parse_rope(fields, {"mixtral": 1e6, "gpt_oss": 150000.0}.get(family, 10000.0)),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope=rope,
+        local_rope=local_rope,
         tie_word_embeddings=fields.flag("tie_word_embeddings", False) and num_labels is None,
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         mlp_bias=fields.flag("mlp_bias", False) if family == "llama" else False,
-        qk_norm=family in ("qwen3", "qwen3_moe"),
+        embedding_scale=hidden**0.5 if gemma else 1.0,
+        query_pre_attn_scalar=fields.number("query_pre_attn_scalar") if gemma else None,
+        activation="gelu_tanh" if gemma else "silu",
+        zero_centered_norms=gemma,
+        post_norms=gemma,
+        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
         sinks=family == "gpt_oss",
         sliding_windows=_parse_windows(fields, family, layers),
         moe=_parse_moe(fields, family, layers),
         num_labels=num_labels,
         quantization=quantization,
-        eos_token_ids=_parse_eos(fields),
+        eos_token_ids=_parse_eos(fields, 1 if gemma else None),
     )
 
 
@@ -282,17 +340,32 @@ def _parse_moe(fields: Fields, family: ModelType, layers: int) -> MoEConfig | No
     )
 
 
-def _parse_rope(fields: Fields, default_theta: float) -> RopeConfig:
+def _parse_ropes(fields: Fields, family: ModelType) -> tuple[RopeConfig, RopeConfig | None]:
+    """Parse the rotation of all layers, or that of layers without a window and that of layers with one.
+
+    Gemma has `rope_parameters` for each kind of layer, or the older `rope_theta`, `rope_scaling` and, for layers with a
+    window, `rope_local_base_freq`.
+    """
+    if family != "gemma3_text":
+        return _parse_rope(fields), None
+    kinds = fields.nested("rope_parameters")
+    for name in kinds.values:
+        if name not in _LAYER_TYPES:
+            raise kinds.fail(name, f"must be one of {_LAYER_TYPES}")
+    everywhere = {**kinds.nested("full_attention").values, **fields.nested("rope_scaling").values}
+    local = {"rope_theta": fields.number("rope_local_base_freq"), **kinds.nested("sliding_attention").values}
+    ropes = [Fields({**fields.values, "rope_parameters": one}, fields.where) for one in (everywhere, local)]
+    return _parse_rope(ropes[0]), _parse_rope(ropes[1])
+
+
+def _parse_rope(fields: Fields) -> RopeConfig:
     """Parse both spellings: `rope_parameters` with the base in it, and the older `rope_theta` beside `rope_scaling`."""
     raw = fields.values
     field = "rope_parameters" if raw.get("rope_parameters") is not None else "rope_scaling"
-    params = raw.get(field)
-    if params is None and raw["model_type"] == "gpt_oss":  # its default is not the plain rotation
+    if raw.get(field) is None and raw["model_type"] == "gpt_oss":  # its default is not the plain rotation
         raise fields.fail("rope_parameters", "is missing")
-    params = {} if params is None else params
-    if not isinstance(params, dict):
-        raise fields.fail(field, f"must be an object, got {params!r:.80}")
-    inner = Fields(params, f"{fields.where}: {field}")
+    inner = fields.nested(field)
+    params = inner.values
     rope_type = params.get("rope_type", params.get("type", "default"))
     if rope_type not in get_args(RopeType):
         raise inner.fail("rope_type", f"must be one of {get_args(RopeType)}, got {rope_type!r:.80}")
@@ -308,7 +381,7 @@ def _parse_rope(fields: Fields, default_theta: float) -> RopeConfig:
             found = owner.values["partial_rotary_factor"]
             raise owner.fail("partial_rotary_factor", f"must be 1 (the whole head is rotated), got {found!r:.80}")
 
-    theta = inner.number("rope_theta", fields.number("rope_theta", default_theta))
+    theta = inner.number("rope_theta", fields.number("rope_theta", 10000.0))
     if rope_type == "default":
         return RopeConfig(theta=theta)
     if rope_type == "linear":
@@ -349,16 +422,21 @@ def _parse_windows(fields: Fields, family: ModelType, layers: int) -> tuple[int 
     """Return each layer's window, or None if no layer has one.
 
     Llama has no windows. Mistral and Mixtral have one in every layer, Qwen from layer `max_window_layers` on, and
-    gpt-oss in every other layer.
+    gpt-oss in every other layer, and Gemma in all but each `sliding_window_pattern`-th.
     """
     raw = fields.values
-    mixes = family == "gpt_oss"
+    mixes = family in ("gpt_oss", "gemma3_text")
     kinds = [False] * layers
     windowed = raw.get("sliding_window") is not None or ("sliding_window" not in raw and family != "mixtral")
     if family in ("mistral", "mixtral"):
         kinds = [windowed] * layers
     elif family == "gpt_oss":
         kinds = [windowed and i % 2 == 0 for i in range(layers)]
+    elif family == "gemma3_text":
+        if not windowed:
+            raise fields.fail("sliding_window", "must be a positive integer, got None")
+        pattern = fields.integer("sliding_window_pattern", 6)
+        kinds = [(i + 1) % pattern != 0 for i in range(layers)]
     elif family != "llama" and fields.flag("use_sliding_window", False):
         mixes = family != "qwen3_moe"
         first = raw.get("max_window_layers", 0 if family == "qwen3_moe" else 28)
@@ -376,11 +454,11 @@ def _parse_windows(fields: Fields, family: ModelType, layers: int) -> tuple[int 
         if not isinstance(named, list) or len(named) != layers:
             raise fields.fail("layer_types", f"must be a list of {layers} names, got {named!r:.80}")
         for i, name in enumerate(named):
-            if name not in ("full_attention", "sliding_attention"):
+            if name not in _LAYER_TYPES:
                 raise fields.fail(f"layer_types[{i}]", f"must be full_attention or sliding_attention, got {name!r:.80}")
         asked = [name == "sliding_attention" for name in named]
-        # Qwen with use_sliding_window and gpt-oss mix both kinds of layers. For other families the list must agree with
-        # the other settings.
+        # Qwen with use_sliding_window, gpt-oss and Gemma mix both kinds of layers. For other families the list must
+        # agree with the other settings.
         if asked != kinds and not (windowed and mixes):
             raise fields.fail("layer_types", f"contradicts the sliding window settings of model_type {family!r:.80}")
         kinds = asked
@@ -410,8 +488,8 @@ def _parse_labels(fields: Fields) -> int | None:
     return 0 if any(name.endswith("Model") for name in found) else None
 
 
-def _parse_eos(fields: Fields) -> tuple[int, ...]:
-    value = fields.values.get("eos_token_id")
+def _parse_eos(fields: Fields, default: int | None = None) -> tuple[int, ...]:
+    value = fields.values.get("eos_token_id", default)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
         raise fields.fail("eos_token_id", f"must be an integer or a list of integers, got {value!r:.80}")

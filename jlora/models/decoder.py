@@ -1,4 +1,4 @@
-"""The reference decoder: Llama, Mistral, Mixtral, Qwen2, Qwen3, their MoE forms and gpt-oss as one Flax NNX module.
+"""The reference decoder: Llama, Mistral, Mixtral, Qwen2, Qwen3, Gemma 3, gpt-oss and MoE forms as one Flax NNX module.
 
 Module paths are those of the checkpoints (`model.layers.0.self_attn.o_proj`), with two exceptions. Query, key and value
 are one projection, and so are gate and up (`Decoder.packed_modules`). The experts of a layer are one module, as in
@@ -28,7 +28,10 @@ Cache = tuple[LayerCache, ...]
 
 
 class Layer(nnx.Module):
-    """Attention and MLP, each behind a norm and added to the residual. The MLP may be a mixture of experts."""
+    """Attention and MLP, each behind a norm and added to the residual, with `post_norms` after another norm.
+
+    The MLP may be a mixture of experts.
+    """
 
     def __init__(
         self,
@@ -62,9 +65,13 @@ class Layer(nnx.Module):
                 rngs=rngs,
                 partition=partition,
                 quantization=config.quantization,
+                activation=config.activation,
             )
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, partition)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, partition)
+        norm = functools.partial(RMSNorm, config.hidden_size, config, dtype, partition)
+        self.input_layernorm, self.post_attention_layernorm = norm(), norm()
+        self.post_norms = config.post_norms
+        if config.post_norms:
+            self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
 
     def __call__(
         self,
@@ -77,6 +84,9 @@ class Layer(nnx.Module):
     ) -> tuple[Float[Array, "B L E"], LayerCache | None]:
         """Return the hidden states [B, L, E] and the updated cache; the arguments are those of `Attention`."""
         attended, cache = self.self_attn(self.input_layernorm(x), positions, rotation, cache, end, extent)
+        if self.post_norms:
+            x = x + self.post_attention_layernorm(attended)
+            return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x))), cache
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x)), cache
 
@@ -105,7 +115,7 @@ class Trunk(nnx.Module):
                 for i in range(config.num_hidden_layers)
             ]
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, partition)
+        self.norm = RMSNorm(config.hidden_size, config, dtype, partition)
         self.config = config
         self.partition = partition
         self.rows = spread_over(dispatch)
@@ -119,10 +129,16 @@ class Trunk(nnx.Module):
         extent: int | None = None,
     ) -> tuple[Float[Array, "B L E"], Cache | None]:
         """Return the final hidden states [B, L, E] and the updated cache; see `Decoder.extend` for the arguments."""
-        rotation = rotations(self.config, positions)
+        config = self.config
+        everywhere = local = rotations(config.rope, config.head_dim, positions)
+        if config.local_rope is not None:
+            local = rotations(config.local_rope, config.head_dim, positions)
         x = self.embed_tokens(self.partition.constrain(tokens, self.rows))
+        if config.embedding_scale != 1:
+            x = x * jnp.asarray(config.embedding_scale, x.dtype)
         filled = []
         for i, layer in enumerate(self.layers):
+            rotation = everywhere if layer.self_attn.window is None else local
             x, layer_cache = layer(x, positions, rotation, None if cache is None else cache[i], end, extent)
             filled.append(layer_cache)
         return self.norm(x), None if cache is None else tuple(filled)
@@ -147,8 +163,9 @@ class Decoder(nnx.Module):
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),
         "gate_up_proj": ("gate_proj", "up_proj"),
     }
-    # Names of modules in Mixtral's checkpoints, and in Tinker's adapters for gpt-oss -> names in this model.
-    module_aliases = {"block_sparse_moe": "mlp", "attn": "self_attn"}  # noqa: RUF012 - a constant
+    # Names of modules in Mixtral's checkpoints, in Tinker's adapters for gpt-oss, and in adapters for the text model of
+    # a multimodal one -> names in this model; "" leaves a name out.
+    module_aliases = {"block_sparse_moe": "mlp", "attn": "self_attn", "language_model": ""}  # noqa: RUF012 - a constant
 
     def __init__(
         self,

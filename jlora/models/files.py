@@ -13,8 +13,11 @@ from jlora.models.json_file import ModelError, read_json
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# Of the tokenizer and the chat template, as `jlora serve` reads them.
-_OF_TEXT = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+# Of the tokenizer, the chat template and the tokens that end a text, as `jlora serve` reads them.
+_OF_TEXT = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
+    "generation_config.json",
+)
 
 
 def model_folder(path: str | os.PathLike[str], revision: str | None = None) -> Path:

@@ -73,6 +73,14 @@ class Fields:
             raise self.fail(field, f"must be true or false, got {value!r:.80}")
         return value
 
+    def nested(self, field: str) -> "Fields":
+        """Return the look-ups in an object that is a field of this one; an absent or null field is an empty object."""
+        value = self.values.get(field)
+        value = {} if value is None else value
+        if not isinstance(value, dict):
+            raise self.fail(field, f"must be an object, got {value!r:.80}")
+        return Fields(value, f"{self.where}: {field}")
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read the JSON object in a file.

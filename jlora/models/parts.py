@@ -6,24 +6,25 @@ from flax import nnx
 from jaxtyping import Float
 
 from jlora._typing import DType
-from jlora.models.config import Quantization
+from jlora.models.config import Activation, DecoderConfig, Quantization
 from jlora.models.partition import ONE_DEVICE, Axes, Blocks, Partition, merged, width
 from jlora.models.quantized import QuantizedLinear
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm (arXiv:1910.07467) over the last axis, in float32."""
+    """Root-mean-square norm (arXiv:1910.07467) over the last axis, in float32, times w or 1 + w."""
 
-    def __init__(self, features: int, epsilon: float, dtype: DType, partition: Partition = ONE_DEVICE):
-        ones = jnp.ones((features,), dtype, device=partition.sharding(None))
-        self.scale = nnx.Param(ones, **partition.metadata(None))
-        self.epsilon = epsilon
+    def __init__(self, features: int, config: DecoderConfig, dtype: DType, partition: Partition):
+        self.offset = 1.0 if config.zero_centered_norms else 0.0
+        scale = jnp.full((features,), 1.0 - self.offset, dtype, device=partition.sharding(None))
+        self.scale = nnx.Param(scale, **partition.metadata(None))
+        self.epsilon = config.rms_norm_eps
 
     def __call__(self, x: Float[jax.Array, "B L *F"]) -> Float[jax.Array, "B L *F"]:
         """Normalise the last axis of `x`; returns the dtype of `x`."""
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
-        scale = self.scale[...].astype(jnp.float32)
+        scale = self.scale[...].astype(jnp.float32) + self.offset
         return (wide * scale.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
 
 
@@ -68,7 +69,7 @@ def linear(
 
 
 class MLP(nnx.Module):
-    """Gated MLP with SiLU (arXiv:2002.05202)."""
+    """Gated MLP (arXiv:2002.05202) with SiLU, or GELU in its approximation by tanh."""
 
     def __init__(
         self,
@@ -80,8 +81,10 @@ class MLP(nnx.Module):
         rngs: nnx.Rngs,
         partition: Partition = ONE_DEVICE,
         quantization: Quantization | None = None,
+        activation: Activation = "silu",
     ):
         self.shards = partition.size("tensor")
+        self.activation = activation
         self.gate_up_proj = linear(
             features,
             inner,
@@ -106,7 +109,8 @@ class MLP(nnx.Module):
         )
 
     def __call__(self, x: Float[jax.Array, "*rows E"]) -> Float[jax.Array, "*rows E"]:
-        """Compute down_proj(silu(gate) * up), [.., E] -> [.., E]."""
+        """Compute down_proj(activation(gate) * up), [.., E] -> [.., E]."""
         both = self.gate_up_proj(x)
         gate, up = jnp.split(both.reshape(*x.shape[:-1], self.shards, -1), 2, axis=-1)
-        return self.down_proj((jax.nn.silu(gate) * up).reshape(*x.shape[:-1], -1))
+        gate = jax.nn.silu(gate) if self.activation == "silu" else jax.nn.gelu(gate, approximate=True)
+        return self.down_proj((gate * up).reshape(*x.shape[:-1], -1))

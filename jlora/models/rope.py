@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from jlora.models.config import DecoderConfig, RopeConfig
+from jlora.models.config import RopeConfig
 from jlora.models.json_file import ModelError
 
 
@@ -76,10 +76,10 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
 
 
 def rotations(
-    config: DecoderConfig, positions: Int[jax.Array, "B L"]
+    rope: RopeConfig, head_dim: int, positions: Int[jax.Array, "B L"]
 ) -> tuple[Float[jax.Array, "B L 1 half"], Float[jax.Array, "B L 1 half"]]:
     """Compute cos and sin of every position, float32 [B, L, 1, head_dim / 2]; the 1 is for the heads."""
-    per_position, attention_factor = frequencies(config.rope, config.head_dim)
+    per_position, attention_factor = frequencies(rope, head_dim)
     angles = positions.astype(jnp.float32)[:, :, None, None] * jnp.asarray(per_position)[None, None, None, :]
     return jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor
 

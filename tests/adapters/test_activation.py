@@ -44,11 +44,6 @@ def test_chunks_of_a_prompt():
         assert found == active
 
 
-def test_overlapping_occurrences():
-    assert active_from([1, 1, 1, 1], [1, 1]) == 2
-    assert active_from([1, 2, 1, 2, 1], [1, 2, 1]) == 2
-
-
 def test_long_prompts():
     prompt = np.zeros(100_000, np.int32)
     assert active_from(prompt, [0] * 64) == 100_000 - 64

@@ -1,11 +1,8 @@
 """Weights files are read or refused with a message that names the cause."""
 
-import struct
-
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save
 
 from jlora import LoRAError
 from jlora.adapters import Adapter
@@ -38,15 +35,6 @@ def test_adapter_name_inside_the_key(folder_of):
     assert list(load(folder_of(tensors)).modules) == [Q]
 
 
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
-def test_dtypes_are_kept(folder_of, dtype):
-    tensors = lora_tensors({Q: 4}, dtype=dtype)
-    lora = load(folder_of(tensors)).modules[Q]
-    assert lora.a.dtype == lora.b.dtype == dtype
-    assert lora.a.tobytes() == tensors[f"{PREFIX}{Q}.lora_A.weight"].tobytes()
-    assert lora.b.tobytes() == tensors[f"{PREFIX}{Q}.lora_B.weight"].tobytes()
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", np.float32, np.dtype(ml_dtypes.bfloat16)])
 def test_conversion(folder_of, dtype):
     tensors = lora_tensors({Q: 4})
@@ -59,13 +47,6 @@ def test_conversion(folder_of, dtype):
 def test_conversion_to_a_dtype_that_is_not_served(folder_of, dtype):
     with pytest.raises(LoRAUsageError, match="dtype"):
         load(folder_of(), dtype=dtype)
-
-
-def test_conversion_that_overflows(folder_of):
-    tensors = lora_tensors({Q: 4})
-    tensors[f"{PREFIX}{Q}.lora_B.weight"][1, 2] = 1e6
-    with pytest.raises(AdapterFormatError, match=r"q_proj.lora_B.weight.*too large for float16"):
-        load(folder_of(tensors), dtype="float16")
 
 
 def test_rank_and_alpha_patterns_and_rslora(folder_of):
@@ -375,46 +356,3 @@ def test_base_weight_of_another_shape(folder_of):
     tensors[f"{PREFIX}{EMBED}.base_layer.weight"] = np.ones((6, 11), np.float32)
     with pytest.raises(AdapterFormatError, match=r"base_layer.weight' has shape \(6, 11\); expected \(11, 6\)"):
         load(folder_of(tensors, target_modules=["embed_tokens"]))
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_nan_and_infinity(folder_of, value, dtype):
-    tensors = lora_tensors({Q: 4}, dtype=dtype)
-    tensors[B][4, 3] = value
-    folder = folder_of(tensors)
-    with pytest.raises(AdapterFormatError, match=r"lora_B.weight' holds NaN or infinity"):
-        load(folder)
-    assert not np.isfinite(load(folder, allow_nonfinite=True).modules[Q].b).all()
-
-
-# ---- damaged files
-
-WHOLE = save(lora_tensors({Q: 4, V: 4}))
-(HEADER,) = struct.unpack("<Q", WHOLE[:8])
-DAMAGED = {
-    "empty": b"",
-    "eight bytes": WHOLE[:8],
-    "half the header": WHOLE[: 8 + HEADER // 2],
-    "header only": WHOLE[: 8 + HEADER],
-    "last byte gone": WHOLE[:-1],
-    "one byte more": WHOLE + b"\0",
-    "huge header": struct.pack("<Q", 2**63) + WHOLE[8:],
-    "header of 99 MB": struct.pack("<Q", 99_000_000) + WHOLE[8:],
-    "zero header": struct.pack("<Q", 0) + WHOLE[8:],
-    "header is a list": struct.pack("<Q", 2) + b"[]",
-    "header is not UTF-8": struct.pack("<Q", 4) + b"\xff\xff\xff\xff",
-    "unknown dtype": WHOLE.replace(b'"F32"', b'"F33"', 1),
-    "wrong shape": WHOLE.replace(b"[4,6]", b"[4,7]", 1),
-    "offsets beyond the file": WHOLE.replace(b'"data_offsets":[0,', b'"data_offsets":[9,', 1),
-    "a pickle": b"\x80\x04\x95" + WHOLE,
-}
-
-
-@pytest.mark.parametrize("case", DAMAGED)
-def test_damaged_file(folder_of, case):
-    folder = folder_of()
-    assert DAMAGED[case] != WHOLE
-    (folder / "adapter_model.safetensors").write_bytes(DAMAGED[case])
-    with pytest.raises(AdapterFormatError, match=r"adapter 'sql': .*adapter_model.safetensors"):
-        load(folder)

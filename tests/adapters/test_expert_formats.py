@@ -1,6 +1,5 @@
 """Experts' LoRA: each format written by a plain loop over experts from known factors, and each value compared."""
 
-import itertools
 import json
 
 import ml_dtypes
@@ -120,15 +119,6 @@ def test_fused(load_of, exchanged, marker):
         assert_delta(module, factors(name))
 
 
-def test_the_layouts_of_b_differ(load_of):
-    """The test above relies on this difference."""
-    modules = [load_of(fused_file(), **parameters(*FUSED), lora_B_layout=m).modules for m in ("rank_major", None)]
-    other = load_of(fused_file(), **parameters(*FUSED), lora_B_layout="grouped_by_expert").modules
-    name = f"{EXPERTS}.down_proj"
-    np.testing.assert_array_equal(modules[0][name].b, modules[1][name].b)
-    assert not np.array_equal(modules[0][name].b, other[name].b)
-
-
 @pytest.mark.parametrize("marker", ["rank_major", "grouped_by_expert"])
 def test_layouts_of_each_parameter(load_of, marker):
     """As Unsloth writes them beside the flat marker, and without it where they differ."""
@@ -180,25 +170,6 @@ def test_parameters_of_some_layers(load_of):
     assert set(modules) == {f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj", f"{other}.gate_up_proj"}
     assert_delta(modules[f"{EXPERTS}.gate_up_proj"], factors("gate_up_proj"))
     assert modules[f"{other}.gate_up_proj"].exchanged is None
-
-
-@pytest.mark.parametrize(
-    ("path", "entry"), list(itertools.product((f"{MIXTRAL}.experts", EXPERTS), ("block_sparse_moe", "mlp")))
-)
-def test_mixtrals_paths_pass_through(load_of, path, entry):
-    found = load_of(fused_file(path), target_parameters=[f"{entry}.experts.{name}" for name in FUSED]).modules
-    assert list(found) == [f"{path}.gate_up_proj", f"{path}.down_proj"]
-
-
-def test_non_gated(load_of):
-    """The sizes of a pair without a gate are the same straight and exchanged."""
-    names = ("up_proj", "down_proj")
-    adapter = load_of(fused_file(names=names), **parameters(*names))
-    for name in names:
-        module = adapter.modules[f"{EXPERTS}.{name}"]
-        assert module.exchanged is None
-        assert_delta(module, factors(name))
-        assert decide_exchanged((module.a.shape[2], module.b.shape[1]), SIZES[name], None, "here") is False
 
 
 @pytest.mark.parametrize("exchanged", [False, True])
@@ -308,43 +279,6 @@ def test_a_router_targeted_as_a_parameter(load_of):
     np.testing.assert_array_equal(lora.b, b)
 
 
-def test_formats_side_by_side(load_of):
-    """Each block, and each projection of a block, in a format of its own."""
-    path = "model.layers.{}.mlp.experts"
-    found = fused_file(path.format(0)) | tensors(
-        {
-            f"{path.format(1)}.w1": three_axes(factors("w1"), shared_a=True),
-            f"{path.format(1)}.2.down_proj": factors("down_proj")[0],
-            "model.layers.0.self_attn.q_proj": factors("w1", 1)[0],
-        }
-    )
-    modules = load_of(found, **parameters(*FUSED), target_modules=["q_proj", "gate_proj", "down_proj"]).modules
-    kinds = {name: module.kind for name, module in modules.items()}
-    assert kinds == {
-        f"{path.format(0)}.gate_up_proj": "experts",
-        f"{path.format(0)}.down_proj": "experts",
-        f"{path.format(1)}.w1": "experts",
-        f"{path.format(1)}.2.down_proj": "linear",
-        "model.layers.0.self_attn.q_proj": "linear",
-    }
-
-
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_arrays_are_views_of_the_buffers_read(load_of, dtype):
-    found = fused_file()
-    adapter = load_of(found, **parameters(*FUSED), load_options={"dtype": dtype})
-    for name in FUSED:
-        module = adapter.modules[f"{EXPERTS}.{name}"]
-        assert module.a.dtype == module.b.dtype == np.dtype(ml_dtypes.bfloat16 if dtype else np.float32)
-        assert not module.a.flags.writeable
-        assert not module.b.flags.writeable
-        assert module.a.base is not None
-        assert module.b.base is module.a.base  # one array holds the file's neighbours
-        want = [(a.astype(module.a.dtype), b.astype(module.b.dtype)) for a, b in factors(name)]
-        assert_delta(module, want)
-    assert adapter.nbytes == sum(t.size for t in found.values()) * (2 if dtype else 4)
-
-
 def test_the_header_determines_the_shapes_of_the_adapter(load_of):
     seen = []
     found = fused_file() | tensors({f"{MIXTRAL}.experts.w1": three_axes(factors("w1"), shared_a=True)})
@@ -359,14 +293,6 @@ def test_the_header_determines_the_shapes_of_the_adapter(load_of):
             assert getattr(said, fact) == getattr(module, fact), (name, fact)
         for array, expected in ((said.a, module.a), (said.b, module.b)):
             assert (array.shape, array.dtype) == (expected.shape, expected.dtype)
-
-
-@pytest.mark.parametrize("value", [np.nan, -np.inf])
-def test_nan_and_infinity_of_one_expert(load_of, value):
-    found = fused_file()
-    found[f"{PREFIX}{EXPERTS}.lora_B.weight"][1, 5] = value
-    with pytest.raises(AdapterFormatError, match=r"experts.lora_B.weight' holds NaN or infinity"):
-        load_of(found, **parameters(*FUSED))
 
 
 @given(

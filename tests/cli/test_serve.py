@@ -1,12 +1,16 @@
 """`jlora serve` up to the start of the server: its arguments, its checks, its log and its memory budget."""
 
+import asyncio
+import functools
 import importlib.util
 import json
 import logging
 import re
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
+import httpx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,11 +26,14 @@ from jlora.cli.demo import DEMO, MIXTURE
 from jlora.config import LoRAConfig
 from jlora.errors import LoRAUsageError
 from jlora.manager.manager import LoRAManager
-from jlora.models import from_pretrained, quantized_config
+from jlora.models import from_pretrained, generate, quantized_config
 from jlora.models.config import read_config
 from jlora.serve import SamplingParams
 from jlora.serve.engine.steps import Steps
+from jlora.serve.http.app import build_app
 from tests.cli.test_commands import error_of
+from tests.models import goldens
+from tests.models.test_checkpoint import edit, multimodal
 from tests.serve.client import ask
 
 MODEL = str(DEMO / "model")
@@ -243,6 +250,69 @@ def test_modules_of_other_names_are_mapped_skipped_and_excluded(served, tmp_path
     assert answers_of(found.engine, [("planet=", "sort"), ("planet=", None)]) == ["aelnpt", "planet"]
 
 
+GEMMA_TEMPLATE = """{{ bos_token }}
+{%- for message in messages -%}
+    {%- set role = "model" if message.role == "assistant" else message.role -%}
+    {{ "<start_of_turn>" + role + "\n" + message.content | trim }}<end_of_turn>{{ "\n" }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ "<start_of_turn>model\n" }}{%- endif -%}"""
+
+
+@pytest.mark.slow
+def test_gemma_with_the_client_of_openai(served, tmp_path):
+    """A multimodal checkpoint of Gemma 3 and an adapter trained on it, with its turns and the tokens that end them."""
+    tokenizers = pytest.importorskip("tokenizers")
+    openai = pytest.importorskip("openai")
+    special = ["<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"]
+    letters = [*special, "\n", *map(chr, range(97, 123)), *map(chr, range(65, 91)), *"012345"]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.add_special_tokens(special)
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    folders = {name: shutil.copytree(goldens.FOLDER / "gemma3-tied", tmp_path / name) for name in ("base", "merged")}
+    multimodal(folders["base"], "language_model.model.")
+    tokenizer.save(str(folders["base"] / "tokenizer.json"))
+    config = {"bos_token": "<bos>", "chat_template": GEMMA_TEMPLATE}
+    (folders["base"] / "tokenizer_config.json").write_text(json.dumps(config))
+
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(2, 32)).astype(np.float32), rng.normal(size=(48, 2)).astype(np.float32)
+    module = jlora.ModuleLoRA(a=a, b=b, kind="linear", alpha=2.0, scaling=1.0)
+    name = "layers.1.self_attn.q_proj"
+    jlora.Adapter(name="own", modules={f"model.language_model.{name}": module}).save_pretrained(tmp_path / "own")
+    weight = f"model.{name}.weight"
+    edit(folders["merged"], lambda tensors: tensors.update({weight: tensors[weight] + b @ a}))
+
+    turn = ["<bos>", "<start_of_turn>", *"user\nhello", "<end_of_turn>", "\n", "<start_of_turn>", *"model\n"]
+    prompt = [letters.index(letter) for letter in turn]
+    want = {}
+    for model, folder in (("gemma", "base"), ("own", "merged")):
+        (want[model],) = generate(from_pretrained(folders[folder]), [prompt], max_new_tokens=12)
+    assert want["gemma"] != want["own"]
+    ends = [1, want["gemma"][5]]
+    (folders["base"] / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+
+    options = ("--served-model-name", "gemma", "--max-num-seqs", "2", "--max-num-batched-tokens", "16")
+    service = served(*SMALL, *options, "--lora-modules", f"own={tmp_path / 'own'}", model=str(folders["base"])).service
+    service.engine.start()
+    service.state = "serving"
+
+    async def answers():
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(build_app(service)))
+        async with openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http) as client:
+            chat = functools.partial(client.chat.completions.create, temperature=0, max_completion_tokens=12)
+            messages = [{"role": "user", "content": " hello "}]
+            return await asyncio.gather(*(chat(model=model, messages=messages) for model in want))
+
+    try:
+        for model, answer in zip(want, asyncio.run(answers()), strict=True):
+            length = next((i for i, token in enumerate(want[model], 1) if token in ends), 12)
+            assert answer.usage.prompt_tokens == len(prompt)
+            assert answer.choices[0].message.content == tokenizer.decode(want[model][:length])
+            assert answer.choices[0].finish_reason == ("length" if length == 12 else "stop")
+    finally:
+        assert service.engine.close(60)
+
+
 @pytest.mark.slow
 def test_data_expert_and_tensor_sizes_together(served):
     """Eight devices serve the demo's mixture with the answers of one, without recompilation."""
@@ -375,6 +445,8 @@ def test_auto_dtype_is_the_stored_one(tmp_path):
     assert stored_dtype(DEMO / "model") == "bfloat16"
     (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16", "dtype": "float16"}))
     assert stored_dtype(tmp_path) == "float16"
+    (tmp_path / "config.json").write_text('{"text_config": {"dtype": "bfloat16"}}')
+    assert stored_dtype(tmp_path) == "bfloat16"
     for text in ('{"torch_dtype": "int8"}', "[]", "{"):
         (tmp_path / "config.json").write_text(text)
         assert stored_dtype(tmp_path) == "float32"

@@ -232,19 +232,6 @@ def test_layers_called_in_an_inner_function_count(world, wrap):
                 assert_close(step(world.model, X, batch), expected_rows(world.twins, NAMES, X))
 
 
-def test_an_inner_function_that_omits_a_layer_raises(world):
-    inner = jax.jit(lambda layer, x: layer(x))
-
-    @jax.jit
-    def outer(model, x, batch):
-        with jlora.use(batch):
-            return inner(model.three, jnp.tanh(inner(model.one, x)))
-
-    for _ in range(2):
-        with world.manager.prepare(NAMES) as batch, pytest.raises(jlora.LoRAError, match=f"two: {NOT_CALLED}"):
-            outer(world.model, X, batch)
-
-
 # --- Layers that verify finds unserved ---
 
 

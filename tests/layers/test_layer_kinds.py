@@ -1,6 +1,5 @@
 """Every kind of layer, with its own axes and call, compared with merged weights."""
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +20,6 @@ from tests.layers.merging import (
     make_manager,
     make_module,
     normal,
-    run,
     serve,
 )
 from tests.matrix import thinned
@@ -214,21 +212,6 @@ def test_lookup_of_a_single_entry_table():
     check_against_merged(model, [Target("proj", 1, 6, "proj.embedding", kind="embedding")], np.zeros((3, 2), np.int32))
 
 
-def test_multi_head_attention():
-    class Model(nnx.Module):
-        def __init__(self):
-            self.attn = nnx.MultiHeadAttention(2, 6, 8, 6, decode=False, rngs=nnx.Rngs(0))
-
-        def __call__(self, x):
-            return self.attn(x)
-
-    targets = [
-        Target("attn.out", 8, 6, "attn.out.kernel", into(2, 4, 6)),
-        *(Target(f"attn.{name}", 6, 8, f"attn.{name}.kernel", into(6, 2, 4)) for name in ("query", "key", "value")),
-    ]
-    check_against_merged(Model(), targets, normal(3, 4, 6))
-
-
 @pytest.mark.parametrize("pytree", [True, False])
 def test_registered_layer(registered, pytree):
     """A layer of the user with another parameter name, a kernel [N, K], and its input by keyword."""
@@ -301,13 +284,6 @@ def test_a_wrong_registration_raises_with_the_reason(registered):
         register_layer(int, lambda layer: "no")  # type: ignore[type-var]  # the point of the test
 
 
-class Kept(nnx.Linear):
-    """A subclass that keeps the call."""
-
-    def extra(self):
-        return self.kernel.shape
-
-
 REFUSED = {
     "convolution": (lambda r: nnx.Conv(6, 6, (1,), rngs=r), "Conv is not a linear or embedding layer that jlora knows"),
     "batched kernel": (lambda r: nnx.LinearGeneral(6, 6, batch_axis={0: 3}, rngs=r), "a kernel of its own"),
@@ -337,10 +313,3 @@ def test_layers_that_cannot_be_wrapped_raise_with_the_reason(kind):
     with pytest.raises(LoRAError, match=reason):
         make_manager(model, target_modules=["proj", "good"])
     assert type(model.good) is nnx.Linear
-
-
-def test_subclass_that_keeps_the_call_is_wrapped():
-    model = Holder(Kept(6, 5, rngs=nnx.Rngs(0)))
-    manager = check_against_merged(model, [Target("proj", 6, 5, "proj.kernel")], normal(3, 2, 6))
-    assert type(manager.model.proj) is Kept
-    chex.assert_tree_all_finite(run(model, normal(3, 2, 6)))

@@ -124,39 +124,10 @@ class Gemma(nnx.Module):
         return self.embedder.decode(self.proj(self.embedder.encode(tokens)))
 
 
-def served_and_expected(model, table, kernel, scale, adapters, tokens, names):
-    """Return the served logits of a tied model, and those of NumPy with separate deltas of lookup and logits."""
-    table, kernel, bias = (np.asarray(v[...], np.float64) for v in (table, kernel, model.proj.bias))
-    manager = make_manager(model, adapters)
-    with manager.prepare(names) as batch:
-        found = np.asarray(serve(model, tokens, batch))
-    expected = []
-    for row, name in zip(tokens, names, strict=True):
-        own = {a.name: a for a in adapters}[name].modules if name else {}
-        d = {key: delta(own[key]).T if key in own else 0.0 for key in ("embedder", "lm_head", "proj")}
-        hidden = scale * (table + d["embedder"])[row] @ (kernel + d["proj"]) + bias
-        expected.append(hidden @ (table.T + d["lm_head"]))
-    return found, np.stack(expected)
-
-
 def embed_spec(layer, **kwargs):
     return jlora.EmbedSpec(
         *layer.table.shape, param="table", lookup="encode", attend="decode", scale=layer.width**0.5, **kwargs
     )
-
-
-def test_embedding_class_with_methods_of_its_own():
-    register_layer(Embedder, embed_spec)
-    model, rng = Gemma(), np.random.default_rng(0)
-    modules = {
-        "embedder": make_module(rng, 11, 6, 2, "embedding"),
-        "lm_head": make_module(rng, 6, 11, 3),
-        "proj": make_module(rng, 6, 6, 4),
-    }
-    adapters = [Adapter(name="all", modules=modules), Adapter(name="head", modules={"lm_head": modules["lm_head"]})]
-    tokens, table, kernel = tokens_of(3, 4), model.embedder.table, model.proj.kernel
-    found, expected = served_and_expected(model, table, kernel, 6**0.5, adapters, tokens, ["all", None, "head"])
-    assert_close(found, expected)
 
 
 class ScaledLogits(Embedder):
@@ -662,25 +633,3 @@ def test_an_untied_head_of_a_padded_vocabulary():
     check_against_merged(model, [target], tokens_of(3, 4, vocab=100))
     with pytest.raises(AdapterMismatchError, match=r"shapes .* takes \(2, 6\) and \(100, 2\)"):
         make_manager(model).add_adapter(make_adapter("wide", [Target("lm_head", 6, 128, "")], 2))
-
-
-# --- Position tables ------------------------------------------------------------------------------------------------
-
-
-class Positions(nnx.Module):
-    """A model with [L, F] rows that belong to no sequence."""
-
-    def __init__(self):
-        self.positions = nnx.Embed(9, 6, rngs=nnx.Rngs(0))
-        self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(1))
-
-    def __call__(self, x):
-        return self.proj(x + self.positions(jnp.arange(x.shape[1]))[None])
-
-
-@optimised
-def test_a_position_table_is_left_out_by_name():
-    manager = check_against_merged(
-        Positions(), [Target("proj", 6, 6, "proj.kernel")], normal(3, 5, 6), exclude_modules=["positions"]
-    )
-    assert type(manager.model.positions) is nnx.Embed

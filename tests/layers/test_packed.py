@@ -5,8 +5,7 @@ import pytest
 from flax import nnx
 
 from jlora.adapters import Adapter
-from jlora.errors import AdapterMismatchError, LoRAError
-from tests.layers.merging import Target, check_against_merged, make_adapter, make_manager, make_module, normal
+from tests.layers.merging import Target, check_against_merged, make_adapter, make_module, normal
 
 pytestmark = pytest.mark.device
 
@@ -57,29 +56,3 @@ def test_groups_that_cover_several_slices():
     qkv, z = columns("in_proj_qkv", 0, 10), columns("in_proj_z", 10, 2)
     adapters = [make_adapter("both", [qkv, z], 3), make_adapter("group", [qkv], 2), make_adapter("whole", [ALL], 1)]
     check_against_merged(Merged(), [qkv, z, ALL], normal(3, 2, 5), adapters=adapters, packed_modules=packed)
-
-
-def test_a_slice_filled_twice_is_refused():
-    manager = make_manager(Merged())
-    with pytest.raises(AdapterMismatchError, match="q_proj fills too"):
-        manager.add_adapter(make_adapter("twice", [Q, ALL], 2))
-
-
-@pytest.mark.parametrize(
-    ("packed", "reason"),
-    [
-        ({"qkv_proj": ("q_proj", "k_proj")}, r"names 2 parts .* has output_sizes \(6, 4, 2\)"),
-        ({"qkv_proj": {"q_proj": 6, "k_proj": 5}}, r"slices \(6, 5\) sum to 11, but the layer has 12 outputs"),
-    ],
-)
-def test_parts_that_do_not_fill_the_layer_are_refused(packed, reason):
-    model = Merged()
-    with pytest.raises(LoRAError, match=reason):
-        make_manager(model, packed_modules=packed)
-    assert type(model.qkv_proj) is nnx.Linear
-
-
-def test_shape_of_one_slice_is_checked():
-    manager = make_manager(Merged())
-    with pytest.raises(AdapterMismatchError, match=r"takes \(2, 5\) and \(4, 2\)"):
-        manager.add_adapter(make_adapter("wide", [Target("k_proj", 5, 6, "")], 2))

@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import jlora
-from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal
-from tests.layers.rowwise import LOOKUP, NAMES, K, N, World, base_of, bits
+from tests.layers.merging import assert_close, normal
+from tests.layers.rowwise import NAMES, K, N, World, base_of, bits
 from tests.matrix import thinned
 
 pytestmark = pytest.mark.device
@@ -191,43 +190,3 @@ def test_one_call_with_foreign_rows_raises(world):
 
     with world.manager.prepare(NAMES) as batch, pytest.raises(jlora.LoRAError, match=r"proj: .*\(7,\)"):
         both(world.model, normal(3, 2, K), normal(7, K), batch)
-
-
-@pytest.mark.slow
-def test_a_model_with_a_table_of_positions_is_served_after_verify():
-    class Positions(nnx.Module):
-        def __init__(self):
-            rngs = nnx.Rngs(0)
-            self.embed = nnx.Embed(11, K, rngs=rngs)
-            self.positions = nnx.Embed(8, K, rngs=rngs)
-            self.bias = nnx.Linear(K, 1, rngs=rngs)
-            self.proj = nnx.Linear(K, K, rngs=rngs)
-
-        def __call__(self, tokens):
-            x = self.embed(tokens) + self.positions(jnp.arange(tokens.shape[1]))[None]
-            weights = jax.nn.softmax(self.bias(self.positions(jnp.arange(tokens.shape[1])))[:, 0])
-            return x + self.proj(jnp.einsum("l,blf->bf", weights, x))[:, None]
-
-    targets = [Target("proj", K, K, "proj.kernel"), LOOKUP]
-    model, adapter = Positions(), make_adapter("one", targets, 3)
-    twins = {"one": merge(model, targets, adapter), None: nnx.clone(model)}
-    tokens = np.arange(15, dtype=np.int32).reshape(3, 5) % 11
-    extra = [make_adapter("bias", [Target("bias", K, 1, "")], 2)]
-    extra += [make_adapter("table", [Target("positions", 8, K, "", kind="embedding")], 2)]
-    manager = make_manager(model, [adapter, extra[0]])
-
-    @jax.jit
-    def step(model, tokens, batch):
-        with jlora.use(batch):
-            return model(tokens)
-
-    names = ["one", None, "one"]
-    with manager.prepare(names) as batch, pytest.raises(jlora.LoRAError, match=r"bias: its rows of shape \(5,\)"):
-        step(model, tokens, batch)
-    assert set(manager.verify(step, tokens).unserved) == {"positions", "bias", "embed.attend"}
-    with manager.prepare(names) as batch:
-        assert_close(step(model, tokens, batch), expected_rows(twins, names, tokens))
-    with pytest.raises(jlora.AdapterMismatchError, match=r"'bias', which takes no adapter: its rows of shape"):
-        manager.prepare(["bias", None, "one"])
-    with pytest.raises(jlora.AdapterMismatchError, match=r"'positions' takes no adapter yet: its rows of shape"):
-        manager.add_adapter(extra[1])

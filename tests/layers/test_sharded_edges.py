@@ -125,15 +125,6 @@ def test_no_rows():
         assert step(model, np.zeros((4, 0), np.int32), batch).shape == (4, 0, VOCAB)
 
 
-def test_rows_that_fit_no_layout():
-    model, manager = serving()
-    with (
-        manager.prepare(NAMES) as batch,
-        pytest.raises(LoRAError, match=r"served no adapter.*\n  embed: its rows of shape \(7,\) fit no layout"),
-    ):
-        step(model, tokens_of(7), batch)
-
-
 @pytest.mark.slow
 def test_a_loop_that_decodes(twins):
     model, manager = serving()

@@ -216,15 +216,3 @@ def test_a_malformed_skip_is_refused(skip):
     with pytest.raises(LoRAUsageError, match="skip"):
         make_manager(model, skip=skip)
     assert type(model.proj) is nnx.Linear
-
-
-@pytest.mark.parametrize("index", ["01", "\u0661", "1_0", "+1", "-0", "1 ", "\u00b9", "00"])
-def test_only_canonical_decimals_are_layers(index):
-    class Scanned(nnx.Module):
-        def __init__(self):
-            self.blocks = nnx.vmap(lambda rngs: nnx.Linear(6, 6, rngs=rngs))(nnx.Rngs(0).split(20))
-
-    manager = make_manager(Scanned())
-    assert manager.add_adapter(make_adapter("good", [Target("blocks.1", 6, 6, "")], 2))
-    with pytest.raises(AdapterMismatchError, match="no module 'blocks"):
-        manager.add_adapter(make_adapter("bad", [Target(f"blocks.{index}", 6, 6, "")], 2))

@@ -31,7 +31,6 @@ from tests.layers.mesh_models import (
     SMALL_TARGETS,
     TWO,
     VOCAB,
-    D,
     PaddedIn,
     PaddedOut,
     Small,
@@ -315,17 +314,6 @@ def test_padded_features_are_read_back_and_updated():
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_model_on_two_meshes():
-    model = placed(Small(), the_mesh(), SMALL)
-    other = mesh_of(x=8)
-    model.head.kernel.set_value(jax.device_put(model.head.kernel[...], NamedSharding(other, P("x"))))
-    with pytest.raises(
-        LoRAError, match=r"different meshes, .* on \{'data': 2, 't': 2\} and head\.kernel on \{'x': 8\}"
-    ):
-        make_manager(model)
-    assert type(model.up) is nnx.Linear
-
-
 def test_axes_that_the_mesh_lacks():
     model = placed(Small(), the_mesh(), SMALL)
     with pytest.raises(
@@ -339,44 +327,6 @@ def test_axes_that_the_mesh_lacks():
 def test_options_of_meshes_off_a_mesh(options):
     with pytest.raises(LoRAUsageError, match="on a mesh"):
         make_manager(Small(), **options)
-
-
-def test_a_kernel_that_is_split_in_the_middle_of_its_features():
-    class Heads(nnx.Module):
-        def __init__(self):
-            self.heads = nnx.LinearGeneral(D, (2, 4), rngs=nnx.Rngs(0))
-
-    with pytest.raises(LoRAError, match=r"heads\.kernel .* over 't' along axis 2, in the middle of the features"):
-        make_manager(placed(Heads(), the_mesh(), {"heads": P(None, None, "t")}))
-
-
-def test_outputs_that_no_padding_helps():
-    class Odd(nnx.Module):
-        def __init__(self):
-            self.down = nnx.Linear(D, 5, rngs=nnx.Rngs(0))
-
-    with pytest.raises(LoRAError, match=r"down\.kernel: .*fully_sharded splits its 5 outputs .* 't'"):
-        make_manager(placed(Odd(), the_mesh(), {"down": P("t")}), fully_sharded=True)
-
-
-def test_slices_in_too_many_pieces():
-    class Merged(nnx.Module):
-        packed_modules = {"qkv": {"q": 63, "k": 130, "v": 127}}
-
-        def __init__(self):
-            self.qkv = nnx.Linear(D, 320, rngs=nnx.Rngs(0))
-
-    with pytest.raises(LoRAError, match=r"qkv\.kernel: .* pieces of 1; at most 64 are served.*out_blocks"):
-        make_manager(placed(Merged(), the_mesh(), {"qkv": P(None, "t")}))
-
-
-def test_a_batch_of_another_manager(world):
-    other = World()
-    with (
-        other.manager.prepare([None] * 4) as batch,
-        pytest.raises(LoRAError, match="prepared by the manager of another model"),
-    ):
-        jax.jit(served)(world.model, TOKENS, batch)
 
 
 def test_a_set_mesh_that_is_not_the_models(world):

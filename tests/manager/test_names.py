@@ -38,29 +38,6 @@ def placed(manager, modules):
     return np.asarray(layer.jlora_a[0]), np.asarray(layer.jlora_b[0]), layer.jlora_ranks[0, :, 0].tolist()
 
 
-def test_parts_fill_their_slices_alone(rng):
-    manager = make_manager(Merged(output_sizes=(2, 4, 6)), packed_modules={"proj": ("p", "q", "r")})
-    p, r = factors(rng, 1, 3, 2), factors(rng, 3, 3, 6)
-    a, b, ranks = placed(manager, {"p": p, "r": r})
-    assert ranks == [1, 0, 3]
-    want_a, want_b = np.zeros((3, 4, 3), np.float32), np.zeros((4, 12), np.float32)
-    want_a[0, :1], want_a[2, :3] = p.a, r.a
-    want_b[:1, :2], want_b[:3, 6:] = p.b.T, r.b.T
-    np.testing.assert_array_equal(a, want_a)
-    np.testing.assert_array_equal(b, want_b)
-
-
-def test_a_merged_tensor_fills_every_slice_with_one_a(rng):
-    manager = make_manager(Merged(), packed_modules={"proj": ("p", "q", "r")})  # even thirds
-    whole = factors(rng, 2, 3, 12)
-    a, b, ranks = placed(manager, {"proj": whole})
-    assert ranks == [2, 2, 2]
-    np.testing.assert_array_equal(a[:, :2], np.stack([whole.a] * 3))
-    np.testing.assert_array_equal(b[:2], whole.b.T)
-    assert not a[:, 2:].any()
-    assert not b[2:].any()
-
-
 def test_a_name_may_cover_several_slices(rng):
     manager = make_manager(Merged(), packed_modules={"proj": {"qk": (2, 4), "v": 6}})
     qk, v = factors(rng, 2, 3, 6), factors(rng, 4, 3, 6)

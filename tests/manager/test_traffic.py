@@ -2,8 +2,6 @@
 
 import chex
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
@@ -72,29 +70,6 @@ def test_300_operations_one_trace_one_compilation(rng, tmp_path):
     assert stats.host_evictions > 5
 
 
-def test_a_split_model_steps_with_the_slots_of_the_day(rng):
-    """`nnx.split` once, then `manager.slots` anew for each step: the same, without the model object."""
-    world = make_world(max_loras=2, max_cpu_loras=4)
-    for name in "abcd":
-        world.manager.add_adapter(make_adapter(name))
-    graphdef, _, rest = nnx.split(world.model, jlora.SlotParam, ...)
-
-    @jax.jit
-    @chex.assert_max_traces(n=1)
-    def forward(slots, rest, tokens, batch):
-        with jlora.use(batch):
-            return nnx.merge(graphdef, slots, rest)(tokens)
-
-    for _ in range(20):
-        picked = rng.choice(list("abcd"), 2, replace=False)
-        names = [str(picked[0]), None, str(picked[1])]
-        with world.manager.prepare(names) as batch:
-            logits = forward(world.manager.slots, rest, world.tokens, batch)
-        world.check(np.asarray(logits), [None if n is None else make_adapter(n) for n in names])
-    assert forward._cache_size() == 1
-    assert world.manager.stats().slot_evictions > 5
-
-
 def test_slots_are_the_state_of_the_model(world):
     world.manager.add_adapter(make_adapter("a"))
     before = world.manager.slots
@@ -116,30 +91,3 @@ def test_no_slots_of_a_model_that_was_given_back():
     jlora.LoRAManager(model, manager.config)  # nor those of the next manager
     with pytest.raises(LoRAError, match="gave its model back"):
         _ = manager.slots
-
-
-def test_packed_rows_take_the_adapters_of_their_sequences(world):
-    """[tokens, features]: rows of three sequences of unequal length side by side, and padding behind them."""
-    adapters = {"a": make_adapter("a"), "b": make_adapter("b"), None: None}
-    world.manager.add_adapter(adapters["a"])
-    world.manager.add_adapter(adapters["b"])
-    counts, names = [3, 0, 5], ["b", None, "a"]
-    layer = world.model.layers[0].o_proj
-    x = np.random.default_rng(1).normal(size=(10, layer.in_features)).astype(np.float32)
-
-    @jax.jit
-    def apply(model, x, batch):
-        with jlora.use(batch, without=["*"]):
-            return model.layers[0].o_proj(x)
-
-    with world.manager.prepare(names, counts, 10) as batch:
-        out = np.asarray(apply(world.model, jnp.asarray(x), batch))
-    kernel, bias = (np.asarray(v[...], np.float64) for v in (layer.kernel, layer.bias))
-    rows = ["b"] * 3 + ["a"] * 5 + [None] * 2
-    for row, name, got in zip(x, rows, out, strict=True):
-        want = row @ kernel + bias
-        brings = adapters[name].modules.get("layers.0.o_proj") if name else None
-        if brings is not None:
-            want = want + brings.scaling * brings.b @ (brings.a @ row)
-        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
-    assert any("layers.0.o_proj" in adapters[name].modules for name in "ab")

@@ -235,19 +235,6 @@ def test_a_loading_that_fails_counts_nothing(world, tmp_path):
 # --- Handles --------------------------------------------------------------------------------------------------------
 
 
-def test_two_versions_in_one_batch(world):
-    """Sequences that began with the old one go on with it, beside new ones."""
-    load(world, "a")
-    with world.manager.hold("a") as old:
-        load(world, "a", version=1)
-        for _ in range(2):  # the second from kept arrays
-            with world.manager.prepare([old, "a", None]) as batch:
-                assert batch.versions == (old.version, old.version + 1, None)
-                world.check(world.logits(batch), [make_adapter("a"), make_adapter("a", 1), None])
-                assert batch.slots[0] != batch.slots[1]
-        assert versions(world, "a", old) == (old.version + 1, old.version)
-
-
 def test_a_handle_outlives_its_name(world):
     load(world, "a", "b", "c")
     old = world.manager.hold("a")

@@ -26,6 +26,17 @@ DENSE = {
         "vocab_size": 101,
         "tie_word_embeddings": True,
     },
+    # One key head, the tied table, and both kinds of layers.
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 20,
+        "sliding_window": 3,
+        "sliding_window_pattern": 2,
+        "rope_local_base_freq": 50.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "tie_word_embeddings": True,
+    },
 }
 
 
@@ -35,6 +46,8 @@ def write(folder, fields, *, dtype=np.float32, seed=0):
     rng = np.random.default_rng(seed)
     hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    gemma = config["model_type"] == "gemma3_text"
+    center = 0.0 if gemma else 1.0  # of norms
     tensors = {}
 
     def add(name, *shape, one=0.0):
@@ -58,12 +71,15 @@ def write(folder, fields, *, dtype=np.float32, seed=0):
             projection(f"{layer}.self_attn.{name}_proj", out, inputs, config.get("attention_bias", False))
         for name, out, inputs in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
             projection(f"{layer}.mlp.{name}_proj", out, inputs, config.get("mlp_bias", False))
-        if config["model_type"] == "qwen3":
-            add(f"{layer}.self_attn.q_norm.weight", head_dim, one=1.0)
-            add(f"{layer}.self_attn.k_norm.weight", head_dim, one=1.0)
-        add(f"{layer}.input_layernorm.weight", hidden, one=1.0)
-        add(f"{layer}.post_attention_layernorm.weight", hidden, one=1.0)
-    add("model.norm.weight", hidden, one=1.0)
+        if gemma or config["model_type"] == "qwen3":
+            add(f"{layer}.self_attn.q_norm.weight", head_dim, one=center)
+            add(f"{layer}.self_attn.k_norm.weight", head_dim, one=center)
+        if gemma:
+            add(f"{layer}.pre_feedforward_layernorm.weight", hidden)
+            add(f"{layer}.post_feedforward_layernorm.weight", hidden)
+        add(f"{layer}.input_layernorm.weight", hidden, one=center)
+        add(f"{layer}.post_attention_layernorm.weight", hidden, one=center)
+    add("model.norm.weight", hidden, one=center)
     if not config.get("tie_word_embeddings", False):
         add("lm_head.weight", config["vocab_size"], hidden)
     folder.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,15 @@ import pytest
 
 FOLDER = Path(__file__).parent / "goldens"
 EXPERTS = ("mixtral-window", "qwen2-moe-shared", "qwen3-moe-mlp-layer", "gpt-oss-square")
-NAMES = ("llama-biases-llama3", "llama-tied-linear", "mistral-window", "qwen2-mixed-yarn", "qwen3-tied", *EXPERTS)
+NAMES = (
+    "llama-biases-llama3",
+    "llama-tied-linear",
+    "mistral-window",
+    "qwen2-mixed-yarn",
+    "qwen3-tied",
+    *EXPERTS,
+    "gemma3-tied",
+)
 SHARDED = "llama-biases-llama3"
 BFLOAT16 = "qwen3-tied"
 

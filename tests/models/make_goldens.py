@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import transformers
 
-from tests.models.families import LINEAR_ROPE, LLAMA3_ROPE, MOE, YARN_ROPE, build
+from tests.models.families import GEMMA3, LINEAR_ROPE, LLAMA3_ROPE, MOE, YARN_ROPE, build
 
 GOLDENS = Path(__file__).parent / "goldens"
 PROMPT_LENGTHS = (1, 5, 13, 30)
@@ -28,6 +28,7 @@ MODELS = {
     "qwen2-moe-shared": ("qwen2_moe", MOE["qwen2_moe"]),
     "qwen3-moe-mlp-layer": ("qwen3_moe", {**MOE["qwen3_moe"], "num_hidden_layers": 3, "mlp_only_layers": [1]}),
     "gpt-oss-square": ("gpt_oss", {**MOE["gpt_oss"], "intermediate_size": 32}),
+    "gemma3-tied": ("gemma3_text", GEMMA3),
 }
 SHARDED = "llama-biases-llama3"
 BFLOAT16 = "qwen3-tied"

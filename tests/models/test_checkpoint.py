@@ -109,6 +109,47 @@ def test_home_is_expanded_and_progress_is_reported(folder, monkeypatch):
     assert [(step.files, step.num_files) for step in steps] == [*[(0, 1)] * (len(steps) - 1), (1, 1)]
 
 
+def multimodal(folder, prefix):
+    """Rewrite a checkpoint of text as one of text and images, with these letters before the names of the text model."""
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": fields}))
+    tower = "vision_tower.vision_model" if prefix.endswith("model.model.") else "model.vision_tower"
+
+    def change(tensors):
+        renamed = {prefix + name.removeprefix("model."): value for name, value in tensors.items()}
+        return renamed | dict.fromkeys((f"{tower}.x.weight", "multi_modal_projector.x"), np.ones(3, np.float32))
+
+    edit(folder, change)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model.", "language_model."])
+def test_names_of_multimodal_checkpoints(tmp_path, prefix):
+    """Names of transformers before 4.52, since then, and of the trunk alone."""
+    folder = shutil.copytree(goldens.FOLDER / "gemma3-tied", tmp_path / "model")
+    want = from_pretrained(folder)
+    multimodal(folder, prefix)
+    assert from_pretrained(folder).config == want.config
+    assert_same(from_pretrained(folder), want)
+
+
+def test_two_spellings_of_a_tensor_are_refused(tmp_path):
+    folder = shutil.copytree(goldens.FOLDER / "gemma3-tied", tmp_path / "model")
+    multimodal(folder, "model.language_model.")
+    edit(folder, lambda t: t.update({"model.norm.weight": np.ones(32, np.float32)}))
+    with pytest.raises(ModelError, match=r"model\.norm\.weight is stored twice"):
+        from_pretrained(folder)
+
+
+def test_end_tokens_of_the_generation_config_come_first(folder):
+    own = from_pretrained(folder).config.eos_token_ids
+    for found, want in ((None, own), ([1, 106], (1, 106)), (7, (7,))):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": found, "top_k": 64}))
+        assert from_pretrained(folder).config.eos_token_ids == want
+    (folder / "generation_config.json").write_text('{"eos_token_id": "<eos>"}')
+    with pytest.raises(ModelError, match=r"generation_config\.json: eos_token_id must be an integer"):
+        from_pretrained(folder)
+
+
 Q = "model.layers.1.self_attn.q_proj.weight"
 NORM = "model.norm.weight"
 EMBED = "model.embed_tokens.weight"

@@ -25,6 +25,22 @@ QWEN3_MOE = {**QWEN2, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_
 QWEN2_MOE = {**QWEN3_MOE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 10}
 YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4, "truncate": False}
 GPT_OSS = {**MIXTRAL, "model_type": "gpt_oss", "rope_scaling": YARN}
+GEMMA3 = {"model_type": "gemma3_text"}
+# Of a checkpoint of 4 billion parameters, as it was published.
+GEMMA3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "eos_token_id": [1, 106],
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {"hidden_size": 1152, "num_hidden_layers": 27},
+}
 
 
 def test_llama_defaults():
@@ -129,6 +145,85 @@ def test_gpt_oss():
     assert config.sliding_windows == (128, None, 128)
     quantized = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
     assert parse_config({**GPT_OSS, **quantized}) == config
+
+
+def test_gemma3_takes_the_defaults_of_transformers():
+    want = DecoderConfig(
+        vocab_size=262_208,
+        hidden_size=2304,
+        intermediate_size=9216,
+        num_hidden_layers=26,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        max_position_embeddings=131_072,
+        rope=RopeConfig(theta=1e6),
+        local_rope=RopeConfig(theta=1e4),
+        tie_word_embeddings=True,
+        embedding_scale=48.0,
+        query_pre_attn_scalar=256.0,
+        activation="gelu_tanh",
+        zero_centered_norms=True,
+        post_norms=True,
+        qk_norm=True,
+        sliding_windows=(*((4096,) * 5 + (None,)) * 4, 4096, 4096),
+        eos_token_ids=(1,),
+    )
+    assert parse_config(GEMMA3) == want
+    assert parse_config(dict.fromkeys(("rope_parameters", "head_dim", "final_logit_softcapping")) | GEMMA3) == want
+
+
+def test_gemma3_of_text_and_images():
+    config = parse_config(GEMMA3_4B)
+    assert (config.hidden_size, config.num_hidden_layers, config.head_dim) == (2560, 34, 256)
+    assert (config.vocab_size, config.eos_token_ids, config.tie_word_embeddings) == (262_208, (1, 106), True)
+    assert config.rope == RopeConfig(rope_type="linear", theta=1e6, factor=8.0)
+    assert config.local_rope == RopeConfig(theta=1e4)
+    assert config.sliding_windows == (*((1024,) * 5 + (None,)) * 5, *(1024,) * 4)
+    assert config.num_labels is None
+    assert parse_config(GEMMA3_4B | {"architectures": ["Gemma3Model"]}).num_labels == 0
+    # As transformers 5 writes them.
+    tables = {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    newer = {**GEMMA3_4B["text_config"], "rope_scaling": None, "rope_parameters": tables}
+    assert parse_config(GEMMA3_4B | {"text_config": newer}) == config
+    quantized = GEMMA3_4B | {"quantization_config": {"quant_method": "awq"}}
+    with pytest.raises(ModelError, match="quantization_config has quant_method 'awq'"):
+        parse_config(quantized)
+
+
+def test_kinds_of_layers_of_gemma3():
+    """`layer_types` precedes `sliding_window_pattern`."""
+    few = {**GEMMA3, "num_hidden_layers": 3, "sliding_window": 8}
+    assert parse_config(few | {"sliding_window_pattern": 2}).sliding_windows == (8, None, 8)
+    named = ["full_attention", "full_attention", "sliding_attention"]
+    assert parse_config(few | {"sliding_window_pattern": 2, "layer_types": named}).sliding_windows == (None, None, 8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "gemma"}, "model_type must be one of .* got 'gemma'"),
+        ({"model_type": "gemma2"}, "model_type must be one of .* got 'gemma2'"),
+        ({"model_type": "gemma3n"}, "model_type must be one of .* got 'gemma3n'"),
+        ({"model_type": "gemma3", "text_config": "4b"}, "text_config must be an object, got '4b'"),
+        ({"hidden_activation": "silu"}, "hidden_activation must be 'gelu_pytorch_tanh', got 'silu'"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is not supported, got 50.0"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is not supported, got 30.0"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported, got True"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a positive finite number, got 0"),
+        ({"sliding_window": None}, "sliding_window must be a positive integer, got None"),
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern must be a positive integer, got 0"),
+        ({"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters: rope_theta must be one of"),
+        ({"rope_parameters": {"full_attention": 3}}, "rope_parameters: full_attention must be an object, got 3"),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "x"}}}, "rope_type must be one of .* got 'x'"),
+    ],
+)
+def test_unsupported_fields_of_gemma3_are_refused_by_name(fields, message):
+    with pytest.raises(ModelError, match=message):
+        parse_config(GEMMA3 | fields)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ MESHES = [
     {"data": 2, "expert": 2},
 ]
 QUICK = [("llama", {"data": 2, "tensor": 2}), ("mistral", {"tensor": 8}), ("qwen3-tied", {"tensor": 4})]
+QUICK += [("gemma3", {"tensor": 4})]
 TINY = DecoderConfig(**checkpoints.SIZES)
 TOKENS = np.random.default_rng(0).integers(0, 64, (4, 7)).astype(np.int32)
 

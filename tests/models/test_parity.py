@@ -7,7 +7,7 @@ from safetensors import safe_open
 
 from jlora.models import from_pretrained, generate
 from tests.models import goldens
-from tests.models.families import LINEAR_ROPE, LLAMA3_ROPE, MOE, YARN_ROPE, build
+from tests.models.families import GEMMA3, GEMMA3_VISION, LINEAR_ROPE, LLAMA3_ROPE, MOE, YARN_ROPE, build
 from tests.models.test_checkpoint import edit
 from tests.models.test_layouts import configure, pack
 
@@ -57,6 +57,10 @@ VARIANTS = [
     ("gpt_oss", {**MOE["gpt_oss"], "intermediate_size": 32, "num_experts_per_tok": 4}),
     ("gpt_oss", {**MOE["gpt_oss"], "attention_bias": False, "swiglu_alpha": 0.7, "tie_word_embeddings": True}),
     ("gpt_oss", {**MOE["gpt_oss"], "rope_parameters": None, "layer_types": ["full_attention", "sliding_attention"]}),
+    ("gemma3_text", GEMMA3),
+    # The defaults: scores divided by 16, windows in all layers but each sixth, bases of 1e6 and 1e4.
+    ("gemma3_text", {"num_hidden_layers": 7, "head_dim": 8, "sliding_window": 5, "attention_bias": True}),
+    ("gemma3_text", {**GEMMA3, "query_pre_attn_scalar": 12, "layer_types": ["full_attention"] * 3}),
 ]
 
 
@@ -98,6 +102,18 @@ def test_mxfp4_as_transformers_reads_it(tmp_path):
     )
     assert theirs.model.layers[0].mlp.experts.down_proj.dtype == torch.float32
     compare(torch, from_pretrained(tmp_path), theirs.eval(), 8)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("original", [True, False], ids=["older names", "names of transformers 5"])
+def test_text_of_a_multimodal_checkpoint(tmp_path, original):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    theirs = build(torch, transformers, "gemma3", 9, **GEMMA3_VISION)
+    theirs.save_pretrained(tmp_path, save_original_format=original)
+    with safe_open(tmp_path / "model.safetensors", framework="np") as file:
+        assert any(name.startswith("language_model.model.") for name in file.keys()) == original  # noqa: SIM118
+    compare(torch, from_pretrained(tmp_path), theirs, 9)
 
 
 def compare(torch, ours, theirs, seed):

@@ -152,8 +152,8 @@ class Case:
 
 
 def source_of(tmp_path, kind):
-    if kind == "mixture":
-        return goldens.FOLDER / "qwen3-moe-mlp-layer"
+    if kind in ("mixture", "gemma3"):
+        return goldens.FOLDER / {"mixture": "qwen3-moe-mlp-layer", "gemma3": "gemma3-tied"}[kind]
     fields = checkpoints.DENSE["qwen3-tied" if kind == "tied" else "llama"]
     checkpoints.write(tmp_path / "source", fields | WIDE)
     return tmp_path / "source"
@@ -163,6 +163,9 @@ def source_of(tmp_path, kind):
     ("kind", "quantize"),
     [
         ("untied", "int8"),
+        ("gemma3", "fp8"),
+        pytest.param("gemma3", "int8", marks=slow),
+        pytest.param("gemma3", "blocks", marks=slow),
         pytest.param("mixture", "blocks", marks=slow),
         pytest.param("tied", "fp8", marks=slow),
         pytest.param("untied", "blocks", marks=slow),
@@ -208,7 +211,9 @@ def test_a_layer_of_the_sizes_of_qwen3_8b_fp8():
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize(("kind", "quantize"), [("untied", "int8"), pytest.param("mixture", "fp8", marks=slow)])
+@pytest.mark.parametrize(
+    ("kind", "quantize"), [("untied", "int8"), *(pytest.param(of, "fp8", marks=slow) for of in ("gemma3", "mixture"))]
+)
 def test_a_mesh_reads_the_same_values(tmp_path, kind, quantize):
     """A scale is that of a whole column, also where the mesh splits its inputs."""
     case = Case(tmp_path, source_of(tmp_path, kind), quantize)

@@ -11,12 +11,8 @@ import numpy as np
 import pytest
 
 from jlora.errors import LoRAError
-from jlora.pallas import api, gradients, xla
-from jlora.pallas.mosaic_tpu import lora as mosaic_tpu
-from jlora.pallas.plan import make_plan
+from jlora.pallas import api, gradients
 from jlora.pallas.triton import lora as triton
-from tests import oracle
-from tests.compiled import compiled_programs
 from tests.matrix import thinned
 from tests.pallas.lowering import lowered_text
 from tests.pallas.running import interpret_of
@@ -138,16 +134,6 @@ def compare(run, reference, operands):
         close(got, expected, 1e-5)
 
 
-def test_gradients_of_add_lora(grouped):
-    *operands, plan, ranks = grouped
-    run = partial(triton.add_lora, tiles=TILES, interpret=interpret_of("triton"))
-    compare(
-        lambda *v: gradients.add_lora(run, SIZES, *v, plan, ranks),
-        lambda *v: api.add_lora(*v, plan, slice_sizes=SIZES, ranks=ranks, backend="xla"),
-        operands,
-    )
-
-
 def test_gradients_of_shrink(grouped):
     _, x, a, _, plan, ranks = grouped
     run = partial(triton.shrink, tiles=TILES, interpret=interpret_of("triton"))
@@ -184,31 +170,3 @@ def test_a_nan_stays_out_of_other_groups_gradients(grouped):
     )(a, b)
     others = np.array([0, 2, 3])
     chex.assert_tree_all_finite((np.asarray(da)[others], np.asarray(db)[others]))
-
-
-def _backend_run(backend):
-    """add_lora of one backend on the CPU: the kernels in interpret mode."""
-    if backend == "xla":
-        return partial(xla.add_lora, slice_sizes=(24, 8))
-    if backend == "triton":
-        return partial(triton.add_lora, slice_sizes=(24, 8), tiles=TILES, interpret=interpret_of("triton"))
-    return partial(mosaic_tpu.add_lora, slice_sizes=(24, 8), interpret=interpret_of("mosaic_tpu"))
-
-
-@pytest.mark.parametrize("backend", ["xla", "triton", "mosaic_tpu"])
-def test_one_compilation_serves_every_mix(backend):
-    rows, groups = 12, 4
-    base, x, a, b, _, ranks = problem(0, rows, 40, [24, 8], 8, groups)
-    add = _backend_run(backend)
-
-    @jax.jit
-    def run(base, x, a, b, ids, ranks):
-        return add(base, x, a, b, make_plan(ids, num_groups=groups, tile_m=4), ranks=ranks)
-
-    rng = np.random.default_rng(0)
-    mixes = [np.full(rows, groups), np.zeros(rows), np.arange(rows) % groups, np.arange(rows) % 2 * groups]
-    mixes += [rng.integers(0, groups + 1, rows) for _ in range(4)]
-    for ids in mixes:
-        got = run(base, x, a, b, jnp.asarray(ids, jnp.int32), with_scales(ranks))
-        close(got, oracle.add_lora(base, x, ids.astype(int), a, b, [24, 8]), 1e-5)
-    assert compiled_programs(run) == 1

@@ -3,7 +3,6 @@
 import itertools
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 import pytest
 
@@ -128,24 +127,6 @@ def test_chunks_keep_the_longest_program_short(slices, programs, block_n):
         if used:
             shortest = min(longest_program(slices, block_n, used, cut, programs) for cut in cuts)
             assert longest_program(slices, block_n, used, counts, programs) <= 1.2 * shortest
-
-
-def test_tiles_that_fit_are_not_reduced():
-    p = problem("bfloat16", 64, 16, 4096, 3, 16)
-    assert gpu_tiles(p, L4) == rule_of_thumb(p, L4)
-
-
-def test_a_part_with_little_memory_refuses_by_name():
-    def operands(rank):
-        shapes = ((600, 64), (600, 64), (4, 1, rank, 64), (4, rank, 64))
-        return [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
-
-    p = problem("float32", 600, 16, 64, 1, 512)
-    assert too_large(p, H200) is None
-    reason = too_large(p, L4)
-    assert reason is not None
-    assert "101376 bytes of shared memory of nvidia_l4 for R = 512" in reason
-    assert triton.unsupported_reason(*operands(512), slice_sizes=(64,)) is None  # no GPU at hand: an H200
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.models.families import LINEAR_ROPE, LLAMA3_ROPE, YARN_ROPE, build
+from tests.models.families import GEMMA3, LINEAR_ROPE, LLAMA3_ROPE, YARN_ROPE, build
 
 VOCAB = 64
 MAX_RANK = 64
@@ -53,6 +53,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "max_window_layers": 1,
         },
     ),
+    "gemma3": ("gemma3_text", GEMMA3 | {"tie_word_embeddings": True}),
 }
 
 # name -> fields of peft.LoraConfig

@@ -161,7 +161,7 @@ def packed_forward(model, tokens, positions, segments):
     """The decoder on rows [T] of several sequences side by side, as a serving engine lays them out -> [T, V]."""
     trunk, config = model.model, model.config
     split = (config.num_attention_heads, config.num_attention_heads + config.num_key_value_heads)
-    rotation = rotations(config, positions[None])
+    rotation = rotations(config.rope, config.head_dim, positions[None])
     distance = positions[:, None] - positions[None, :]
     own = (segments[:, None] == segments[None, :]) & (distance >= 0)
     x = trunk.embed_tokens(tokens)

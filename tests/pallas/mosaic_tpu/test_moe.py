@@ -139,13 +139,6 @@ def test_rows_of_few_groups_that_share_a_place_in_a_bundle():
     check(batch(2, 11, 3, 3, 8, 16, 20, (12,)))
 
 
-@pytest.mark.slow
-def test_rows_without_an_adapter_are_unchanged():
-    d = batch(3, 6, 2, 20, 15, 8, 16, (12,))
-    _, out = run(d | {"slot": jnp.full(6, -1, jnp.int32)})
-    assert same_bits(out, np.asarray(d["base"]))
-
-
 def shapes(tokens, hidden, inner, experts, k, rank, slots=64):
     """The operands of a model's two products with 64 slots: base, x, a, b, slice_sizes."""
     struct, groups, pairs = jax.ShapeDtypeStruct, slots * experts, tokens * k

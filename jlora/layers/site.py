@@ -40,6 +40,12 @@ class SlotRanks(SlotParam):
     """
 
 
+# The values of `row_groups` for layers whose rows are those of the batch's own sequences. The last two declare the rows
+# of packed batches: one of each sequence, or all.
+SEQUENCES, LAST, PACKED = "sequences", "last", "packed"
+OF_SEQUENCES = frozenset({SEQUENCES, LAST, PACKED})
+
+
 @dataclass(frozen=True)
 class SlotSpec:
     """Shapes and dtype of the slot arrays of a site. Sites with equal specs are staged and written together.
@@ -310,6 +316,11 @@ class Site:
     row_group: str | None = None
 
     @property
+    def space(self) -> str:
+        """Name of the row space of its rows: its group of items, or "sequences"."""
+        return SEQUENCES if self.row_group is None or self.row_group in OF_SEQUENCES else self.row_group
+
+    @property
     def attributes(self) -> tuple[str, ...]:
         """Names of the layer attributes that hold the arrays in `spec.held`."""
         names = "a", "b", "ranks", *(extra.name for extra in self.spec.extras)
@@ -350,8 +361,7 @@ class ModelSites:
       names: names of all modules of the model that a configuration can use.
       sharding: the sharding of one site. All sites have the same mesh and data axes. None off meshes.
       device: the device chosen for a model off meshes, or None.
-      adapters: the most adapters of a sequence.
-      scaled: True if batches hold a factor for each adapter of a sequence.
+      adapters: the most adapters of a sequence, each with a factor; None for a single one without factors.
       activated: True if batches hold the first active row of each sequence.
       groups: the declared row groups, without those of the batch's own sequences.
       intercepted: True if qwix had quantized the model when it was wrapped.
@@ -361,8 +371,7 @@ class ModelSites:
     names: frozenset[str] = field(repr=False)
     sharding: KernelSharding | None
     device: Device | None
-    adapters: int = 1
-    scaled: bool = False
+    adapters: int | None = None
     activated: bool = False
     groups: frozenset[str] = frozenset()
     intercepted: bool = False

@@ -283,7 +283,7 @@ class Host:
     def read_folder(self, found: AdapterFolder) -> PackedAdapter:
         """Read and pack a folder as an adapter without a request, without adding it to the host cache."""
         with _logged(found.name, str(found.folder)):
-            packed = pack_files(LoRARequest(found.name, found.folder), found, *self._target, config=self._config)
+            packed = pack_files(LoRARequest(found.name, str(found.folder)), found, *self._target, config=self._config)
             packed.request = packed.key = None
             return self.measured(packed)
 

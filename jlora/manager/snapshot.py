@@ -347,7 +347,8 @@ def _read(folder: Path) -> _Snapshot:
                 _checked({"warning": warning}, {"warning": (str,)}, f"{file}: adapters[{i}].warnings[{j}]")
             if request is None and not re.fullmatch(r"[0-9a-f]{64}", entry["weights"] or ""):
                 raise AdapterFormatError(f"{file}: adapters[{i}]: field 'weights' must be a SHA-256 without a request")
-            entries.append(_Entry(**{**entry, "request": request, "warnings": tuple(entry["warnings"])}))
+            entry |= {"request": request, "warnings": tuple(entry["warnings"])}
+            entries.append(_Entry(**entry))
         for i, name in enumerate(saved["slots"]):
             _checked({"name": name}, {"name": (str,)}, f"{file}: slots[{i}]")
         _checked(saved["removed"], dict.fromkeys(saved["removed"], (int,)), f"{file}: removed")

@@ -29,13 +29,13 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int, Integer
 
 from jlora.errors import LoRAError
-from jlora.layers.forward.batch import LoRABatch, check_copy
+from jlora.layers.forward.call_rows import AdapterRows, CallRows
 from jlora.layers.forward.context import staged
 from jlora.layers.forward.merged_columns import merged_columns
 from jlora.layers.forward.mesh import experts_reached, on_mesh, reached, split_of
-from jlora.layers.forward.row_layout import slots_by_axes
 from jlora.layers.forward.rows import RowMap
-from jlora.layers.forward.scope import AdapterRows, CallRows, Scope
+from jlora.layers.forward.scope import Scope
+from jlora.layers.forward.stamps import check_stamps
 from jlora.layers.site import Blocks, Site, SlotSpec
 from jlora.layers.specs import EmbedSpec, LinearSpec
 from jlora.pallas.api import add_lora, expand, shrink
@@ -114,13 +114,6 @@ def _slot_arrays(layer: nnx.Module, site: Site) -> Sequence[Array]:
             "stack axis; map jlora.SlotParam over axis 0 in the StateAxes of your nnx.scan, as the kernel is"
         )
     return arrays
-
-
-def check_stamps(
-    layer: nnx.Module, site: Site, batch: LoRABatch, base: Float[Array, "*lead N"]
-) -> Float[Array, "*lead N"]:
-    """Return `base`, or NaN in the stamped layer if this copy of the model missed a write. See `check_copy`."""
-    return check_copy(batch, site.path, base, vars(layer)[site.stamps][...]) if site.stamped else base
 
 
 def add_delta(
@@ -257,8 +250,7 @@ def add_lookup(
         return out.reshape(base.shape)
 
     with jax.named_scope("lora"):
-        none = site.spec.num_slots
-        ids = [slots_by_axes(rows.layout, scope.slots(site, i), none) for i in range(len(rows.adapters))]
+        ids = rows.slots(site.spec.num_slots)
         base = check_stamps(layer, site, scope.batch, base)
         lead = rows.sharding.axes
         of_base, of_rows = partition(*lead, sharding.outs), partition(*lead)

@@ -14,17 +14,18 @@ from jlora import _qwix
 from jlora._compat import promote_dtype
 from jlora.errors import LoRAError
 from jlora.layers.einsum import EinsumAxes, EinsumRows
+from jlora.layers.forward.call_rows import AdapterRows
 from jlora.layers.forward.delta import (
     SlotFactors,
     adapter_specs,
     add_rows,
-    check_stamps,
     factor_specs,
     slot_factors,
     summed,
 )
 from jlora.layers.forward.mesh import on_mesh, reached
-from jlora.layers.forward.scope import AdapterRows, Scope
+from jlora.layers.forward.scope import Scope
+from jlora.layers.forward.stamps import check_stamps
 from jlora.layers.site import Site
 from jlora.layers.specs import LinearSpec, general_rows
 from jlora.sharding.rules import Names, partition, split_axis

@@ -14,8 +14,7 @@ from jlora.layers.base_kernel import Kernel, arrays_of, kernel_of
 from jlora.layers.finish import chosen
 from jlora.layers.forward.experts import prefix_of, shared_sites
 from jlora.layers.forward.merged_columns import too_many_pieces
-from jlora.layers.forward.row_groups import SEQUENCES
-from jlora.layers.site import HEAD, Site, SlotSpec
+from jlora.layers.site import HEAD, SEQUENCES, Site, SlotSpec
 from jlora.layers.specs import Doubt, EmbedSpec, ExpertsSpec, LinearSpec, Spec, own_attribute
 from jlora.layers.wrap.discover import Found, discover
 from jlora.layers.wrap.select import (

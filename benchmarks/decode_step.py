@@ -210,11 +210,11 @@ def fill_slots(manager: jlora.LoRAManager, rank: int) -> None:
             variable.set_value(_normal(sub, held.shape, held.dtype, fan_in**-0.5, held.sharding))
         ranks = getattr(layer, site.attributes[2])
         ranks.set_value(jnp.zeros_like(ranks.get_value()) + jnp.array([rank, 1.0]))
-        if site.spec.dora:
-            magnitudes = getattr(layer, site.attributes[3])
+        for name in site.attributes[3 : 3 + len(site.spec.extras)]:
+            variable = getattr(layer, name)
             key, sub = jax.random.split(key)
-            held = magnitudes.get_value()
-            magnitudes.set_value(1 + _normal(sub, held.shape, held.dtype, 0.1, held.sharding))
+            held = variable.get_value()
+            variable.set_value(1 + _normal(sub, held.shape, held.dtype, 0.1, held.sharding))
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))

@@ -1,6 +1,6 @@
 """`RowSpace`: the adapters of a set of rows, such as those of the sequences of a batch or of its images.
 
-`jlora.layers.forward.fill` fills the spaces of a batch on the host. A layer reads the space of its rows
+`jlora.layers.forward.make_batch` fills the spaces of a batch on the host. A layer reads the space of its rows
 (`jlora.layers.forward.row_layout`).
 """
 

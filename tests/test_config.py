@@ -57,7 +57,7 @@ def test_target_modules_become_a_tuple():
         ("dtype", "float99", "got 'float99'"),
         ("dtype", jnp.float8_e4m3fn, "dtype must be None or one of"),
         ("max_adapters_per_sequence", 3, "must be None or a positive int of at most max_loras, got 3"),
-        ("expert_slots", 1, 'expert_slots must be None or a mapping of "per_expert", "shared" or both to positive ints'),
+        ("expert_slots", 1, 'expert_slots must be None or a mapping of "per_expert", "shared" or both to positive'),
         ("expert_slots", {"each": 1}, "expert_slots must be None or a mapping"),
         ("expert_slots", {"per_expert": 0}, "expert_slots must be None or a mapping"),
         ("expert_slots", {"shared": True}, "expert_slots must be None or a mapping"),

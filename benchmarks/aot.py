@@ -53,7 +53,8 @@ import jlora
 from benchmarks.decode_step import CONTEXT, base_step, decode, prefill
 from benchmarks.mesh import PROJECTIONS, SHAPES
 from benchmarks.timing import write_rows
-from jlora.layers.forward.batch import Assigned, Layout, LoRABatch
+from jlora.layers.forward.batch import Layout, LoRABatch
+from jlora.layers.forward.row_space import RowSpace, Table
 from jlora.layers.site import allocate
 from jlora.layers.wrap.apply import wrap_model
 from jlora.layers.wrap.wrapped import WrappedModel
@@ -225,9 +226,8 @@ def compiled(case: Case, model: nnx.Module, wrapped: WrappedModel | None) -> Pro
     batch = None
     if wrapped is not None:
         ids = _shape((sequences,), "int32", NamedSharding(mesh_of(case), P()))
-        batch = LoRABatch(
-            (Assigned(ids, None, ids),), None, Layout(wrapped.sites, sequences, wrapped.unserved.sites), None
-        )
+        space = RowSpace(Table((ids,)), stamps=(ids,))
+        batch = LoRABatch({"sequences": space}, Layout(wrapped.sites, sequences, wrapped.unserved.sites), None)
     step, values = base_step(model, run)
     program = step.lower(values, *given, batch).compile()
     text, memory = program.as_text(), program.memory_analysis()

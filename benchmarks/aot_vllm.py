@@ -34,7 +34,8 @@ from benchmarks.timing import write_rows
 from jlora.integrations.vllm_jax.hooks import take_metadata
 from jlora.integrations.vllm_jax.layers import PACKED_MODULES, describe_layers
 from jlora.integrations.vllm_jax.worker import WorkerLoRAs
-from jlora.layers.forward.batch import Assigned, Layout, LoRABatch
+from jlora.layers.forward.batch import Layout, LoRABatch
+from jlora.layers.forward.row_space import RowSpace, Table
 from jlora.layers.site import allocate
 from jlora.layers.wrap.apply import wrap_model
 from tests.integrations import vllm_stubs
@@ -88,7 +89,8 @@ def compiled(chip: str, name: str, rows: int, *, lora: bool) -> str:
         take_metadata(model, WorkerLoRAs(SimpleNamespace(layers=wrapped.layers), REQUESTS))
         ids, slots = operand((REQUESTS,)), operand((rows,))
         layout = Layout(wrapped.sites, REQUESTS, wrapped.unserved.sites)
-        batch[0] = {"step": LoRABatch((Assigned(ids, slots, ids),), None, layout, None)}
+        space = RowSpace(Table((ids,)), Table((slots,)), stamps=(ids,))
+        batch[0] = {"step": LoRABatch({"sequences": space}, layout, None)}
         return model
 
     vllm_steps.model_loader._get_nnx_model = abstract

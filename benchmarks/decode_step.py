@@ -39,9 +39,9 @@ from jax.sharding import NamedSharding
 import jlora
 from benchmarks.roofline import least_us
 from benchmarks.timing import kernel_us, kind_of, machine
-from jlora.layers.forward.batch import Lease
-from jlora.layers.forward.batch import make_batch as batch_in_slots
 from jlora.layers.forward.batch_shape import BatchShape
+from jlora.layers.forward.lease import Lease
+from jlora.layers.forward.make_batch import make_batch as batch_in_slots
 from jlora.manager.step import FlatModel
 from jlora.models import Decoder, DecoderConfig, quantized_config
 from jlora.models.config import MoEConfig
@@ -210,11 +210,11 @@ def fill_slots(manager: jlora.LoRAManager, rank: int) -> None:
             variable.set_value(_normal(sub, held.shape, held.dtype, fan_in**-0.5, held.sharding))
         ranks = getattr(layer, site.attributes[2])
         ranks.set_value(jnp.zeros_like(ranks.get_value()) + jnp.array([rank, 1.0]))
-        if site.spec.dora:
-            magnitudes = getattr(layer, site.attributes[3])
+        for name in site.attributes[3 : 3 + len(site.spec.extras)]:
+            variable = getattr(layer, name)
             key, sub = jax.random.split(key)
-            held = magnitudes.get_value()
-            magnitudes.set_value(1 + _normal(sub, held.shape, held.dtype, 0.1, held.sharding))
+            held = variable.get_value()
+            variable.set_value(1 + _normal(sub, held.shape, held.dtype, 0.1, held.sharding))
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))
@@ -256,7 +256,9 @@ def batch_of(manager: jlora.LoRAManager, slots: np.ndarray):
     lease = Lease((), (None,) * len(slots), thread=0)
     unserved, none = manager._wrapped.unserved.sites, manager.config.max_loras
     shape = BatchShape(len(slots))
-    return batch_in_slots(slots.tolist(), shape, manager._wrapped.sites, lease, none=none, unserved=unserved)
+    entries = [[(slot, 0, 1.0) for slot in np.atleast_1d(own)] for own in slots]
+    index, sites = range(len(slots)), manager._wrapped.sites
+    return batch_in_slots(entries, index, shape, sites, lease, none=none, unserved=unserved)
 
 
 def weight_bytes(config: DecoderConfig) -> int:

@@ -108,7 +108,7 @@ def check_fields(label: str, options: object, rules: Mapping[str, Rule]) -> None
     for field, (accepts, expected) in rules.items():
         value, optional = getattr(options, field), getattr(type(options), field, ...) is None
         if not (accepts(value, options) or (optional and value is None)):
-            raise LoRAUsageError(f"{label}{field} must be {expected}{' or None' * optional}, got {value!r}")
+            raise LoRAUsageError(f"{label}{field} must be {'None or ' * optional}{expected}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,8 +22,9 @@ from jlora.adapters.checkpoint import Checkpoint, OwnExperts, open_checkpoint
 from jlora.adapters.config_file import CONFIG_FILE, PEFT_FIELDS, read_config
 from jlora.adapters.escaping import listed, shown, shown_path, shown_value
 from jlora.adapters.expert_formats import flat_orientation, flattened, stored_names
+from jlora.adapters.extras import MAGNITUDE, Extra, brought, extras_of
 from jlora.adapters.files import content_key
-from jlora.adapters.lora import FLOATS, ExpertsLoRA, HostArray, LoRA, ModuleLoRA, SavedHead, check_variants
+from jlora.adapters.lora import FLOATS, ExpertsLoRA, HostArray, LoRA, ModuleLoRA, SavedHead, check_variants, tensors_of
 from jlora.adapters.peft_config import Kind, PeftConfig, scaling_of
 from jlora.adapters.problems import Problems
 from jlora.adapters.resolve import WEIGHTS_FILE, AdapterFolder, adapter_files, resolve
@@ -81,13 +82,14 @@ class Adapter:
     def __post_init__(self):
         where = f"adapter {shown(str(self.name))}"  # the manager refuses a name that is no string
         check_invocation_tokens(self.invocation_tokens, f"{where}: invocation_tokens")
-        magnitudes = self._magnitudes
         tokens = self.invocation_tokens
-        check_variants(where, self.modules, self.heads, use_dora=bool(magnitudes), invocation_tokens=tokens)
-        if magnitudes and (plain := self.modules.keys() - magnitudes.keys()):
-            raise AdapterFormatError(
-                f"{where}: module {shown(min(plain))} has no magnitude; expected one for each module of a DoRA adapter"
-            )
+        check_variants(where, self.modules, self.heads, extras=self.extras, invocation_tokens=tokens)
+        for extra in self.extras:
+            if plain := [name for name, module in self.modules.items() if extra.name not in extras_of(module)]:
+                raise AdapterFormatError(
+                    f"{where}: module {shown(min(plain))} has no {extra.name}; expected one for each module of a "
+                    f"{extra.title} adapter"
+                )
         if both := self.heads.keys() & self.modules.keys():
             raise AdapterFormatError(
                 f"{where}: {shown(min(both))} has both LoRA and a saved head; expected one of them"
@@ -96,12 +98,17 @@ class Adapter:
     @property
     def use_dora(self) -> bool:
         """True for a DoRA adapter, whose modules all have a magnitude."""
-        return bool(self._magnitudes)
+        return MAGNITUDE in self.extras
 
     @property
-    def _magnitudes(self) -> dict[str, HostArray]:
-        modules = self.modules.items()
-        return {n: m.magnitude for n, m in modules if isinstance(m, ModuleLoRA) and m.magnitude is not None}
+    def extras(self) -> tuple[Extra, ...]:
+        """Arrays that all modules bring beside A and B."""
+        return brought(self.modules.values())
+
+    @property
+    def layers(self) -> dict[str, LoRA | SavedHead]:
+        """All modules, and then all saved heads, by name."""
+        return {**self.modules, **self.heads}
 
     @property
     def saved_outputs(self) -> dict[str, int]:
@@ -114,8 +121,7 @@ class Adapter:
         Args:
           unread: Modules of which not all values were read, to leave out.
         """
-        apart = {*unread, *self._magnitudes}
-        judged = {name: module for name, module in self.modules.items() if name not in apart}
+        judged = {name: module for name, module in self.modules.items() if name not in unread and not extras_of(module)}
         idle = [name for name, lora in judged.items() if lora.scaling == 0 or _is_zero(lora.b) or _is_zero(lora.a)]
         if len(idle) < len(judged):  # an expert that training never routed to keeps a B of zeros
             idle = [name for name in idle if "experts" not in name.split(".")]
@@ -138,10 +144,9 @@ class Adapter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all factors A and B, of the magnitudes, of the base weights and of the saved heads."""
-        arrays = [array for module in self.modules.values() for array in (module.a, module.b)]
-        arrays += [*self._magnitudes.values(), *self.base_weights.values()]
-        return sum(array.nbytes for array in arrays) + sum(head.nbytes for head in self.heads.values())
+        """Bytes of all modules, of the base weights and of the saved heads."""
+        arrays = [array for layer in self.layers.values() for array in tensors_of(layer).values()]
+        return sum(array.nbytes for array in (*arrays, *self.base_weights.values()))
 
     @classmethod
     def from_pretrained(
@@ -165,7 +170,7 @@ class Adapter:
           path: Local folder (`~` is expanded) or a Hugging Face repo id.
           name: Name of the adapter; by default the last part of `path`.
           revision: Branch, tag or commit of the Hugging Face repo.
-          dtype: Convert A, B and magnitudes to this dtype (float16, bfloat16, float32 or float64). None keeps the
+          dtype: Convert all but base weights to this dtype (float16, bfloat16, float32 or float64). None keeps the
             file's dtype.
           allow_nonfinite: Accept NaN and infinity, which are refused otherwise. The check takes about as long as
             copying the weights once.
@@ -292,22 +297,15 @@ class Adapter:
     def _tensors(self) -> dict[str, np.ndarray]:
         tensors: dict[str, np.ndarray] = {}
         stored = self._experts()
-        for name, module in self.modules.items():
-            flat = isinstance(module, ExpertsLoRA) and module.own_order
-            a, b = flattened(module.a, module.b) if flat else (module.a, module.b)
-            for half, array in (("A", a), ("B", b)):
-                part = f"lora_embedding_{half}" if module.kind == "embedding" else f"lora_{half}.weight"
-                tensors[f"base_model.model.{stored.get(name, name)}.{part}"] = np.ascontiguousarray(array)
-        for name, array in self._magnitudes.items():
-            tensors[f"base_model.model.{name}.lora_magnitude_vector"] = np.ascontiguousarray(array)
+        for name, layer in self.layers.items():
+            arrays = tensors_of(layer)
+            if isinstance(layer, ExpertsLoRA) and layer.own_order:
+                arrays = dict(zip(arrays, flattened(layer.a, layer.b), strict=True))
+            tensors |= {f"base_model.model.{stored.get(name, name)}.{part}": array for part, array in arrays.items()}
         for name, array in self.base_weights.items():
             part = "base_layer.weight" if name in self.modules else "weight"
-            tensors[f"base_model.model.{name}.{part}"] = np.ascontiguousarray(array)
-        for name, head in self.heads.items():
-            tensors[f"base_model.model.{name}.weight"] = np.ascontiguousarray(head.weight)
-            if head.bias is not None:
-                tensors[f"base_model.model.{name}.bias"] = np.ascontiguousarray(head.bias)
-        return tensors
+            tensors[f"base_model.model.{name}.{part}"] = array
+        return {key: np.ascontiguousarray(array) for key, array in tensors.items()}
 
     def _experts(self) -> dict[str, str]:
         """Map each `ExpertsLoRA` to the module name of its tensors. Raise if a load would give another LoRA."""
@@ -332,7 +330,7 @@ class Adapter:
         return stored
 
     def _peft_config(self) -> dict[str, Any]:
-        if not self.modules:
+        if not self.layers:
             raise LoRAError(f"adapter {shown(self.name)} has no module to save")
         if not self.peft_fields.keys() <= PEFT_FIELDS:
             raise LoRAUsageError(
@@ -348,8 +346,8 @@ class Adapter:
                     f"use_rslora={self.use_rslora}; change alpha, or fold the difference into b"
                 )
         parameters = [name for name, module in self._experts().items() if name != module]
-        rank = _commonest(module.rank for module in self.modules.values())
-        alpha = _commonest(module.alpha for module in self.modules.values())
+        rank = _commonest((module.rank for module in self.modules.values()), 8)
+        alpha = _commonest((module.alpha for module in self.modules.values()), 8.0)
         return {
             "bias": "none",
             "lora_dropout": 0.0,
@@ -361,7 +359,7 @@ class Adapter:
             "r": rank,
             "lora_alpha": _as_int(alpha),
             "use_rslora": self.use_rslora,
-            **({"use_dora": True} if self.use_dora else {}),
+            **{extra.field: True for extra in self.extras},
             **({"alora_invocation_tokens": list(self.invocation_tokens)} if self.invocation_tokens else {}),
             "rank_pattern": {_exactly(n): m.rank for n, m in self.modules.items() if m.rank != rank},
             "alpha_pattern": {_exactly(n): _as_int(m.alpha) for n, m in self.modules.items() if m.alpha != alpha},
@@ -415,7 +413,7 @@ def open_adapter(
 
     Args:
       found: The adapter's folder.
-      dtype: Convert A, B and magnitudes to this dtype. None keeps the file's dtype.
+      dtype: Convert all but base weights to this dtype. None keeps the file's dtype.
       max_bytes: Refuse weights of more bytes than this, counted in the file or after conversion.
       problems: Takes the errors of single fields and tensors. None raises them.
 
@@ -475,8 +473,8 @@ def _is_zero(array: np.ndarray) -> bool:
     return not array[:1].any() and not array.any()
 
 
-def _commonest(values: Iterable[T]) -> T:
-    return Counter(values).most_common(1)[0][0]
+def _commonest(values: Iterable[T], default: T) -> T:
+    return next((value for value, _ in Counter(values).most_common(1)), default)
 
 
 def _as_int(alpha: float) -> int | float:

@@ -13,6 +13,7 @@ import numpy as np
 from jlora.adapters.config_file import CONFIG_FILE
 from jlora.adapters.escaping import shown, shown_path, shown_value
 from jlora.adapters.expert_formats import Stacked, is_stacked, stacked_pairs
+from jlora.adapters.extras import EXTRAS, Extra, extras_of
 from jlora.adapters.files import StableFile
 from jlora.adapters.lora import ExpertsLoRA, HostArray, LoRA, ModuleLoRA, SavedHead, UnreadArray, check_variants
 from jlora.adapters.peft_config import Kind, PeftConfig, scaling_of
@@ -29,8 +30,9 @@ _RAW = rf"(?:\.default|\.(?:{WRAPPER}))*"
 _LORA = re.compile(
     rf"(?P<linear>.+)\.lora_(?P<half>[AB]){_RAW}\.weight|(?P<embedding>.+)\.lora_(?P<table>embedding_[AB]){_RAW}"
 )
-# Of DoRA. PEFT's save_pretrained removes ".weight".
-_MAGNITUDE = re.compile(rf"(?P<module>.+)\.lora_magnitude_vector{_RAW}(\.weight)?")
+_EXTRA_KEYS = tuple(extra.key for extra in EXTRAS)
+# PEFT's save_pretrained removes ".weight".
+_EXTRA = re.compile(rf"(?P<module>.+)\.(?P<key>{'|'.join(map(re.escape, _EXTRA_KEYS))}){_RAW}(\.weight)?")
 # PEFT stores the base weight beside LoRA on an embedding or lm_head, and also resized weights of these two names.
 _BASE = re.compile(r"(?P<module>.+)\.base_layer\.weight|(?P<resized>(.+\.)?(embed_tokens|lm_head))\.weight")
 # A layer of a fully trained module. PEFT's save_pretrained removes ".modules_to_save".
@@ -105,9 +107,9 @@ class Checkpoint:
                 a, b = self._stacked[name].arrays(a, b)
                 modules[name] = replace(module, a=a, b=b)
             else:
-                magnitude = None if module.magnitude is None else arrays[_key(module.magnitude)]
+                extras: Any = {extra: arrays[_key(array)] for extra, array in extras_of(module).items()}
                 kind, alpha, scaling = module.kind, module.alpha, module.scaling  # `replace` takes twice as long
-                modules[name] = ModuleLoRA(a=a, b=b, kind=kind, alpha=alpha, scaling=scaling, magnitude=magnitude)
+                modules[name] = ModuleLoRA(a=a, b=b, kind=kind, alpha=alpha, scaling=scaling, **extras)
         heads = {
             name: SavedHead(arrays[_key(head.weight)], None if head.bias is None else arrays[_key(head.bias)])
             for name, head in self.heads.items()
@@ -120,8 +122,8 @@ class Checkpoint:
         for name, experts in own.items():
             module = self.modules[name]
             if isinstance(module, ModuleLoRA):
-                arrays = (module.a, module.b, module.magnitude)
-                found |= {_key(array): Share(1, 1, experts) for array in arrays if array is not None}
+                arrays = (module.a, module.b, *extras_of(module).values())
+                found |= {_key(array): Share(1, 1, experts) for array in arrays}
                 continue
             _, out, rank = module.b.shape
             turns = 1 if not module.own_order else out if self._stacked[name].grouped else out * rank
@@ -151,7 +153,7 @@ def open_checkpoint(
       file: The safetensors file.
       adapter: Name of the adapter, for messages.
       config: The adapter's configuration. Every tensor must agree with its ranks and targets.
-      dtype: Convert A, B and magnitudes to this dtype. None keeps the file's dtype. Base weights are never converted.
+      dtype: Convert all but base weights to this dtype. None keeps the file's dtype.
       problems: Takes the errors of tensors, which are then left out of the checkpoint. None raises them.
 
     Raises:
@@ -180,7 +182,7 @@ def open_checkpoint(
         }
         try:
             tokens = config.invocation_tokens
-            check_variants(where, modules, heads, use_dora=config.use_dora, invocation_tokens=tokens)
+            check_variants(where, modules, heads, extras=config.extras, invocation_tokens=tokens)
         except AdapterMismatchError as error:  # no `Adapter` has these modules
             found.found.append(error)
             found.raise_first()
@@ -194,8 +196,8 @@ def sorted_keys(
 ) -> dict[str, dict[str, str]]:
     """Return module name -> part -> tensor key. With `problems`, keys with a problem are left out.
 
-    Parts are "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "base", and, in the
-    modules named by `saved` (PEFT's `modules_to_save`), "head_weight" and "head_bias".
+    Parts are "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", `Extra.key`, "base", and, in the modules named
+    by `saved` (PEFT's `modules_to_save`), "head_weight" and "head_bias".
 
     Raises:
       AdapterMismatchError: A tensor of a kind that is not served.
@@ -208,8 +210,8 @@ def sorted_keys(
         name = key.removeprefix(_PREFIX)
         if lora := _LORA.fullmatch(name):
             module, part = lora["linear"] or lora["embedding"], "lora_" + (lora["half"] or lora["table"])
-        elif magnitude := _MAGNITUDE.fullmatch(name):
-            module, part = magnitude["module"], "lora_magnitude_vector"
+        elif extra := _EXTRA.fullmatch(name):
+            module, part = extra["module"], extra["key"]
         elif (head := _saved_part(name, saved)) is not None:
             module, part = head
         elif base := _BASE.fullmatch(name):
@@ -297,13 +299,11 @@ class _Header:
             raise AdapterFormatError(f"{self.at(key)} has shape {shape}; expected {expected}")
         raise AdapterFormatError(f"{self.at(key)} has rank {shape[axis]}; expected {rank} (r and rank_pattern)")
 
-    def vector(self, key: str | None, size: int) -> Any:
-        """Return a vector, which must have `size` elements; None without a key."""
-        if key is None:
-            return None
-        if (shape := self.tensors[key].shape) != (size,):
+    def shaped(self, key: str, expected: tuple[int, ...]) -> Any:
+        """Return a tensor, which must have this shape."""
+        if (shape := self.tensors[key].shape) != expected:
             raise AdapterFormatError(
-                f"{self.at(key)} has shape {shown_value(shape)}; expected {(size,)}, as its matrix implies"
+                f"{self.at(key)} has shape {shown_value(shape)}; expected {expected}, as its matrix implies"
             )
         return self.array(key)
 
@@ -337,14 +337,15 @@ def _modules(
         header.problems.found.append(error)
     pairs = {module: pair for module, pair in of_experts.items() if pair is not None}
     stacked = attempt(dict[str, Stacked](), stacked_pairs, pairs, linear, config, header.where) if pairs else {}
-    magnitudes = attempt(dict[str, str](), _magnitudes, keys, linear, header, config)
+    extras = attempt((), _extras, keys, linear, header, config)
     ranks, alphas = config.ranks(linear), config.alphas(linear)
     modules: dict[str, LoRA] = {}
     for name, (kind, key_a, key_b) in halves.items():
         if (pair := stacked.get(name)) is not None:
             modules[pair.name] = pair.lora
         elif name not in of_experts:
-            given = key_a, key_b, magnitudes.get(name), kind, ranks[name], alphas[name], config.use_rslora
+            beside = {extra: keys[name][extra.key] for extra in extras}
+            given = key_a, key_b, beside, kind, ranks[name], alphas[name], config.use_rslora
             if (lora := attempt(None, _module, header, *given)) is not None:
                 modules[name] = lora
     return modules, {pair.name: pair for pair in stacked.values()}
@@ -358,21 +359,15 @@ def _module(
     header: _Header,
     key_a: str,
     key_b: str,
-    magnitude: str | None,
+    beside: Mapping[Extra, str],
     kind: Kind,
     rank: int,
     alpha: float,
     use_rslora: bool,
 ) -> ModuleLoRA:
     a, b = header.matrix(key_a, rank, 0), header.matrix(key_b, rank, 1)
-    return ModuleLoRA(
-        a=a,
-        b=b,
-        kind=kind,
-        alpha=alpha,
-        scaling=scaling_of(alpha, rank, use_rslora),
-        magnitude=header.vector(magnitude, b.shape[0]),
-    )
+    extras = {extra.name: header.shaped(key, extra.sizes(a.shape, b.shape)) for extra, key in beside.items()}
+    return ModuleLoRA(a=a, b=b, kind=kind, alpha=alpha, scaling=scaling_of(alpha, rank, use_rslora), **extras)
 
 
 def _targets(module: str, kind: Kind, config: PeftConfig) -> bool:
@@ -406,23 +401,24 @@ def _heads(
     return found
 
 
-def _magnitudes(
+def _extras(
     keys: Mapping[str, Mapping[str, str]], modules: Iterable[str], header: _Header, config: PeftConfig
-) -> dict[str, str]:
-    """Return module name -> key of the magnitude. Raise if one of `modules` of a DoRA adapter has none."""
-    found = {m: key for m, parts in keys.items() if (key := parts.get("lora_magnitude_vector")) is not None}
-    if not config.use_dora and found:
-        raise AdapterFormatError(
-            f"{header.at(next(iter(found.values())))} is of DoRA, and 'use_dora' is not set in {CONFIG_FILE}; expected "
-            "both or neither"
-        )
-    without = [shown(module) for module in modules if module not in found] if config.use_dora else []
-    if without:
-        raise AdapterFormatError(
-            f"{header.where}: module {without[0]}{_and_more(without[1:])} has no tensor lora_magnitude_vector; "
-            f"expected one, since 'use_dora' is set in {CONFIG_FILE}"
-        )
-    return found
+) -> tuple[Extra, ...]:
+    """Return the extras of the configuration. Raise if one of `modules` lacks one, or if a module brings another."""
+    for extra in EXTRAS:
+        found = {module: parts[extra.key] for module, parts in keys.items() if extra.key in parts}
+        if extra not in config.extras and found:
+            raise AdapterFormatError(
+                f"{header.at(next(iter(found.values())))} is of {extra.title}, and '{extra.field}' is not set in "
+                f"{CONFIG_FILE}; expected both or neither"
+            )
+        without = [shown(module) for module in modules if module not in found] if extra in config.extras else []
+        if without:
+            raise AdapterFormatError(
+                f"{header.where}: module {without[0]}{_and_more(without[1:])} has no tensor {extra.key}; "
+                f"expected one, since '{extra.field}' is set in {CONFIG_FILE}"
+            )
+    return config.extras
 
 
 def _head(weight: str, bias: str | None, header: _Header) -> SavedHead:
@@ -435,7 +431,7 @@ def _head(weight: str, bias: str | None, header: _Header) -> SavedHead:
             "adapter without it"
         )
     matrix = header.matrix(weight)
-    return SavedHead(matrix, header.vector(bias, matrix.shape[0]))
+    return SavedHead(matrix, None if bias is None else header.shaped(bias, matrix.shape[:1]))
 
 
 def _halves(module: str, parts: Mapping[str, str], header: _Header) -> tuple[Kind, str, str]:
@@ -443,7 +439,7 @@ def _halves(module: str, parts: Mapping[str, str], header: _Header) -> tuple[Kin
     key_a, key_b, kind = parts.get("lora_A"), parts.get("lora_B"), "linear"
     if key_a is None and key_b is None:
         key_a, key_b, kind = parts.get("lora_embedding_A"), parts.get("lora_embedding_B"), "embedding"
-    if key_a is None or key_b is None or len(parts.keys() - {"base", "lora_magnitude_vector"}) > 2:
+    if key_a is None or key_b is None or len(parts.keys() - {"base", *_EXTRA_KEYS}) > 2:
         raise AdapterFormatError(
             f"{header.where}: module {shown(module)} has tensor {', '.join(map(shown, parts.values()))}; "
             "expected one A and one B of the same kind"

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 from jlora.adapters.activation import check_invocation_tokens
 from jlora.adapters.escaping import kind_of, shown, shown_path, shown_value
 from jlora.adapters.expert_fields import EXPERT_FIELDS, ExpertFields, expert_fields
+from jlora.adapters.extras import EXTRAS
 from jlora.adapters.files import StableFile
 from jlora.adapters.pattern_table import PatternTable, pattern_table
 from jlora.adapters.patterns import Pattern, compile_pattern
@@ -134,7 +135,7 @@ def _parse(raw: Mapping[str, Json], where: str, problems: Problems | None) -> Pe
         r=needed.attempt(8, _rank, raw.get("r", 8), f"{where}: field 'r'"),
         lora_alpha=found.attempt(8.0, _number, raw.get("lora_alpha", 8), f"{where}: field 'lora_alpha'"),
         use_rslora=found.attempt(False, _typed, raw, "use_rslora", bool, False, where),
-        use_dora=bool(needed.attempt(False, _typed, raw, "use_dora", bool, None, where)),
+        extras=tuple(e for e in EXTRAS if needed.attempt(False, _typed, raw, e.field, bool, None, where)),
         invocation_tokens=found.attempt((), _invocation_tokens, tokens, at_tokens),
         rank_patterns=needed.attempt(no_ranks, _patterns, raw, "rank_pattern", _rank, where),
         alpha_patterns=found.attempt(no_alphas, _patterns, raw, "alpha_pattern", _number, where),
@@ -190,7 +191,7 @@ _SERVED = frozenset(
         "r",
         "lora_alpha",
         "use_rslora",
-        "use_dora",
+        *(extra.field for extra in EXTRAS),
         "alora_invocation_tokens",
         "rank_pattern",
         "alpha_pattern",

@@ -1,7 +1,7 @@
 """LoRA of one module on the host: of a linear layer, an embedding, or all experts of one projection."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NoReturn, TypeAlias
 
@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jlora.adapters.escaping import shown, shown_value
+from jlora.adapters.extras import EXTRAS, Extra, extras_of
 from jlora.adapters.peft_config import Kind
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageError
 
@@ -86,12 +87,14 @@ class ModuleLoRA:
             )
         if self.kind not in ("linear", "embedding"):
             raise AdapterFormatError(f'ModuleLoRA.kind must be "linear" or "embedding", found {self.kind!r}')
-        if self.magnitude is not None:
-            _check("ModuleLoRA.magnitude", self.magnitude, 1, "a float NumPy vector")
-            if self.magnitude.shape[0] != self.b.shape[0]:
-                raise AdapterFormatError(
-                    f"ModuleLoRA: magnitude {self.magnitude.shape} must have a value for each row of b {self.b.shape}"
-                )
+        for extra in EXTRAS:
+            if (array := getattr(self, extra.name)) is not None:
+                shape = extra.sizes(self.a.shape, self.b.shape)
+                _check(f"ModuleLoRA.{extra.name}", array, len(shape), f"a float NumPy array of shape {shape}")
+                if array.shape != shape:
+                    raise AdapterFormatError(
+                        f"ModuleLoRA: {extra.name} {array.shape} must have the shape {shape}, as a and b imply"
+                    )
 
     @property
     def rank(self) -> int:
@@ -192,10 +195,15 @@ class SavedHead:
         """True if the head has a bias."""
         return self.bias is not None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weight and the bias."""
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+def tensors_of(module: LoRA | SavedHead) -> dict[str, HostArray]:
+    """Return the arrays of a module, keyed by the names of their tensors in PEFT's files, after that of the module."""
+    if isinstance(module, SavedHead):
+        return {"weight": module.weight, **({} if module.bias is None else {"bias": module.bias})}
+    part = "lora_embedding_{}" if module.kind == "embedding" else "lora_{}.weight"
+    extras = extras_of(module)
+    beside = {extra.key: extras[extra.name] for extra in EXTRAS if extra.name in extras}
+    return {part.format("A"): module.a, part.format("B"): module.b, **beside}
 
 
 def check_variants(
@@ -203,32 +211,32 @@ def check_variants(
     modules: Mapping[str, LoRA],
     heads: Mapping[str, SavedHead],
     *,
-    use_dora: bool,
+    extras: Collection[Extra],
     invocation_tokens: Sequence[int],
 ) -> None:
-    """Refuse modules and combinations for which PEFT 0.21 has no DoRA or aLoRA (`LoraLayer.resolve_lora_variant`).
+    """Refuse modules and combinations for which PEFT 0.21 has no variant (`LoraLayer.resolve_lora_variant`).
 
-    PEFT has DoRA for linear layers and embeddings, and aLoRA for linear layers.
+    PEFT has each of `extras` for the kinds of modules that it names, and aLoRA for linear layers.
 
     Raises:
-      AdapterMismatchError: DoRA is combined with aLoRA, one of them with a module of another kind, or aLoRA with a
-        saved head.
+      AdapterMismatchError: One of `extras` is combined with aLoRA, one of them with a module of another kind, or aLoRA
+        with a saved head.
     """
     if heads and invocation_tokens:
         raise AdapterMismatchError(
             f"{where}: {shown(min(heads))} is a saved head (modules_to_save) of an activated LoRA (aLoRA), and a saved "
             "head is active on all rows; train the adapter with one of them"
         )
-    if use_dora and invocation_tokens:
+    if extras and invocation_tokens:
+        extra = next(iter(extras))
         raise AdapterMismatchError(
-            f"{where}: use_dora and alora_invocation_tokens ({shown_value(invocation_tokens)}) are both set; PEFT has "
-            "no DoRA that is activated. Train the adapter with one of them"
+            f"{where}: {extra.field} and alora_invocation_tokens ({shown_value(invocation_tokens)}) are both set; PEFT "
+            f"has no {extra.title} that is activated. Train the adapter with one of them"
         )
-    for feature, on, kinds in (
-        ("DoRA", use_dora, ("linear", "embedding")),
-        ("activated LoRA (aLoRA)", bool(invocation_tokens), ("linear",)),
-    ):
-        other = next((name for name, module in modules.items() if module.kind not in kinds), None) if on else None
+    features = [(extra.title, extra.kinds) for extra in extras]
+    features += [("activated LoRA (aLoRA)", ("linear",))] if invocation_tokens else []
+    for feature, kinds in features:
+        other = next((name for name, module in modules.items() if module.kind not in kinds), None)
         if other is not None:
             raise AdapterMismatchError(
                 f"{where}: {shown(other)} is of kind {modules[other].kind!r}, and PEFT has {feature} for "

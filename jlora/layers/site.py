@@ -16,9 +16,11 @@ from jax.sharding import NamedSharding
 from jlora._compat import Device, default_device
 from jlora._memory import device_bytes
 from jlora._typing import Backend
+from jlora.adapters.extras import Extra
 from jlora.errors import LoRAError
+from jlora.layers.finish.finisher import Finisher
 from jlora.layers.specs import Doubt
-from jlora.sharding.rules import KernelSharding
+from jlora.sharding.rules import KernelSharding, Names
 
 Blocks: TypeAlias = tuple[tuple[int, int], ...]
 HEAD = "jlora_head"  # prefix of the arrays of saved heads
@@ -32,10 +34,16 @@ class SlotParam(nnx.Variable[jax.Array]):
 
 
 class SlotRanks(SlotParam):
-    """An array beside the slots: true ranks and scales (float32), magnitudes of DoRA (float32), or stamps (int32).
+    """An array beside the slots: true ranks and scales (float32), extras of finishers (float32), or stamps (int32).
 
     It has its own type, so that A and B can be differentiated without it.
     """
+
+
+# The values of `row_groups` for layers whose rows are those of the batch's own sequences. The last two declare the rows
+# of packed batches: one of each sequence, or all.
+SEQUENCES, LAST, PACKED = "sequences", "last", "packed"
+OF_SEQUENCES = frozenset({SEQUENCES, LAST, PACKED})
 
 
 @dataclass(frozen=True)
@@ -43,8 +51,8 @@ class SlotSpec:
     """Shapes and dtype of the slot arrays of a site. Sites with equal specs are staged and written together.
 
     A is [(layers,) S, (E,) n, R, K], B is [(layers,) S, (E,) R, N], and the ranks are float32 [(layers,) S, (E,) n, 2]:
-    the true rank of each output slice, as a whole number, and the scale that multiplies its delta. The magnitudes are
-    float32 [(layers,) S, N], the factor of each output column (DoRA).
+    the true rank of each output slice, as a whole number, and the scale that multiplies its delta. The extras of the
+    finishers follow, float32 [(layers,) S, ...].
 
     Attributes:
       layers: length of the leading axis when the layer is a stack (`nnx.vmap` + `nnx.scan`), else None.
@@ -60,7 +68,7 @@ class SlotSpec:
       in_blocks, out_blocks: order of K in A, and of N in B, as stored: pairs (the adapter's first feature or -1 for
         padding, count) from left to right. They are set if the features are split and the layer's order differs from
         the adapter's; () for the adapter's order.
-      dora: True if the site holds magnitudes.
+      finishers: functions of the output with its LoRA, in the order in which they run. The site holds their extras.
     """
 
     layers: int | None
@@ -74,7 +82,12 @@ class SlotSpec:
     sharding: KernelSharding | None = None
     in_blocks: Blocks = ()
     out_blocks: Blocks = ()
-    dora: bool = False
+    finishers: tuple[Finisher, ...] = ()
+
+    @functools.cached_property
+    def extras(self) -> tuple[Extra, ...]:
+        """Arrays of the finishers, in order."""
+        return tuple(extra for finisher in self.finishers for extra in finisher.extras)
 
     @functools.cached_property
     def expert_shards(self) -> int:
@@ -141,14 +154,14 @@ class SlotSpec:
 
     @functools.cached_property
     def shardings(self) -> tuple[NamedSharding | None, ...]:
-        """Shardings of A, B, the ranks and the magnitudes; None off meshes."""
+        """Shardings of the arrays in the order of `shapes`; None off meshes."""
         found = self.sharding
         if found is None:
-            return None, None, None, None
+            return (None,) * len(self.shapes)
         lead, (experts, *a), (_, *b) = ((),) * (len(self.stack) + 1), found.a, found.b
         own = (experts,) if self.experts is not None else ()
-        of_ranks, of_magnitudes = found.named(*lead, *own), found.named(*lead, b[-1])
-        return found.named(*lead, *own, *a), found.named(*lead, *own, *b), of_ranks, of_magnitudes
+        of_extras = [found.named(*lead, *split) for split in self.splits(found)]
+        return found.named(*lead, *own, *a), found.named(*lead, *own, *b), found.named(*lead, *own), *of_extras
 
     @functools.cached_property
     def block_shardings(self) -> tuple[NamedSharding | None, NamedSharding | None]:
@@ -176,8 +189,16 @@ class SlotSpec:
 
     @property
     def held(self) -> tuple[int, ...]:
-        """Arrays that the site holds, as indices into `shapes`: its factors, the ranks, and the magnitudes if any."""
-        return (*self.factors, 2, 3) if self.dora else (*self.factors, 2)
+        """Arrays that the site holds, as indices into `shapes`: its factors, the ranks, and the extras."""
+        return (*self.factors, *range(2, 3 + len(self.extras)))
+
+    def holds(self, table: str) -> bool:
+        """Return True if the site holds the ranks ("ranks") or an extra, by name."""
+        return table == "ranks" or any(extra.name == table for extra in self.extras)
+
+    def index(self, table: str) -> int:
+        """Return the index into `shapes` of the ranks ("ranks") or of an extra, by name."""
+        return 2 + ["ranks", *(extra.name for extra in self.extras)].index(table)
 
     @property
     def whole(self) -> bool:
@@ -206,26 +227,42 @@ class SlotSpec:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of A, B, the ranks and the magnitudes."""
+        """Shapes of A, B, the ranks and each of the extras."""
         lead = (*self.stack, self.num_slots, *self.rows[len(self.stack) :])
         return (
             (*lead, self.slices, self.stored_rank, self.stored_in),
             (*lead, self.max_rank, self.stored_out),
             (*lead, self.slices, 2),
-            (*self.stack, self.num_slots, self.stored_out),
+            *((*self.stack, self.num_slots, *sizes) for sizes in self.extra_sizes),
         )
 
     @property
-    def dtypes(self) -> tuple[str, str, str, str]:
-        """Dtypes of A, B, the ranks and the magnitudes."""
-        return self.dtype, self.dtype, "float32", "float32"
+    def extra_sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Shape of each of the extras in one slot of one layer."""
+        sizes = {"N": self.stored_out, "K": self.stored_in}
+        return tuple(tuple(sizes[axis] for axis in extra.shape) for extra in self.extras)
+
+    def splits(self, sharding: KernelSharding) -> list[tuple[Names, ...]]:
+        """Return the mesh axes that split each axis of `extra_sizes`."""
+        axes = {"N": sharding.outs, "K": sharding.ins}
+        return [tuple(axes[axis] for axis in extra.shape) for extra in self.extras]
+
+    @property
+    def fills(self) -> tuple[float, ...]:
+        """Values of empty slots, in the order of `shapes`."""
+        return (0, 0, 0, *(extra.fill for extra in self.extras))
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Dtypes in the order of `shapes`."""
+        return self.dtype, self.dtype, *("float32",) * (1 + len(self.extras))
 
     @property
     def slot_nbytes(self) -> int:
-        """Bytes of one slot: A, B, ranks and magnitudes, on a mesh the sum over all shards."""
+        """Bytes of one slot: A, B, ranks and extras, on a mesh the sum over all shards."""
         values = self.slices * self.stored_rank * self.stored_in + self.max_rank * self.stored_out
-        magnitudes = 4 * self.stored_out if self.dora else 0
-        return math.prod(self.rows) * (values * jnp.dtype(self.dtype).itemsize + 8 * self.slices + magnitudes)
+        extras = 4 * sum(map(math.prod, self.extra_sizes))
+        return math.prod(self.rows) * (values * jnp.dtype(self.dtype).itemsize + 8 * self.slices + extras)
 
     @property
     def device_nbytes(self) -> int:
@@ -279,14 +316,19 @@ class Site:
     row_group: str | None = None
 
     @property
+    def space(self) -> str:
+        """Name of the row space of its rows: its group of items, or "sequences"."""
+        return SEQUENCES if self.row_group is None or self.row_group in OF_SEQUENCES else self.row_group
+
+    @property
     def attributes(self) -> tuple[str, ...]:
         """Names of the layer attributes that hold the arrays in `spec.held`."""
-        names = f"{self.prefix}_a", f"{self.prefix}_b", f"{self.prefix}_ranks", f"{self.prefix}_magnitudes"
-        return tuple(names[j] for j in self.spec.held)
+        names = "a", "b", "ranks", *(extra.name for extra in self.spec.extras)
+        return tuple(f"{self.prefix}_{names[j]}" for j in self.spec.held)
 
     @property
     def slot_nbytes(self) -> int:
-        """Bytes of one slot: A, B, ranks, magnitudes and stamps."""
+        """Bytes of one slot: A, B, ranks, extras and stamps."""
         return self.spec.slot_nbytes + (4 * (self.spec.layers or 1) if self.stamped else 0)
 
     @property
@@ -319,8 +361,7 @@ class ModelSites:
       names: names of all modules of the model that a configuration can use.
       sharding: the sharding of one site. All sites have the same mesh and data axes. None off meshes.
       device: the device chosen for a model off meshes, or None.
-      adapters: the most adapters of a sequence.
-      scaled: True if batches hold a factor for each adapter of a sequence.
+      adapters: the most adapters of a sequence, each with a factor; None for a single one without factors.
       activated: True if batches hold the first active row of each sequence.
       groups: the declared row groups, without those of the batch's own sequences.
       intercepted: True if qwix had quantized the model when it was wrapped.
@@ -330,8 +371,7 @@ class ModelSites:
     names: frozenset[str] = field(repr=False)
     sharding: KernelSharding | None
     device: Device | None
-    adapters: int = 1
-    scaled: bool = False
+    adapters: int | None = None
     activated: bool = False
     groups: frozenset[str] = frozenset()
     intercepted: bool = False
@@ -356,19 +396,19 @@ def is_named(given: str, names: Iterable[str]) -> bool:
 def allocate(site: Site, device: Device | None = None) -> dict[str, SlotParam]:
     """Return the slot arrays of `site`, keyed by the layer attribute that will hold each.
 
-    Magnitudes are ones, and all others zeros.
+    All are zeros, but for the `fill` of extras.
 
     Args:
       site: the site.
       device: placement of the arrays off meshes; None for the default device.
     """
-    shapes, dtypes, shardings = site.spec.shapes, site.spec.dtypes, site.spec.shardings
+    shapes, dtypes, fills, shardings = site.spec.shapes, site.spec.dtypes, site.spec.fills, site.spec.shardings
     shape = (*site.spec.stack, max(each.spec.slots.stop for each in site.with_shared))
     shardings = [device if where is None else where for where in shardings]
     of_stamps = device if site.spec.sharding is None else site.spec.sharding.named()
     stamps = {site.stamps: _variable(SlotRanks, shape, "int32", of_stamps)} if site.stamped else {}
     held = {
-        name: _variable(SlotParam if j < 2 else SlotRanks, shapes[j], dtypes[j], shardings[j], fill=int(j == 3))
+        name: _variable(SlotParam if j < 2 else SlotRanks, shapes[j], dtypes[j], shardings[j], fill=fills[j])
         for name, j in zip(site.attributes, site.spec.held, strict=True)
     }
     return held | stamps
@@ -389,7 +429,7 @@ def check_room(sites: Sequence[Site], chosen: Device | None = None) -> None:
     """
     needed: dict[Device, int] = {}
     for site in sites:
-        where, _, _, _ = site.spec.shardings
+        where = site.spec.shardings[0]
         if where is None:
             device = chosen_by_default() if chosen is None else chosen
         else:
@@ -408,7 +448,7 @@ def chosen_by_default() -> Device:
 
 
 def _variable(
-    kind: type[SlotParam], shape: tuple[int, ...], dtype: str, where: NamedSharding | Device | None, fill: int = 0
+    kind: type[SlotParam], shape: tuple[int, ...], dtype: str, where: NamedSharding | Device | None, fill: float = 0
 ) -> SlotParam:
     """Return a variable that is filled with one value, with the sharding `where`.
 

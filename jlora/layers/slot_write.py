@@ -1,11 +1,11 @@
 """Write blocks of an adapter into one slot of many layers: the computation of one write."""
 
+import math
 from collections.abc import Sequence
 from typing import cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -102,51 +102,35 @@ def _own_ranks(
     return jnp.where(inside.reshape((1,) * (update.ndim - 2) + (count, 1)), new, now)
 
 
-def write_magnitudes(
+def write_table(
+    table: str,
     specs: Sequence[SlotSpec],
     arrays: Sequence[Float[Array, "..."]],
-    values: Float[Array, "columns"],
+    values: Float[Array, "values"],
     slot: Int[Array, ""],
+    num_slots: int,
 ) -> tuple[Float[Array, "..."], ...]:
-    """Write the magnitudes of one slot of every site that holds some, and return the updated arrays.
+    """Write the ranks and scales, or an extra, of one slot of every site that holds it, and return the updated arrays.
 
-    `values` holds those of all sites, one site after the other. An array of one shard takes its own columns.
+    `values` holds those of all sites, one site after the other. Sites without this slot keep their values, which can be
+    those with fewer slots than the `num_slots` of the model. An array of one shard takes its own part.
     """
     start, written = 0, list[jax.Array]()
     for spec, array in zip(specs, arrays, strict=True):
-        size = int(np.prod(spec.stack)) * spec.stored_out
-        block = lax.slice_in_dim(values, start, start + size).reshape(*spec.stack, spec.stored_out)
-        if (count := array.shape[-1]) < spec.stored_out:
-            assert spec.sharding is not None
-            block = lax.dynamic_slice_in_dim(block, lax.axis_index(spec.sharding.b[2]) * count, count, axis=-1)
-        written.append(cast("jax.Array", lax.dynamic_update_index_in_dim(array, block, slot, axis=len(spec.stack))))
-        start += size
-    return tuple(written)
-
-
-def write_ranks(
-    specs: Sequence[SlotSpec],
-    arrays: Sequence[Float[Array, "..."]],
-    table: Float[Array, "slices 2"],
-    slot: Int[Array, ""],
-) -> tuple[Float[Array, "..."], ...]:
-    """Write the ranks and scales of one slot of every site, and return the updated arrays.
-
-    `table` holds the values of all sites, one site after the other. Sites without this slot keep their values. An array
-    of one shard of experts takes the values of its own experts.
-    """
-    start, written = 0, list[jax.Array]()
-    for spec, array in zip(specs, arrays, strict=True):
-        shape = (*spec.rows, spec.slices)
-        size = int(np.prod(shape))
-        block = lax.slice_in_dim(table, start, start + size).reshape(*shape, 2)
-        axis = len(spec.stack)
-        if spec.experts is not None and (count := array.shape[axis + 1]) < spec.experts:
-            assert spec.sharding is not None
-            first = lax.axis_index(spec.sharding.experts) * count
-            block = lax.dynamic_slice_in_dim(block, first, count, axis)
+        j, axis = spec.index(table), len(spec.stack)
+        shape = list(spec.shapes[j])
+        del shape[axis]  # of the slots
+        size = math.prod(shape)
+        block = lax.slice_in_dim(values, start, start + size).reshape(shape)
+        for i, count in enumerate((*array.shape[:axis], *array.shape[axis + 1 :])):
+            if count < shape[i]:
+                sharding = spec.shardings[j]
+                assert sharding is not None
+                first = lax.axis_index(sharding.spec[i + (i >= axis)]) * count
+                block = lax.dynamic_slice_in_dim(block, first, count, i)
         own = slot - spec.first_slot
         new = cast("jax.Array", lax.dynamic_update_index_in_dim(array, block, own, axis=axis))
-        written.append(jnp.where((own >= 0) & (own < spec.num_slots), new, array))
+        is_own = (own >= 0) & (own < spec.num_slots)
+        written.append(new if spec.num_slots == num_slots else jnp.where(is_own, new, array))
         start += size
     return tuple(written)

@@ -1,6 +1,6 @@
 """The checked arguments of `prepare`, and `Scaled` and `Mix`, which describe the adapters of one sequence."""
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
@@ -9,10 +9,10 @@ import numpy as np
 
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import LoRAUsageError
-from jlora.layers.forward.batch_shape import BatchShape, FirstRows, batch_shape
-from jlora.layers.forward.row_groups import Items
+from jlora.layers.forward.batch_shape import BatchShape
 from jlora.manager.casting import fits_float32
 from jlora.manager.leases import AdapterHandle
+from jlora.manager.packed_adapter import PackedAdapter
 
 Name = str | LoRARequest | AdapterHandle
 Parts = tuple[tuple[Name, float], ...]
@@ -143,20 +143,11 @@ def _key(name: Given | None) -> Hashable:
     return name
 
 
-def read_arguments(
-    names: Sequence[Given | None],
-    token_counts: Sequence[int] | None,
-    pad_to: int | None,
-    length: int | None,
-    active_from: FirstRows | None,
-    items: Mapping[str, Items] | None,
-    config: LoRAConfig,
-    known: Collection[str],
-) -> BatchArguments:
-    """Check the arguments of `prepare`, which may have items of the `known` row groups.
+def checked_names(names: Sequence[Given | None], config: LoRAConfig) -> tuple[Given | None, ...]:
+    """Return the `names` of `prepare`.
 
     Raises:
-      LoRAUsageError: an argument has the wrong type, arguments disagree, or `config` does not serve them.
+      LoRAUsageError: they have the wrong type, or `config` does not serve them.
     """
     # Sets have no order, generators cannot be read twice, and a string would be split into letters.
     if isinstance(names, str | bytes) or not isinstance(names, Sequence | np.ndarray):
@@ -172,10 +163,7 @@ def read_arguments(
             )
         if isinstance(name, AdapterHandle) and name.packed is None:
             raise LoRAUsageError(f"prepare: {name!r} is closed")
-    if active_from is not None and not config.activated:
-        raise LoRAUsageError("prepare: active_from needs LoRAConfig(activated=True)")
-    shape = batch_shape(len(names), token_counts, pad_to, length, active_from, items, known)
-    return BatchArguments(tuple(names), shape)
+    return tuple(names)
 
 
 def _check_served(name: Scaled | Mix, config: LoRAConfig) -> None:
@@ -187,3 +175,38 @@ def _check_served(name: Scaled | Mix, config: LoRAConfig) -> None:
     for part, _ in name.parts:
         if isinstance(part, AdapterHandle) and part.packed is None:
             raise LoRAUsageError(f"prepare: {part!r} is closed")
+
+
+def check_adapters(args: BatchArguments, loaded: Mapping[Name, PackedAdapter]) -> None:
+    """Check that the adapters of each sequence may be served together, and with their factors.
+
+    Raises:
+      LoRAUsageError: a DoRA adapter, or one with a saved head, has a factor or another adapter beside it; a sequence
+        has aLoRA adapters with different invocation tokens; an item of a row group belongs to a sequence with one.
+    """
+    called: set[Given | None] = set()
+    for given, parts in args.parts.items():
+        tokens: dict[tuple[int, ...], str] = {}
+        for name, scale in parts:
+            if (packed := loaded.get(name)) is None:
+                continue
+            if (len(parts) > 1 or scale != 1) and (kind := packed.served_alone) is not None:
+                raise LoRAUsageError(
+                    f"prepare: {packed.name!r} is {kind}, which is served alone and with the factor 1, and "
+                    f"the sequence takes {len(parts)} adapters with the factors {[scale for _, scale in parts]}"
+                )
+            if packed.invocation_tokens:
+                tokens[packed.invocation_tokens] = packed.name
+        if len(tokens) > 1:
+            names = ", ".join(map(repr, tokens.values()))
+            raise LoRAUsageError(f"prepare: {names} of one Mix are aLoRA adapters with different invocation tokens")
+        if tokens:
+            called.add(given)
+    for group, items in args.shape.items if called else ():
+        for item, owner in enumerate(items.owners):
+            if owner is not None and args.names[owner] in called:
+                raise LoRAUsageError(
+                    f"prepare: item {item} of group {group!r} belongs to sequence {owner}, which has an aLoRA "
+                    "adapter, and that one changes only rows after its invocation tokens; give None as the sequence of "
+                    "that item"
+                )

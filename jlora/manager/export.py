@@ -1,7 +1,7 @@
-"""Export of an adapter from its slot, for example after training it there."""
+"""Export of an adapter from its slot, for example after training it there, or from its blocks, for a save."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from jlora._compat import explicit_transfers
 from jlora.adapters import Adapter, ExpertsLoRA, ModuleLoRA, SavedHead
 from jlora.errors import LoRAError
 from jlora.layers.site import Site, as_brought
+from jlora.manager.blocks import unpack
 from jlora.manager.packed_adapter import PackedAdapter, Placement
 
 
@@ -24,18 +25,36 @@ def export(packed: PackedAdapter, slot: int, modules: Mapping[Site, nnx.Module])
     Raises:
       LoRAError: A module has one factor A for several slices, and training made them different.
     """
+
+    def factors_of(site: Site) -> Callable[[int], list[np.ndarray]]:
+        factors = _slot(site, slot, modules[site])
+        return lambda row: [factor[row] for factor in factors]
+
+    return _export(packed, modules, factors_of)
+
+
+def export_blocks(packed: PackedAdapter, sites: Iterable[Site]) -> Adapter:
+    """Return the adapter that the blocks of `packed` hold, as `export` returns that of a slot."""
+    found = unpack(packed.blocks, {(p.site, p.row) for p in packed.placements})
+    return _export(packed, sites, lambda site: lambda row: [found[site, row][j] for j in site.spec.factors])
+
+
+def _export(
+    packed: PackedAdapter, sites: Iterable[Site], factors_of: Callable[[Site], Callable[[int], list[np.ndarray]]]
+) -> Adapter:
+    """Return an adapter. `factors_of(site)(row)` are A [n, R, K] and B [R, N], or the only one that the site holds."""
     about = packed.about or Adapter(name=packed.name, modules={})
     by_site: dict[Site, list[Placement]] = {}
     for p in packed.placements:
         by_site.setdefault(p.site, []).append(p)
-    product = {half: site for site in modules for half in site.shared}
+    product = {half: site for site in sites for half in site.shared}
     read: dict[str, ModuleLoRA | ExpertsLoRA] = {}
     heads: dict[str, SavedHead] = {}
     halves: dict[tuple[Site, int, int], list[_Half]] = {}  # (product site, layer, first slice) -> factors
     for site, placements in by_site.items():
-        factors = _slot(site, slot, modules[site])
+        of_row = factors_of(site)
         for p in placements:
-            found = [factor[p.row] for factor in factors]
+            found = of_row(p.row)
             if site.kind == "head":
                 heads[p.module] = SavedHead(_a(p, found[0]), _b(p, found[1])[0] if site.biased else None)
             elif site.spec.whole:
@@ -83,7 +102,7 @@ def _module(name: str, p: Placement, a: Float[np.ndarray, "n R K"], b: Float[np.
             "them differ; train with one module for each slice"
         )
     kind = "embedding" if p.site.kind == "embedding" else "linear"
-    return ModuleLoRA(a=_a(p, a), b=_b(p, b), kind=kind, alpha=p.alpha, scaling=p.scaling, magnitude=p.magnitude)
+    return ModuleLoRA(a=_a(p, a), b=_b(p, b), kind=kind, alpha=p.alpha, scaling=p.scaling, **p.extras)
 
 
 def _experts(halves: Sequence[_Half]) -> tuple[str, ExpertsLoRA]:

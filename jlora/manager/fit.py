@@ -1,12 +1,10 @@
 """Checks of an adapter against the model by names, kinds, ranks and shapes, before its tensors are read."""
 
-from collections.abc import Mapping, Sequence
-
-import numpy as np
+from collections.abc import Mapping
 
 from jlora.adapters import Adapter, SavedHead
 from jlora.adapters.expert_formats import decide_exchanged
-from jlora.adapters.lora import ExpertsLoRA, LoRA
+from jlora.adapters.lora import ExpertsLoRA, LoRA, tensors_of
 from jlora.adapters.tensor_data import all_finite
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 from jlora.layers.site import Site
@@ -20,8 +18,7 @@ def describe(name: str, path: str | None) -> str:
 
 def read_as(where: str, adapter: Adapter, index: SiteIndex) -> SiteIndex:
     """Return the index that finds the names of an adapter (`SiteIndex.read_as`)."""
-    named = [(module.kind, name) for name, module in adapter.modules.items()]
-    return index.read_as(where, [*named, *(("head", name) for name in adapter.heads)], adapter.task_type)
+    return index.read_as(where, [(layer.kind, name) for name, layer in adapter.layers.items()], adapter.task_type)
 
 
 def place(where: str, adapter: Adapter, index: SiteIndex) -> dict[str, Place]:
@@ -31,17 +28,17 @@ def place(where: str, adapter: Adapter, index: SiteIndex) -> dict[str, Place]:
 
     Raises:
       AdapterMismatchError: The adapter has no module or only skipped ones, a module that the model lacks, a rank above
-        max_lora_rank, shapes that differ from the model's, two modules for the same slice, or, with DoRA, a module of
-        an embedding or of experts; or a saved head that saved_heads has no room for, of other features, or that has a
+        max_lora_rank, shapes that differ from the model's, two modules for the same slice, or extras of a module whose
+        layer has no slots for them; or a saved head that saved_heads has no room for, of other features, or that has a
         bias where the layer has none, or none where it has one.
     """
-    if not (adapter.modules or adapter.heads):
+    if not adapter.layers:
         raise AdapterMismatchError(f"{where} brings no LoRA weights: expected at least one module, found none")
     problems: list[str] = []
     too_large: dict[int, dict[str, int]] = {}  # max_lora_rank -> the modules of larger ranks
     placed: dict[str, Place] = {}
     taken: dict[tuple[Site, int, int], str] = {}
-    dora = adapter.use_dora
+    extras = adapter.extras
     for name, module in adapter.modules.items():
         if index.skips(name):
             continue
@@ -50,8 +47,11 @@ def place(where: str, adapter: Adapter, index: SiteIndex) -> dict[str, Place]:
             problems.append(f"{name}: {found}")
             continue
         site, row, first, count = found
-        if dora and not site.spec.dora:
-            problems.append(f"{name}: DoRA is served for linear layers, and this is {_kind(site)}")
+        if unserved := [extra.title for extra in extras if extra not in site.spec.extras]:
+            problems.append(f"{name}: {unserved[0]} is served for linear layers, and this is {_kind(site)}")
+            continue
+        if count < site.spec.slices and any("K" in extra.shape for extra in extras):
+            problems.append(f"{name}: an array of all input features is served for whole layers only")
             continue
         if module.rank > site.spec.max_rank:
             too_large.setdefault(site.spec.max_rank, {})[name] = module.rank
@@ -182,19 +182,12 @@ def _experts_misfit(site: Site, module: ExpertsLoRA, first: int, count: int) -> 
 
 
 def check_finite(where: str, adapter: Adapter) -> None:
-    """Raise AdapterFormatError if a factor or a saved head holds NaN or infinity."""
-    arrays: dict[str, Sequence[tuple[str, np.ndarray]]] = {}
-    for name, module in adapter.modules.items():
-        magnitude = getattr(module, "magnitude", None)
-        factors = (("A", module.a), ("B", module.b), *([] if magnitude is None else [("magnitude", magnitude)]))
-        arrays[name] = factors
-    for name, head in adapter.heads.items():
-        arrays[name] = (("weight", head.weight), *([] if head.bias is None else [("bias", head.bias)]))
-    for name, factors in arrays.items():
-        for label, factor in factors:
-            if not all_finite(factor):
+    """Raise AdapterFormatError if an array holds NaN or infinity."""
+    for name, layer in adapter.layers.items():
+        for key, array in tensors_of(layer).items():
+            if not all_finite(array):
                 raise AdapterFormatError(
-                    f"{where}: {name}: {label} holds NaN or infinity; expected finite numbers "
+                    f"{where}: {name}.{key} holds NaN or infinity; expected finite numbers "
                     "(LoRAConfig.allow_nonfinite lets them through)"
                 )
 

@@ -29,11 +29,11 @@ from jlora.errors import (
 )
 from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.manager.blocks import Block
+from jlora.manager.extras import check_extras, slot_values
 from jlora.manager.host_cache import HostCache
 from jlora.manager.leases import Leases
 from jlora.manager.loader import Deadline, Load, LoadCancelled, Loader
 from jlora.manager.locks import Bell, StateLock
-from jlora.manager.magnitudes import check_base, magnitudes_of
 from jlora.manager.multihost import Coordinator, itself
 from jlora.manager.names import SiteIndex
 from jlora.manager.packed_adapter import PackedAdapter
@@ -231,7 +231,7 @@ class Host:
 
         def checked() -> PackedAdapter:
             packed = read()
-            check_base(packed, self._wrapped)
+            check_extras(packed, self._wrapped)
             return packed
 
         packed, keys = self._coordinator.agree(
@@ -244,11 +244,11 @@ class Host:
         return packed
 
     def _measure(self, packed: PackedAdapter) -> None:
-        """Set the magnitudes of a DoRA adapter, checked to be equal in all processes."""
-        if packed.use_dora:
+        """Set the values of its extras, checked to be equal in all processes."""
+        if any(placement.extras for placement in packed.placements):
             wrapped, _, pool = self._target
-            compute = partial(magnitudes_of, packed, wrapped, pool.sites)
-            packed.magnitudes, _ = self._coordinator.agree(compute, same=_digest)
+            compute = partial(slot_values, packed, wrapped, pool.sites)
+            packed.extras, _ = self._coordinator.agree(compute, same=_digest)
 
     def give_up(self, name: str | None = None) -> list[Load]:
         """Abandon the running loads of a name, or all running loads if None. Called under the state lock.
@@ -280,14 +280,21 @@ class Host:
             path = request.path if self._resolve is None else self._resolve(request)
             return resolve(path, request.name, request.revision, local_only=request.local_only)
 
+    def read_folder(self, found: AdapterFolder) -> PackedAdapter:
+        """Read and pack a folder as an adapter without a request, without adding it to the host cache."""
+        with _logged(found.name, str(found.folder)):
+            packed = pack_files(LoRARequest(found.name, str(found.folder)), found, *self._target, config=self._config)
+            packed.request = packed.key = None
+            return self.measured(packed)
+
     def read(self, request: LoRARequest) -> PackedAdapter:
         """Read and pack an adapter, without adding it to the host cache or to page-locked memory."""
         with _logged(request.name, request.path):
             return self.measured(self._read(request))
 
     def measured(self, packed: PackedAdapter) -> PackedAdapter:
-        """Return an adapter, with its magnitudes if it is a DoRA adapter."""
-        check_base(packed, self._wrapped)
+        """Return an adapter, with the values of its extras."""
+        check_extras(packed, self._wrapped)
         self._measure(packed)
         return packed
 
@@ -352,7 +359,7 @@ class Host:
             if isinstance(arrays, Mapping) and any(isinstance(array, jax.Array) for array in arrays.values()):
                 self._coordinator.refuse("update_adapter from device arrays", "give it NumPy arrays, the same in each")
             new = updated(old, arrays, pool, allow_nonfinite=self._config.allow_nonfinite)
-            check_base(new[0], self._wrapped)
+            check_extras(new[0], self._wrapped)
             return new
 
         (packed, written), _ = self._coordinator.agree(read, same=lambda new: [name, new[0].digest()])
@@ -459,8 +466,8 @@ class Host:
         return next(self._cache.evictable(self._leases.leased()), None)
 
 
-def _digest(array: np.ndarray | None) -> int:
-    return 0 if array is None else zlib.crc32(array.data)
+def _digest(values: Mapping[str, np.ndarray]) -> list[int]:
+    return [zlib.crc32(array.data) for array in values.values()]
 
 
 class Held(Exception):

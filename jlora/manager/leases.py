@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from jlora.layers.forward.batch import Lease, Served
+from jlora.layers.forward.lease import Lease, Served
 from jlora.manager.packed_adapter import PackedAdapter
 
 

@@ -14,7 +14,7 @@ sum is an error, because float32 does not hold its norm.
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from jlora._compat import explicit_transfers
+from jlora.adapters.extras import MAGNITUDE
 from jlora.errors import AdapterMismatchError, LoRAError
 from jlora.layers.base_kernel import kernel_of
 from jlora.layers.site import Site
@@ -39,15 +40,6 @@ _CANCELLED = 2.0**-10
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
-def count_columns(sites: Sequence[Site]) -> int:
-    """Return the number of magnitudes of one slot, over all sites."""
-    return sum(map(_columns, sites))
-
-
-def _columns(site: Site) -> int:
-    return math.prod(site.spec.stack) * site.spec.stored_out if site.spec.dora else 0
-
-
 def check_base(packed: PackedAdapter, wrapped: WrappedModel) -> None:
     """Check the layers of a DoRA adapter before any norm is computed.
 
@@ -56,7 +48,7 @@ def check_base(packed: PackedAdapter, wrapped: WrappedModel) -> None:
       LoRAError: a base weight was donated.
     """
     for p in packed.placements:
-        if p.magnitude is None:
+        if MAGNITUDE.name not in p.extras:
             continue
         layer, spec = wrapped.modules[p.site], _linear(wrapped, p.site)
         if (reason := _unknown_bias(layer, p.site, spec)) is not None:
@@ -110,13 +102,10 @@ def _kernel(layer: nnx.Module, spec: LinearSpec) -> jax.Array:
     return vars(layer)[cast("str", spec.param)].get_value()
 
 
-def magnitudes_of(
-    packed: PackedAdapter, wrapped: WrappedModel, sites: Sequence[Site]
-) -> Float[np.ndarray, "columns"] | None:
-    """Return the magnitudes of all columns in the order of `sites`, as stored in B; None for a plain adapter.
+def values_of_rows(packed: PackedAdapter, wrapped: WrappedModel) -> Iterator[tuple[Row, Float[np.ndarray, "N"]]]:
+    """Yield (row, values in the order of the adapter's features) of each row that an adapter has magnitudes for.
 
-    Columns without a module of the adapter have 1. On meshes of several processes, all compute the same values
-    together.
+    Columns without a module of the adapter have 1.
 
     Raises:
       AdapterMismatchError: a norm is 0 or not finite, or the terms of its square cancel.
@@ -124,25 +113,15 @@ def magnitudes_of(
     """
     by_row: dict[Row, list[Placement]] = {}
     for p in packed.placements:
-        if p.magnitude is not None:
+        if MAGNITUDE.name in p.extras:
             by_row.setdefault((p.site, p.row), []).append(p)
-    if not by_row:
-        return None
-    starts = dict(zip(sites, np.cumsum([0, *map(_columns, sites)])[:-1].tolist(), strict=True))
-    found = np.ones(count_columns(sites), np.float32)
     blocks: dict[int, list[Block]] = {}
     for block in packed.blocks:
         blocks.setdefault(id(block.chunk), []).append(block)
     for of_chunk in blocks.values():
         rows = [row for row in of_chunk[0].chunk.rows if row in by_row]
         for row, factors in unpack(of_chunk, rows).items():
-            site, i = row
-            start = starts[site] + i * site.spec.stored_out
-            stored = found[start : start + site.spec.stored_out]
-            values = _of_row(packed.name, wrapped, site, i, by_row[row], *factors)
-            for features, place in site.spec.out_runs:
-                stored[place] = values[features]
-    return found
+            yield row, _of_row(packed.name, wrapped, *row, by_row[row], *factors)
 
 
 def _of_row(
@@ -175,8 +154,7 @@ def _of_row(
                 f"adapter {name!r}: {p.module}: the norm of column {at} of base weight plus delta {reason}; DoRA "
                 "divides its magnitude by it"
             )
-        assert p.magnitude is not None
-        values[columns] = p.magnitude / np.sqrt(own)
+        values[columns] = p.extras[MAGNITUDE.name] / np.sqrt(own)
     return values
 
 

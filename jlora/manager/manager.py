@@ -23,14 +23,14 @@ from jlora.adapters import Adapter
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterInUseError, LoRAError, LoRAUsageError
 from jlora.layers.forward.batch import LoRABatch
-from jlora.layers.forward.batch_shape import FirstRows, all_active, batch_shape
+from jlora.layers.forward.batch_shape import FirstRows, batch_shape, shape_of_all
 from jlora.layers.forward.context import staged
 from jlora.layers.forward.row_groups import Items
 from jlora.layers.site import SlotParam
 from jlora.layers.wrap.apply import wrap_model
 from jlora.layers.wrap.select import PackedModules
 from jlora.layers.wrap.wrapped import LayerInfo, WrappedModel
-from jlora.manager.batch_arguments import Given, given, read_arguments
+from jlora.manager.batch_arguments import BatchArguments, Given, checked_names, given
 from jlora.manager.export import export
 from jlora.manager.host import Host
 from jlora.manager.host_cache import HostCache
@@ -460,7 +460,8 @@ class LoRAManager:
 
         Raises:
           LoRAUsageError: the model is on devices of several processes.
-          LoRAError: the state could not be written. The earlier save is unchanged.
+          LoRAError: the state could not be written, or PEFT's files cannot hold an adapter from memory, for example one
+            whose scaling is not that of its alpha and rank. The earlier save is unchanged.
         """
         self._check_call("save")
         save(self._saved_at("save", path), self._slots, self._cache, self._state_lock, self._base(), without)
@@ -658,8 +659,9 @@ class LoRAManager:
           AdapterNotFoundError, AdapterFormatError, AdapterMismatchError: a request could not be loaded.
         """
         self._check_call("prepare", waits=True)
-        known = self._wrapped.sites.groups
-        args = read_arguments(names, token_counts, pad_to, length, active_from, items, self.config, known)
+        checked, sites = checked_names(names, self.config), self._wrapped.sites
+        shape = batch_shape(len(checked), token_counts, pad_to, length, active_from, items, sites)
+        args = BatchArguments(checked, shape)
         deadline = self._deadline(timeout).at
         with self._coordinator.turn("prepare"):
             return self._batches.prepare(args, deadline)
@@ -781,9 +783,8 @@ class LoRAManager:
           items: as in `prepare`. Only the sizes with padding matter.
         """
         self._check_call("warmup")
-        first = all_active(self.config.activated, num_sequences, token_counts, length)
-        shape = batch_shape(num_sequences, token_counts, pad_to, length, first, items, self._wrapped.sites.groups)
-        names = [None] * num_sequences
+        shape = shape_of_all(num_sequences, token_counts, pad_to, length, items, self._wrapped.sites)
+        names, first = [None] * num_sequences, shape.active_from
         base_only = partial(self.prepare, names, token_counts, pad_to, length=length, active_from=first, items=items)
         locks = (self._step_lock, self._state_lock)
         with elapsed(partial(_log.info, "warm-up of %d sequences: %.0f s so far", num_sequences)):

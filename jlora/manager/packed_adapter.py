@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jlora.adapters import Adapter
+from jlora.adapters.extras import EXTRAS
 from jlora.config import LoRARequest
 from jlora.layers.site import Site
 from jlora.manager.blocks import Block
@@ -38,7 +39,7 @@ class Placement:
       rank: Rank of the module; the number of outputs of a saved head.
       alpha: `lora_alpha` of PEFT.
       scaling: Scaling of PEFT.
-      magnitude: `ModuleLoRA.magnitude` of a DoRA adapter as float32, else None.
+      extras: `Extra.name` -> array that the module brings beside A and B, as float32.
     """
 
     module: str
@@ -49,7 +50,7 @@ class Placement:
     rank: int
     alpha: float
     scaling: float
-    magnitude: Float[np.ndarray, "N"] | None = field(default=None, compare=False, repr=False)
+    extras: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray], compare=False, repr=False)
 
 
 def largest_rank(placements: Iterable[Placement]) -> int:
@@ -69,8 +70,7 @@ class PackedAdapter:
         Experts on devices of other processes are zeros, which take no memory.
       ranks: (true rank, scale) of each output slice of every site, in the order of the pool (`rank_table`).
       rank: The largest rank of a LoRA module.
-      magnitudes: Factor of each output column of every site, in the order of the pool (`magnitudes_of`); None if all
-        are 1.
+      extras: `Extra.name` -> values of a slot (`slot_values`), for the extras that its modules bring.
       about: The adapter without its arrays, for the metadata of an export.
       request: The request from which it is loaded again after an eviction, or None if it was not loaded from one.
       key: `Adapter.fingerprint` of its files, or None if its weights are from memory.
@@ -91,7 +91,7 @@ class PackedAdapter:
     blocks: tuple[Block, ...]
     ranks: Float[np.ndarray, "slices 2"]
     rank: int
-    magnitudes: Float[np.ndarray, "columns"] | None = None
+    extras: Mapping[str, Float[np.ndarray, "values"]] = field(default_factory=dict[str, np.ndarray])
     about: Adapter | None = None
     request: LoRARequest | None = None
     key: str | None = None
@@ -117,9 +117,12 @@ class PackedAdapter:
         return () if self.about is None else self.about.invocation_tokens
 
     @property
-    def use_dora(self) -> bool:
-        """True for a DoRA adapter."""
-        return any(p.magnitude is not None for p in self.placements)
+    def served_alone(self) -> str | None:
+        """Why a sequence takes it with no other adapter and no factor, as the adapter's kind; None if it need not."""
+        for extra in EXTRAS:
+            if extra.name in self.extras:
+                return f"a {extra.title} adapter"
+        return "an adapter with a saved head" if self.saved_outputs else None
 
     @property
     def pinned(self) -> bool:
@@ -128,25 +131,24 @@ class PackedAdapter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the blocks, ranks, scales and magnitudes, in the process that holds most of them.
+        """Bytes of the blocks, ranks, scales and extras, in the process that holds most of them.
 
         It is equal in all processes of a model, so that all evict the same adapters.
         """
-        magnitudes = 0 if self.magnitudes is None else self.magnitudes.nbytes
-        return sum(block.nbytes for block in self.blocks) + self.ranks.nbytes + magnitudes
+        return sum(part.nbytes for part in (*self.blocks, self.ranks, *self.extras.values()))
 
     def digest(self) -> str:
         """Return a hash that is equal in all processes of a model that read the same adapter.
 
         It covers modules, ranks, scalings, invocation tokens and values. Values of experts are left out, because each
-        process can have read different experts. Those of `magnitudes` follow from the others and the base weights.
+        process can have read different experts. Those of `extras` follow from the others and the base weights.
         """
         found = hashlib.sha256(repr(self.invocation_tokens).encode())
         for p in self.placements:
             about = (p.module, p.site.path, p.row, p.first, p.count, p.rank, p.alpha, p.scaling)
             found.update(repr(about).encode())
-            if p.magnitude is not None:
-                found.update(p.magnitude.tobytes())
+            for name, array in sorted(p.extras.items()):
+                found.update(name.encode() + array.tobytes())
         for block in self.blocks:
             if block.chunk.spec.experts is None:
                 for half in (block.a, block.b):

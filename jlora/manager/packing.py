@@ -10,6 +10,7 @@ from jaxtyping import Float
 
 from jlora._memory import fresh
 from jlora._threads import on_threads
+from jlora.adapters.extras import extras_of
 from jlora.adapters.lora import LoRA, ModuleLoRA
 from jlora.layers.site import Site
 from jlora.layers.wrap.wrapped import WrappedModel, own_order_of
@@ -187,9 +188,10 @@ def _fill(
                 fits &= write(piece.b[:, :, features], run, dtype, into_b)
             if not fits:
                 _refuse(where, dtype, pieces)
-    magnitude = getattr(module, "magnitude", None)
-    if magnitude is not None:
-        magnitude = in_slot_dtype(f"{where}: {name}", "magnitude", magnitude, np.dtype(np.float32))
+    extras = {
+        extra: in_slot_dtype(f"{where}: {name}", extra, array, np.dtype(np.float32))
+        for extra, array in extras_of(module).items()
+    }
     return [
         Placement(
             module=piece.names[i] if held.spec.experts or held is site else piece.name,
@@ -200,7 +202,7 @@ def _fill(
             rank=module.rank,
             alpha=module.alpha,
             scaling=module.scaling,
-            magnitude=magnitude,
+            extras=extras,
         )
         for held, rows, piece in fills
         for i, row in enumerate(rows)
@@ -230,7 +232,7 @@ def _refuse(where: str, dtype: np.dtype, pieces: Sequence[_Piece]) -> NoReturn:
 def rank_table(sites: tuple[Site, ...], placements: tuple[Placement, ...]) -> Float[np.ndarray, "slices 2"]:
     """Return (true rank, scale) of each output slice of every row, float32, in the order of `sites`.
 
-    Slices without factors, or with scale 0 and no magnitude, have rank 0: the base output keeps its bits there.
+    Slices without factors, or with scale 0 and no extras, have rank 0: the base output keeps its bits there.
     """
     starts: dict[Site, int] = {}
     total = 0
@@ -239,7 +241,7 @@ def rank_table(sites: tuple[Site, ...], placements: tuple[Placement, ...]) -> Fl
         total += math.prod((*site.spec.rows, site.spec.slices))
     table = np.zeros((total, 2), np.float32)
     for p in placements:
-        if np.float32(p.scaling) or p.magnitude is not None:
+        if np.float32(p.scaling) or p.extras:
             start = starts[p.site] + p.row * p.site.spec.slices + p.first
             table[start : start + p.count] = p.rank, p.scaling
     return table

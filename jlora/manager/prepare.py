@@ -5,19 +5,20 @@ import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import jax
-import numpy as np
 
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterMismatchError, LoadTimeoutError, LoRAUsageError, NoFreeSlotError
-from jlora.layers.forward.batch import Lease, LoRABatch, ServedParts, make_batch, renewed
+from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.forward.batch_shape import BatchShape
+from jlora.layers.forward.lease import Lease, ServedParts
+from jlora.layers.forward.make_batch import Entry, make_batch, renewed
 from jlora.layers.wrap.wrapped import WrappedModel
-from jlora.manager.batch_arguments import BatchArguments, Name, Parts
+from jlora.manager.batch_arguments import BatchArguments, Name, check_adapters
 from jlora.manager.host import Host
 from jlora.manager.host_cache import HostCache
 from jlora.manager.leases import AdapterHandle, Leases
@@ -32,27 +33,8 @@ _log = logging.getLogger("jlora.leases")
 # Steady traffic alternates between few batches (prefill, decode), so their device arrays are cached.
 _KEPT_BATCHES = 8
 
-
-class _Sequences(NamedTuple):
-    """The adapters of each sequence of a batch, with the fields of `Lease`."""
-
-    parts: tuple[ServedParts, ...]
-    invocations: tuple[tuple[int, ...], ...]
-    shape: BatchShape
-
-
-class _Distinct(NamedTuple):
-    """The distinct entries of a batch, as lists of one value each.
-
-    Attributes:
-      slots, scales: one value for each adapter that a sequence can have.
-      parts, invocations: as in `Lease`.
-    """
-
-    slots: list[list[int]]
-    scales: list[list[float]]
-    parts: list[ServedParts]
-    invocations: list[tuple[int, ...]]
+# The adapters of a batch by name, request or handle, and the slots of those that must be written.
+_Decided: TypeAlias = tuple[dict[Name, PackedAdapter], SlotPlan]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,37 +42,17 @@ class _Kept:
     """A cached batch, and the conditions under which its arrays are valid.
 
     Attributes:
-      batch: the batch, with a closed lease.
+      batch: the batch, with a closed lease that holds no adapter.
       arrays: the arrays of the batch.
       slots: adapter -> (slot, write count of the slot), for each adapter of the batch.
       newest: adapters that must still be the newest version of their name. The others were given by handles. The
         handles are not stored here, so that they can be garbage collected.
-      sequences: the adapters of each sequence.
     """
 
     batch: LoRABatch
     arrays: tuple[jax.Array, ...]
     slots: dict[PackedAdapter, tuple[int, int]]
     newest: frozenset[PackedAdapter]
-    sequences: _Sequences
-
-
-class _Plan(NamedTuple):
-    """The adapters of a batch and the slot writes that they need.
-
-    Attributes:
-      loaded: name, request or handle -> adapter.
-      wanted: the distinct adapters.
-      slots: adapter -> slot, for the adapters that must be written.
-    """
-
-    loaded: dict[Name, PackedAdapter]
-    wanted: list[PackedAdapter]
-    slots: SlotPlan
-
-    def same(self) -> Any:
-        """Return the value that all processes compare; None if no slot is written."""
-        return [(packed.name, packed.version, slot) for packed, slot in self.slots.items()] or None
 
 
 @dataclass(eq=False)
@@ -157,8 +119,9 @@ class Batches:
             return None  # the second: a step donated them
         self._slots.hit(kept.slots)
         self._kept.move_to_end(args.key)
-        lease = self._lease(kept.slots, kept.sequences)
-        return renewed(kept.batch, lease)
+        old = kept.batch.lease
+        assert old is not None
+        return renewed(kept.batch, self._lease(kept.slots, old.parts, old.shape))
 
     def prepare(self, args: BatchArguments, deadline: float | None) -> LoRABatch:
         """See `LoRAManager.prepare`."""
@@ -197,48 +160,49 @@ class Batches:
     def _bring(self, args: BatchArguments, reloaded: set[Name], ticket: "_Ticket") -> LoRABatch | None:
         """Write the loaded adapters into slots and make the batch. Return None if a load must be awaited first."""
 
-        def decide() -> _Plan:
+        def decide() -> _Decided:
             loaded = {} if self._absent(args, reloaded) else self._loaded(args)
             if any(packed not in self._slots.pool.table for packed in loaded.values()):
                 self._check_first(ticket)
             return self._plan(loaded)
 
-        def do(plan: _Plan) -> LoRABatch | None:
-            self._slots.carry_out(plan.slots, plan.wanted)
-            return self._batch(args, plan.loaded) if len(plan.loaded) == len(args.adapters) else None
+        def do(decided: _Decided) -> LoRABatch | None:
+            loaded, plan = decided
+            self._slots.carry_out(plan, list(dict.fromkeys(loaded.values())))
+            return self._batch(args, loaded) if len(loaded) == len(args.adapters) else None
 
         self._slots.pool.compile()
-        return self._coordinator.commit(decide, do, _Plan.same, writes=True)
+        return self._coordinator.commit(decide, do, _same, writes=True)
 
     def activate(self, name: str, *, pin: bool) -> bool:
         """Write an adapter into a slot, reload it if necessary, and pin it if `pin`. Return True if it was written."""
 
-        def decide() -> _Plan:
+        def decide() -> _Decided:
             packed = self._cache.loaded.get(name)
             return self._plan({} if packed is None else {name: packed})
 
-        def do(plan: _Plan) -> bool | None:
-            self._slots.carry_out(plan.slots, plan.wanted)
-            if plan.loaded and pin:
+        def do(decided: _Decided) -> bool | None:
+            loaded, plan = decided
+            self._slots.carry_out(plan, list(loaded.values()))
+            if loaded and pin:
                 self._cache.pins.add(name)
-            return bool(plan.slots) if plan.loaded else None  # evicted in the meantime
+            return bool(plan) if loaded else None  # evicted in the meantime
 
         self._slots.pool.compile()
         while True:
             seen = self._changed.rings
             self._host.recall(name)
             try:
-                if (done := self._coordinator.commit(decide, do, _Plan.same, writes=True)) is not None:
+                if (done := self._coordinator.commit(decide, do, _same, writes=True)) is not None:
                     return done
             except NoFreeSlotError:
                 if not self._slots.copying:
                     raise
                 self._changed.wait(seen)
 
-    def _plan(self, loaded: dict[Name, PackedAdapter]) -> "_Plan":
+    def _plan(self, loaded: dict[Name, PackedAdapter]) -> _Decided:
         self._wrapped.check()
-        wanted = list(dict.fromkeys(loaded.values()))
-        return _Plan(loaded, wanted, self._slots.plan(wanted))
+        return loaded, self._slots.plan(list(dict.fromkeys(loaded.values())))
 
     def _lined_up(self, ticket: "_Ticket") -> bool:
         """Queue the ticket if it has time left. Return True if it is queued."""
@@ -368,13 +332,7 @@ class Batches:
             if packed is not None:
                 self._check_served(packed)
                 found[name] = packed
-        if any(packed.magnitudes is not None or packed.saved_outputs for packed in found.values()):
-            for parts in args.parts.values():
-                _check_alone(found, parts)
-        if any(packed.invocation_tokens for packed in found.values()):
-            for parts in args.parts.values():
-                _invocation(found, parts)
-            _check_owners(found, args)
+        check_adapters(args, found)
         return found
 
     def _check_served(self, packed: PackedAdapter) -> None:
@@ -392,93 +350,36 @@ class Batches:
         for packed in served.values():
             self._check_served(packed)  # `verify` may have changed `unserved` since
         none, writes = self._config.max_loras, self._slots.pool.writes
-        sites, distinct = self._wrapped.sites, _Distinct([], [], [], [])
-        for parts in args.parts.values():
-            rest = sites.adapters - len(parts)
-            distinct.slots.append([*[slot_of[name] for name, _ in parts], *[none] * rest])
-            distinct.scales.append([*[scale for _, scale in parts], *[1.0] * rest])
-            distinct.parts.append(tuple([(served[name].name, served[name].version, scale) for name, scale in parts]))
-            distinct.invocations.append(_invocation(served, parts))
-        order = dict(zip(args.parts, range(len(args.parts)), strict=True))
+        order = {given: i for i, given in enumerate(args.parts)}
         index = [order[name] for name in args.names]
-        sequences = _Sequences(
-            tuple([distinct.parts[i] for i in index]),
-            tuple([distinct.invocations[i] for i in index]) if any(distinct.invocations) else (),
-            args.shape,
-        )
-        lease = self._lease(served.values(), sequences)
-        slots = np.array(distinct.slots, np.int32)[index]
-        batch = make_batch(
-            slots,
-            args.shape,
-            sites,
-            lease,
-            none=none,
-            unserved=self._wrapped.unserved.sites,
-            stamps=np.array([*writes, 0], np.int32)[slots],
-            scales=np.array(distinct.scales, np.float32)[index] if sites.scaled else None,
-        )
+        entries: list[Entry] = []
+        parts: list[ServedParts] = []
+        for own in args.parts.values():
+            entries.append([(slot_of[name], writes[slot_of[name]], scale) for name, scale in own])
+            parts.append(tuple([(served[name].name, served[name].version, scale) for name, scale in own]))
+        lease = self._lease(served.values(), [parts[i] for i in index], args.shape)
+        sites, unserved = self._wrapped.sites, self._wrapped.unserved.sites
+        batch = make_batch(entries, index, args.shape, sites, lease, none=none, unserved=unserved)
         if not any(isinstance(name, LoRARequest) and name.load_inplace for name in served):
-            # A cached batch must hold no adapter, so its lease is closed, and it has no handles.
-            closed = Lease((), (), 0)
+            closed = Lease((), lease.parts, 0, shape=args.shape)
             closed.close()
             slots_of = {packed: (slot_of[name], writes[slot_of[name]]) for name, packed in served.items()}
             newest = frozenset(c for name, c in served.items() if not isinstance(name, AdapterHandle))
-            arrays = tuple(jax.tree.leaves((batch.assigned, batch.active_from)))
-            self._kept[args.key] = _Kept(renewed(batch, closed), arrays, slots_of, newest, sequences)
+            arrays = tuple(jax.tree.leaves(batch.spaces))
+            self._kept[args.key] = _Kept(renewed(batch, closed), arrays, slots_of, newest)
             self._kept.move_to_end(args.key)
             while len(self._kept) > _KEPT_BATCHES:
                 self._kept.popitem(last=False)
         return batch
 
-    def _lease(self, loaded: Iterable[PackedAdapter], sequences: "_Sequences") -> Lease:
+    def _lease(self, loaded: Iterable[PackedAdapter], parts: Sequence[ServedParts], shape: BatchShape | None) -> Lease:
         where = "".join(traceback.format_stack()[:-3]) if _log.isEnabledFor(logging.DEBUG) else None
         distinct = tuple(dict.fromkeys(loaded))
-        parts, invocations, shape = sequences
-        thread = threading.get_ident()
-        lease = Lease(distinct, parts, thread, where, self._changed.ring, invocations=invocations, shape=shape)
+        lease = Lease(distinct, parts, threading.get_ident(), where, self._changed.ring, shape=shape)
         self._leases.add(lease)
         return lease
 
 
-def _check_alone(loaded: Mapping[Name, PackedAdapter], parts: Parts) -> None:
-    """Raise LoRAUsageError if a DoRA adapter, or one with a saved head, has a factor or another adapter beside it."""
-    for name, scale in parts:
-        packed = loaded.get(name)
-        if (
-            packed is not None
-            and (packed.magnitudes is not None or packed.saved_outputs)
-            and (len(parts) > 1 or scale != 1)
-        ):
-            kind = "a DoRA adapter" if packed.magnitudes is not None else "an adapter with a saved head"
-            raise LoRAUsageError(
-                f"prepare: {packed.name!r} is {kind}, which is served alone and with the factor 1, and "
-                f"the sequence takes {len(parts)} adapters with the factors {[scale for _, scale in parts]}"
-            )
-
-
-def _check_owners(loaded: Mapping[Name, PackedAdapter], args: BatchArguments) -> None:
-    """Raise LoRAUsageError if an item of a row group belongs to a sequence with an aLoRA adapter."""
-    for group, given in args.shape.items:
-        for item, owner in enumerate(given.owners):
-            if owner is not None and _invocation(loaded, args.parts[args.names[owner]]):
-                raise LoRAUsageError(
-                    f"prepare: item {item} of group {group!r} belongs to sequence {owner}, which has an aLoRA "
-                    "adapter, and that one changes only rows after its invocation tokens; give None as the sequence of "
-                    "that item"
-                )
-
-
-def _invocation(served: Mapping[Name, PackedAdapter], parts: Parts) -> tuple[int, ...]:
-    """Return the invocation tokens of the aLoRA adapter of a sequence; () if it has none.
-
-    Raises:
-      LoRAUsageError: the sequence has aLoRA adapters with different tokens.
-    """
-    found = {tokens: name for name, _ in parts if name in served and (tokens := served[name].invocation_tokens)}
-    if not found:
-        return ()
-    if len(found) > 1:
-        names = ", ".join(repr(served[name].name) for name in found.values())
-        raise LoRAUsageError(f"prepare: {names} of one Mix are aLoRA adapters with different invocation tokens")
-    return next(iter(found))
+def _same(decided: _Decided) -> Any:
+    """Return the value that all processes compare before they write slots; None if no slot is written."""
+    return [(packed.name, packed.version, slot) for packed, slot in decided[1].items()] or None

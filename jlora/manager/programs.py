@@ -1,16 +1,16 @@
 """Compiled programs that write the blocks of an adapter, already on the device, into one slot of many layers."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, TypeAlias, cast
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jlora._compat import Device, Launch, launch_of, without_graphs
 from jlora.layers.site import SlotSpec
-from jlora.layers.slot_write import takes_kernels, write_block, write_magnitudes, write_ranks
+from jlora.layers.slot_write import takes_kernels, write_block, write_table
 from jlora.manager.array_placement import ArrayPlacement, a_device, as_sharded, everywhere, of_blocks
 from jlora.manager.blocks import rank_step
 
@@ -80,51 +80,35 @@ def _write_part(
 
 
 @lru_cache(maxsize=32)
-def compiled_ranks(
-    specs: tuple[SlotSpec, ...], stamps: tuple[int, ...], placements: tuple[ArrayPlacement, ...]
+def compiled_table(
+    table: str, specs: tuple[SlotSpec, ...], stamps: tuple[int, ...], placements: tuple[ArrayPlacement, ...]
 ) -> Launch:
-    """Compile the program that writes the ranks and scales of every site for one slot and increments its stamp.
+    """Compile the program that writes the ranks and scales, or an extra, of one slot, and increments its stamp.
 
-    Its signature is `write(*arrays, table, [slot, 0, 0, 0])`. The arrays hold ranks and scales, and the last one the
-    stamps. They are donated. `table` is the result of `rank_table`.
+    Its signature is `write(*arrays, values, [slot, 0, 0, 0])`. The arrays are those of all sites that hold the table,
+    and the stamps. They are donated. `values` are those of one slot, one site after the other: `rank_table`, flat, or
+    `slot_values`.
+
+    Args:
+      table: "ranks" or `Extra.name`.
+      specs: Specs of the sites.
+      stamps: As in `compiled_write`.
+      placements: Placements of the arrays.
     """
-    total = sum(int(np.prod((*spec.rows, spec.slices))) for spec in specs)
-    return _compiled_table(write_ranks, 2, (total, 2), specs, stamps, placements)
-
-
-@lru_cache(maxsize=32)
-def compiled_magnitudes(
-    specs: tuple[SlotSpec, ...], stamps: tuple[int, ...], placements: tuple[ArrayPlacement, ...]
-) -> Launch:
-    """Compile the program that writes the magnitudes of every site for one slot and increments its stamp.
-
-    It is called as that of `compiled_ranks`, with the magnitudes of `PackedAdapter`. `specs` are of sites that hold
-    magnitudes.
-    """
-    total = sum(int(np.prod((*spec.stack, spec.stored_out))) for spec in specs)
-    return _compiled_table(write_magnitudes, 3, (total,), specs, stamps, placements)
-
-
-def _compiled_table(
-    write_all: Callable[..., Arrays],
-    j: int,
-    shape: tuple[int, ...],
-    specs: tuple[SlotSpec, ...],
-    stamps: tuple[int, ...],
-    placements: tuple[ArrayPlacement, ...],
-) -> Launch:
-    """Compile the program that writes values of one shape into array `j` of `SlotSpec.shapes` of every site."""
 
     def write(arrays: Arrays, values: jax.Array, where: jax.Array) -> Arrays:
-        return *write_all(specs, arrays[:-1], values, where[0]), _stamped(arrays[-1], where[0])
+        return *write_table(table, specs, arrays[:-1], values, where[0], stamps[-1]), _stamped(arrays[-1], where[0])
 
     meshes = {spec.sharding.mesh for spec in specs if spec.sharding is not None}
-    split = all(spec.shardings[j] == where for spec, where in zip(specs, placements[:-1], strict=True))
+    of = [(spec, spec.index(table), where) for spec, where in zip(specs, placements[:-1], strict=True)]
+    split = all(spec.shardings[j] == where for spec, j, where in of)
     mesh = meshes.pop() if meshes and split else None
-    arrays = [_struct(spec.shapes[j], "float32", where) for spec, where in zip(specs, placements[:-1], strict=True)]
+    arrays = [_struct(spec.shapes[j], "float32", where) for spec, j, where in of]
     arrays.append(_struct(stamps, "int32", placements[-1]))
+    total = sum(math.prod(spec.shapes[j]) // spec.num_slots for spec, j, _ in of)
     whole = everywhere(placements[0])
-    return _compile(write, mesh, placements, arrays, [_struct(shape, "float32", whole), _struct((4,), "int32", whole)])
+    operands = [_struct((total,), "float32", whole), _struct((4,), "int32", whole)]
+    return _compile(write, mesh, placements, arrays, operands)
 
 
 def _stamped(stamps: jax.Array, slot: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from jlora.config import LoRARequest
-from jlora.layers.forward.batch import Served
+from jlora.layers.forward.lease import Served
 from jlora.manager.host_cache import HostCache
 from jlora.manager.leases import Leases
 from jlora.manager.packed_adapter import PackedAdapter

@@ -29,12 +29,10 @@ from jlora.manager.array_placement import (
     refreshed,
 )
 from jlora.manager.blocks import Block, Chunk, cut
-from jlora.manager.magnitudes import count_columns
+from jlora.manager.extras import empty_values
 from jlora.manager.packed_adapter import PackedAdapter
-from jlora.manager.programs import Key, Part, compiled_magnitudes, compiled_ranks, compiled_write
+from jlora.manager.programs import Key, Part, compiled_table, compiled_write
 from jlora.sharding.put import put
-
-_TABLES = ("ranks", "magnitudes")  # keys of the programs that write one value for each slice or column
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,13 +103,10 @@ class SlotArrays:
         self._in_flight: list[Block] = []
         self._spent: list[tuple[jax.Array, ...]] = []  # arrays that writes consumed; see `let_go`
         self._written = self._variables[0]  # a variable of the last write
-        self._ones = np.ones(count_columns(self.sites), np.float32)  # magnitudes of a plain adapter
-        self._tables = _TABLES if self._ones.size else _TABLES[:1]
-        # Values of each table last written to each slot; None if unknown.
-        self._written_tables: dict[str, list[np.ndarray | None]] = {
-            "ranks": [None] * num_slots,
-            "magnitudes": [self._ones] * num_slots,
-        }
+        self._empty = empty_values(self.sites)  # extras of an adapter that brings none
+        # Values of the ranks and of each extra last written to each slot; None if unknown.
+        self._tables: dict[str, list[np.ndarray | None]] = {"ranks": [None] * num_slots}
+        self._tables |= {name: [values] * num_slots for name, values in self._empty.items()}
         self._indices: dict[tuple[int, ...], jax.Array] = {}
         self._compiling = threading.RLock()
         self._programs: dict[Any, Launch] = {}
@@ -171,7 +166,7 @@ class SlotArrays:
         numbers = {slot: self.writes[slot] for slot in whole}
         if lost:
             self.dirty |= whole
-            self._written_tables = {table: [None] * len(self.table) for table in _TABLES}
+            self._tables = {table: [None] * len(self.table) for table in self._tables}
         if lost or self._renumbering:
             self._renumbering = True
             lost.add(len(self._variables) - 1)  # the stamps, for the counts that follow
@@ -245,8 +240,7 @@ class SlotArrays:
         self.compile()
         waves = self._waves(only or packed.ahead or packed.blocks)
         # Most adapters of a deployment have the same ranks, so the slot often has them already.
-        magnitudes = self._ones if packed.magnitudes is None else packed.magnitudes
-        values = {"ranks": packed.ranks, "magnitudes": magnitudes}
+        values = {"ranks": packed.ranks.reshape(-1), **self._empty, **packed.extras}
         new = [table for table in self._tables if not self._holds(slot, table, values[table])]
         ready, tables = self.move(waves[0] if waves else [], [values[table] for table in new])
         # Freeing these hundreds of buffers takes 0.2 ms. Defer it to the loader thread, or to the thread that copies an
@@ -254,7 +248,7 @@ class SlotArrays:
         spent = self._spent if packed.ahead is not None or packed.copying else []
         self.dirty.add(slot)
         for table in new:
-            self._written_tables[table][slot] = None
+            self._tables[table][slot] = None
         self.table[slot] = packed
         for wave in itertools.count():
             for blocks in self._together(ready):
@@ -267,7 +261,7 @@ class SlotArrays:
             ready, _ = self.move(waves[wave + 1])
         for table, moved in zip(new, tables, strict=True):
             self._run(slot, self._table_job(table), [moved, self._index(slot, 0, 0, 0)], donate)
-            self._written_tables[table][slot] = values[table]
+            self._tables[table][slot] = values[table]
         self.dirty.discard(slot)
         packed.ahead = None
         # Keep the blocks until the write is done, because releasing arrays in use takes longer.
@@ -275,7 +269,7 @@ class SlotArrays:
 
     def _holds(self, slot: int, table: str, values: np.ndarray) -> bool:
         """Return True if a clean slot is known to hold these values of a table."""
-        held = None if slot in self.dirty else self._written_tables[table][slot]
+        held = None if slot in self.dirty else self._tables[table][slot]
         return held is not None and np.array_equal(held, values)
 
     def _waves(self, blocks: Sequence[Block]) -> list[list[Block]]:
@@ -331,7 +325,7 @@ class SlotArrays:
         return self._jobs[at]
 
     def _table_job(self, table: str) -> "_Job":
-        """Return the program that writes one of `_TABLES`, and its variables."""
+        """Return the program that writes the ranks or an extra, and its variables."""
         if table not in self._jobs:
             self._jobs[table] = self._make_job(table, self._of(table))
         return self._jobs[table]
@@ -393,10 +387,9 @@ class SlotArrays:
         return tuple(self._places[site][j] for j in range(len(sites[0].spec.factors)) for site in sites)
 
     def _of(self, table: str) -> tuple[int, ...]:
-        """Return the variable indices of the ranks or magnitudes of all sites that hold some, and of the stamps."""
-        j = 2 + _TABLES.index(table)
-        held = (self._places[site][site.spec.held.index(j)] for site in self.sites if j in site.spec.held)
-        return *held, len(self._variables) - 1
+        """Return the variable indices of the ranks or an extra of all sites that hold it, and of the stamps."""
+        held = [(site, site.spec.index(table)) for site in self.sites if site.spec.holds(table)]
+        return *(self._places[site][site.spec.held.index(j)] for site, j in held), len(self._variables) - 1
 
     # --- programs ---------------------------------------------------------------------------------------------------
 
@@ -434,12 +427,9 @@ class SlotArrays:
         found = self._programs.get((key, placements))
         if found is not None:
             return found
-        if key == "ranks":
-            return compiled_ranks(tuple(site.spec for site in self.sites), self._stamps, placements)
-        if key == "magnitudes":
-            specs = tuple(site.spec for site in self.sites if site.spec.dora)
-            return compiled_magnitudes(specs, self._stamps, placements)
-        assert not isinstance(key, str)
+        if isinstance(key, str):
+            specs = tuple(site.spec for site in self.sites if site.spec.holds(key))
+            return compiled_table(key, specs, self._stamps, placements)
         return compiled_write(key, self._stamps, placements)
 
 

@@ -1,7 +1,7 @@
 """Save the adapters of a manager to a folder, and restore them into a new manager.
 
     adapters.json    names, requests, pins, order of use, versions and fingerprints
-    weights/SHA-256  packed factors of one adapter without a request; the name is the SHA-256 of the file
+    weights/SHA-256  PEFT folder of one adapter without a request; the name is the digest of its files
     lock             locked by `save`
 
 Files are replaced atomically and synced. Weights are written before the adapters.json that names them. Adapters with
@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,14 +27,14 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import safetensors.numpy
+import safetensors
 from flax import nnx
 
 from jlora._compat import explicit_transfers
-from jlora._typing import is_list_or_tuple, is_mapping
-from jlora.adapters import Adapter
-from jlora.adapters.tensor_data import all_finite
+from jlora._typing import is_mapping
+from jlora.adapters.checkpoint import open_checkpoint
+from jlora.adapters.config_file import CONFIG_FILE, read_config
+from jlora.adapters.resolve import WEIGHTS_FILE, AdapterFolder
 from jlora.config import LoRARequest
 from jlora.errors import (
     AdapterFormatError,
@@ -43,30 +44,18 @@ from jlora.errors import (
     LoRAUsageError,
     NoFreeSlotError,
 )
-from jlora.manager.blocks import Row, bits_of, pack, unpack
-from jlora.manager.fit import too_large_rank, too_many_outputs
+from jlora.layers.site import Site
+from jlora.manager.export import export_blocks
 from jlora.manager.host import Host
 from jlora.manager.host_cache import HostCache
 from jlora.manager.loader import AT_ONCE
 from jlora.manager.locks import StateLock
-from jlora.manager.packed_adapter import PackedAdapter, Placement, largest_rank
-from jlora.manager.packing import rank_table
+from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.slot_table import SlotTable
-from jlora.manager.stage import check_variant
 
 _log = logging.getLogger("jlora")
 
-_FILE, _WEIGHTS, _FORMAT = "adapters.json", "weights", 3
-_ABOUT = (
-    "base_model_name",
-    "use_rslora",
-    "invocation_tokens",
-    "fan_in_fan_out",
-    "task_type",
-    "peft_fields",
-    "unchecked",
-)
-_PLACEMENT = ("row", "first", "count", "rank", "alpha", "scaling")
+_FILE, _WEIGHTS, _FORMAT = "adapters.json", "weights", 4
 
 
 @dataclass(frozen=True)
@@ -77,8 +66,9 @@ class _Entry:
       name: name of the adapter.
       version: version of the weights.
       fingerprint: fingerprint of the files; None if the weights were not read from files.
-      request: the request that loads the adapter again; None if the factors are saved in `weights`.
-      weights: name of the file in the folder `weights`; None if there is a request.
+      request: the request that loads the adapter again; None if it is saved in `weights`.
+      weights: name of its folder in `weights`; None if there is a request.
+      warnings: `PackedAdapter.warnings` of an adapter without a request.
       pinned: True if the adapter is pinned.
       cached: True if the adapter is in the host cache, False if it was evicted.
     """
@@ -88,6 +78,7 @@ class _Entry:
     fingerprint: str | None
     request: LoRARequest | None
     weights: str | None
+    warnings: tuple[str, ...]
     pinned: bool
     cached: bool
 
@@ -128,19 +119,15 @@ def save(
             fcntl.flock(lock, fcntl.LOCK_EX)  # released at the latest when the process ends
             with state_lock:
                 taken, loaded = _take(slots, cache, base, without)
-            files: dict[str, str] = {}
-            for packed in loaded:
-                data = _pack_file(packed)
-                files[packed.name] = hashlib.sha256(data).hexdigest()
-                _write(weights / files[packed.name], data)
+            files = {packed.name: _save_adapter(packed, slots.pool.sites, weights) for packed in loaded}
             adapters = [asdict(replace(entry, weights=files.get(entry.name))) for entry in taken.adapters]
             saved = {**vars(taken), "adapters": adapters}
             text = json.dumps({"format": _FORMAT, "sha256": _digest(saved), "saved": saved}, indent=1)
             _write(folder / _FILE, text.encode())
             with suppress(OSError):  # the next save retries the deletion
                 for file in list(weights.iterdir()):
-                    if file.name not in files.values() and re.fullmatch(r"[0-9a-f]{64}(\.part)?", file.name):
-                        file.unlink()
+                    if file.name not in files.values() and re.fullmatch(r"[0-9a-f]{64}|part", file.name):
+                        shutil.rmtree(file, ignore_errors=True)
     except OSError as error:
         raise LoRAError(f"{folder}: adapters could not be saved: {error}") from error
 
@@ -155,52 +142,62 @@ def _take(
     entries: list[_Entry] = []
     for name, request in requests.items():
         version, key = cache.last[name]
-        entries.append(_Entry(name, version, key, request, None, cache.pinned(name), name in cached))
+        warnings = cached[name].warnings if request is None else ()
+        entries.append(_Entry(name, version, key, request, None, warnings, cache.pinned(name), name in cached))
     in_slots = (packed.name for packed in slots.by_use() if cached.get(packed.name) is packed)
     removed = {name: version for name, (version, _) in cache.last.items() if name not in requests}
     taken = _Snapshot(base, layers_digest(slots), tuple(entries), tuple(in_slots), removed)
     return taken, [packed for packed in cached.values() if packed.request is None]
 
 
-def _pack_file(packed: PackedAdapter) -> bytes:
-    """Return an adapter as a safetensors file: unpadded factors in the layout and dtype of its slot, and magnitudes."""
-    ranks = _ranks(packed.placements)
-    factors = unpack(packed.blocks, ranks.keys())
-    arrays: dict[str, np.ndarray] = {}
-    for i, (row, rank) in enumerate(ranks.items()):
-        a, b = factors[row]
-        arrays[f"{i}.a"], arrays[f"{i}.b"] = (np.ascontiguousarray(half) for half in (a[:, :rank], b[:rank]))
-    for i, p in enumerate(packed.placements):
-        if p.magnitude is not None:
-            arrays[f"{i}.magnitude"] = p.magnitude
-    about = packed.about or Adapter(name=packed.name, modules={})
-    header = {
-        "about": {key: getattr(about, key) for key in _ABOUT},
-        "warnings": packed.warnings,
-        "placements": [
-            [p.module, p.site.path, p.site.prefix, *(getattr(p, field) for field in _PLACEMENT)]
-            for p in packed.placements
-        ],
-    }
+def _save_adapter(packed: PackedAdapter, sites: Sequence[Site], weights: Path) -> str:
+    """Write an adapter as a PEFT folder in `weights`, and return the name of the folder, the digest of its files.
+
+    Raises:
+      LoRAError: PEFT's files cannot hold the adapter, or it would be read as another one.
+      OSError: a file cannot be written.
+    """
+    part = weights / "part"
+    shutil.rmtree(part, ignore_errors=True)
+    where = f"adapter {packed.name!r} cannot be saved"
     try:
-        text = json.dumps(header, default=_plain)
-    except (TypeError, ValueError) as error:
-        raise LoRAError(f"adapter {packed.name!r} cannot be saved: its fields are not JSON: {error}") from error
-    bits = {name: array.view(bits_of(array.dtype)) for name, array in arrays.items()}  # no bfloat16 there
-    return safetensors.numpy.save({**bits, "header": np.frombuffer(text.encode(), np.uint8)})
+        adapter = export_blocks(packed, sites)
+        adapter.save_pretrained(part)
+        config = read_config(part / CONFIG_FILE, packed.name)
+        with open_checkpoint(part / WEIGHTS_FILE, packed.name, config) as opened:
+            read = {*opened.modules, *opened.heads}
+    except (LoRAError, TypeError, ValueError) as error:
+        raise LoRAError(f"{where}: {error}") from error
+    except safetensors.SafetensorError as error:
+        raise OSError(f"{part / WEIGHTS_FILE}: {error}") from error
+    if changed := read ^ adapter.layers.keys():
+        raise LoRAError(f"{where}: PEFT's files cannot hold these names of modules: {sorted(changed)!r:.500}")
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        _sync(part / name)
+    _sync(part)
+    digest = _folder_digest(part)
+    target = weights / digest
+    if not _holds(target, digest):
+        shutil.rmtree(target, ignore_errors=True)  # it is damaged
+        os.replace(part, target)
+    _sync(weights)
+    return digest
 
 
-def _plain(value: Any) -> Any:
-    """Convert a NumPy scalar or a mapping to a JSON value."""
-    return cast("Any", value).item() if isinstance(value, np.generic) else dict(value)
+def _holds(folder: Path, digest: str) -> bool:
+    try:
+        return _folder_digest(folder) == digest
+    except OSError:
+        return False
 
 
-def _ranks(placements: Sequence[Placement]) -> dict[Row, int]:
-    """Return row -> largest rank, for each row that an adapter has weights for."""
-    ranks: dict[Row, int] = {}
-    for p in placements:
-        ranks[p.site, p.row] = max(ranks.get((p.site, p.row), 0), p.rank)
-    return ranks
+def _folder_digest(folder: Path) -> str:
+    """Return the SHA-256 digest of an adapter's files."""
+    found = hashlib.sha256()
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        with open(folder / name, "rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()
 
 
 # --- digests ----------------------------------------------------------------------------------------------------------
@@ -300,7 +297,7 @@ def restore(
             "values, or name_map or skip are others. Restore it beside that model, or begin with an empty folder"
         )
     same_layers = saved.layers == layers_digest(slots)
-    loaded = _load(folder, saved, same_layers, host, slots, cache)
+    loaded = _load(folder, saved, same_layers, host, cache)
     slots.pool.compile()
     with step_lock, state_lock:
         _check_new(cache)
@@ -346,7 +343,12 @@ def _read(folder: Path) -> _Snapshot:
                     f"{file}: adapters[{i}]: its request has another name than {entry['name']!r:.80}"
                 )
             request: Any = None if entry["request"] is None else LoRARequest(**entry["request"])
-            entries.append(_Entry(**{**entry, "request": request}))
+            for j, warning in enumerate(entry["warnings"]):
+                _checked({"warning": warning}, {"warning": (str,)}, f"{file}: adapters[{i}].warnings[{j}]")
+            if request is None and not re.fullmatch(r"[0-9a-f]{64}", entry["weights"] or ""):
+                raise AdapterFormatError(f"{file}: adapters[{i}]: field 'weights' must be a SHA-256 without a request")
+            entry |= {"request": request, "warnings": tuple(entry["warnings"])}
+            entries.append(_Entry(**entry))
         for i, name in enumerate(saved["slots"]):
             _checked({"name": name}, {"name": (str,)}, f"{file}: slots[{i}]")
         _checked(saved["removed"], dict.fromkeys(saved["removed"], (int,)), f"{file}: removed")
@@ -362,7 +364,7 @@ def _read(folder: Path) -> _Snapshot:
 _FIELDS = {"base": (str,), "layers": (str,), "adapters": (list,), "slots": (list,), "removed": (dict,)}
 _ENTRY_FIELDS = {
     "name": (str,), "version": (int,), "fingerprint": (str, NoneType), "request": (dict, NoneType),
-    "weights": (str, NoneType), "pinned": (bool,), "cached": (bool,),
+    "weights": (str, NoneType), "warnings": (list,), "pinned": (bool,), "cached": (bool,),
 }  # fmt: skip
 
 
@@ -378,73 +380,27 @@ def _checked(found: Any, fields: Mapping[str, tuple[type, ...]], where: str) -> 
     return found
 
 
-def _read_weights(folder: Path, entry: _Entry, same_layers: bool, slots: SlotTable, host: Host) -> PackedAdapter:
+def _read_weights(folder: Path, entry: _Entry, same_layers: bool, host: Host) -> PackedAdapter:
     """Read a saved adapter without a request, and pack it into the blocks of this manager."""
-    file = folder / _WEIGHTS / str(entry.weights)
-    where = f"adapter {entry.name!r}: {file}"
+    path = folder / _WEIGHTS / (entry.weights or "")
+    where = f"adapter {entry.name!r}: {path}"
     if not same_layers:
         raise AdapterMismatchError(
             f"{where}: it came from memory into a manager with other layers or slot dtypes, and no request loads it "
             "again; restore with the same LoRAConfig and packed_modules, or remove the adapter there and save again"
         )
     try:
-        data = file.read_bytes()
-    except (OSError, ValueError) as error:  # ValueError: a null character in the name
+        digest = _folder_digest(path)
+    except OSError as error:
         raise AdapterFormatError(f"{where}: cannot be read: {error}") from error
-    if hashlib.sha256(data).hexdigest() != entry.weights:
+    if digest != entry.weights:
         raise AdapterFormatError(f"{where}: its SHA-256 is not the one that it is named by; it was changed since")
-    try:
-        packed = _unpack_file(data, where, entry, slots, host)
-    except LoRAError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, safetensors.SafetensorError) as error:
-        raise AdapterFormatError(f"{where}: holds no saved adapter: {type(error).__name__}: {error!s:.200}") from error
-    return host.measured(packed)
-
-
-def _unpack_file(data: bytes, where: str, entry: _Entry, slots: SlotTable, host: Host) -> PackedAdapter:
-    """Return the adapter of a file of `_pack_file`."""
-    arrays = safetensors.numpy.load(data)
-    header: Any = json.loads(arrays["header"].tobytes())
-    pool = slots.pool
-    sites = {(site.path, site.prefix): site for site in pool.sites}
-    placements = tuple(
-        Placement(module, sites[path, prefix], *rest, magnitude=arrays.get(f"{i}.magnitude"))
-        for i, (module, path, prefix, *rest) in enumerate(header["placements"])
-    )
-    for p in placements:
-        if p.rank > (limit := p.site.spec.max_rank):
-            of_head = p.site.kind == "head"
-            heads = host.config.saved_heads or {}
-            problem = (
-                too_many_outputs({p.site.path: p.rank}, heads) if of_head else too_large_rank({p.module: p.rank}, limit)
-            )
-            raise AdapterMismatchError(f"{where}: {problem}")
-    factors: dict[Row, tuple[np.ndarray, np.ndarray]] = {}
-    for i, row in enumerate(_ranks(placements)):
-        a, b = (arrays[f"{i}.{half}"].view(row[0].spec.dtype) for half in "ab")
-        if not host.config.allow_nonfinite and not (all_finite(a) and all_finite(b)):
-            raise AdapterFormatError(f"{where}: holds NaN or infinity (LoRAConfig.allow_nonfinite lets them through)")
-        factors[row] = a, b
-    fields: Any = {key: tuple(v) if is_list_or_tuple(v) else v for key, v in header["about"].items()}
-    about = Adapter(name=entry.name, modules={}, **fields)
-    packed = PackedAdapter(
-        name=entry.name,
-        version=entry.version,
-        placements=placements,
-        blocks=pack(pool.chunks, factors),
-        ranks=rank_table(pool.sites, placements),
-        rank=largest_rank(placements),
-        about=about,
-        warnings=tuple(header.get("warnings", ())),
-    )
-    check_variant(where, host.config, packed)
+    packed = host.read_folder(AdapterFolder(path, entry.name))
+    packed.warnings = entry.warnings
     return packed
 
 
-def _load(
-    folder: Path, saved: _Snapshot, same_layers: bool, host: Host, slots: SlotTable, cache: HostCache
-) -> dict[str, PackedAdapter]:
+def _load(folder: Path, saved: _Snapshot, same_layers: bool, host: Host, cache: HostCache) -> dict[str, PackedAdapter]:
     """Load adapters until the host cache is full: adapters without requests, pinned ones, then the most recently used.
 
     An adapter that cannot be loaded from its request is left out. Its error is raised when it is used.
@@ -458,7 +414,7 @@ def _load(
 
     def read(entry: _Entry) -> PackedAdapter | None:
         if entry.request is None:
-            return _read_weights(folder, entry, same_layers, slots, host)
+            return _read_weights(folder, entry, same_layers, host)
         try:
             return host.read(entry.request)
         except Exception as error:

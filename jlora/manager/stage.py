@@ -1,7 +1,7 @@
 """Preparation of a `PackedAdapter` from the files of a request or from an adapter in memory.
 
-It runs on any thread without a lock and does not use the cache. The magnitudes of a DoRA adapter follow later
-(`jlora.manager.magnitudes`).
+It runs on any thread without a lock and does not use the cache. The values of extras follow later
+(`jlora.manager.extras`).
 """
 
 import logging
@@ -67,7 +67,7 @@ def pack_in_memory(
 
     Raises:
       AdapterFormatError: A factor holds NaN or infinity, and `config.allow_nonfinite` is False.
-      AdapterMismatchError: The adapter does not fit the model, or `config` does not serve DoRA or aLoRA.
+      AdapterMismatchError: The adapter does not fit the model, or `config` does not serve its extras or aLoRA.
     """
     where = describe(adapter.name, None)
     check_variant(where, config, adapter)
@@ -79,17 +79,15 @@ def pack_in_memory(
     return _pack(where, adapter, _modules(adapter), placed, warnings, None, wrapped, index, pool)
 
 
-def check_variant(where: str, config: LoRAConfig, adapter: Adapter | PackedAdapter) -> None:
-    """Raise AdapterMismatchError if `config` does not serve DoRA or activated LoRA (aLoRA)."""
-    if adapter.use_dora and not config.dora:
-        raise AdapterMismatchError(
-            f"{where} is a DoRA adapter; LoRAConfig(dora=True) serves it, or jlora serve --dora-loras"
-        )
-    if adapter.invocation_tokens and not config.activated:
-        raise AdapterMismatchError(
-            f"{where} is an activated LoRA (aLoRA); LoRAConfig(activated=True) serves it, or jlora serve "
-            "--activated-loras"
-        )
+def check_variant(where: str, config: LoRAConfig, adapter: Adapter) -> None:
+    """Raise AdapterMismatchError if `config` does not serve extras of the adapter, or activated LoRA (aLoRA)."""
+    needed = [(f"a {extra.title} adapter", extra.option) for extra in adapter.extras]
+    needed += [("an activated LoRA (aLoRA)", "activated")] if adapter.invocation_tokens else []
+    for kind, option in needed:
+        if not getattr(config, option):
+            raise AdapterMismatchError(
+                f"{where} is {kind}; LoRAConfig({option}=True) serves it, or jlora serve --{option}-loras"
+            )
 
 
 def _check_request(where: str, request: LoRARequest, adapter: Adapter) -> None:

@@ -47,7 +47,7 @@ class Survey:
 
     @property
     def device_slot_bytes(self) -> int:
-        """Bytes of all slots on one device: A, B, ranks, scales and magnitudes."""
+        """Bytes of all slots on one device: A, B, ranks, scales and extras."""
         return sum(site.spec.device_nbytes for site in self._wrapped.modules)
 
     def check(

@@ -257,9 +257,10 @@ def _untouched(blocks: Sequence[Block], rows: set[Row]) -> list[Block]:
         if not rows.intersection(own):
             kept.append(block)
         elif block.row is None:
-            for i, row in enumerate(own):
-                if row not in rows:
-                    kept.append(Block(block.chunk, i, block.start, block.a[i : i + 1], block.b[i : i + 1]))
+            with explicit_transfers():  # the blocks may be page-locked
+                for i, row in enumerate(own):
+                    if row not in rows:
+                        kept.append(Block(block.chunk, i, block.start, block.a[i : i + 1], block.b[i : i + 1]))
     return kept
 
 

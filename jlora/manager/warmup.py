@@ -8,8 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jlora.layers.forward.batch import Lease, LoRABatch, make_batch
+from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.forward.batch_shape import BatchShape
+from jlora.layers.forward.lease import Lease
+from jlora.layers.forward.make_batch import make_batch
 from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.manager.blocks import Block, Chunk, pack
 from jlora.manager.leases import Leases
@@ -44,9 +46,8 @@ def warm_up(
             slots.write(slot, blank)
     try:
         if step is not None:
-            slots_of = [slot] * shape.num_sequences
-            unserved = wrapped.unserved.sites
-            batch = make_batch(slots_of, shape, wrapped.sites, lease, none=none, unserved=unserved)
+            index, unserved = [0] * shape.num_sequences, wrapped.unserved.sites
+            batch = make_batch([[(slot, 0, 1.0)]], index, shape, wrapped.sites, lease, none=none, unserved=unserved)
             jax.block_until_ready(step(batch))
             with prepare() as base_only:
                 jax.block_until_ready(step(base_only))

@@ -23,13 +23,10 @@ have to be zeroed.
 The scale s is LoRA's alpha / r, or alpha / sqrt(r) for rsLoRA. `expand` multiplies h[i, m] of group g by it in float32
 before the product with b, so that b is stored as the adapter's file has it. `shrink` returns h unscaled.
 
-DoRA (arXiv:2402.09353) replaces the norms of the columns of a weight. `magnitudes` [G, N] are the ratios of the new
-norms to those of the weight with its LoRA. With mm = magnitudes[g], out = bias + mm * (base + delta - bias) for a base
-output with a bias, in float32 and rounded once. Where mm is 1 the result is that without magnitudes, bitwise except for
-up to 256 rows on a GPU, where it is equal to rounding. Rows without a group and slices of rank 0 keep the base. Without
-a bias, partial sums over K may be passed as base.
+Rows without a group and slices of rank 0 keep the base, bitwise. Without a base the result is the delta alone. It is
+-0.0 in these rows and slices, so that adding it to a base changes no bit there.
 
-Ranks, scales and magnitudes are constants of the gradients.
+Ranks and scales are constants of the gradients.
 
 `batch_invariant` fixes all sizes that decide the order of a sum: the rows of a tile, the blocks and parts of K, and the
 number of launches. They then follow K, N, R and dtypes alone. The kernels of a backend give a row's delta the same bits
@@ -113,8 +110,6 @@ def expand(
     base: Float[jax.Array, "M N"] | None = None,
     ranks: Float[jax.Array, "G n 2"] | None = None,
     row_scales: Float[jax.Array, "M"] | None = None,
-    magnitudes: Float[jax.Array, "G N"] | None = None,
-    bias: Float[jax.Array, "N"] | None = None,
     batch_invariant: bool = False,
     backend: Backend = "auto",
 ) -> Float[jax.Array, "M N"]:
@@ -125,20 +120,18 @@ def expand(
       b: [G, R, N] second factors, all n slices side by side.
       plan: Plan that was given to `shrink`.
       slice_sizes: The n column counts, which sum to N.
-      base: [M, N] to add the delta to. The sum is computed in float32 and rounded once to base.dtype.
+      base: [M, N] to add the delta to. The sum is computed in float32 and rounded once to base.dtype. None returns the
+        delta alone.
       ranks: [G, n, 2] as for `shrink`. Entries of b past the rank, rounded up to 16, are never used. The scale
         multiplies h in float32. None means rank R and scale 1 everywhere.
       row_scales: [M] float32, a factor of the delta of each row, multiplied with the scale. It is a constant of the
         gradients. A row of factor 0 may lose the sign of a zero; a plan without the row leaves it unchanged.
-      magnitudes: [G, N] float32, DoRA's factors of the columns. None means 1 everywhere. Without `base` they multiply
-        the delta.
-      bias: [N] bias that `base` includes and that the magnitudes do not multiply. None means 0.
       batch_invariant: As for `add_lora`.
       backend: As for `shrink`.
 
     Returns:
       [M, N]. With `base`, base + delta in base.dtype; rows without a group and slices of rank 0 are bitwise the base.
-      Without `base`, delta in b.dtype; these rows and slices are zero.
+      Without `base`, delta in b.dtype; these rows and slices are -0.0.
 
     Raises:
       LoRAError: As for `shrink`.
@@ -149,24 +142,19 @@ def expand(
     check_base("expand", base, plan, b.shape[2])
     ranks = check_ranks("expand", ranks, (b.shape[0], len(sizes)))
     row_scales = _check_row_scales("expand", row_scales, plan)
-    if base is None and bias is not None:
-        raise LoRAError("expand: bias is given without base, which would include it")
-    magnitudes, bias = _check_magnitudes("expand", magnitudes, bias, b)
     (n, rows, rank), groups = h.shape, b.shape[0]
     out = _like((rows, b.shape[2]), b.dtype) if base is None else base
     check_invariant("expand", batch_invariant, plan)
     x, a = _like((rows, n * rank)), _like((groups, n, rank, n * rank))
     kernels = choose("expand", backend, out, x, a, b, sizes, batch_invariant)
     if kernels is None or rows == 0:
-        options = {"ranks": ranks, "row_scales": row_scales, "magnitudes": magnitudes, "bias": bias}
-        return xla.expand(h, b, plan, slice_sizes=sizes, base=base, **options)
-    run = _run(kernels.expand, batch_invariant)
-    return gradients.expand(run, sizes, h, b, plan, base, ranks, row_scales, magnitudes, bias)
+        return xla.expand(h, b, plan, slice_sizes=sizes, base=base, ranks=ranks, row_scales=row_scales)
+    return gradients.expand(_run(kernels.expand, batch_invariant), sizes, h, b, plan, base, ranks, row_scales)
 
 
 @_qwix.unintercepted
 def add_lora(
-    base: Float[jax.Array, "M N"],
+    base: Float[jax.Array, "M N"] | None,
     x: Float[jax.Array, "T K"],
     a: Float[jax.Array, "G n R K"],
     b: Float[jax.Array, "G R N"],
@@ -176,8 +164,6 @@ def add_lora(
     ranks: Float[jax.Array, "G n 2"] | None = None,
     x_rows: Int[jax.Array, "M"] | None = None,
     row_scales: Float[jax.Array, "M"] | None = None,
-    magnitudes: Float[jax.Array, "G N"] | None = None,
-    bias: Float[jax.Array, "N"] | None = None,
     batch_invariant: bool = False,
     backend: Backend = "auto",
 ) -> Float[jax.Array, "M N"]:
@@ -186,7 +172,8 @@ def add_lora(
     LoRA layers call this function. It is `expand` of `shrink`, fused where the backend can.
 
     Args:
-      base: [M, N] output of the base layer. A backend may write the result in its place.
+      base: [M, N] output of the base layer. A backend may write the result in its place. None returns the delta alone,
+        in float32.
       x: [M, K] input of the base layer, or [T, K] with `x_rows`.
       a: [G, n, R, K] first factors.
       b: [G, R, N] second factors.
@@ -197,8 +184,6 @@ def add_lora(
         and scale 1 everywhere.
       x_rows: [M] as for `shrink`.
       row_scales: [M] as for `expand`.
-      magnitudes: [G, N] as for `expand`.
-      bias: [N] as for `expand`.
       batch_invariant: Compute a row's delta with the same bits for any number of rows, mix and slots (see above). The
         plan must be made for it, and the result may take longer.
       backend: "auto" chooses by platform. A named backend is used, or raises with the reason why it cannot be.
@@ -206,9 +191,9 @@ def add_lora(
     Returns:
       [M, N] in base.dtype. Products are summed in float32. If x, a and b are bfloat16, the kernels round scale *
       (a @ x) to bfloat16 before the product with b; on a GPU they also round each partial sum over K. base + delta is
-      computed in float32 and rounded once. Only for up to 256 rows of bfloat16 on a GPU, without magnitudes and
-      `batch_invariant`, the delta is rounded to bfloat16 before. Rows without a group and slices of rank 0 are bitwise
-      the base.
+      computed in float32 and rounded once. Only for up to 256 rows of bfloat16 on a GPU, without `batch_invariant`, the
+      delta is rounded to bfloat16 before, and on a GPU a delta alone of bfloat16 x, a and b. Rows without a group and
+      slices of rank 0 are bitwise the base, or -0.0 without one.
 
     Raises:
       LoRAError: Shapes or dtypes do not fit, or the backend does not support them.
@@ -218,16 +203,16 @@ def add_lora(
     check_base("add_lora", base, plan, b.shape[2])
     ranks = check_ranks("add_lora", ranks, a.shape[:2])
     row_scales = _check_row_scales("add_lora", row_scales, plan)
-    magnitudes, bias = _check_magnitudes("add_lora", magnitudes, bias, b)
     check_invariant("add_lora", batch_invariant, plan)
     if plan.num_rows == 0:
-        return base
-    kernels = choose("add_lora", backend, base, x, a, b, sizes, batch_invariant)
+        return jnp.zeros((0, b.shape[2])) if base is None else base
+    out = _like((plan.num_rows, b.shape[2])) if base is None else base
+    kernels = choose("add_lora", backend, out, x, a, b, sizes, batch_invariant)
     if kernels is None:
-        options = {"ranks": ranks, "x_rows": x_rows, "row_scales": row_scales, "magnitudes": magnitudes, "bias": bias}
+        options = {"ranks": ranks, "x_rows": x_rows, "row_scales": row_scales}
         return xla.add_lora(base, x, a, b, plan, slice_sizes=sizes, **options)
-    options = ranks, x_rows, row_scales, magnitudes, bias
-    return gradients.add_lora(_run(kernels.add_lora, batch_invariant), sizes, base, x, a, b, plan, *options)
+    run = _run(kernels.add_lora, batch_invariant)
+    return gradients.add_lora(run, sizes, base, x, a, b, plan, ranks, x_rows, row_scales)
 
 
 def unsupported_reason(
@@ -387,23 +372,6 @@ def _check_row_scales(op: str, row_scales, plan: Plan) -> Float[jax.Array, "M"] 
             f"got {row_scales.dtype}{list(row_scales.shape)}"
         )
     return jax.lax.stop_gradient(jnp.asarray(row_scales))
-
-
-def _check_magnitudes(op: str, magnitudes, bias, b):
-    """Check magnitudes and bias and return them; without magnitudes the bias is unused, and None."""
-    groups, _, columns = b.shape
-    if bias is not None:
-        if bias.shape != (columns,):
-            raise LoRAError(f"{op}: bias must be [N] = [{columns}], got {list(bias.shape)}")
-        check_float(op, "bias", bias)
-    if magnitudes is None:
-        return None, None
-    if magnitudes.shape != (groups, columns) or magnitudes.dtype != jnp.float32:
-        raise LoRAError(
-            f"{op}: magnitudes must be float32 [G, N] = {[groups, columns]}, "
-            f"got {magnitudes.dtype}{list(magnitudes.shape)}"
-        )
-    return jax.lax.stop_gradient(jnp.asarray(magnitudes)), bias
 
 
 def check_float(op: str, name: str, array) -> None:

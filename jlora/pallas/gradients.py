@@ -4,9 +4,6 @@ With h = x aᵀ and out = base + s h b for each slice, where s is the scale of t
 
     dh = s dout bᵀ    db = (s h)ᵀ dout    dx = dh a    da = dhᵀ x    dbase = dout
 
-With magnitudes m, out = bias + m (base + s h b - bias). Then m dout is in the place of dout, and dbias = (1 - m) dout,
-summed over the rows.
-
 The sums over a group's rows run tile by tile in the plan's order. They are therefore deterministic, and a NaN in the
 rows of one group does not reach the gradients of another.
 """
@@ -28,22 +25,15 @@ def shrink(run, x, a, plan: Plan, ranks, x_rows=None):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def expand(
-    run, slice_sizes: tuple[int, ...], h, b, plan: Plan, base, ranks, row_scales=None, magnitudes=None, bias=None
-):
-    """Run `run(h, b, plan, ...)`, differentiable in h, b, base and bias (which may be None)."""
-    options = {"ranks": ranks, "row_scales": row_scales, "magnitudes": magnitudes, "bias": bias}
-    return run(h, b, plan, slice_sizes=slice_sizes, base=base, **options)
+def expand(run, slice_sizes: tuple[int, ...], h, b, plan: Plan, base, ranks, row_scales=None):
+    """Run `run(h, b, plan, ...)`, differentiable in h, b and base (which may be None)."""
+    return run(h, b, plan, slice_sizes=slice_sizes, base=base, ranks=ranks, row_scales=row_scales)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def add_lora(
-    run, slice_sizes: tuple[int, ...], base, x, a, b, plan: Plan, ranks, x_rows=None, row_scales=None,
-    magnitudes=None, bias=None,
-):  # fmt: skip
-    """Run `run(base, x, a, b, plan, ...)`, differentiable in base, x, a, b and bias (which may be None)."""
-    options = {"ranks": ranks, "x_rows": x_rows, "row_scales": row_scales, "magnitudes": magnitudes, "bias": bias}
-    return run(base, x, a, b, plan, slice_sizes=slice_sizes, **options)
+def add_lora(run, slice_sizes: tuple[int, ...], base, x, a, b, plan: Plan, ranks, x_rows=None, row_scales=None):
+    """Run `run(base, x, a, b, plan, ...)`, differentiable in base (which may be None), x, a and b."""
+    return run(base, x, a, b, plan, slice_sizes=slice_sizes, ranks=ranks, x_rows=x_rows, row_scales=row_scales)
 
 
 def _shrink_forward(run, x, a, plan, ranks, x_rows):
@@ -57,32 +47,30 @@ def _shrink_backward(run, residuals, dh):
     return *_shrink_grads(x, a, plan, ranks, x_rows, dh), None, None, None
 
 
-def _expand_forward(run, slice_sizes, h, b, plan, base, ranks, row_scales, magnitudes, bias):
-    out = expand(run, slice_sizes, h, b, plan, base, ranks, row_scales, magnitudes, bias)
-    return out, (h, b, plan, base is None, ranks, row_scales, magnitudes, bias)
+def _expand_forward(run, slice_sizes, h, b, plan, base, ranks, row_scales):
+    out = expand(run, slice_sizes, h, b, plan, base, ranks, row_scales)
+    return out, (h, b, plan, base is None, ranks, row_scales)
 
 
 @_qwix.unintercepted
 def _expand_backward(run, slice_sizes, residuals, dout):
     del run
-    h, b, plan, no_base, ranks, row_scales, magnitudes, bias = residuals
-    dtotal, dbase, dbias = _finish_grads(plan, slice_sizes, ranks, magnitudes, bias, dout)
-    dh, db = _expand_grads(h, b, plan, ranks, row_scales, slice_sizes, dtotal)
-    return dh, db, None, None if no_base else dbase, None, None, None, dbias
+    h, b, plan, no_base, ranks, row_scales = residuals
+    dh, db = _expand_grads(h, b, plan, ranks, row_scales, slice_sizes, dout)
+    return dh, db, None, None if no_base else dout, None, None
 
 
 def _add_lora_forward(run, slice_sizes, base, x, a, b, plan, *options):
-    return add_lora(run, slice_sizes, base, x, a, b, plan, *options), (x, a, b, plan, *options)
+    return add_lora(run, slice_sizes, base, x, a, b, plan, *options), (base is None, x, a, b, plan, *options)
 
 
 @_qwix.unintercepted
 def _add_lora_backward(run, slice_sizes, residuals, dout):
     del run
-    x, a, b, plan, ranks, x_rows, row_scales, magnitudes, bias = residuals
+    no_base, x, a, b, plan, ranks, x_rows, row_scales = residuals
     h = xla.shrink(x, a, plan, ranks=ranks, x_rows=x_rows)
-    dtotal, dbase, dbias = _finish_grads(plan, slice_sizes, ranks, magnitudes, bias, dout)
-    dh, db = _expand_grads(h, b, plan, ranks, row_scales, slice_sizes, dtotal)
-    return dbase, *_shrink_grads(x, a, plan, ranks, x_rows, dh), db, None, None, None, None, None, dbias
+    dh, db = _expand_grads(h, b, plan, ranks, row_scales, slice_sizes, dout)
+    return None if no_base else dout, *_shrink_grads(x, a, plan, ranks, x_rows, dh), db, None, None, None, None
 
 
 def _shrink_grads(x, a, plan: Plan, ranks, x_rows, dh):
@@ -92,15 +80,6 @@ def _shrink_grads(x, a, plan: Plan, ranks, x_rows, dh):
     da = _sum_by_group(lambda dh, x: _dot("nmr,mk->nrk", dh, x), a.shape, plan, dh_tiles, x_tiles)
     dx = xla.to_rows(dx, plan) if x_rows is None else _sum_by_source(dx, x_rows, plan, len(x))
     return dx.astype(x.dtype), da.astype(a.dtype)
-
-
-def _finish_grads(plan: Plan, slice_sizes, ranks, magnitudes, bias, dout):
-    """Return the cotangents of base + delta, where it is used, and of base and bias (None without one)."""
-    if magnitudes is None:
-        return dout, dout, None
-    wide = dout.astype(jnp.float32)
-    dtotal = xla.finish(wide, wide, plan, slice_sizes, ranks, magnitudes, None)
-    return dtotal, dtotal.astype(dout.dtype), None if bias is None else (wide - dtotal).sum(0).astype(bias.dtype)
 
 
 def _expand_grads(h, b, plan: Plan, ranks, row_scales, slice_sizes, dout):

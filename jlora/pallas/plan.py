@@ -64,6 +64,13 @@ class Plan:
         """Number of tiles T, empty ones included."""
         return self.tile_group.shape[0]
 
+    @property
+    def row_groups(self) -> Int[jax.Array, "M"]:
+        """Group of each row, `num_groups` for a dropped one."""
+        tile = jnp.minimum(self.row_slot // self.tile_m, self.num_tiles - 1)
+        found = self.row_slot < self.num_tiles * self.tile_m
+        return jnp.where(found, self.tile_group[tile], self.num_groups)
+
 
 INVARIANT_TILE_M = 16  # of plans for any number of rows: the fewest rows of a matrix unit
 _COMPARED_AT_ONCE = 1 << 22  # comparisons of a search: covers every dense plan, for example 8192 rows and 512 tiles

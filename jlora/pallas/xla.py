@@ -11,8 +11,6 @@ from jaxtyping import Float, Int
 
 from jlora.pallas.plan import Plan
 
-COLUMNS = 2048  # columns of which the magnitudes of all rows are in memory at the same time
-
 
 def shrink(
     x: Float[jax.Array, "T K"],
@@ -36,18 +34,14 @@ def expand(
     base: Float[jax.Array, "M N"] | None,
     ranks: Float[jax.Array, "G n 2"] | None,
     row_scales: Float[jax.Array, "M"] | None = None,
-    magnitudes: Float[jax.Array, "G N"] | None = None,
-    bias: Float[jax.Array, "N"] | None = None,
 ) -> Float[jax.Array, "M N"]:
     """Implement `jlora.ops.expand`."""
     delta = to_rows(_expand_tiles(to_slice_tiles(h, plan), b, plan, slice_sizes, ranks, row_scales), plan)
-    total = delta if base is None else base.astype(jnp.float32) + delta
-    base = jnp.zeros(delta.shape, b.dtype) if base is None else base
-    return finish(total, base, plan, slice_sizes, ranks, magnitudes, bias)
+    return _added(base, delta, plan, slice_sizes, ranks, b.dtype)
 
 
 def add_lora(
-    base: Float[jax.Array, "M N"],
+    base: Float[jax.Array, "M N"] | None,
     x: Float[jax.Array, "T K"],
     a: Float[jax.Array, "G n R K"],
     b: Float[jax.Array, "G R N"],
@@ -57,13 +51,11 @@ def add_lora(
     ranks: Float[jax.Array, "G n 2"] | None,
     x_rows: Int[jax.Array, "M"] | None = None,
     row_scales: Float[jax.Array, "M"] | None = None,
-    magnitudes: Float[jax.Array, "G N"] | None = None,
-    bias: Float[jax.Array, "N"] | None = None,
 ) -> Float[jax.Array, "M N"]:
     """Implement `jlora.ops.add_lora`; the rank-R intermediate stays in tile space."""
     h = _shrink_tiles(to_tiles(x, plan, x_rows), a, plan, ranks)
     delta = to_rows(_expand_tiles(h, b, plan, slice_sizes, ranks, row_scales), plan)
-    return finish(base.astype(jnp.float32) + delta, base, plan, slice_sizes, ranks, magnitudes, bias)
+    return _added(base, delta, plan, slice_sizes, ranks, jnp.float32)
 
 
 def to_tiles(rows, plan: Plan, sources=None):
@@ -155,30 +147,17 @@ def _expand_tiles(h_tiles, b, plan: Plan, slice_sizes, ranks, row_scales=None):
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
 
 
-def finish(total, base, plan: Plan, slice_sizes, ranks, magnitudes, bias):
-    """Multiply base + delta, a float32 `total` [M, N], by the magnitudes and round it once to base.dtype.
+def _added(base, delta, plan: Plan, slice_sizes, ranks, dtype):
+    """Return base + delta [M, N], rounded once; without a base the delta in `dtype`, -0.0 where it is absent.
 
     Unchanged values are selected from the base and not added to, since -0.0 + 0.0 is +0.0.
     """
-    if magnitudes is not None:
-        group, parts = plan.tile_group[tile_of_rows(plan)], []
-        for start in range(0, base.shape[1], COLUMNS):
-            columns = slice(start, start + COLUMNS)
-            own_bias = None if bias is None else bias[columns]
-            parts.append(rescale(total[:, columns], magnitudes[:, columns][group], own_bias))
-        total = jnp.concatenate(parts, axis=1)
+    total = delta if base is None else base.astype(jnp.float32) + delta
+    base = jnp.full(delta.shape, -0.0, dtype) if base is None else base
     total = total.astype(base.dtype)
     present = _present(plan, ranks, len(slice_sizes))
     columns = [jnp.broadcast_to(present[:, i, None], (len(base), size)) for i, size in enumerate(slice_sizes)]
     return jnp.where(jnp.concatenate(columns, axis=1), total, base)
-
-
-def rescale(total, magnitudes, bias):
-    """Compute bias + magnitudes * (total - bias) in float32, which is bitwise the total where a magnitude is 1."""
-    if bias is None:
-        return magnitudes * total
-    bias = bias.astype(jnp.float32)[None, :]
-    return jnp.where(magnitudes == 1, total, bias + magnitudes * (total - bias))
 
 
 def all_ranks(groups: int, n: int, rank: int):

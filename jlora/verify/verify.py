@@ -19,11 +19,13 @@ from jax import Array
 
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.base_kernel import can_dequantize, held_by
-from jlora.layers.forward.batch import Lease, LoRABatch, make_batch
-from jlora.layers.forward.batch_shape import BatchShape, all_active, batch_shape
+from jlora.layers.forward.batch import LoRABatch
+from jlora.layers.forward.batch_shape import BatchShape, shape_of_all
 from jlora.layers.forward.context import opening
 from jlora.layers.forward.experts import has_grouped_products
 from jlora.layers.forward.forward_record import ForwardRecord
+from jlora.layers.forward.lease import Lease
+from jlora.layers.forward.make_batch import make_batch
 from jlora.layers.forward.row_groups import Items
 from jlora.layers.site import HEAD, Site, SlotSpec, delete_attribute
 from jlora.layers.specs import LinearSpec
@@ -93,8 +95,7 @@ def verify(
     """Return the report of `LoRAManager.verify`, and the reason for each wrapped site that serves no adapter."""
     if num_sequences is None:
         num_sequences = _count(inputs, token_counts, batch_axis)
-    first = all_active(wrapped.sites.activated, num_sequences, token_counts, length)
-    shape = batch_shape(num_sequences, token_counts, pad_to, length, first, items, wrapped.sites.groups)
+    shape = shape_of_all(num_sequences, token_counts, pad_to, length, items, wrapped.sites)
     layout = _RowOwners(shape, batch_axis)
     probe = _Probe(wrapped, forward, inputs, layout, seed)
     with opening(probe.record):  # layers that serve no adapter are recorded instead of raising
@@ -148,7 +149,7 @@ class _RowOwners:
     @property
     def packed(self) -> np.ndarray | None:
         """The sequence of each packed row; None if rows are not packed."""
-        return self.shape.by_token(np.arange(self.shape.num_sequences), -1)
+        return self.shape.row_owners()
 
     def rows(self, output: Any) -> tuple[Rows, list[np.ndarray]]:
         """Return the arrays of an output in float64, rows first, and the sequence of each row, -1 for padding."""
@@ -279,11 +280,12 @@ class _Probe:
             for attribute, array in zip(site.attributes, arrays, strict=True):
                 vars(layers[site])[attribute].set_value(array)
         none = max(site.spec.slots.stop for site in self.wrapped.modules)
-        slots = [none if name is None else self.names.index(name) for name in names]
+        entries = [[(i, 0, 1.0)] for i in range(len(self.names))]
+        index = [len(entries) if name is None else self.names.index(name) for name in names]
         # The manager does not use the copy's slots, so the lease holds no adapter. It lasts for this forward.
         shape = self.layout.shape
         lease = Lease((), ((),) * len(names), thread=0, shape=shape)
-        batch = make_batch(slots, shape, self.wrapped.sites, lease, none=none, unserved=frozenset())
+        batch = make_batch([*entries, []], index, shape, self.wrapped.sites, lease, none=none, unserved=frozenset())
         arrays, self._owners = self._run(copy, self.inputs, batch)
         return arrays
 
@@ -494,8 +496,8 @@ def _kernel(wrapped: WrappedModel, site: Site) -> Array:
 
 
 def _blank(spec: SlotSpec) -> list[np.ndarray]:
-    """Return the arrays of empty slots: ones for magnitudes, else zeros."""
-    return [np.full(spec.shapes[j], j == 3, spec.dtypes[j]) for j in spec.held]
+    """Return the arrays of empty slots."""
+    return [np.full(spec.shapes[j], spec.fills[j], spec.dtypes[j]) for j in spec.held]
 
 
 def _like(values: Sequence[np.ndarray], site: Site, layer: nnx.Module) -> list[Array]:

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from jlora.adapters.config_file import read_config
+from jlora.adapters.extras import MAGNITUDE
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 
 # ---- served
@@ -26,8 +27,8 @@ def test_descriptive_fields(read):
 
 @pytest.mark.parametrize(("value", "expected"), [(True, True), (False, False), (None, False)])
 def test_dora(read, value, expected):
-    assert read(use_dora=value).use_dora is expected
-    assert read().use_dora is False
+    assert read(use_dora=value).extras == ((MAGNITUDE,) if expected else ())
+    assert read().extras == ()
 
 
 @pytest.mark.parametrize("value", [0, 1, 0.0, "", "true", [], {}])

@@ -82,8 +82,8 @@ def test_explicit_axes():
     for each in (manager, own):
         each.activate_adapter("one")
     of_mesh, of_one = (nnx.to_flat_state(nnx.state(m)) for m in (model, single))
-    held = {path: np.asarray(v[...]) for path, v in of_mesh if str(path[-1]).endswith("_magnitudes")}
-    want = {path: np.asarray(v[...]) for path, v in of_one if str(path[-1]).endswith("_magnitudes")}
+    held = {path: np.asarray(v[...]) for path, v in of_mesh if str(path[-1]).endswith("_magnitude")}
+    want = {path: np.asarray(v[...]) for path, v in of_one if str(path[-1]).endswith("_magnitude")}
     assert len(held) == 4
     for path, values in want.items():
         np.testing.assert_allclose(held[path], values, rtol=1e-6)

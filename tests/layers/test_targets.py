@@ -147,7 +147,7 @@ def test_an_exclusion_that_matches_nothing_raises(name):
     with pytest.raises(LoRAUsageError, match=rf"exclude_modules \['{re.escape(name)}'\] match no layer of Model"):
         make_manager(model, exclude_modules=["q_proj", name])
     assert type(model.proj) is nnx.Linear
-    with pytest.raises(LoRAUsageError, match="exclude_modules must be a list"):
+    with pytest.raises(LoRAUsageError, match="exclude_modules must be None or a list"):
         LoRAConfig(max_loras=1, max_lora_rank=1, exclude_modules="proj")
 
 

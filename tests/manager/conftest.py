@@ -48,7 +48,7 @@ def world(shared_world) -> World:
 def moved(monkeypatch) -> list:
     """Return the list that gets every array that is moved to a device, by the two calls that jlora uses for it."""
     found = []
-    for owner, name in ((jax, "device_put"), (jlora.layers.forward.batch, "to_device")):
+    for owner, name in ((jax, "device_put"), (jlora.layers.forward.row_space, "to_device")):
         put = getattr(owner, name)
 
         def spy(x, *args, put=put, **kwargs):

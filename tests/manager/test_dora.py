@@ -35,7 +35,7 @@ def served(*adapters, **config):
 
 def magnitudes(world):
     """Path -> float32 [S, N] of every layer that holds magnitudes."""
-    return {path: np.asarray(value) for path, value in world.slots() if str(path[-1]).endswith("_magnitudes")}
+    return {path: np.asarray(value) for path, value in world.slots() if str(path[-1]).endswith("_magnitude")}
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ def test_lost_arrays_are_written_again(both):
     nnx.update(world.model, state)
     world.check(world.serve(["all", "some", None]), [first, some, None])
     for path, variable in nnx.to_flat_state(nnx.state(world.model, jlora.SlotRanks)):
-        if str(path[-1]).endswith("_magnitudes"):
+        if str(path[-1]).endswith("_magnitude"):
             variable[...].delete()
     world.check(world.serve(["all", "some", None]), [first, some, None])
     world.check(world.serve(["all", "plain", None]), [first, both[2], None])
@@ -218,7 +218,7 @@ def test_norms_are_those_of_float64(param, slots):
     manager.activate_adapter("a")
     a, b = (factor.astype(slots).astype(np.float64) for factor in (a, b))
     want = magnitude / np.linalg.norm(w.T + 2 * b @ a, axis=1)
-    got = np.asarray(nnx.state(model, jlora.SlotRanks)["layer"]["jlora_magnitudes"][...])[0]
+    got = np.asarray(nnx.state(model, jlora.SlotRanks)["layer"]["jlora_magnitude"][...])[0]
     np.testing.assert_allclose(got, want, rtol=2e-6)
 
 

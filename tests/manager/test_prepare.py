@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import jlora
-import jlora.layers.forward.batch
 from tests.manager.test_loader import until
 from tests.manager.tiny import make_adapter, make_world, request, same
 from tests.records import slot_names, waiting

@@ -24,6 +24,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import jlora
+from jlora.adapters.lora import tensors_of
 from jlora.manager import snapshot
 from tests.layers.expert_models import Gathering, Ragged, Scanned, Seams
 from tests.layers.expert_models import Model as ExpertModel
@@ -263,7 +264,7 @@ def test_bits_come_back_in_any_dtype(tmp_path, dtype):
 
 def test_metadata_of_an_adapter_is_restored(world, tmp_path):
     adapter = make_adapter(
-        "a", base_model_name="base", task_type="CAUSAL_LM", use_rslora=True, peft_fields={"lora_dropout": 0.1, "x": [1]}
+        "a", base_model_name="base", task_type="CAUSAL_LM", fan_in_fan_out=True, peft_fields={"lora_dropout": 0.1}
     )
     as_new(world).manager.add_adapter(adapter)
     world.manager.activate_adapter("a")
@@ -273,7 +274,7 @@ def test_metadata_of_an_adapter_is_restored(world, tmp_path):
     after = world.manager.export_adapter("a")
     for field in ("base_model_name", "task_type", "use_rslora", "fan_in_fan_out", "unchecked"):
         assert getattr(after, field) == getattr(before, field)
-    assert dict(after.peft_fields) == dict(before.peft_fields)
+    assert after.peft_fields["lora_dropout"] == 0.1
     assert {n: (m.rank, m.alpha, m.scaling) for n, m in after.modules.items()} == {
         n: (m.rank, m.alpha, m.scaling) for n, m in before.modules.items()
     }
@@ -333,12 +334,65 @@ def test_weights_of_layers_of_every_kind(tmp_path, what):
     restored.restore(tmp_path)
     known, found = (content_of(manager, "x") for manager in (want, restored))
     np.testing.assert_array_equal(found.ranks, known.ranks)
-    assert [(p.module, p.site.path, p.row, p.rank) for p in found.placements] == [
-        (p.module, p.site.path, p.row, p.rank) for p in known.placements
-    ]
+    found, known = ({(p.module, p.site.path, p.row, p.rank) for p in each.placements} for each in (found, known))
+    assert found == known
     for array, other in zip(jax.tree.leaves(restored.slots), jax.tree.leaves(want.slots), strict=True):
         if array.dtype != jnp.int32:  # stamps count writes
             np.testing.assert_array_equal(np.asarray(array), np.asarray(other))
+
+
+class TwoDtypes(nnx.Module):
+    def __init__(self):
+        self.first = nnx.Linear(8, 6, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        self.second = nnx.Linear(6, 4, rngs=nnx.Rngs(1))
+
+
+def test_saved_adapters_are_folders_of_peft(tmp_path):
+    """With the names of the adapter and the bits of slots of several dtypes, also for adapters that only replace."""
+    rng = np.random.default_rng(0)
+    sizes = {"other.first": (8, 6), "other.second": (6, 4)}
+    arrays = {name: (rng.normal(size=(2, k)), rng.normal(size=(n, 2))) for name, (k, n) in sizes.items()}
+    head = jlora.SavedHead(rng.normal(size=(3, 6)), rng.normal(size=3))
+    adapters = (
+        jlora.Adapter.from_arrays("lora", arrays, alpha=3),
+        jlora.Adapter(name="head", modules={}, heads={"other.second": head}),
+    )
+    one, other = (
+        manager_of(TwoDtypes(), saved_heads={"second": 3}, names={"name_map": {r"^other\.": ""}}) for _ in range(2)
+    )
+    for adapter in adapters:
+        one.add_adapter(adapter)
+        one.activate_adapter(adapter.name)
+    one.save(tmp_path)
+    other.restore(tmp_path)
+    entries = json.loads((tmp_path / "adapters.json").read_text())["saved"]["adapters"]
+    folders = {entry["name"]: tmp_path / "weights" / entry["weights"] for entry in entries}
+    for name in ("lora", "head"):
+        want = one.export_adapter(name)
+        assert want.layers.keys() == (sizes.keys() if name == "lora" else {"other.second"})
+        for found in (other.export_adapter(name), jlora.Adapter.from_pretrained(folders[name])):
+            arrays, known = tensors_by_key(found), tensors_by_key(want)
+            assert {key: array.dtype for key, array in arrays.items()} == {k: array.dtype for k, array in known.items()}
+            for key, array in arrays.items():
+                np.testing.assert_array_equal(array, known[key])
+
+
+def tensors_by_key(adapter):
+    return {f"{name}.{key}": a for name, layer in adapter.layers.items() for key, a in tensors_of(layer).items()}
+
+
+def test_an_adapter_that_peft_cannot_hold_is_not_saved(tmp_path):
+    """The message names it, and the earlier save is there."""
+    world = make_world()
+    world.manager.add_adapter(make_adapter("a"))
+    world.manager.save(tmp_path)
+    adapter = make_adapter("b")
+    odd = {name: dataclasses.replace(lora, scaling=0.3) for name, lora in adapter.modules.items()}
+    world.manager.add_adapter(dataclasses.replace(adapter, modules=odd))
+    with pytest.raises(jlora.LoRAError, match=r"'b' cannot be saved: .*has scaling 0\.3, but PEFT would compute"):
+        world.manager.save(tmp_path)
+    assert make_world().manager.restore(tmp_path) == {"a"}
+    world.manager.save(tmp_path, without={"b"})
 
 
 # --- files that are gone ----------------------------------------------------------------------------------------------
@@ -594,7 +648,7 @@ def test_a_disk_is_full_at_the_nth_call(world, tmp_path, monkeypatch, call):
         if said == old[tmp_path / "adapters.json"]:
             assert all(file.read_bytes() == data for file, data in old.items())
         found.append(said == old[tmp_path / "adapters.json"])
-    assert len(found) == (6 if call == "fsync" else 3)
+    assert len(found) == (10 if call == "fsync" else 6)
     assert found == [True] * (len(found) - (call == "fsync")) + [False] * (call == "fsync")  # all but the last sync
     assert len(list((tmp_path / "weights").iterdir())) == 2
     as_new(world).manager.restore(tmp_path)
@@ -674,18 +728,19 @@ def spoil_empty(file):
     file.write_bytes(b"")
 
 
-@pytest.mark.parametrize("which", ["adapters.json", "weights"])
+@pytest.mark.parametrize("which", ["adapters.json", "adapter_config.json", "adapter_model.safetensors"])
 @pytest.mark.parametrize("spoil", [spoil_truncated, spoil_bit, spoil_empty, os.remove])
 def test_damaged_files_are_refused(world, tmp_path, which, spoil):
     """Nothing changes in the manager, and the next save replaces them."""
     as_new(world).manager.add_adapter(make_adapter("a"))
     world.manager.save(tmp_path)
-    file = tmp_path / which if which == "adapters.json" else next((tmp_path / which).iterdir())
+    file = tmp_path / which if which == "adapters.json" else next((tmp_path / "weights").iterdir()) / which
     spoil(file)
     as_new(world)
     nothing = which == "adapters.json" and spoil is os.remove
     kind = jlora.AdapterNotFoundError if nothing else jlora.AdapterFormatError
-    with pytest.raises(kind, match="no manager has been saved there" if nothing else str(file)):
+    named = file if which == "adapters.json" else file.parent
+    with pytest.raises(kind, match="no manager has been saved there" if nothing else str(named)):
         world.manager.restore(tmp_path)
     assert world.held()[:2] == ((), (None, None))
     world.manager.add_adapter(make_adapter("a"))
@@ -713,7 +768,7 @@ WRONG = {
     "base": 3, "layers": None, "adapters": {}, "slots": "a", "removed": [], "slots.0": 3, "removed.gone": "1",
     "adapters.0": "a", "adapters.0.name": 3, "adapters.0.version": "1", "adapters.0.version ": True,
     "adapters.0.fingerprint": 3, "adapters.0.request": ["a"], "adapters.0.request.path": 3, "adapters.0.weights": 3,
-    "adapters.0.request.name": "b",
+    "adapters.0.request.name": "b", "adapters.0.warnings": "a",
     "adapters.0.pinned": 1, "adapters.0.cached": None, "adapters.0.more": 1, "more": 1,
 }  # fmt: skip
 
@@ -740,49 +795,38 @@ def test_an_edited_file_with_a_digest_of_its_own(world, tmp_path, where):
     assert world.held()[:2] == ((), (None, None))
 
 
-def edit_placements(header, arrays):
-    del header["placements"]
+def edit_layer(config, tensors):
+    config["target_modules"][0] = "nowhere"
 
 
-def edit_layer(header, arrays):
-    header["placements"][0][1] = "nowhere"
+def edit_rank(config, tensors):
+    config["r"] += 1
 
 
-def edit_rank(header, arrays):
-    header["placements"][0][6] = "1"
+def edit_tensor(config, tensors):
+    del tensors[sorted(tensors)[0]]
 
 
-def edit_field(header, arrays):
-    header["about"]["more"] = 3
-
-
-def edit_shape(header, arrays):
-    arrays["0.a"] = arrays["0.a"][0]
-
-
-def edit_tensor(header, arrays):
-    del arrays["0.b"]
-
-
-@pytest.mark.parametrize("edit", [edit_placements, edit_layer, edit_rank, edit_field, edit_shape, edit_tensor, None])
+@pytest.mark.parametrize("edit", [edit_layer, edit_rank, edit_tensor, None])
 def test_edited_weights_with_a_digest_of_their_own(world, tmp_path, edit):
     as_new(world).manager.add_adapter(make_adapter("a"))
     world.manager.save(tmp_path)
     saved = json.loads((tmp_path / "adapters.json").read_text())
-    (weights,) = (tmp_path / "weights").iterdir()
+    (folder,) = (tmp_path / "weights").iterdir()
     name = "\0"
     if edit is not None:
-        arrays = safetensors.numpy.load(weights.read_bytes())
-        header = json.loads(arrays["header"].tobytes())
-        edit(header, arrays)
-        data = safetensors.numpy.save({**arrays, "header": np.frombuffer(json.dumps(header).encode(), np.uint8)})
-        name = hashlib.sha256(data).hexdigest()
-        (tmp_path / "weights" / name).write_bytes(data)
+        config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+        fields, tensors = json.loads(config.read_text()), safetensors.numpy.load_file(weights)
+        edit(fields, tensors)
+        config.write_text(json.dumps(fields))
+        safetensors.numpy.save_file(tensors, weights)
+        name = hashlib.sha256(b"".join(hashlib.sha256(f.read_bytes()).digest() for f in (config, weights))).hexdigest()
+        folder.rename(folder.with_name(name))
     saved["saved"]["adapters"][0]["weights"] = name
     saved["sha256"] = hashlib.sha256(json.dumps(saved["saved"], sort_keys=True).encode()).hexdigest()
     (tmp_path / "adapters.json").write_text(json.dumps(saved))
     as_new(world)
-    with pytest.raises(jlora.AdapterFormatError, match=r"adapter 'a': .*weights"):
+    with pytest.raises(jlora.LoRAError, match=r"adapter 'a'.*weights|adapters\[0\]: field 'weights'"):
         world.manager.restore(tmp_path)
     assert world.held()[:2] == ((), (None, None))
 
@@ -845,9 +889,9 @@ def test_a_file_is_no_folder(world, tmp_path):
     assert (tmp_path / "file").read_text() == "x"
 
 
-def test_fields_that_are_no_json(world, tmp_path):
+def test_fields_of_no_adapter(world, tmp_path):
     world.manager.add_adapter(make_adapter("a", peft_fields={"x": object()}))
-    with pytest.raises(jlora.LoRAError, match=r"adapter 'a' cannot be saved: its fields are not JSON"):
+    with pytest.raises(jlora.LoRAError, match=r"adapter 'a' cannot be saved: .*peft_fields may hold"):
         world.manager.save(tmp_path)
     assert not (tmp_path / "adapters.json").exists()
 

@@ -1,4 +1,4 @@
-"""Scales of groups, slices and rows, multiplied into the rank-R intermediate, and magnitudes of columns.
+"""Scales of groups, slices and rows, multiplied into the rank-R intermediate.
 
 The factors hold NaN from the true rank on. The oracle's second factor is multiplied by the scales in float64.
 """
@@ -12,7 +12,7 @@ import pytest
 
 from jlora import ops
 from jlora.errors import LoRAError
-from jlora.pallas import api, gradients, xla
+from jlora.pallas import api, gradients
 from jlora.pallas.triton import fused as triton_fused
 from tests import oracle
 from tests.pallas.lowering import lowered_text
@@ -112,75 +112,21 @@ def test_a_scaled_float16_intermediate_may_exceed_its_range():
         close(got, 64 * oracle.lora_delta(x, [0, 0], a, b), 5e-3)
 
 
-def magnitudes_of(seed=2):
-    """Magnitudes [G, N], those of every third column 1."""
-    found = np.random.default_rng(seed).uniform(0.25, 4, (4, sum(SIZES))).astype(np.float32)
-    found[:, ::3] = 1
-    return jnp.asarray(found)
-
-
-def with_magnitudes(base, total, magnitudes, bias):
-    """Return DoRA's result in float64 for base + delta, where a row's slice has a rank."""
-    group = np.where(OWNED, IDS, 0)
-    touched = OWNED[:, None] & np.repeat(RANKS[group] > 0, SIZES, axis=1)
-    base, delta, mm = np.asarray(base, np.float64), total - np.asarray(base, np.float64), np.asarray(magnitudes)[group]
-    return np.where(touched, base + (mm - 1) * (base - bias) + mm * delta, base)
-
-
 @THINNED_BACKENDS
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_magnitudes(operands, backend, dtype, with_bias):
+def test_a_delta_alone(operands, backend, dtype):
+    """It is float32, and adding it to a base keeps the bits of base where there is no adapter."""
     *arrays, plan = operands
     base, x, a, b = (v.astype(dtype) for v in arrays)
-    base = base.at[::2, ::2].set(-0.0)
-    bias = jnp.asarray(np.random.default_rng(3).normal(size=sum(SIZES)), dtype) if with_bias else None
+    base = base.at[:, ::2].set(-0.0)
     run = jax.jit(run_of(backend, "add_lora"), static_argnames="slice_sizes")
-    run = partial(run, base, x, a, b, plan, slice_sizes=SIZES, ranks=with_scales(RANKS, SCALES))
-    got = run(magnitudes=magnitudes_of(), bias=bias)
-    assert got.dtype == base.dtype
-    want = with_magnitudes(base, reference(base, x, a, b), magnitudes_of(), 0 if bias is None else np.asarray(bias))
+    options = {"slice_sizes": SIZES, "ranks": with_scales(RANKS, SCALES), "row_scales": jnp.asarray(ROW_SCALES)}
+    delta = run(None, x, a, b, plan, **options)
+    assert delta.dtype == jnp.float32
+    want = reference(np.zeros_like(base), x, a, b, row_scales=ROW_SCALES)
     for m in range(ROWS):
-        close(got[m], want[m], 4e-6 if dtype == "float32" else 1e-2)
-    plain = run(magnitudes=jnp.ones_like(magnitudes_of()))
-    if backend == "triton":  # without magnitudes the delta of few rows is added apart
-        for one, other in zip(plain, np.asarray(run(), np.float64), strict=True):
-            close(one, other, 4e-6 if dtype == "float32" else 1e-2)
-    else:
-        np.testing.assert_array_equal(np.asarray(run(), np.float32), np.asarray(plain, np.float32))
-    same = [np.asarray(v, np.float32).view(np.uint32) for v in (got, plain, base)]
-    np.testing.assert_array_equal(same[0][:, ::3], same[1][:, ::3])
-    assert (same[0] != same[1]).any()
-    untouched_bits(np.asarray(got, np.float32), np.asarray(base, np.float32))
-
-
-@THINNED_BACKENDS
-def test_magnitudes_of_expand(operands, backend):
-    base, x, a, b, plan = operands
-    ranks, magnitudes = with_scales(RANKS, SCALES), magnitudes_of()
-    h = jax.jit(partial(api.shrink, backend="xla"))(x, a, plan, ranks=ranks)
-    run = jax.jit(run_of(backend, "expand"), static_argnames="slice_sizes")
-    bias = jnp.arange(sum(SIZES), dtype=jnp.float32)
-    for given, own_bias in ((base, None), (base, bias), (None, None)):
-        got = run(h, b, plan, slice_sizes=SIZES, base=given, ranks=ranks, magnitudes=magnitudes, bias=own_bias)
-        start = np.zeros_like(base) if given is None else given
-        offset = 0 if own_bias is None else np.asarray(own_bias)
-        want = with_magnitudes(start, reference(start, x, a, b), magnitudes, offset)
-        for m in range(ROWS):
-            close(got[m], want[m], 4e-6)
-
-
-def test_magnitudes_in_blocks_of_columns(operands):
-    """More columns than the magnitudes of all rows are gathered for at once."""
-    _, x, a, _, plan = operands
-    rng, n = np.random.default_rng(0), 2 * xla.COLUMNS + 5
-    base, b = jnp.asarray(rng.normal(size=(ROWS, n)), jnp.float32), jnp.zeros((4, RANK, n))
-    magnitudes, ranks = jnp.asarray(rng.uniform(0.5, 2, (4, n)), jnp.float32), with_scales(RANKS[:, :1])
-    run = jax.jit(partial(api.add_lora, backend="xla"))
-    got = run(base, x, a[:, :1], b, plan, ranks=ranks, magnitudes=magnitudes)
-    group = np.where(OWNED, IDS, 0)
-    touched = (OWNED & (RANKS[group, 0] > 0))[:, None]
-    np.testing.assert_array_equal(got, np.where(touched, np.asarray(magnitudes)[group] * np.asarray(base), base))
+        close(delta[m], want[m], 2e-6 if dtype == "float32" else 1e-2)
+    untouched_bits(base.astype(jnp.float32) + delta, base.astype(jnp.float32))
 
 
 def dense(base, x, a, b, scales, row_scales):
@@ -194,18 +140,21 @@ def dense(base, x, a, b, scales, row_scales):
     return base + jnp.einsum("mcr,mrc->mc", h[:, slice_of], b, precision="highest")
 
 
+@pytest.mark.parametrize("alone", [False, True], ids=["", "delta"])
 @pytest.mark.parametrize("backend", [XLA, TRITON])
-def test_gradients(operands, backend):
+def test_gradients(operands, backend, alone):
     """The kernels share one backward pass: Triton's stands for both."""
     base, x, a, b, plan = operands
     ranks, run = with_scales(RANKS, SCALES), run_of(backend, "add_lora")
 
-    def call(*v):
+    def call(base, *v):
+        own = None if alone else base
         if backend == "xla":
-            return api.add_lora(
-                *v, plan, slice_sizes=SIZES, ranks=ranks, row_scales=jnp.asarray(ROW_SCALES), backend="xla"
-            )
-        return gradients.add_lora(run, SIZES, *v, plan, ranks, row_scales=jnp.asarray(ROW_SCALES))
+            options = {"ranks": ranks, "row_scales": jnp.asarray(ROW_SCALES), "backend": "xla"}
+            out = api.add_lora(own, *v, plan, slice_sizes=SIZES, **options)
+        else:
+            out = gradients.add_lora(run, SIZES, own, *v, plan, ranks, row_scales=jnp.asarray(ROW_SCALES))
+        return base + out if alone else out
 
     cotangent = jnp.asarray(np.random.default_rng(1).normal(size=base.shape), jnp.float32)
     pull = jax.jit(lambda run, *v: jax.vjp(run, *v)[1](cotangent), static_argnums=0)
@@ -213,33 +162,6 @@ def test_gradients(operands, backend):
     rows = np.where(OWNED, ROW_SCALES, 0)
     want = pull(partial(dense, scales=SCALES, row_scales=rows), base, x, a, b)
     for have, expected in zip(got, want, strict=True):
-        close(have, np.asarray(expected, np.float64), 1e-5)
-
-
-@pytest.mark.parametrize("backend", [XLA, TRITON])
-def test_gradients_with_magnitudes(operands, backend):
-    """Of base, x, a, b and bias, which is part of the base as well."""
-    base, x, a, b, plan = operands
-    bias = jnp.asarray(np.random.default_rng(3).normal(size=sum(SIZES)), jnp.float32)
-    ranks, magnitudes, run = with_scales(RANKS, SCALES), magnitudes_of(), run_of(backend, "add_lora")
-
-    def call(base, x, a, b, bias):
-        if backend == "xla":
-            return api.add_lora(
-                base, x, a, b, plan, slice_sizes=SIZES, ranks=ranks, magnitudes=magnitudes, bias=bias, backend="xla"
-            )
-        return gradients.add_lora(run, SIZES, base, x, a, b, plan, ranks, magnitudes=magnitudes, bias=bias)
-
-    def plain(base, x, a, b, bias):
-        total = dense(base, x, a, b, SCALES, np.ones(ROWS))
-        group = np.where(OWNED, IDS, 0)
-        touched = OWNED[:, None] & np.repeat(RANKS[group] > 0, SIZES, axis=1)
-        return jnp.where(touched, bias[None] + magnitudes[group] * (total - bias[None]), base)
-
-    cotangent = jnp.asarray(np.random.default_rng(1).normal(size=base.shape), jnp.float32)
-    pull = jax.jit(lambda run, *v: jax.vjp(run, *v)[1](cotangent), static_argnums=0)
-    given = base, x, a, b, bias
-    for have, expected in zip(pull(call, *given), pull(plain, *given), strict=True):
         close(have, np.asarray(expected, np.float64), 1e-5)
 
 
@@ -307,10 +229,6 @@ def test_one_launch_of_experts():
         ({"ranks": jnp.zeros((4, 2, 2), jnp.bfloat16)}, r"ranks must be .* got bfloat16\[4, 2, 2\]"),
         ({"row_scales": jnp.zeros(ROWS - 1)}, r"row_scales must be float32 \[M\] = \[13\]"),
         ({"row_scales": jnp.zeros(ROWS, jnp.bfloat16)}, r"row_scales must be float32 .* got bfloat16"),
-        ({"magnitudes": jnp.zeros((4, 28))}, r"magnitudes must be float32 \[G, N\] = \[4, 29\]"),
-        ({"magnitudes": jnp.zeros((4, 29), jnp.bfloat16)}, r"magnitudes must be float32 .* got bfloat16"),
-        ({"bias": jnp.zeros(28)}, r"bias must be \[N\] = \[29\]"),
-        ({"bias": jnp.zeros(29, jnp.int32)}, "bias must be bfloat16, float16 or float32"),
     ],
 )
 def test_wrong_scales_are_refused(operands, given, message):
@@ -319,24 +237,19 @@ def test_wrong_scales_are_refused(operands, given, message):
         api.add_lora(base, x, a, b, plan, slice_sizes=SIZES, **given)
 
 
-def test_a_bias_without_a_base_is_refused(operands):
-    _, _, _, b, plan = operands
-    with pytest.raises(LoRAError, match="bias is given without base"):
-        api.expand(jnp.zeros((2, ROWS, RANK)), b, plan, slice_sizes=SIZES, bias=jnp.zeros(29))
-
-
+@pytest.mark.parametrize("alone", [False, True], ids=["", "delta"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_lowers_for_cuda(dtype):
+def test_lowers_for_cuda(dtype, alone):
     """As many launches as without them."""
     struct = jax.ShapeDtypeStruct
-    shapes = (64, 768), (64, 512), (8, 2, 16, 512), (8, 16, 768), (768,)
-    floats = [struct((64,), "float32"), struct((8, 768), "float32"), struct((8, 2, 2), "float32")]
+    shapes = (64, 768), (64, 512), (8, 2, 16, 512), (8, 16, 768)
+    floats = [struct((64,), "float32"), struct((8, 2, 2), "float32")]
     args = *(struct(shape, dtype) for shape in shapes), *floats, struct((64,), "int32")
 
-    def run(base, x, a, b, bias, row_scales, magnitudes, ranks, ids):
+    def run(base, x, a, b, row_scales, ranks, ids):
         plan = api.make_plan(ids, num_groups=8, backend="triton")
-        options = {"ranks": ranks, "row_scales": row_scales, "magnitudes": magnitudes, "bias": bias}
-        return api.add_lora(base, x, a, b, plan, slice_sizes=(512, 256), backend="triton", **options)
+        options = {"slice_sizes": (512, 256), "ranks": ranks, "row_scales": row_scales, "backend": "triton"}
+        return api.add_lora(None if alone else base, x, a, b, plan, **options)
 
     text = lowered_text(run, args, "cuda")
     assert text.count("custom_call @__gpu$xla.gpu.triton") + text.count("custom_call @triton_kernel_call_ffi") == 2

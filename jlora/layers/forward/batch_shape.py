@@ -1,19 +1,31 @@
 """The rows of a batch: the number of sequences, and the rows of each."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
+import jax.core
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, Shaped
+from jaxtyping import Array, Bool, Int
 
 from jlora.adapters.activation import NOWHERE
 from jlora.errors import LoRAUsageError
 from jlora.layers.forward.row_groups import Items, checked_items, integer, integers
+from jlora.layers.site import ModelSites
 
-# One integer for each sequence. Arrays of other types and shapes get an error of `checked_first_rows`.
+# One integer for each sequence. Arrays of other types and shapes get an error.
 FirstRows: TypeAlias = Sequence[int] | jax.Array | np.ndarray
+
+LENGTH_NEEDED = (
+    "first active rows need `length`, the number of rows of each sequence in this forward, padding included: {call}, "
+    "length=tokens.shape[1]), or length=1 for a decode step"
+)
+_GROUPS = (
+    "LoRABatch.activate: this batch has the row groups {groups}, whose items take no adapter that is active from a "
+    "later row on, and the first rows of a traced function are not known: activate the batch outside of it"
+)
 
 
 @dataclass(frozen=True)
@@ -36,42 +48,37 @@ class BatchShape:
     active_from: tuple[int, ...] | None = None
     items: tuple[tuple[str, Items], ...] = ()
 
-    def by_token(self, values: Shaped[np.ndarray, "B"], padding: Any) -> Shaped[np.ndarray, "T"] | None:
-        """Return the value of each packed row's sequence, and `padding` after them; None if rows are not packed."""
+    def row_owners(self) -> Int[np.ndarray, "T"] | None:
+        """Return the sequence of each packed row, -1 for padding and inactive rows; None if rows are not packed."""
         if self.token_counts is None:
             return None
-        rest = self.num_rows - sum(self.token_counts)
-        return np.repeat(np.append(values, values.dtype.type(padding)), (*self.token_counts, rest))
+        counts = np.array(self.token_counts)
+        owners = np.repeat(np.arange(self.num_sequences + 1), (*counts, self.num_rows - counts.sum()))
+        first = np.array((*(self.active_from or [0] * len(counts)), NOWHERE))
+        position = np.arange(self.num_rows) - np.append(counts.cumsum() - counts, 0)[owners]
+        return np.where(position < first[owners], -1, owners)
 
-    def token_slots(self, slots: Int[np.ndarray, "B"], none: int) -> Int[np.ndarray, "T"] | None:
-        """Return the slot of each packed row, int32 [T], with `none` for padding and for rows that are not active.
-
-        None if rows are not packed.
-        """
-        found = self.by_token(slots, none)
-        if found is not None and self.active_from is not None:
-            assert self.token_counts is not None
-            starts = np.cumsum((0, *self.token_counts[:-1]))
-            for start, count, first in zip(starts, self.token_counts, self.active_from, strict=True):
-                found[start : start + min(first, count)] = none
-        return found
-
-    def active_slots(self, slots: Int[np.ndarray, "B"], none: int) -> Int[np.ndarray, "B"]:
-        """Return `slots`, with `none` for a packed sequence without an active row."""
+    def last_active(self) -> Bool[np.ndarray, "B"] | None:
+        """Return True for each packed sequence whose last row is active; None if rows are not packed, or all active."""
         if self.token_counts is None or self.active_from is None:
-            return slots
-        return np.where(np.array(self.active_from) < np.array(self.token_counts), slots, none).astype(np.int32)
-
-    @property
-    def one_each(self) -> bool:
-        """True if rows are packed and row b is the only one of sequence b."""
-        return self.num_rows == self.num_sequences and self.token_counts == (1,) * self.num_sequences
+            return None
+        return np.array(self.active_from) < np.array(self.token_counts)
 
     def first_rows(self) -> Int[np.ndarray, "B"] | None:
         """Return the first active row of each sequence, int32 [B]; None if all are active or rows are packed."""
         if self.token_counts is not None or self.active_from is None:
             return None
         return np.array(self.active_from, np.int32)
+
+    @property
+    def differ(self) -> bool:
+        """True if rows of a sequence may be inactive, so that they take different adapters."""
+        return self.active_from is not None
+
+    @property
+    def one_each(self) -> bool:
+        """True if rows are packed and row b is the only one of sequence b."""
+        return self.num_rows == self.num_sequences and self.token_counts == (1,) * self.num_sequences
 
 
 def batch_shape(
@@ -81,13 +88,16 @@ def batch_shape(
     length: int | None,
     active_from: FirstRows | None,
     items: Mapping[str, Items] | None,
-    known: Collection[str],
+    sites: ModelSites,
 ) -> BatchShape:
     """Check the shape arguments of `LoRAManager.prepare` and return them as a `BatchShape`.
 
     Raises:
-      LoRAUsageError: a value has the wrong type or sign, the values disagree, or a row group is not among the `known`.
+      LoRAUsageError: a value has the wrong type or sign, the values disagree, or `sites` have no such row group or no
+        first active rows.
     """
+    if active_from is not None and not sites.activated:
+        raise LoRAUsageError("prepare: active_from needs LoRAConfig(activated=True)")
     if num_sequences < 1:
         raise LoRAUsageError("prepare needs at least one sequence")
     counts = None if token_counts is None else integers("prepare: token_counts", token_counts)
@@ -96,19 +106,31 @@ def batch_shape(
         if counts is not None:
             raise LoRAUsageError("prepare: length is for rows that are not packed; packed rows have token_counts")
         length = checked_length("prepare: length", length)
-    checked = checked_items(items, num_sequences, known)
+    checked = checked_items(items, num_sequences, sites.groups)
     first = None
     if active_from is not None:
         if length is None and counts is None:
             raise LoRAUsageError(LENGTH_NEEDED.format(call="prepare(names, active_from=first_rows"))
-        first = checked_first_rows("prepare: active_from", active_from, num_sequences, checked)
+        first = _checked_first_rows("prepare: active_from", active_from, num_sequences, checked)
     return BatchShape(num_sequences, counts, _packed_rows(num_sequences, counts, num_rows), length, first, checked)
 
 
-LENGTH_NEEDED = (
-    "first active rows need `length`, the number of rows of each sequence in this forward, padding included: {call}, "
-    "length=tokens.shape[1]), or length=1 for a decode step"
-)
+def shape_of_all(
+    num_sequences: int,
+    token_counts: Sequence[int] | None,
+    pad_to: int | None,
+    length: int | None,
+    items: Mapping[str, Items] | None,
+    sites: ModelSites,
+) -> BatchShape:
+    """Return the shape of a batch whose rows are all active. Raises as `batch_shape`.
+
+    If batches have first active rows and this one declares the rows that they count, it has them too. A step that was
+    compiled for it then serves batches with inactive rows.
+    """
+    counted = sites.activated and (token_counts, length) != (None, None)
+    first = [0] * num_sequences if counted else None
+    return batch_shape(num_sequences, token_counts, pad_to, length, first, items, sites)
 
 
 def checked_length(option: str, length: Any) -> int:
@@ -122,7 +144,7 @@ def checked_length(option: str, length: Any) -> int:
     return found
 
 
-def checked_first_rows(
+def _checked_first_rows(
     option: str,
     values: FirstRows,
     num_sequences: int,
@@ -151,12 +173,33 @@ def checked_first_rows(
     return tuple([min(row, NOWHERE) for row in first])
 
 
-def all_active(activated: bool, num_sequences: int, token_counts: object, length: object) -> list[int] | None:
-    """Return first active rows of 0, if batches have first active rows and this one declares the rows they count.
+def first_rows_of(
+    given: Any, shape: tuple[int, ...], groups: Sequence[str], items: Sequence[tuple[str, Items]] | None
+) -> Int[Array | np.ndarray, "B"]:
+    """Return the first rows of `LoRABatch.activate` as int32 from 0 to `NOWHERE`, on the host unless they are traced.
 
-    A step that was compiled for the batch then serves batches with inactive rows too.
+    Args:
+      given: the argument of the call.
+      shape: shape of the slots of the batch.
+      groups: row groups of the batch.
+      items: their items; None inside a traced function, where they are not known.
+
+    Raises:
+      LoRAUsageError: as `LoRABatch.activate`.
     """
-    return [0] * num_sequences if activated and (token_counts, length) != (None, None) else None
+    is_traced = isinstance(cast("object", given), jax.core.Tracer)
+    if groups and (is_traced or items is None):
+        raise LoRAUsageError(_GROUPS.format(groups=groups))
+    if not is_traced:
+        each = given if shape else [given]
+        rows = _checked_first_rows("LoRABatch.activate: first_rows", each, int(np.prod(shape)), items or ())
+        return np.array(rows, np.int32).reshape(shape)
+    if given.shape != shape or not jnp.issubdtype(given.dtype, jnp.integer):
+        raise LoRAUsageError(
+            f"LoRABatch.activate takes integers {list(shape)}, one a sequence, got {given.dtype}{list(given.shape)}"
+        )
+    wide: Array = given.astype(jnp.int32) if given.dtype.itemsize < 4 else given
+    return jnp.clip(wide, 0, NOWHERE).astype(jnp.int32)
 
 
 def _packed_rows(num_sequences: int, counts: tuple[int, ...] | None, pad_to: int | None) -> int:

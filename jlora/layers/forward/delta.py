@@ -29,13 +29,13 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int, Integer
 
 from jlora.errors import LoRAError
-from jlora.layers.forward.batch import LoRABatch, check_copy
+from jlora.layers.forward.call_rows import AdapterRows, CallRows
 from jlora.layers.forward.context import staged
 from jlora.layers.forward.merged_columns import merged_columns
 from jlora.layers.forward.mesh import experts_reached, on_mesh, reached, split_of
-from jlora.layers.forward.row_layout import slots_by_axes
 from jlora.layers.forward.rows import RowMap
-from jlora.layers.forward.scope import AdapterRows, CallRows, Scope
+from jlora.layers.forward.scope import Scope
+from jlora.layers.forward.stamps import check_stamps
 from jlora.layers.site import Blocks, Site, SlotSpec
 from jlora.layers.specs import EmbedSpec, LinearSpec
 from jlora.pallas.api import add_lora, expand, shrink
@@ -68,13 +68,13 @@ class SlotFactors(NamedTuple):
       a: [S, (E,) n, R, K].
       b: [S, (E,) R, N].
       ranks: float32 [S, (E,) n, 2], true ranks and scales.
-      magnitudes: float32 [S, N], the factor of each output column (DoRA); None if the site holds none.
+      extras: the arrays of the finishers, float32 [S, ...].
     """
 
     a: Array
     b: Array
     ranks: Array
-    magnitudes: Array | None = None
+    extras: Sequence[Array] = ()
 
     @property
     def first(self) -> Factor:
@@ -87,28 +87,14 @@ class SlotFactors(NamedTuple):
         return Factor(self.b, self.ranks)
 
 
-class ColumnScaling(NamedTuple):
-    """The scaling of output columns by DoRA, in the column order of B.
-
-    Attributes:
-      magnitudes: `SlotFactors.magnitudes`.
-      bias: [N], the part of the base output that is not scaled; None for zeros.
-    """
-
-    magnitudes: Array | None = None
-    bias: Array | None = None
-
-
-_UNSCALED = ColumnScaling()
-
-
 def slot_factors(layer: nnx.Module, site: Site) -> SlotFactors:
     """Return the slot arrays of a layer inside the forward.
 
     Raises:
       LoRAError: they would be constants of a compiled function, or the layer is a stack that is not mapped.
     """
-    return SlotFactors(*_slot_arrays(layer, site))
+    a, b, ranks, *extras = _slot_arrays(layer, site)
+    return SlotFactors(a, b, ranks, extras)
 
 
 def shared_factor(layer: nnx.Module, site: Site) -> Factor:
@@ -128,13 +114,6 @@ def _slot_arrays(layer: nnx.Module, site: Site) -> Sequence[Array]:
             "stack axis; map jlora.SlotParam over axis 0 in the StateAxes of your nnx.scan, as the kernel is"
         )
     return arrays
-
-
-def check_stamps(
-    layer: nnx.Module, site: Site, batch: LoRABatch, base: Float[Array, "*lead N"]
-) -> Float[Array, "*lead N"]:
-    """Return `base`, or NaN in the stamped layer if this copy of the model missed a write. See `check_copy`."""
-    return check_copy(batch, site.path, base, vars(layer)[site.stamps][...]) if site.stamped else base
 
 
 def add_delta(
@@ -162,11 +141,11 @@ def add_delta(
       spec: the spec of the layer, or of the product.
       row_map: the rows of a product of experts; None if the rows are those of the batch.
       x_rows: integers [M]: row m of `base` has the input x[x_rows[m]]. None: it has x[m].
-      bias: the values that `base` holds beside the product, which magnitudes do not scale; None for zeros.
+      bias: the values that `base` holds beside the product, for the finishers; None for zeros.
 
     Raises:
-      LoRAError: slots would be constants of a compiled function, the layer is a stack that is not mapped, or fully
-        sharded magnitudes meet a partial sum.
+      LoRAError: slots would be constants of a compiled function, the layer is a stack that is not mapped, or a finisher
+        that is not linear meets a partial sum.
     """
     if not base.size:
         return base
@@ -178,11 +157,11 @@ def add_delta(
     sharding = split_of(site.spec)
     sums = () if experts_reached(site) else sharding.experts
     complete = not reached(site)  # in the calling code; inside `local` it always is
-    if own.magnitudes is not None and not complete and sharding.b[2] != sharding.outs:
+    if not complete and (unfit := [finisher.option for finisher in site.spec.finishers if not finisher.linear]):
         raise LoRAError(
-            f"{site.path}: DoRA is not served inside a jax.shard_map over {' and '.join(map(repr, sharding.ins))} with "
-            "LoRAConfig.fully_sharded, where no shard has the magnitudes of all columns of its partial sum; call the "
-            "layer outside, or set fully_sharded=False"
+            f"{site.path}: LoRAConfig.{unfit[0]} is not served inside a jax.shard_map over "
+            f"{' and '.join(map(repr, sharding.ins))}, where the output of the layer is a partial sum; call the layer "
+            "outside"
         )
 
     def local(
@@ -271,8 +250,7 @@ def add_lookup(
         return out.reshape(base.shape)
 
     with jax.named_scope("lora"):
-        none = site.spec.num_slots
-        ids = [slots_by_axes(rows.layout, scope.slots(site, i), none) for i in range(len(rows.adapters))]
+        ids = rows.slots(site.spec.num_slots)
         base = check_stamps(layer, site, scope.batch, base)
         lead = rows.sharding.axes
         of_base, of_rows = partition(*lead, sharding.outs), partition(*lead)
@@ -301,7 +279,7 @@ def add_rows(
     """Return `base` [*lead, own N] plus the LoRA of x [*lead, own K], in the code of one shard.
 
     If K is split, `base` is a partial sum unless `complete` is True. `shared` holds A and B of the slots of
-    `site.shared`. `bias` [own N] is the part of `base` that magnitudes do not scale.
+    `site.shared`. `bias` [own N] is the part of `base` that is no product, for the finishers.
     """
     sharding = split_of(site.spec)
     a, b, ranks = _by_group(site.spec, own.a, own.b, own.ranks)
@@ -318,9 +296,18 @@ def add_rows(
     columns = None if sharding.outs else spec.columns_out
     rows = rows if columns is None else columns.take(rows)
     bias = bias if columns is None or bias is None else columns.take(bias)
-    scaling = ColumnScaling(own.magnitudes, bias)
-    add = partial(_add_adapter, site, x=x, own=own, scaling=scaling, shared=shared, complete=complete, x_rows=x_rows)
-    out = _summed_adapters(rows, [partial(add, adapter=adapter) for adapter in adapters])
+    add = partial(_add_adapter, site, x=x, own=own, shared=shared, complete=complete, x_rows=x_rows)
+    adds = [partial(add, adapter=adapter) for adapter in adapters]
+    if site.spec.finishers:  # XLA computes them and the sums in one pass
+        y, extras = rows.astype(jnp.float32), iter(own.extras)
+        for add in adds:
+            y = y + add(None)
+        slots = adapters[0].plan.row_groups  # an adapter that brings extras is the only one of its rows
+        for finisher in site.spec.finishers:
+            y = finisher.apply(y, x, rows, bias, [next(extras) for _ in finisher.extras], slots)
+        out = y.astype(rows.dtype)
+    else:
+        out = _summed_adapters(rows, adds)
     real = _real(sharding, sharding.outs, site.spec.out_blocks)
     out = out if real is None else jnp.where(real, out, rows)
     return (out if columns is None else columns.put(all_rows, out)).reshape(base.shape)
@@ -336,28 +323,29 @@ def _summed_adapters(rows: Array, adds: Sequence[Callable[[Array], Array]]) -> A
 
 def _add_adapter(
     site: Site,
-    rows: Array,
+    rows: Array | None,
     *,
     x: Array,
     own: SlotFactors,
-    scaling: ColumnScaling,
     shared: Sequence[Factor],
     adapter: AdapterRows,
     complete: bool,
     x_rows: Array | None,
 ) -> Array:
-    """Return `rows` [M, own N] plus the LoRA of one adapter of each sequence. See `add_rows`."""
+    """Return `rows` [M, own N] plus the LoRA of one adapter of each sequence. See `add_rows`.
+
+    Without `rows` return the delta alone, in float32.
+    """
     sharding, merged = split_of(site.spec), merged_columns(site.spec)
     by_itself = not sharding.ins or not complete
     if by_itself and merged.sizes is not None and not sharding.a[2] and sharding.b[2] == sharding.outs:
         rows = add_lora(
             rows, x, own.a, own.b, adapter.plan,
-            slice_sizes=merged.sizes, ranks=own.ranks, x_rows=x_rows, row_scales=adapter.flat_scales,
-            magnitudes=scaling.magnitudes, bias=scaling.bias, **_options(site),
+            slice_sizes=merged.sizes, ranks=own.ranks, x_rows=x_rows, row_scales=adapter.flat_scales, **_options(site),
         )  # fmt: skip
     else:
         h = _shrink_own(site, site.spec, x, own.first, adapter.plan, x_rows)
-        rows = _expand_whole(site, site.spec, rows, h, own.second, adapter, scaling, complete=complete)
+        rows = _expand_whole(site, site.spec, rows, h, own.second, adapter, complete=complete)
     if shared:  # a row's adapter is in slots of one kind, and the other kind leaves the row unchanged
         of_a, of_b = (each.spec for each in site.shared)
         h = _shrink_own(site, of_a, x, shared[0], adapter.shared[0], x_rows)
@@ -392,33 +380,28 @@ def _shrink_own(site: Site, slots: SlotSpec, x: Array, first: Factor, plan: Plan
 def _expand_whole(
     site: Site,
     slots: SlotSpec,
-    rows: Array,
+    rows: Array | None,
     h: Array,
     second: Factor,
     adapter: AdapterRows,
-    scaling: ColumnScaling = _UNSCALED,
     *,
     complete: bool,
 ) -> Array:
-    """Return `rows` [M, own N] plus the expansion of `h` [n, M, own R].
-
-    `h` may be a partial sum, or a part of the ranks. If B's columns are split further and `rows` is a partial sum,
-    `scaling` must be empty, because the shard has the magnitudes of its own columns of B only.
-    """
+    """Return `rows` [M, own N] plus the expansion of `h` [n, M, own R], a partial sum or a part of the ranks."""
     sharding = split_of(slots)
+    if rows is None:
+        rows = jnp.full((h.shape[1], slots.stored_out // sharding.size(sharding.outs)), -0.0)
     if sharding.a[2]:
         h = _gathered(h, sharding.a[2], 2)[:, :, : slots.max_rank]
     further = sharding.b[2][len(sharding.outs) :]  # axes that split the columns of B but not those of the layer
     if complete or further:
         h = summed(h, sharding.ins)
     if not further:
-        return _expand_merged(site, slots, rows, h, second, adapter, scaling)
+        return _expand_merged(site, slots, rows, h, second, adapter)
     count = second.array.shape[-1]
     start = lax.axis_index(further) * count
     part = lax.dynamic_slice_in_dim(rows, start, count, axis=1)
-    if scaling.bias is not None:
-        scaling = scaling._replace(bias=lax.dynamic_slice_in_dim(scaling.bias, start, count))
-    part = _expand_merged(site, slots, part, h, second, adapter, scaling)
+    part = _expand_merged(site, slots, part, h, second, adapter)
     if complete:
         return _gathered(part, further, 1)
     return lax.dynamic_update_slice_in_dim(rows, part, start, axis=1)
@@ -431,7 +414,6 @@ def _expand_merged(
     h: Array,
     second: Factor,
     adapter: AdapterRows,
-    scaling: ColumnScaling,
 ) -> Array:
     """Call `expand` on the columns of the output slices that this shard holds."""
     merged, (b, ranks) = merged_columns(slots), second
@@ -442,8 +424,7 @@ def _expand_merged(
         h, ranks, sizes = h[ids], ranks[:, ids], (merged.size,) * len(merged.table[0])
     return expand(
         h, b, adapter.plan,
-        slice_sizes=sizes, base=rows, ranks=ranks, row_scales=adapter.flat_scales,
-        magnitudes=scaling.magnitudes, bias=scaling.bias, **_options(site),
+        slice_sizes=sizes, base=rows, ranks=ranks, row_scales=adapter.flat_scales, **_options(site),
     )  # fmt: skip
 
 
@@ -466,8 +447,8 @@ def factor_specs(slots: SlotSpec) -> SlotFactors:
     sharding = split_of(slots)
     own = ((),) if slots.experts is None else ((), sharding.experts)
     specs = partition(*own, *sharding.a[1:]), partition(*own, *sharding.b[1:]), partition(*own)
-    of_magnitudes = partition((), sharding.b[2]) if slots.dora else None
-    return SlotFactors(*cast("Any", (*specs, of_magnitudes)))
+    of_extras = [partition((), *split) for split in slots.splits(sharding)]
+    return SlotFactors(*cast("Any", (*specs, of_extras)))
 
 
 def _shared_specs(slots: SlotSpec) -> Factor:

@@ -178,7 +178,7 @@ def _add_product_delta(
             raise LoRAError(f"{site.path}: its spec says that it {label} [..., {size}] floats, found {found}")
     if gathers:
         taken = row_map.source if row_map.taken is None else row_map.taken
-        if row_map.taken is None and math.prod(x.shape[:-1]) != (counted := scope.counted_rows(site, y, row_map)):
+        if row_map.taken is None and math.prod(x.shape[:-1]) != (counted := scope.num_indexed(site, y, row_map)):
             raise LoRAError(
                 f"{site.path}: its ExpertsSpec says that it gathers its rows from all {counted} {row_map.of} of the "
                 f"batch, and {list(x.shape)} went in"

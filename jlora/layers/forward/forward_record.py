@@ -60,13 +60,13 @@ def check_all_served(calls: Calls, sites: ModelSites, unserved: Collection[Site]
             missing[site.path] = calls.refused[site]
         elif site not in calls.called and not _waived(site, without, sites.groups):
             missing[site.path] = _NOT_CALLED
-            skipped.setdefault(site.row_group if site.row_group in sites.groups else site.path)
+            skipped.setdefault(site.space if site.space in sites.groups else site.path)
     if missing:
         raise LoRAError(_message(missing, [*skipped]))
 
 
 def _waived(site: Site, without: Sequence[str], groups: Collection[str]) -> bool:
-    own = "*", site.row_group if site.row_group in groups else None
+    own = "*", site.space if site.space in groups else None
     return any(name in own or is_named(name, (*site.aliases, *site.parts)) for name in without)
 
 

@@ -11,10 +11,10 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jlora.errors import LoRAError
+from jlora.layers.forward.call_rows import AdapterRows
 from jlora.layers.forward.delta import SlotFactors, adapter_specs, factor_specs, slot_factors, summed
 from jlora.layers.forward.mesh import on_mesh, reached, split_of
-from jlora.layers.forward.row_layout import slots_by_axes
-from jlora.layers.forward.scope import AdapterRows, Scope
+from jlora.layers.forward.scope import Scope
 from jlora.layers.site import Site
 from jlora.pallas.api import shrink
 from jlora.sharding.rules import partition
@@ -63,7 +63,7 @@ def replace_rows(
 
     with jax.named_scope("saved_head"):
         lead, adapter = rows.sharding.axes, rows.adapters[0]
-        ids = slots_by_axes(rows.layout, scope.slots(site, 0), site.spec.num_slots)
+        ids = rows.slots(site.spec.num_slots)[0]
         of_rows, of_x = partition(*lead, ()), partition(*lead, sharding.ins)
         of_adapter = adapter_specs(site, rows)[0]
         specs = of_rows, of_x, partition(*lead[: ids.ndim]), factor_specs(site.spec), of_adapter

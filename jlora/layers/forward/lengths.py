@@ -4,8 +4,7 @@ With as many images as sequences, a tower looks like a layer of sequences, so a 
 """
 
 from jlora.errors import LoRAError
-from jlora.layers.forward.row_groups import LAST, PACKED
-from jlora.layers.site import Site, is_named
+from jlora.layers.site import SEQUENCES, Site, is_named
 
 _OTHER_LENGTH = (
     "the layers of one forward see rows [{sequences}, L, features] of several L:\n"
@@ -27,7 +26,7 @@ class Lengths:
 
     def add(self, site: Site, length: int) -> None:
         """Record a call of a layer with rows [B, length, features]."""
-        if site.row_group in (None, LAST, PACKED) and length != 1:
+        if site.space == SEQUENCES != site.row_group and length != 1:
             self._seen.setdefault(site, {})[length] = None
             self._last = length
 

@@ -111,8 +111,8 @@ def rows_of_call(
 
 
 def added_bias(layer: nnx.Module, site: Site, spec: LinearSpec) -> Array | None:
-    """Return the bias [N] of a layer whose slots hold magnitudes, in the order of `out_axes`; None without either."""
-    held: Any = vars(layer).get(spec.bias) if site.spec.dora and spec.bias is not None else None
+    """Return the bias [N] of a layer with finishers, in the order of `out_axes`; None without either."""
+    held: Any = vars(layer).get(spec.bias) if site.spec.finishers and spec.bias is not None else None
     return None if held is None else jnp.reshape(held[...], -1)
 
 

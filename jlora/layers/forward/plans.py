@@ -11,16 +11,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from jlora.layers.forward.mesh import experts_reached, on_mesh, split_of
-from jlora.layers.forward.row_layout import (
-    BatchSlots,
-    RowLayout,
-    RowSharding,
-    entries_of,
-    row_key,
-    slots_by_axes,
-    slots_of,
-)
-from jlora.layers.forward.rows import RowMap
+from jlora.layers.forward.row_layout import RowLayout, RowSharding
 from jlora.layers.site import Site, SlotSpec
 from jlora.pallas.moe import plan_experts
 from jlora.pallas.plan import Plan, make_plan
@@ -30,15 +21,20 @@ from jlora.sharding.rules import partition
 def plan_key(site: Site, spec: SlotSpec, layout: RowLayout, sharding: RowSharding) -> Hashable:
     """Return the cache key of a plan. Calls with equal keys in one scope share the plan of one adapter of a sequence.
 
-    Keep the layout alive as long as the key, as for `row_key`.
+    Keep the layout alive as long as the key, as for `RowLayout.key`.
     """
     rows = (sharding, layout.shape) if sharding.split else None
     experts = site.spec.experts, spec.experts, split_of(spec).experts
-    return row_key(layout), spec.slots, experts, site.backend, rows
+    return layout.key, spec.slots, experts, site.backend, rows
 
 
 def plan_of(
-    site: Site, spec: SlotSpec, layout: RowLayout, sharding: RowSharding, slots: BatchSlots, num_sequences: int
+    site: Site,
+    spec: SlotSpec,
+    layout: RowLayout,
+    sharding: RowSharding,
+    adapter: int,
+    num_sequences: int,
 ) -> Plan:
     """Return the plan of the rows of a call.
 
@@ -47,11 +43,11 @@ def plan_of(
       spec: the spec of the slots: the site's own, or of one in `site.shared`.
       layout: the layout of the rows.
       sharding: the sharding of the rows.
-      slots: the slots of the batch, or of the calling code's shard of it.
+      adapter: index of the adapter among those of an entry.
       num_sequences: sequences of the whole batch, an upper bound on the number of active slots.
     """
     if site.spec.experts is not None:
-        return _plan_of_experts(site, spec, site.spec.experts, layout, slots, num_sequences)
+        return _plan_of_experts(site, spec, site.spec.experts, layout, adapter, num_sequences)
 
     def make(slots: Array, repeats: int) -> Plan:
         return make_plan(
@@ -64,25 +60,31 @@ def plan_of(
         )
 
     if not sharding.split:
-        return make(slots_of(layout, slots, spec.num_slots), layout.repeats if slots.active_from is None else 1)
+        return make(*layout.runs(adapter, spec.num_slots))
     kernel = split_of(spec)
     rows = math.prod(size // kernel.size(names) for size, names in zip(layout.shape, sharding.axes, strict=True))
 
     def local(slots: Array) -> Plan:
         return make(slots.reshape(-1), rows // max(1, slots.size))
 
-    ids = slots_by_axes(layout, slots, spec.num_slots)
+    ids = layout.slots(adapter, spec.num_slots)
     return on_mesh(kernel, local, (partition(*sharding.axes[: ids.ndim]),), partition(sharding.names))(ids)
 
 
 def _plan_of_experts(
-    site: Site, spec: SlotSpec, num_experts: int, layout: RowLayout, slots: BatchSlots, num_sequences: int
+    site: Site,
+    spec: SlotSpec,
+    num_experts: int,
+    layout: RowLayout,
+    adapter: int,
+    num_sequences: int,
 ) -> Plan:
     """Return the plan by slot and expert, or by slot alone for a factor that experts share."""
-    row_map, sharding = layout.kind, split_of(site.spec)
-    assert isinstance(row_map, RowMap)  # `layout_of` has checked `expert`
+    row_map, sharding = layout.row_map, split_of(site.spec)
     own = num_experts // site.spec.expert_shards
-    table, index = entries_of(layout, slots, spec.slots.stop)
+    table, index = layout.entries(adapter, spec.slots.stop)
+    assert row_map is not None  # `layout_of` has checked `expert`
+    assert index is not None
     table = table if spec.first_slot == 0 else table - spec.first_slot
 
     def make(table: Array, index: Array, expert: Array) -> Plan:

@@ -7,14 +7,9 @@ from typing import Any, cast
 
 import jax
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Int
 
 from jlora.errors import LoRAUsageError
-
-# The values of `row_groups` for layers whose rows are those of the batch's own sequences. The last two declare the rows
-# of packed batches: one of each sequence, or all.
-SEQUENCES, LAST, PACKED = "sequences", "last", "packed"
-OF_SEQUENCES = frozenset({SEQUENCES, LAST, PACKED})
 
 
 @dataclass(frozen=True)
@@ -58,13 +53,12 @@ class Items:
         for name, value in (("owners", owners), ("counts", counts), ("pad_to", pad_to)):
             object.__setattr__(self, name, value)
 
-    def by_row(self, values: Shaped[np.ndarray, "B"], padding: Any) -> Shaped[np.ndarray, "rows"]:
-        """Return the value of the owner of each row (of each item without counts), and `padding` for no owner."""
+    def row_owners(self) -> Int[np.ndarray, "rows"]:
+        """Return the sequence of each row (of each item without counts), -1 for none and for padding."""
         owners = np.array([-1 if owner is None else owner for owner in self.owners], np.intp)
         if self.counts is not None:
             owners = np.repeat(owners, self.counts)
-        owners = np.append(owners, np.full(cast("int", self.pad_to) - len(owners), -1, np.intp))
-        return np.append(values, values.dtype.type(padding))[owners]
+        return np.append(owners, np.full(cast("int", self.pad_to) - len(owners), -1, np.intp))
 
 
 def checked_items(

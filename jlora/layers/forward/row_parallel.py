@@ -14,17 +14,18 @@ from jlora import _qwix
 from jlora._compat import promote_dtype
 from jlora.errors import LoRAError
 from jlora.layers.einsum import EinsumAxes, EinsumRows
+from jlora.layers.forward.call_rows import AdapterRows
 from jlora.layers.forward.delta import (
     SlotFactors,
     adapter_specs,
     add_rows,
-    check_stamps,
     factor_specs,
     slot_factors,
     summed,
 )
 from jlora.layers.forward.mesh import on_mesh, reached
-from jlora.layers.forward.scope import AdapterRows, Scope
+from jlora.layers.forward.scope import Scope
+from jlora.layers.forward.stamps import check_stamps
 from jlora.layers.site import Site
 from jlora.layers.specs import LinearSpec, general_rows
 from jlora.sharding.rules import Names, partition, split_axis
@@ -58,13 +59,14 @@ def row_parallel_output(
 ) -> Array | None:
     """Return the output of a layer with its LoRA, in one sum over the shards.
 
-    None if K is not split, the product of the layer's call `own` is not known, or the rows fit no layout of the batch.
+    None if K is not split, a finisher is not linear, the product of the layer's call `own` is not known, or the rows
+    fit no layout of the batch.
     """
     sharding = site.spec.sharding
     if sharding is None or not sharding.ins or reached(site) or _qwix.is_intercepted(layer):
         return None  # qwix computes the products of its layers
-    if site.spec.dora and sharding.b[2] != sharding.outs:
-        return None  # a shard has the magnitudes of a part of the columns of its partial sum
+    if not all(finisher.linear for finisher in site.spec.finishers):
+        return None
     spec: LinearSpec = vars(layer)["jlora_spec"]
     # LoRA reads the input in the dtype of the call, and the product reads it in that of the layer.
     x = args[0] if args else kwargs.get("inputs")

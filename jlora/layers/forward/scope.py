@@ -1,43 +1,23 @@
 """`jlora.use(batch)`: select the adapter of each row in the traced forward."""
 
 import contextlib
-from collections.abc import Callable, Generator, Hashable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Generator, Sequence
 
 import jax
 import jax.core
-import jax.extend.core
 from flax import nnx
 from jaxtyping import Array, Float
 
 from jlora import _qwix
 from jlora.errors import LoRAError, LoRAUsageError
-from jlora.layers.forward.batch import LoRABatch, batch_of_group, check_batch
+from jlora.layers.forward.batch import LoRABatch, check_batch
+from jlora.layers.forward.call_rows import CallRows, Rows
 from jlora.layers.forward.context import Opened, around, opening, staged
 from jlora.layers.forward.forward_record import Calls, ForwardRecord, check_all_served
 from jlora.layers.forward.lengths import Lengths
-from jlora.layers.forward.mesh import check_mesh
-from jlora.layers.forward.plans import plan_key, plan_of
-from jlora.layers.forward.row_groups import OF_SEQUENCES
-from jlora.layers.forward.row_layout import (
-    BatchSlots,
-    RowLayout,
-    RowSharding,
-    batch_slots,
-    layout_of,
-    map_positions,
-    only_rows_mapped,
-    row_key,
-    row_sharding,
-    scales_of,
-)
-from jlora.layers.forward.rows import RowMap, current_rows
-from jlora.layers.site import ModelSites, Site, SlotSpec, is_named
-from jlora.pallas.plan import Plan
-
-T = TypeVar("T")
+from jlora.layers.forward.row_layout import RowLayout
+from jlora.layers.forward.rows import RowMap
+from jlora.layers.site import SEQUENCES, ModelSites, Site, is_named
 
 _OUTSIDE = (
     "{path}: this layer serves LoRA adapters and was called outside `jlora.use`. Say which adapters the rows take:\n"
@@ -63,48 +43,10 @@ _NO_GROUP = (
     "    manager.prepare(names, items={{{group!r}: jlora.Items([0, 0, 1, None])}})   # counts= for flattened rows\n"
     "A step that calls no layer of the group says jlora.use(batch, without=[{group!r}])"
 )
-_MAP_IN_GROUP = (
-    "{path}: this layer is of the row group {group!r}, and a jlora.rows map is open around it; use one of them: leave "
-    "the module out of row_groups, or open jlora.rows(None) around it"
-)
 _EAGER = (
     "{what} was opened inside {outer}, which was opened outside `jax.jit` and is still open: layers would serve "
     "whichever was opened last. Close that first; a generator must not yield inside it"
 )
-
-
-class AdapterRows(NamedTuple):
-    """The rows of one call of a layer, for one adapter of each sequence.
-
-    Attributes:
-      plan: plan of the rows for the layer's own slots.
-      shared: plans of the rows for the slots of each site in `site.shared`.
-      scales: float32 in the shape of the rows, the factor of each row; None if all are 1.
-    """
-
-    plan: Plan
-    shared: tuple[Plan, ...]
-    scales: Float[Array, "..."] | None
-
-    @property
-    def flat_scales(self) -> Float[Array, "M"] | None:
-        """The factors as a vector."""
-        return None if self.scales is None else self.scales.reshape(-1)
-
-
-@dataclass(frozen=True)
-class CallRows:
-    """The rows of one call of a layer.
-
-    Attributes:
-      layout: how the rows map to the entries of the batch.
-      sharding: how the rows are split over the mesh.
-      adapters: the first adapter of each sequence, then the second of each, and so on.
-    """
-
-    layout: RowLayout
-    sharding: RowSharding
-    adapters: tuple[AdapterRows, ...]
 
 
 class BaseScope(Opened):
@@ -138,12 +80,8 @@ class Scope(Opened):
         outer = self._outer_calls()
         self.calls = Calls() if outer is None else outer
         self.checks = outer is None
-        # Group -> (only rows under vmap, L) of each [B, L, features] so far; None for the rows of sequences.
-        self._lengths: dict[str | None, set[tuple[bool, int]]] = {None: set()}
-        self._batches: dict[str | None, LoRABatch] = {None: batch}  # group -> the batch of its items or rows
+        self._spaces = {name: Rows(space, batch.layout.num_sequences) for name, space in batch.spaces.items()}
         self.undeclared = Lengths()
-        self._trace: object = jax.extend.core.get_opaque_trace_state()
-        self._made: dict[Hashable, tuple[RowLayout, Any]] = {}
 
     @property
     def sites(self) -> ModelSites:
@@ -175,81 +113,28 @@ class Scope(Opened):
             or has it with another number of rows, or as in `layout_of`.
           LoRAUsageError: a row map is open around a layer of a row group, or as in `layout_of`.
         """
-        group, batch = _group_of(site), self._batch_of(site)
-        if group is not None and row_map is None and current_rows(site.path) is not None:
-            raise LoRAUsageError(_MAP_IN_GROUP.format(path=site.path, group=group))
-        mapped = only_rows_mapped(batch, base)
-        lengths = self._seen(group, mapped)
-        layout = layout_of(batch, site, base.shape[:-1], lengths, mapped=mapped, row_map=row_map)
+        rows = self._rows_of(site)
+        layout = rows.layout(site, base, row_map)
         if isinstance(layout, str):
-            if group is not None and site.doubt is None:  # its rows are declared, so no other layout is meant
+            if site.space != SEQUENCES and site.doubt is None:  # its rows are declared, so no other layout is meant
                 raise LoRAError(f"{site.path}: {layout}")
             self.refuse(site, layout)
             return None
         if layout.length is not None:
             self.undeclared.add(site, layout.length)
-            self._lengths[group].add((mapped, layout.length))
-        check_mesh(site)
-        sharding = row_sharding(batch, site, layout, base)
-        adapters = range(len(batch.assigned))
-        return CallRows(layout, sharding, tuple(self._rows_of(i, site, layout, sharding) for i in adapters))
+        return rows.of_call(site, base, layout)
 
-    def _rows_of(self, adapter: int, site: Site, layout: RowLayout, sharding: RowSharding) -> AdapterRows:
-        """Return the rows of a call for one adapter of each sequence."""
-        group = _group_of(site)
-
-        def make_plan(spec: SlotSpec) -> Plan:
-            return plan_of(site, spec, layout, sharding, self.slots(site, adapter), self.batch.layout.num_sequences)
-
-        plan, *shared = (
-            self._kept(
-                (group, adapter, plan_key(site, each.spec, layout, sharding)),
-                layout,
-                partial(make_plan, each.spec),
-            )
-            for each in site.with_shared
-        )
-        key = ("scales", group, adapter, row_key(layout), layout.shape)
-        scales = self._kept(key, layout, lambda: scales_of(layout, self.slots(site, adapter)))
-        return AdapterRows(plan, tuple(shared), scales)
-
-    def slots(self, site: Site, adapter: int = 0) -> BatchSlots:
-        """Return one adapter of each entry of the batch or of the site's row group, or of the calling code's shard."""
-        return batch_slots(self._batch_of(site), adapter)
-
-    def counted_rows(self, site: Site, base: Float[Array, "*lead N"], row_map: RowMap) -> int:
+    def num_indexed(self, site: Site, base: Float[Array, "*lead N"], row_map: RowMap) -> int:
         """Return the size of the range that the map of one call indexes: the number of sequences or of tokens."""
-        batch = self._batch_of(site)
-        lengths = self._seen(_group_of(site), only_rows_mapped(batch, base))
-        positions = map_positions(batch, site, row_map, lengths)
-        return positions * batch.slots.size if positions else batch.token_slots.size
+        layout = self._rows_of(site).layout(site, base, row_map)
+        assert isinstance(layout, RowLayout)  # rows of a map fit, or the call above raises
+        return layout.num_indexed
 
-    def _batch_of(self, site: Site) -> LoRABatch:
-        """Return the batch, or that of the items or rows of the site's row group. Raise `LoRAError` if it has none."""
-        group = _group_of(site)
-        if group not in self._batches:
-            batch = batch_of_group(self.batch, str(group))
-            if batch is None:
-                raise LoRAError(_NO_GROUP.format(path=site.path, group=group))
-            self._batches[group] = batch
-            self._lengths[group] = set()
-        return self._batches[group]
-
-    def _seen(self, group: str | None, mapped: bool) -> frozenset[int]:
-        """Return L of each [B, L, features] so far, of rows that a `vmap` maps without the batch if `mapped`."""
-        return frozenset(length for under_vmap, length in self._lengths[group] if under_vmap == mapped)
-
-    def _kept(self, key: Hashable, layout: RowLayout, make: Callable[[], T]) -> T:
-        """Return what `make` returns, computed once and shared by all layers with the same key."""
-        # A value traced inside scan, remat or grad must not outlive that trace, so it is not cached. XLA merges the
-        # identical plans of the layers.
-        keep = self._trace == jax.extend.core.get_opaque_trace_state()
-        if keep and key in self._made:
-            return self._made[key][1]
-        made = make()
-        if keep:
-            self._made[key] = layout, made  # the layout keeps the arrays alive that the key identifies
-        return made
+    def _rows_of(self, site: Site) -> Rows:
+        """Return the rows of the row space of a site. Raise `LoRAError` if the batch lacks its row group."""
+        if site.space not in self._spaces:
+            raise LoRAError(_NO_GROUP.format(path=site.path, group=site.space))
+        return self._spaces[site.space]
 
     def _outer_calls(self) -> Calls | None:
         """Return the calls of the enclosing scope or record that also counts this scope's calls, or None."""
@@ -260,11 +145,6 @@ class Scope(Opened):
             if isinstance(outer, Scope) and outer.sites is self.sites and (self.eager or not outer.eager):
                 return outer.calls
         return None
-
-
-def _group_of(site: Site) -> str | None:
-    """Return the row group of a site; None for the rows of the batch's sequences."""
-    return None if site.row_group in OF_SEQUENCES else site.row_group
 
 
 def _check_fresh(batch: LoRABatch) -> None:

@@ -19,8 +19,10 @@ from jlora.layers.base_kernel import arrays_of
 from jlora.layers.forward.embedding import embed_methods
 from jlora.layers.forward.experts import experts_methods, product_of
 from jlora.layers.forward.linear import linear_methods
-from jlora.layers.forward.row_groups import LAST, OF_SEQUENCES, PACKED
 from jlora.layers.site import (
+    LAST,
+    OF_SEQUENCES,
+    PACKED,
     ModelSites,
     Site,
     SlotParam,
@@ -145,8 +147,7 @@ def _model_sites(
         frozenset({*wrapped.unwrapped, *names}),
         sites[0].spec.sharding,
         device,
-        adapters=config.max_adapters_per_sequence or 1,
-        scaled=config.max_adapters_per_sequence is not None,
+        adapters=config.max_adapters_per_sequence,
         activated=config.activated,
         groups=groups,
         intercepted=any(_qwix.is_intercepted(found.module) for found, _ in plans),

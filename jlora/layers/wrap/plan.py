@@ -11,10 +11,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jlora.config import LoRAConfig, count_expert_slots, slot_dtype
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.base_kernel import Kernel, arrays_of, kernel_of
+from jlora.layers.finish import chosen
 from jlora.layers.forward.experts import prefix_of, shared_sites
 from jlora.layers.forward.merged_columns import too_many_pieces
-from jlora.layers.forward.row_groups import SEQUENCES
-from jlora.layers.site import HEAD, Site, SlotSpec
+from jlora.layers.site import HEAD, SEQUENCES, Site, SlotSpec
 from jlora.layers.specs import Doubt, EmbedSpec, ExpertsSpec, LinearSpec, Spec, own_attribute
 from jlora.layers.wrap.discover import Found, discover
 from jlora.layers.wrap.select import (
@@ -278,7 +278,7 @@ def _head(layer: nnx.Module, site: Site, spec: LinearSpec, context: _Context) ->
     if (name := matching(saved, site.aliases)) is None:
         return None
     sharding = None if sharding is None else replace(sharding, fully=False)
-    slots = replace(slots, out_sizes=(1,), max_rank=saved[name], sharding=sharding, dora=False)
+    slots = replace(slots, out_sizes=(1,), max_rank=saved[name], sharding=sharding, finishers=())
     return Site(
         site.path,
         site.aliases,
@@ -321,6 +321,7 @@ def _slots(
     stack = 0 if kernel is None else len(shape) - len(linear.in_axes + linear.out_axes) - (experts is not None)
     if stack > 1:
         raise LoRAError(f"its parameter has shape {shape}: {stack} axes more than one stack of layers")
+    table = isinstance(spec, EmbedSpec) and linear is spec.table
     slots = SlotSpec(
         layers=next(iter(shape)) if stack else None,
         num_slots=config.max_loras if experts is None else count_expert_slots(config)[0],
@@ -329,7 +330,7 @@ def _slots(
         max_rank=largest_rank(config, names),
         dtype=_slot_dtype(found.module, spec, linear, kernel, config),
         experts=experts,
-        dora=config.dora and experts is None and not (isinstance(spec, EmbedSpec) and linear is spec.table),
+        finishers=() if table or experts is not None else chosen(config),
     )
     if context.mesh is None:
         return slots

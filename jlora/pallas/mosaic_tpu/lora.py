@@ -42,7 +42,7 @@ _MANY_GROUPS = 256  # more groups than this come from experts, not from slots al
 
 
 def add_lora(
-    base: Float[jax.Array, "M N"],
+    base: Float[jax.Array, "M N"] | None,
     x: Float[jax.Array, "T K"],
     a: Float[jax.Array, "G n R K"],
     b: Float[jax.Array, "G R N"],
@@ -52,25 +52,17 @@ def add_lora(
     ranks: Float[jax.Array, "G n 2"] | None,
     x_rows: Int[jax.Array, "M"] | None = None,
     row_scales: Float[jax.Array, "M"] | None = None,
-    magnitudes: Float[jax.Array, "G N"] | None = None,
-    bias: Float[jax.Array, "N"] | None = None,
     batch_invariant: bool = False,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[jax.Array, "M N"]:
     """Implement `jlora.ops.add_lora`. The result takes the place of `base` if `base` may be overwritten.
 
-    Between shrink and expand the intermediate is rounded to bfloat16 if b is bfloat16, as in PEFT. Magnitudes multiply
-    a float32 result of the kernel in XLA.
+    Between shrink and expand the intermediate is rounded to bfloat16 if b is bfloat16, as in PEFT.
 
     Raises:
       LoRAError: `unsupported_reason` returns a reason.
     """
-    if magnitudes is not None:
-        total = add_lora(
-            base.astype(jnp.float32), x, a, b, plan, slice_sizes=slice_sizes, ranks=ranks, x_rows=x_rows,
-            row_scales=row_scales, batch_invariant=batch_invariant, interpret=interpret,
-        )  # fmt: skip
-        return xla.finish(total, base, plan, slice_sizes, ranks, magnitudes, bias)
+    base = jnp.full((plan.num_rows, b.shape[2]), -0.0) if base is None else base
     reason = unsupported_reason(base, x, a, b, slice_sizes=slice_sizes, batch_invariant=batch_invariant)
     if reason is not None:
         raise LoRAError(f"add_lora: backend 'mosaic_tpu' {reason}")
@@ -135,8 +127,6 @@ def expand(
     base: Float[jax.Array, "M N"] | None,
     ranks: Float[jax.Array, "G n 2"] | None,
     row_scales: Float[jax.Array, "M"] | None = None,
-    magnitudes: Float[jax.Array, "G N"] | None = None,
-    bias: Float[jax.Array, "N"] | None = None,
     batch_invariant: bool = False,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[jax.Array, "M N"]:
@@ -148,10 +138,10 @@ def expand(
         h = jnp.where(jnp.arange(rank, dtype=jnp.float32)[None, None, :] < row_ranks[..., None], h, 0)
     identity = jnp.broadcast_to(jnp.eye(n * rank).reshape(n, rank, -1), (b.shape[0], n, rank, n * rank))
     x = jnp.moveaxis(h.astype(jnp.float32), 0, 1).reshape(rows, n * rank)
-    base = jnp.zeros((rows, b.shape[2]), b.dtype) if base is None else base
+    base = jnp.full((rows, b.shape[2]), -0.0, b.dtype) if base is None else base
     return add_lora(
-        base, x, identity, b, plan, slice_sizes=slice_sizes, ranks=ranks, row_scales=row_scales, magnitudes=magnitudes,
-        bias=bias, batch_invariant=batch_invariant, interpret=interpret,
+        base, x, identity, b, plan, slice_sizes=slice_sizes, ranks=ranks, row_scales=row_scales,
+        batch_invariant=batch_invariant, interpret=interpret,
     )  # fmt: skip
 
 

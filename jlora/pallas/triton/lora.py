@@ -35,14 +35,13 @@ from jlora.pallas.triton.parts import (
     find_tile,
     h_dtype,
     load,
-    magnitudes_of,
     rank_of,
     scale_of,
     share_out,
     store,
     tiles_used,
 )  # fmt: skip
-from jlora.pallas.xla import all_ranks, has_group, rescale, tile_of_rows
+from jlora.pallas.xla import all_ranks, has_group, tile_of_rows
 
 MAX_RANK = 512
 # Most rows for which XLA adds the delta. With more, the delta's bytes cost as much as they save. Qwen2.5-7B on an H100:
@@ -110,8 +109,6 @@ def expand(
     base: Float[jax.Array, "M N"] | None,
     ranks: Float[jax.Array, "G n 2"] | None,
     row_scales: Float[jax.Array, "M"] | None = None,
-    magnitudes: Float[jax.Array, "G N"] | None = None,
-    bias: Float[jax.Array, "N"] | None = None,
     batch_invariant: bool = False,
     tiles: GPUTiles | None = None,
     gpu: GPU | None = None,
@@ -124,13 +121,13 @@ def expand(
     a = jax.ShapeDtypeStruct((b.shape[0], len(slice_sizes), *b.shape[1:]), b.dtype)
     tiles = tiles or gpu_tiles(problem_of(plan, x, a, b, len(slice_sizes), batch_invariant), gpu)
     h = jnp.moveaxis(h, 0, 1).reshape(1, plan.num_rows, -1)
-    options = row_scales, magnitudes, bias, slice_sizes, tiles, b.dtype
-    total = _expand(base, h, b, plan, ranks, *options, b.dtype if base is None else base.dtype, interpret)
-    return jnp.where(has_group(plan)[:, None], total, 0) if base is None else total
+    dtype = b.dtype if base is None else base.dtype
+    total = _expand(base, h, b, plan, ranks, row_scales, slice_sizes, tiles, b.dtype, dtype, interpret)
+    return jnp.where(has_group(plan)[:, None], total, -0.0) if base is None else total
 
 
 def add_lora(
-    base: Float[jax.Array, "M N"],
+    base: Float[jax.Array, "M N"] | None,
     x: Float[jax.Array, "T K"],
     a: Float[jax.Array, "G n R K"],
     b: Float[jax.Array, "G R N"],
@@ -140,8 +137,6 @@ def add_lora(
     ranks: Float[jax.Array, "G n 2"] | None,
     x_rows: Int[jax.Array, "M"] | None = None,
     row_scales: Float[jax.Array, "M"] | None = None,
-    magnitudes: Float[jax.Array, "G N"] | None = None,
-    bias: Float[jax.Array, "N"] | None = None,
     batch_invariant: bool = False,
     tiles: GPUTiles | None = None,
     gpu: GPU | None = None,
@@ -149,11 +144,11 @@ def add_lora(
 ) -> Float[jax.Array, "M N"]:
     """Implement `jlora.ops.add_lora` in two launches for any number of slices.
 
-    A handful of experts' rows take one launch (`fused`), but not with magnitudes or `batch_invariant`.
+    A handful of experts' rows take one launch (`fused`), but not with `batch_invariant` or without a base.
     """
     groups, n, rank, _ = a.shape
     ranks = all_ranks(groups, n, rank) if ranks is None else ranks
-    if tiles is None and magnitudes is None and not batch_invariant and fused.suits(plan, a, slice_sizes):
+    if tiles is None and base is not None and not batch_invariant and fused.suits(plan, a, slice_sizes):
         return fused.add_lora(
             base, x, a, b, plan, slice_sizes=slice_sizes, ranks=ranks, x_rows=x_rows, row_scales=row_scales,
             interpret=interpret,
@@ -164,13 +159,17 @@ def add_lora(
         expand_parts, x=x, a=a, h=h, b=b, plan=plan, ranks=ranks, slice_sizes=slice_sizes, tiles=tiles,
         row_scales=row_scales, interpret=interpret,
     )  # fmt: skip
-    separate = plan.num_rows <= SEPARATE_ROWS and plan.experts == 1 and magnitudes is None and not batch_invariant
-    if not separate:
-        return whole(base, magnitudes=magnitudes, bias=bias)
+    separate = plan.num_rows <= SEPARATE_ROWS and plan.experts == 1 and not batch_invariant
+    if base is not None and not separate:
+        return whole(base)
     # bfloat16 halves the bytes of the delta, and has the range of float32. PEFT rounds the delta to it too.
-    delta = whole(None, out_dtype=jnp.bfloat16 if base.dtype == jnp.bfloat16 else jnp.float32)
+    narrow = dot_dtype(x, a, b) if base is None else base.dtype
+    delta = whole(None, out_dtype=jnp.bfloat16 if narrow == jnp.bfloat16 else jnp.float32)
+    grouped = has_group(plan)[:, None]
+    if base is None:
+        return jnp.where(grouped, delta.astype(jnp.float32), -0.0)
     total = base.astype(jnp.float32) + delta.astype(jnp.float32)
-    return jnp.where(has_group(plan)[:, None], total.astype(base.dtype), base)
+    return jnp.where(grouped, total.astype(base.dtype), base)
 
 
 def shrink_parts(x, a, b, plan: Plan, ranks, tiles: GPUTiles, *, x_rows=None, interpret: bool):
@@ -182,15 +181,15 @@ def shrink_parts(x, a, b, plan: Plan, ranks, tiles: GPUTiles, *, x_rows=None, in
 
 
 def expand_parts(
-    base, x, a, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles, *, row_scales=None, magnitudes=None,
-    bias=None, out_dtype=None, interpret: bool,
+    base, x, a, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles, *, row_scales=None, out_dtype=None,
+    interpret: bool,
 ):  # fmt: skip
     """Add the delta of `shrink_parts` to base, in its place. If base is None, return the delta in `out_dtype`.
 
     The rows without a group of a delta are undefined.
     """
-    options = row_scales, magnitudes, bias, slice_sizes, tiles, dot_dtype(x, a, b)
-    return _expand(base, h, b, plan, ranks, *options, out_dtype if base is None else base.dtype, interpret)
+    options = row_scales, slice_sizes, tiles, dot_dtype(x, a, b), out_dtype if base is None else base.dtype
+    return _expand(base, h, b, plan, ranks, *options, interpret)
 
 
 # Jitted so that layers with equal shapes share one trace and lowering. A kernel takes half a second.
@@ -214,10 +213,7 @@ def _shrink(x, a, plan: Plan, ranks, x_rows, tiles: GPUTiles, dtype, interpret: 
 
 
 @partial(jax.jit, static_argnames=("slice_sizes", "tiles", "dtype", "out_dtype", "interpret"))
-def _expand(
-    base, h, b, plan: Plan, ranks, row_scales, magnitudes, bias, slice_sizes, tiles: GPUTiles, dtype, out_dtype,
-    interpret: bool,
-):  # fmt: skip
+def _expand(base, h, b, plan: Plan, ranks, row_scales, slice_sizes, tiles: GPUTiles, dtype, out_dtype, interpret: bool):
     """Add the delta of h [split_k, M, n * R] to base, as `expand_parts` does. `dtype` is that of the products."""
     units = plan.num_tiles * sum(pl.cdiv(size, tiles.block_n) for size in slice_sizes)  # an upper bound
     return pl.pallas_call(
@@ -228,7 +224,7 @@ def _expand(
         compiler_params=compiler_params(tiles.warps, tiles.stages),
         interpret=interpret,
         name="lora_expand",
-    )(plan.tiles_used, plan.tile_group, plan.tile_rows, ranks, h, b, base, row_scales, magnitudes, bias)
+    )(plan.tiles_used, plan.tile_group, plan.tile_rows, ranks, h, b, base, row_scales)
 
 
 def _shrink_kernel(
@@ -296,8 +292,6 @@ def _expand_kernel(
     b_ref,
     base_ref,
     row_scales_ref,
-    magnitudes_ref,
-    bias_ref,
     out_ref,
     *,
     tile_m: int,
@@ -315,8 +309,8 @@ def _expand_kernel(
         tile 1   ...
 
     `base_ref` and `out_ref` are the same memory, or `base_ref` is None and `out` is the delta. The delta of a slice of
-    rank 0 is -0.0, which changes no bit of a base output. `row_scales_ref`, `magnitudes_ref` and `bias_ref` may be
-    None. Base is read a few blocks ahead of its use. For b, Triton's pipeline does so.
+    rank 0 is -0.0, which changes no bit of a base output. `row_scales_ref` may be None. Base is read a few blocks ahead
+    of its use. For b, Triton's pipeline does so.
     """
     rank, block_n = b_ref.shape[1], tiles.block_n
     used = tiles_used(used_ref, group_ref)
@@ -345,12 +339,10 @@ def _expand_kernel(
         def column_block(j, ahead, h):
             base, *ahead = *ahead, read_base(j + tiles.ahead)
             col, inside = columns(j)
-            magnitudes = magnitudes_of(magnitudes_ref, bias_ref, group, col, col < end)
             total = base.astype(jnp.float32)
             for r, h_block in zip(blocks, h, strict=True):
                 b = load(b_ref, (group, r[:, None], col[None, :]), (r < read)[:, None] & inside)
                 total += dot(h_block, b, dtype, 0)
-            total = total if magnitudes is None else rescale(total, *magnitudes)
             if base_ref is None:
                 store(out_ref, (rows[:, None], col[None, :]), jnp.where(true_rank > 0, total, -0.0), live & inside)
             else:

@@ -115,14 +115,6 @@ def scale_of(ranks_ref, group, i, row_scales_ref, rows):
     return scale * load(row_scales_ref, (rows,), rows < row_scales_ref.shape[0])[:, None]
 
 
-def magnitudes_of(magnitudes_ref, bias_ref, group, col, inside):
-    """Load the magnitudes of a group's columns, and the bias or None, for `xla.rescale`; None without magnitudes."""
-    if magnitudes_ref is None:
-        return None
-    bias = None if bias_ref is None else load(bias_ref, (col,), inside)
-    return load(magnitudes_ref, (group, col), inside)[None, :], bias
-
-
 def load(ref, index, mask, other=0):
     """Load ref[index] where the mask, broadcast to the shape of the index, is True, and `other` elsewhere."""
     shape = jnp.broadcast_shapes(*(jnp.shape(part) for part in index))

@@ -123,15 +123,3 @@ def test_request_without_a_place_is_refused(tmp_path, running):
     assert list(failed) == ["a"]
     with pytest.raises(jlora.NoFreeSlotError, match="raise max_cpu_loras"):
         raise failed["a"]
-
-
-def test_sequences_of_one_version_share_a_slot_after_a_reload(tmp_path):
-    desk = Desk(tmp_path, max_cpu_loras=4)
-    held, batch = desk.begin("a")
-    batch.close()
-    assert desk.manager.remove_oldest_adapter()
-    again, other = desk.begin("a")
-    assert again is held
-    assert held.users == 2
-    with desk.manager.prepare([held.handle]) as first:
-        assert first.slots[0] == other.slots[0]

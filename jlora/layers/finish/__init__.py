@@ -1,0 +1,15 @@
+"""The finishers, each in a file of its own: what follows the product of a layer and its LoRA.
+
+To add one, write its file, name it in `FINISHERS`, and add its switch to `LoRAConfig`.
+"""
+
+from jlora.config import LoRAConfig
+from jlora.layers.finish.dora import SCALE_COLUMNS
+from jlora.layers.finish.finisher import Finisher
+
+FINISHERS = (SCALE_COLUMNS,)  # in the order in which they run
+
+
+def chosen(config: LoRAConfig) -> tuple[Finisher, ...]:
+    """Return the finishers that the configuration switches on."""
+    return tuple(finisher for finisher in FINISHERS if getattr(config, finisher.option))

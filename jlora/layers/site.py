@@ -192,13 +192,14 @@ class SlotSpec:
         """Arrays that the site holds, as indices into `shapes`: its factors, the ranks, and the extras."""
         return (*self.factors, *range(2, 3 + len(self.extras)))
 
-    def holds(self, table: str) -> bool:
-        """Return True if the site holds the ranks ("ranks") or an extra, by name."""
-        return table == "ranks" or any(extra.name == table for extra in self.extras)
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """Names of the arrays that follow A and B in `shapes`: "ranks", then the extras."""
+        return "ranks", *(extra.name for extra in self.extras)
 
     def index(self, table: str) -> int:
-        """Return the index into `shapes` of the ranks ("ranks") or of an extra, by name."""
-        return 2 + ["ranks", *(extra.name for extra in self.extras)].index(table)
+        """Return the index of one of `tables` into `shapes`."""
+        return 2 + self.tables.index(table)
 
     @property
     def whole(self) -> bool:
@@ -323,7 +324,7 @@ class Site:
     @property
     def attributes(self) -> tuple[str, ...]:
         """Names of the layer attributes that hold the arrays in `spec.held`."""
-        names = "a", "b", "ranks", *(extra.name for extra in self.spec.extras)
+        names = "a", "b", *self.spec.tables
         return tuple(f"{self.prefix}_{names[j]}" for j in self.spec.held)
 
     @property

@@ -388,7 +388,7 @@ class SlotArrays:
 
     def _of(self, table: str) -> tuple[int, ...]:
         """Return the variable indices of the ranks or an extra of all sites that hold it, and of the stamps."""
-        held = [(site, site.spec.index(table)) for site in self.sites if site.spec.holds(table)]
+        held = [(site, site.spec.index(table)) for site in self.sites if table in site.spec.tables]
         return *(self._places[site][site.spec.held.index(j)] for site, j in held), len(self._variables) - 1
 
     # --- programs ---------------------------------------------------------------------------------------------------
@@ -428,7 +428,7 @@ class SlotArrays:
         if found is not None:
             return found
         if isinstance(key, str):
-            specs = tuple(site.spec for site in self.sites if site.spec.holds(key))
+            specs = tuple(site.spec for site in self.sites if key in site.spec.tables)
             return compiled_table(key, specs, self._stamps, placements)
         return compiled_write(key, self._stamps, placements)
 

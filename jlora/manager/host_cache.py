@@ -133,11 +133,11 @@ class HostCache:
         Args:
           leased: the adapters that open batches hold.
         """
-        stays = (self._own, self.pins)  # their union would be copied for each eviction
+        own, pins = self._own, self.pins  # not `unevictable()`, which copies both at each call
         return (
             name
             for name, packed in self.loaded.items()
-            if packed not in leased and not any(name in names for names in stays)
+            if name not in own and name not in pins and packed not in leased
         )
 
     def victims_for(self, new: PackedAdapter, leased: Collection[Served]) -> list[str]:

@@ -112,7 +112,7 @@ def test_text_of_a_multimodal_checkpoint(tmp_path, original):
     theirs = build(torch, transformers, "gemma3", 9, **GEMMA3_VISION)
     theirs.save_pretrained(tmp_path, save_original_format=original)
     with safe_open(tmp_path / "model.safetensors", framework="np") as file:
-        assert any(name.startswith("language_model.model.") for name in file.keys()) == original  # noqa: SIM118
+        assert any(name.startswith("language_model.model.") for name in file.keys()) == original  # noqa: SIM118 - as above
     compare(torch, from_pretrained(tmp_path), theirs, 9)
 
 

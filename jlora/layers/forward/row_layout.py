@@ -38,7 +38,7 @@ class RowLayout:
 
     @property
     def key(self) -> Hashable:
-        """The part of a cache key that tells how flattened rows map to the space.
+        """The part of a cache key that describes how flattened rows map to the space.
 
         The arrays of a row map are compared by identity. Keep the layout alive as long as the key.
         """

@@ -32,7 +32,7 @@ _RETRY = 1.0  # seconds until a request may be sent again if too many wait for t
 
 @dataclass
 class _Record:
-    """The state of one adapter name. A record with the values below says nothing, and is dropped.
+    """The state of one adapter name. A record with only these default values is dropped.
 
     Attributes:
       listed: the adapter as `Loras.list` returns it; None before that.

@@ -56,7 +56,10 @@ def load_tokenizer(file: Path) -> Any:
     if file.stat().st_size > _MAX_TOKENIZER_BYTES:
         raise LoRAError(f"{file} has {size(file.stat().st_size)}; expected at most {size(_MAX_TOKENIZER_BYTES)}")
     with native_errors(f"{file} is not a tokenizer"):
-        return Tokenizer.from_buffer(file.read_bytes())
+        tokenizer = Tokenizer.from_buffer(file.read_bytes())
+        tokenizer.no_padding()  # either may be saved with it, and would change a prompt without a word
+        tokenizer.no_truncation()
+        return tokenizer
 
 
 @contextlib.contextmanager

@@ -9,8 +9,10 @@ from typing import Any
 
 from jlora import LoRAManager, LoRARequest
 from jlora.errors import LoRAError, LoRAUsageError
+from jlora.models import Pooling
 from jlora.serve.engine.detokenizer import Detokenizer, silent_tokens
 from jlora.serve.engine.dispatch import Dispatcher
+from jlora.serve.engine.embedding import EmbeddingDispatcher, EmbeddingSteps
 from jlora.serve.engine.generation import Generation
 from jlora.serve.engine.loras import Loras
 from jlora.serve.engine.metrics import EngineMetrics
@@ -24,7 +26,7 @@ from jlora.serve.engine.request import (
     SamplingParams,
 )
 from jlora.serve.engine.resolvers import Resolve
-from jlora.serve.engine.sequence import Sequence, check_params, room_for, seed_of
+from jlora.serve.engine.sequence import Sequence, check_params, check_tokens, room_for, seed_of
 from jlora.serve.engine.steps import Steps
 from jlora.serve.engine.writer import TokenEvent, TokenWriter
 
@@ -45,7 +47,8 @@ class Engine:
     The model must be on devices of this process. Ray Serve runs replicas (`examples/ray_serve`).
 
     Args:
-      model: a `jlora.serve.ServableModel`, such as `jlora.models.Decoder`.
+      model: a `jlora.serve.ServableModel`, such as `jlora.models.Decoder`. If its `config.pooling` is set, the engine
+        embeds prompts by its `pooled`, and generates nothing.
       manager: the model's manager, which compiles the steps (`manager.jit`). Adapters may also be added to it directly.
       tokenizer: a `tokenizers.Tokenizer`; None for prompts and completions of token ids only.
       options: sizes and limits.
@@ -74,9 +77,6 @@ class Engine:
         self._longest = options.max_model_len or longest
         if self._longest > longest:
             raise LoRAUsageError(f"max_model_len={self._longest} is more than the model's context of {longest}")
-        self._steps = Steps(
-            model, manager, rows=options.max_num_seqs, max_model_len=self._longest, chunk=options.max_num_batched_tokens
-        )
         self._vocab = int(model.config.vocab_size)
         self._eos = frozenset(int(token) for token in model.config.eos_token_ids)
         self._silent = silent_tokens(tokenizer, self._vocab)
@@ -84,9 +84,16 @@ class Engine:
         self._writer = TokenWriter(self._metrics, self._ended)
         most = math.ceil(options.max_waiting * _WAIT_FOR_NAMES)
         self._loras = Loras(manager, lambda: self._dispatcher.wake(), resolve, most, self._fail)
-        self._dispatcher = Dispatcher(
-            manager, self._steps, self._loras, self._writer, self._metrics, options.max_wait_ratio
-        )
+        self._pooling: Pooling | None = getattr(model.config, "pooling", None)
+        rows, tokens = options.max_num_seqs, options.max_num_batched_tokens
+        rest = (self._loras, self._writer, self._metrics, options.max_wait_ratio)
+        if self._pooling is None:
+            self._steps = Steps(model, manager, rows=rows, max_model_len=self._longest, chunk=tokens)
+            self._dispatcher = Dispatcher(manager, self._steps, *rest)
+        else:
+            self._width = int(model.config.hidden_size)
+            self._steps = EmbeddingSteps(model, manager, rows=rows, max_model_len=self._longest, tokens=tokens)
+            self._dispatcher = EmbeddingDispatcher(manager, self._steps, *rest, self._pooling.normalize)
         self._changed = threading.Condition()
         self._open: set[Sequence] = set()  # requests that have not ended
         self._state = "new"  # then "starting", "ready", "closing", "closed"
@@ -97,6 +104,11 @@ class Engine:
     def max_model_len(self) -> int:
         """Positions of a sequence, prompt and completion."""
         return self._longest
+
+    @property
+    def embeds(self) -> bool:
+        """True if the engine takes `embed`, False if it takes `submit`."""
+        return self._pooling is not None
 
     def start(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Allocate the cache, compile every shape, and start the threads. Returns once requests can be served.
@@ -176,16 +188,89 @@ class Engine:
           EngineBusyError: too many requests wait.
           EngineClosedError: the engine does not accept requests.
         """
+        if self.embeds:
+            raise LoRAUsageError("the model embeds texts (modules.json) and cannot generate; use embed")
         tokens = self._tokens(prompt)
         limit = check_params(params, tokens, self._vocab, self._longest)
         if params.stop and self._tokenizer is None:
             raise LoRAUsageError("stop strings need an engine with a tokenizer; use stop_token_ids")
+        return self._admit([tokens], params, limit, lora, timeout)[0]
+
+    def embed(
+        self,
+        prompts: Seq[str | Seq[int]],
+        *,
+        dimensions: int | None = None,
+        lora: str | LoRARequest | None = None,
+        timeout: float | None = None,
+    ) -> list[Generation]:
+        """Submit the prompts of one request to an embedding model. Returns at once.
+
+        The result of each has an `embedding` and no text. They begin in the order of their lengths. The limits of
+        waiting requests apply before the first of them, so that a request of many prompts is not refused half way.
+
+        Args:
+          prompts: texts, or token ids of each.
+          dimensions: number of values of an embedding, which is cut, and normalised again if the model normalises it;
+            None for all.
+          lora: the adapter, as in `submit`.
+          timeout: as in `submit`.
+
+        Raises:
+          LoRAUsageError: the model has no embeddings; a prompt is wrong or too long; or `dimensions` exceeds the width
+            of the model.
+          AdapterNotFoundError, EngineBusyError, EngineClosedError: as in `submit`.
+        """
+        if not self.embeds:
+            raise LoRAUsageError("the model generates text and has no embeddings (modules.json); use submit")
+        if dimensions is not None and not 1 <= dimensions <= self._width:
+            raise LoRAUsageError(f"dimensions must be from 1 to {self._width}, the model's width, got {dimensions}")
+        tokens = [self._tokens(prompt) for prompt in prompts]
+        for prompt in tokens:
+            room_for(prompt, self._longest, 0)
+            check_tokens(prompt, self._vocab)
+        order = sorted(range(len(tokens)), key=lambda i: len(tokens[i]))
+        answers = self._admit([tokens[i] for i in order], SamplingParams(), dimensions or self._width, lora, timeout)
+        found = dict(zip(order, answers, strict=True))
+        return [found[i] for i in range(len(tokens))]
+
+    def _admit(
+        self,
+        prompts: Seq[list[int]],
+        params: SamplingParams,
+        limit: int,
+        lora: str | LoRARequest | None,
+        timeout: float | None,
+    ) -> list[Generation]:
+        """Queue the prompts of one call: all of them, or none."""
         seconds = self.options.request_timeout if timeout is None else timeout
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
-        detokenizer = Detokenizer(self._tokenizer, params.stop, self._silent)
         name, request = (lora.name, lora) if isinstance(lora, LoRARequest) else (lora, None)
         if request is not None and request.load_inplace:
             raise LoRAUsageError(f"adapter {name!r}: a request cannot replace it (load_inplace); add_lora can")
+
+        def queue(tokens: list[int]) -> Generation:
+            answer = Generation(len(tokens), lambda: self._cancel(sequence))
+            sequence = Sequence(
+                prompt=tokens,
+                params=params,
+                seed=seed_of(params),
+                limit=limit,
+                stops=stops,
+                lora=name,
+                request=request,
+                absent=absent,
+                deadline=None if seconds is None else arrived + seconds,
+                answer=answer,
+                detokenizer=Detokenizer(self._tokenizer, params.stop, self._silent),
+                arrived=arrived,
+            )
+            self._loras.wanted(sequence, limited=not answers)
+            self._open.add(sequence)
+            self._dispatcher.submit(sequence)
+            return answer
+
+        answers: list[Generation] = []
         with self._changed:
             if self._state != "ready":
                 raise EngineClosedError(f"the engine takes no requests: it is {self._state}")
@@ -197,31 +282,21 @@ class Engine:
                     f"{waiting} requests wait already (max_waiting={self.options.max_waiting})",
                     self._metrics.retry_after(),
                 )
-            answer = Generation(len(tokens), lambda: self._cancel(sequence))
+            absent = name is not None and not self._manager.list_adapters([name], level="slot")
             arrived = time.monotonic()
-            sequence = Sequence(
-                prompt=tokens,
-                params=params,
-                seed=seed_of(params),
-                limit=limit,
-                stops=stops,
-                lora=name,
-                request=request,
-                absent=name is not None and not self._manager.list_adapters([name], level="slot"),
-                deadline=None if seconds is None else arrived + seconds,
-                answer=answer,
-                detokenizer=detokenizer,
-                arrived=arrived,
-            )
-            self._loras.wanted(sequence)
-            self._open.add(sequence)
-            self._dispatcher.submit(sequence)
+            try:
+                for tokens in prompts:
+                    answers.append(queue(tokens))
+            except BaseException:
+                for answer in answers:
+                    answer.cancel()
+                raise
         with self._metrics.lock:
-            self._metrics.prompt_tokens += len(tokens)
-        return answer
+            self._metrics.prompt_tokens += sum(map(len, prompts))
+        return answers
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Return the token ids of a prompt, as `submit` computes them.
+        """Return the token ids of a prompt, as `submit` and `embed` compute them.
 
         Args:
           text: the prompt.
@@ -230,6 +305,8 @@ class Engine:
         Raises:
           LoRAUsageError: the engine has no tokenizer, or the text cannot be tokenized.
         """
+        if self._pooling is not None:
+            text = self._pooling.prompt + text
         if self._tokenizer is None:
             raise LoRAUsageError("a prompt of text needs an engine with a tokenizer; give token ids")
         try:
@@ -240,7 +317,7 @@ class Engine:
     def _tokens(self, prompt: str | Seq[int]) -> list[int]:
         if isinstance(prompt, str):
             return self.encode(prompt)
-        room_for(prompt, self._longest)  # check the length before iterating
+        room_for(prompt, self._longest, 0 if self.embeds else 1)  # check the length before iterating
         return [int(token) if hasattr(token, "dtype") else token for token in prompt]
 
     def _fail(self, sequence: Sequence, error: LoRAError) -> None:

@@ -28,7 +28,7 @@ torch.set_num_threads(1)
 
 
 def theirs(model, ids, mode):
-    """Return the embedding that sentence-transformers computes: pooling of the last hidden states, then normalisation."""
+    """Return the embedding that sentence-transformers computes: the last hidden states, pooled and normalised."""
     with torch.no_grad():
         hidden = model(input_ids=torch.tensor([ids])).last_hidden_state
         mask = torch.ones(1, len(ids), 1)

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, cast
 
 from jlora import LoRAManager, LoRARequest
 from jlora.errors import LoRAError, LoRAUsageError
@@ -77,6 +77,11 @@ class Engine:
         self._longest = options.max_model_len or longest
         if self._longest > longest:
             raise LoRAUsageError(f"max_model_len={self._longest} is more than the model's context of {longest}")
+        self._pooling: Pooling | None = getattr(model.config, "pooling", None)
+        kind, dispatcher = (Steps, Dispatcher) if self._pooling is None else (EmbeddingSteps, EmbeddingDispatcher)
+        self._steps = kind(
+            model, manager, rows=options.max_num_seqs, max_model_len=self._longest, chunk=options.max_num_batched_tokens
+        )
         self._vocab = int(model.config.vocab_size)
         self._eos = frozenset(int(token) for token in model.config.eos_token_ids)
         self._silent = silent_tokens(tokenizer, self._vocab)
@@ -84,16 +89,9 @@ class Engine:
         self._writer = TokenWriter(self._metrics, self._ended)
         most = math.ceil(options.max_waiting * _WAIT_FOR_NAMES)
         self._loras = Loras(manager, lambda: self._dispatcher.wake(), resolve, most, self._fail)
-        self._pooling: Pooling | None = getattr(model.config, "pooling", None)
-        rows, tokens = options.max_num_seqs, options.max_num_batched_tokens
-        rest = (self._loras, self._writer, self._metrics, options.max_wait_ratio)
-        if self._pooling is None:
-            self._steps = Steps(model, manager, rows=rows, max_model_len=self._longest, chunk=tokens)
-            self._dispatcher = Dispatcher(manager, self._steps, *rest)
-        else:
-            self._width = int(model.config.hidden_size)
-            self._steps = EmbeddingSteps(model, manager, rows=rows, max_model_len=self._longest, tokens=tokens)
-            self._dispatcher = EmbeddingDispatcher(manager, self._steps, *rest, self._pooling.normalize)
+        self._dispatcher = dispatcher(
+            manager, cast(Any, self._steps), self._loras, self._writer, self._metrics, options.max_wait_ratio
+        )
         self._changed = threading.Condition()
         self._open: set[Sequence] = set()  # requests that have not ended
         self._state = "new"  # then "starting", "ready", "closing", "closed"
@@ -194,7 +192,7 @@ class Engine:
         limit = check_params(params, tokens, self._vocab, self._longest)
         if params.stop and self._tokenizer is None:
             raise LoRAUsageError("stop strings need an engine with a tokenizer; use stop_token_ids")
-        return self._admit([tokens], params, limit, lora, timeout)[0]
+        return self._queue(tokens, params, limit, lora, timeout)
 
     def embed(
         self,
@@ -206,8 +204,8 @@ class Engine:
     ) -> list[Generation]:
         """Submit the prompts of one request to an embedding model. Returns at once.
 
-        The result of each has an `embedding` and no text. They begin in the order of their lengths. The limits of
-        waiting requests apply before the first of them, so that a request of many prompts is not refused half way.
+        The result of each has an `embedding` and no text. They begin in the order of their lengths. Limits of waiting
+        requests apply to the first of them alone, so a request of many prompts is not refused half way.
 
         Args:
           prompts: texts, or token ids of each.
@@ -217,40 +215,60 @@ class Engine:
           timeout: as in `submit`.
 
         Raises:
-          LoRAUsageError: the model has no embeddings; a prompt is wrong or too long; or `dimensions` exceeds the width
-            of the model.
+          LoRAUsageError: the model has no embeddings; a prompt is wrong or too long; `dimensions` is out of range.
           AdapterNotFoundError, EngineBusyError, EngineClosedError: as in `submit`.
         """
-        if not self.embeds:
+        if not isinstance(self._steps, EmbeddingSteps):
             raise LoRAUsageError("the model generates text and has no embeddings (modules.json); use submit")
-        if dimensions is not None and not 1 <= dimensions <= self._width:
-            raise LoRAUsageError(f"dimensions must be from 1 to {self._width}, the model's width, got {dimensions}")
+        width = self._steps.width
+        if dimensions is not None and not 1 <= dimensions <= width:
+            raise LoRAUsageError(f"dimensions must be from 1 to {width}, the model's width, got {dimensions}")
         tokens = [self._tokens(prompt) for prompt in prompts]
         for prompt in tokens:
             room_for(prompt, self._longest, 0)
             check_tokens(prompt, self._vocab)
-        order = sorted(range(len(tokens)), key=lambda i: len(tokens[i]))
-        answers = self._admit([tokens[i] for i in order], SamplingParams(), dimensions or self._width, lora, timeout)
-        found = dict(zip(order, answers, strict=True))
+        found: dict[int, Generation] = {}
+        try:
+            with self._changed:
+                for i in sorted(range(len(tokens)), key=lambda i: len(tokens[i])):
+                    params, limit = SamplingParams(), dimensions or width
+                    found[i] = self._queue(tokens[i], params, limit, lora, timeout, limited=not found)
+        except BaseException:
+            for generation in found.values():
+                generation.cancel()
+            raise
         return [found[i] for i in range(len(tokens))]
 
-    def _admit(
+    def _queue(
         self,
-        prompts: Seq[list[int]],
+        tokens: list[int],
         params: SamplingParams,
         limit: int,
         lora: str | LoRARequest | None,
         timeout: float | None,
-    ) -> list[Generation]:
-        """Queue the prompts of one call: all of them, or none."""
+        *,
+        limited: bool = True,
+    ) -> Generation:
+        """Queue a checked prompt; without `limited`, whatever the number of waiting requests."""
         seconds = self.options.request_timeout if timeout is None else timeout
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        detokenizer = Detokenizer(self._tokenizer, params.stop, self._silent)
         name, request = (lora.name, lora) if isinstance(lora, LoRARequest) else (lora, None)
         if request is not None and request.load_inplace:
             raise LoRAUsageError(f"adapter {name!r}: a request cannot replace it (load_inplace); add_lora can")
-
-        def queue(tokens: list[int]) -> Generation:
+        with self._changed:
+            if self._state != "ready":
+                raise EngineClosedError(f"the engine takes no requests: it is {self._state}")
+            if self._dispatcher.failure is not None:
+                raise self._dispatcher.failure
+            waiting = sum(one.row < 0 for one in self._open) if limited else 0
+            if waiting >= self.options.max_waiting:
+                raise EngineBusyError(
+                    f"{waiting} requests wait already (max_waiting={self.options.max_waiting})",
+                    self._metrics.retry_after(),
+                )
             answer = Generation(len(tokens), lambda: self._cancel(sequence))
+            arrived = time.monotonic()
             sequence = Sequence(
                 prompt=tokens,
                 params=params,
@@ -259,41 +277,18 @@ class Engine:
                 stops=stops,
                 lora=name,
                 request=request,
-                absent=absent,
+                absent=name is not None and not self._manager.list_adapters([name], level="slot"),
                 deadline=None if seconds is None else arrived + seconds,
                 answer=answer,
-                detokenizer=Detokenizer(self._tokenizer, params.stop, self._silent),
+                detokenizer=detokenizer,
                 arrived=arrived,
             )
-            self._loras.wanted(sequence, limited=not answers)
+            self._loras.wanted(sequence, limited=limited)
             self._open.add(sequence)
             self._dispatcher.submit(sequence)
-            return answer
-
-        answers: list[Generation] = []
-        with self._changed:
-            if self._state != "ready":
-                raise EngineClosedError(f"the engine takes no requests: it is {self._state}")
-            if self._dispatcher.failure is not None:
-                raise self._dispatcher.failure
-            waiting = sum(one.row < 0 for one in self._open)
-            if waiting >= self.options.max_waiting:
-                raise EngineBusyError(
-                    f"{waiting} requests wait already (max_waiting={self.options.max_waiting})",
-                    self._metrics.retry_after(),
-                )
-            absent = name is not None and not self._manager.list_adapters([name], level="slot")
-            arrived = time.monotonic()
-            try:
-                for tokens in prompts:
-                    answers.append(queue(tokens))
-            except BaseException:
-                for answer in answers:
-                    answer.cancel()
-                raise
         with self._metrics.lock:
-            self._metrics.prompt_tokens += sum(map(len, prompts))
-        return answers
+            self._metrics.prompt_tokens += len(tokens)
+        return answer
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the token ids of a prompt, as `submit` and `embed` compute them.
@@ -305,8 +300,7 @@ class Engine:
         Raises:
           LoRAUsageError: the engine has no tokenizer, or the text cannot be tokenized.
         """
-        if self._pooling is not None:
-            text = self._pooling.prompt + text
+        text = text if self._pooling is None else self._pooling.prompt + text
         if self._tokenizer is None:
             raise LoRAUsageError("a prompt of text needs an engine with a tokenizer; give token ids")
         try:

@@ -366,14 +366,10 @@ class Steps:
 def run_each(
     calls: Sequence[tuple[str, Callable[[], Any]]], progress: Callable[[int, int], None], state: Callable[[], Any]
 ) -> None:
-    """Run the calls of a warm-up, and wait for the state after each.
+    """Run the described calls of a warm-up, waiting for the arrays of `state()` after each.
 
-    The log names each call as it begins, and its seconds so far every 10 seconds.
-
-    Args:
-      calls: pairs of (description, call).
-      progress: called with (calls done, calls in all), first with 0 calls done.
-      state: returns the arrays to wait for.
+    The log names each call as it begins, and its seconds so far every 10 seconds. `progress` is called with (calls
+    done, calls in all), first with 0 calls done.
     """
     progress(0, len(calls))
     for done, (step, call) in enumerate(calls, 1):

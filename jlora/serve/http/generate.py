@@ -67,28 +67,26 @@ async def _answer(service: Service, request: Request, read: Read) -> Response:
     except LoRAError as error:
         raise of_generation(error, api_request.model) from None
     run.end()
-    if api_request.embedding is None:
+    if api_request.encoding is None:
         return JSONResponse(writer.whole(run.choices, run.usage()))
-    tokens, as_base64 = run.usage()["prompt_tokens"], api_request.embedding.base64
-    body = await service.work(partial(embeddings_body, api_request.model, run.choices, tokens, as_base64))
-    return Response(body, media_type="application/json")
+    write = partial(embeddings_body, api_request.model, run.choices, run.usage(), api_request.encoding)
+    return Response(await service.work(write), media_type="application/json")
 
 
 def _submit(service: Service, api_request: ApiRequest) -> list[Generation]:
     """Submit all sequences of a request. If one is refused, cancel the others."""
-    embedding = api_request.embedding
-    if service.engine.embeds != (embedding is not None):
-        able = "embeds texts, at /v1/embeddings" if service.engine.embeds else "generates text"
-        other = "generate" if embedding is None else "embed: its folder has no modules.json with a Pooling module"
-        raise bad_request(f"model {service.names[0]!r} {able}, and cannot {other}", "model")
+    embed = api_request.encoding is not None
+    if service.engine.embeds != embed:
+        able = "generates text and cannot embed: its folder has no modules.json with a Pooling module"
+        able = able if embed else "embeds texts (/v1/embeddings) and cannot generate"
+        raise bad_request(f"model {service.names[0]!r} {able}", "model")
     prompts = api_request.prompts or (_rendered(service, api_request),)
     lora = None if api_request.model in service.names else api_request.model
     # Encoded once for all `n` completions. A chat template writes the special tokens itself.
     encoded = (_encode(service, one, special=not api_request.chat) if isinstance(one, str) else one for one in prompts)
-    if embedding is not None:
-        return service.engine.embed(
-            list(encoded), dimensions=embedding.dimensions, lora=lora, timeout=api_request.timeout
-        )
+    if embed:
+        dimensions, timeout = api_request.dimensions, api_request.timeout
+        return service.engine.embed(list(encoded), dimensions=dimensions, lora=lora, timeout=timeout)
     generations: list[Generation] = []
     try:
         for tokens in encoded:
@@ -212,7 +210,7 @@ class Run:
                 generation.cancel()
         usage = self.usage()
         self._note["prompt_tokens"] = usage["prompt_tokens"]
-        if self.api_request.embedding is not None:
+        if self.api_request.encoding is not None:
             self._note["inputs"] = len(self.choices)
             return
         self._note["tokens"] = usage["completion_tokens"]

@@ -84,19 +84,6 @@ _EMPTY_IN_MESSAGES = ("refusal", "audio", "function_call", "tool_calls", "annota
 
 
 @dataclass(frozen=True)
-class EmbeddingFields:
-    """Fields of a request for embeddings.
-
-    Attributes:
-      dimensions: number of values; None for the model's.
-      base64: encode the little-endian float32 values in base64; False for a list of numbers.
-    """
-
-    dimensions: int | None
-    base64: bool
-
-
-@dataclass(frozen=True)
 class ApiRequest:
     """One parsed request.
 
@@ -110,7 +97,8 @@ class ApiRequest:
       stream: send events as they arrive.
       include_usage: end the stream with an event of token counts.
       timeout: seconds; None for the server's own.
-      embedding: of a request for embeddings of the prompts; None for completions.
+      encoding: of a request for embeddings of the prompts, "float" or "base64"; None for completions.
+      dimensions: of embeddings, the number of values; None for the model's.
     """
 
     model: str
@@ -122,7 +110,8 @@ class ApiRequest:
     stream: bool
     include_usage: bool
     timeout: float | None
-    embedding: EmbeddingFields | None = None
+    encoding: str | None = None
+    dimensions: int | None = None
 
     @property
     def chat(self) -> bool:
@@ -173,16 +162,16 @@ def read_embeddings(body: dict[str, Json], limits: Limits) -> ApiRequest:
     fields = RequestFields(body)
     model = fields.required("model", _LONGEST_NAME)
     prompts = _prompts(fields, "input", limits.embeddings)
-    encoding = fields.take("encoding_format")
-    if encoding not in (None, "float", "base64"):
+    encoding = fields.take("encoding_format") or "float"
+    if encoding not in ("float", "base64"):
         raise fields.fail("encoding_format", "'float' or 'base64'")
-    found = EmbeddingFields(fields.integer("dimensions", 1, _INT32), encoding == "base64")
+    dimensions = fields.integer("dimensions", 1, _INT32)
     timeout = fields.number("timeout", 0, _LONGEST_SECONDS, open_below=True)
     fields.ignore(_IGNORED)
     for name, accepted in _UNSERVED_BY_EMBEDDINGS.items():
         fields.only(name, *accepted)
     fields.finish()
-    return ApiRequest(model, prompts, (), {}, SamplingParams(), 1, False, False, timeout, found)
+    return ApiRequest(model, prompts, (), {}, SamplingParams(), 1, False, False, timeout, encoding, dimensions)
 
 
 def _template(fields: RequestFields) -> dict[str, Any]:

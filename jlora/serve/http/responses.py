@@ -168,15 +168,15 @@ class ResponseWriter:
         return {"token": text, "logprob": _logprob(value), "bytes": list(raw)}
 
 
-def embeddings_body(model: str, choices: Sequence[Choice], prompt_tokens: int, as_base64: bool) -> bytes:
+def embeddings_body(model: str, choices: Sequence[Choice], usage: dict[str, int], encoding: str) -> bytes:
     """Return the body of a response with embeddings. They are encoded one by one, so that other threads run."""
     items: list[str] = []
     for i, choice in enumerate(choices):
         found = np.asarray(choice.embedding, "<f4")
-        value = base64.b64encode(found.tobytes()).decode() if as_base64 else found.tolist()
+        value = base64.b64encode(found.tobytes()).decode() if encoding == "base64" else found.tolist()
         items.append(_encode({"object": "embedding", "index": i, "embedding": value}))
-    usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
-    head = _encode({"object": "list", "model": model, "usage": usage})
+    tokens = {name: usage[name] for name in ("prompt_tokens", "total_tokens")}
+    head = _encode({"object": "list", "model": model, "usage": tokens})
     return f'{head[:-1]},"data":[{",".join(items)}]}}'.encode()
 
 

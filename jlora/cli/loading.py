@@ -13,6 +13,7 @@ from jlora._threads import elapsed
 from jlora.cli.text import size
 from jlora.errors import LoRAError, printable
 from jlora.models import Decoder, LoadProgress, Quantize, from_pretrained
+from jlora.models.json_file import read_json
 
 # The largest tokenizers in use have about 35 MB.
 _MAX_TOKENIZER_BYTES = 2**28
@@ -60,6 +61,17 @@ def load_tokenizer(file: Path) -> Any:
         tokenizer.no_padding()  # either may be saved with it, and would change a prompt without a word
         tokenizer.no_truncation()
         return tokenizer
+
+
+def check_last_token(folder: Path, tokenizer: Any) -> None:
+    """Raise `LoRAError` if the tokenizer lacks the last token that `add_eos_token` requires, as embeddings need it."""
+    file = folder / "tokenizer_config.json"
+    last, plain = (tokenizer.encode("a", add_special_tokens=special).ids[-1:] for special in (True, False))
+    if last == plain and file.is_file() and read_json(file).get("add_eos_token") is True:
+        raise LoRAError(
+            f"{file}: add_eos_token is true, and tokenizer.json adds no token at the end of a text; save the tokenizer "
+            "again with transformers"
+        )
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import jax
 from jlora import LoRAConfig, LoRAManager, LoRARequest, Survey
 from jlora.cli.budget import Budget, budget, skeleton, stored_dtype
 from jlora.cli.generate import device_errors
-from jlora.cli.loading import load_model, load_tokenizer
+from jlora.cli.loading import check_last_token, load_model, load_tokenizer
 from jlora.cli.text import one_line, patterns
 from jlora.errors import LoRAError, LoRAUsageError, printable
 from jlora.models import DecoderConfig, model_folder, quantized_config, read_config
@@ -55,6 +55,8 @@ def run_serve(args: argparse.Namespace) -> int:
     folder = model_folder(args.model, args.revision)
     config = quantized_config(read_config(folder / "config.json"), args.quantization)
     tokenizer = load_tokenizer(folder / "tokenizer.json")
+    if config.pooling is not None:
+        check_last_token(folder, tokenizer)
     chat = load_template(folder, None if args.chat_template is None else Path(args.chat_template).expanduser())
     sizes = _mesh_sizes(args, config)
     dtype = args.dtype

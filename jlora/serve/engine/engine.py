@@ -223,10 +223,14 @@ class Engine:
         width = self._steps.width
         if dimensions is not None and not 1 <= dimensions <= width:
             raise LoRAUsageError(f"dimensions must be from 1 to {width}, the model's width, got {dimensions}")
-        tokens = [self._tokens(prompt) for prompt in prompts]
-        for prompt in tokens:
-            room_for(prompt, self._longest, 0)
-            check_tokens(prompt, self._vocab)
+        tokens: list[list[int]] = []
+        for i, prompt in enumerate(prompts):
+            try:
+                tokens.append(self._tokens(prompt))
+                room_for(tokens[i], self._longest, 0)
+                check_tokens(tokens[i], self._vocab)
+            except LoRAUsageError as error:
+                raise LoRAUsageError(f"input {i}: {error}") from None
         found: dict[int, Generation] = {}
         try:
             with self._changed:

@@ -162,8 +162,8 @@ def read_embeddings(body: dict[str, Json], limits: Limits) -> ApiRequest:
     fields = RequestFields(body)
     model = fields.required("model", _LONGEST_NAME)
     prompts = _prompts(fields, "input", limits.embeddings)
-    encoding = fields.take("encoding_format") or "float"
-    if encoding not in ("float", "base64"):
+    encoding = fields.take("encoding_format")
+    if encoding not in (None, "float", "base64"):
         raise fields.fail("encoding_format", "'float' or 'base64'")
     dimensions = fields.integer("dimensions", 1, _INT32)
     timeout = fields.number("timeout", 0, _LONGEST_SECONDS, open_below=True)
@@ -171,6 +171,7 @@ def read_embeddings(body: dict[str, Json], limits: Limits) -> ApiRequest:
     for name, accepted in _UNSERVED_BY_EMBEDDINGS.items():
         fields.only(name, *accepted)
     fields.finish()
+    encoding = encoding or "float"
     return ApiRequest(model, prompts, (), {}, SamplingParams(), 1, False, False, timeout, encoding, dimensions)
 
 

@@ -1,6 +1,7 @@
 """Read a model folder and its tokenizer, with progress on stderr."""
 
 import contextlib
+import json
 import sys
 import time
 from collections.abc import Generator
@@ -13,7 +14,6 @@ from jlora._threads import elapsed
 from jlora.cli.text import size
 from jlora.errors import LoRAError, printable
 from jlora.models import Decoder, LoadProgress, Quantize, from_pretrained
-from jlora.models.json_file import read_json
 
 # The largest tokenizers in use have about 35 MB.
 _MAX_TOKENIZER_BYTES = 2**28
@@ -67,7 +67,7 @@ def check_last_token(folder: Path, tokenizer: Any) -> None:
     """Raise `LoRAError` if the tokenizer lacks the last token that `add_eos_token` requires, as embeddings need it."""
     file = folder / "tokenizer_config.json"
     last, plain = (tokenizer.encode("a", add_special_tokens=special).ids[-1:] for special in (True, False))
-    if last == plain and file.is_file() and read_json(file).get("add_eos_token") is True:
+    if last == plain and file.is_file() and json.loads(file.read_text("utf-8")).get("add_eos_token"):
         raise LoRAError(
             f"{file}: add_eos_token is true, and tokenizer.json adds no token at the end of a text; save the tokenizer "
             "again with transformers"

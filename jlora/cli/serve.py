@@ -55,9 +55,9 @@ def run_serve(args: argparse.Namespace) -> int:
     folder = model_folder(args.model, args.revision)
     config = quantized_config(read_config(folder / "config.json"), args.quantization)
     tokenizer = load_tokenizer(folder / "tokenizer.json")
+    chat = load_template(folder, None if args.chat_template is None else Path(args.chat_template).expanduser())
     if config.pooling is not None:
         check_last_token(folder, tokenizer)
-    chat = load_template(folder, None if args.chat_template is None else Path(args.chat_template).expanduser())
     sizes = _mesh_sizes(args, config)
     dtype = args.dtype
     if dtype == "auto":  # a CPU has no 16-bit arithmetic

@@ -366,7 +366,7 @@ def _module(
     use_rslora: bool,
 ) -> ModuleLoRA:
     a, b = header.matrix(key_a, rank, 0), header.matrix(key_b, rank, 1)
-    extras = {extra.name: header.shaped(key, extra.sizes(a.shape, b.shape)) for extra, key in beside.items()}
+    extras = {extra.name: header.shaped(key, b.shape[:1]) for extra, key in beside.items()}
     return ModuleLoRA(a=a, b=b, kind=kind, alpha=alpha, scaling=scaling_of(alpha, rank, use_rslora), **extras)
 
 

@@ -89,11 +89,10 @@ class ModuleLoRA:
             raise AdapterFormatError(f'ModuleLoRA.kind must be "linear" or "embedding", found {self.kind!r}')
         for extra in EXTRAS:
             if (array := getattr(self, extra.name)) is not None:
-                shape = extra.sizes(self.a.shape, self.b.shape)
-                _check(f"ModuleLoRA.{extra.name}", array, len(shape), f"a float NumPy array of shape {shape}")
-                if array.shape != shape:
+                _check(f"ModuleLoRA.{extra.name}", array, 1, "a float NumPy vector")
+                if array.shape != self.b.shape[:1]:
                     raise AdapterFormatError(
-                        f"ModuleLoRA: {extra.name} {array.shape} must have the shape {shape}, as a and b imply"
+                        f"ModuleLoRA: {extra.name} {array.shape} must have a value for each row of b {self.b.shape}"
                     )
 
     @property

@@ -20,7 +20,7 @@ from jlora.adapters.extras import Extra
 from jlora.errors import LoRAError
 from jlora.layers.finish.finisher import Finisher
 from jlora.layers.specs import Doubt
-from jlora.sharding.rules import KernelSharding, Names
+from jlora.sharding.rules import KernelSharding
 
 Blocks: TypeAlias = tuple[tuple[int, int], ...]
 HEAD = "jlora_head"  # prefix of the arrays of saved heads
@@ -52,7 +52,7 @@ class SlotSpec:
 
     A is [(layers,) S, (E,) n, R, K], B is [(layers,) S, (E,) R, N], and the ranks are float32 [(layers,) S, (E,) n, 2]:
     the true rank of each output slice, as a whole number, and the scale that multiplies its delta. The extras of the
-    finishers follow, float32 [(layers,) S, ...].
+    finishers follow, float32 [(layers,) S, N].
 
     Attributes:
       layers: length of the leading axis when the layer is a stack (`nnx.vmap` + `nnx.scan`), else None.
@@ -160,7 +160,7 @@ class SlotSpec:
             return (None,) * len(self.shapes)
         lead, (experts, *a), (_, *b) = ((),) * (len(self.stack) + 1), found.a, found.b
         own = (experts,) if self.experts is not None else ()
-        of_extras = [found.named(*lead, *split) for split in self.splits(found)]
+        of_extras = [found.named(*lead, found.outs)] * len(self.extras)
         return found.named(*lead, *own, *a), found.named(*lead, *own, *b), found.named(*lead, *own), *of_extras
 
     @functools.cached_property
@@ -234,19 +234,8 @@ class SlotSpec:
             (*lead, self.slices, self.stored_rank, self.stored_in),
             (*lead, self.max_rank, self.stored_out),
             (*lead, self.slices, 2),
-            *((*self.stack, self.num_slots, *sizes) for sizes in self.extra_sizes),
+            *[(*self.stack, self.num_slots, self.stored_out)] * len(self.extras),
         )
-
-    @property
-    def extra_sizes(self) -> tuple[tuple[int, ...], ...]:
-        """Shape of each of the extras in one slot of one layer."""
-        sizes = {"N": self.stored_out, "K": self.stored_in}
-        return tuple(tuple(sizes[axis] for axis in extra.shape) for extra in self.extras)
-
-    def splits(self, sharding: KernelSharding) -> list[tuple[Names, ...]]:
-        """Return the mesh axes that split each axis of `extra_sizes`."""
-        axes = {"N": sharding.outs, "K": sharding.ins}
-        return [tuple(axes[axis] for axis in extra.shape) for extra in self.extras]
 
     @property
     def fills(self) -> tuple[float, ...]:
@@ -262,7 +251,7 @@ class SlotSpec:
     def slot_nbytes(self) -> int:
         """Bytes of one slot: A, B, ranks and extras, on a mesh the sum over all shards."""
         values = self.slices * self.stored_rank * self.stored_in + self.max_rank * self.stored_out
-        extras = 4 * sum(map(math.prod, self.extra_sizes))
+        extras = 4 * self.stored_out * len(self.extras)
         return math.prod(self.rows) * (values * jnp.dtype(self.dtype).itemsize + 8 * self.slices + extras)
 
     @property

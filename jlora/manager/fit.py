@@ -50,9 +50,6 @@ def place(where: str, adapter: Adapter, index: SiteIndex) -> dict[str, Place]:
         if unserved := [extra.title for extra in extras if extra not in site.spec.extras]:
             problems.append(f"{name}: {unserved[0]} is served for linear layers, and this is {_kind(site)}")
             continue
-        if count < site.spec.slices and any("K" in extra.shape for extra in extras):
-            problems.append(f"{name}: an array of all input features is served for whole layers only")
-            continue
         if module.rank > site.spec.max_rank:
             too_large.setdefault(site.spec.max_rank, {})[name] = module.rank
             continue

@@ -68,7 +68,7 @@ class SlotFactors(NamedTuple):
       a: [S, (E,) n, R, K].
       b: [S, (E,) R, N].
       ranks: float32 [S, (E,) n, 2], true ranks and scales.
-      extras: the arrays of the finishers, float32 [S, ...].
+      extras: the arrays of the finishers, float32 [S, N].
     """
 
     a: Array
@@ -157,9 +157,9 @@ def add_delta(
     sharding = split_of(site.spec)
     sums = () if experts_reached(site) else sharding.experts
     complete = not reached(site)  # in the calling code; inside `local` it always is
-    if not complete and (unfit := [finisher.option for finisher in site.spec.finishers if not finisher.linear]):
+    if not complete and (unfit := [each for each in site.spec.finishers if not each.linear]):
         raise LoRAError(
-            f"{site.path}: LoRAConfig.{unfit[0]} is not served inside a jax.shard_map over "
+            f"{site.path}: LoRAConfig.{unfit[0].extras[0].option} is not served inside a jax.shard_map over "
             f"{' and '.join(map(repr, sharding.ins))}, where the output of the layer is a partial sum; call the layer "
             "outside"
         )
@@ -447,7 +447,7 @@ def factor_specs(slots: SlotSpec) -> SlotFactors:
     sharding = split_of(slots)
     own = ((),) if slots.experts is None else ((), sharding.experts)
     specs = partition(*own, *sharding.a[1:]), partition(*own, *sharding.b[1:]), partition(*own)
-    of_extras = [partition((), *split) for split in slots.splits(sharding)]
+    of_extras = [partition((), sharding.outs)] * len(slots.extras)
     return SlotFactors(*cast("Any", (*specs, of_extras)))
 
 

@@ -181,8 +181,7 @@ def open_checkpoint(
             if (head := found.attempt(None, _head, weight, bias, header)) is not None
         }
         try:
-            tokens = config.invocation_tokens
-            check_variants(where, modules, heads, extras=config.extras, invocation_tokens=tokens)
+            check_variants(where, modules, heads, config)
         except AdapterMismatchError as error:  # no `Adapter` has these modules
             found.found.append(error)
             found.raise_first()

@@ -17,6 +17,7 @@ from jlora._compat import Device, default_device
 from jlora._memory import device_bytes
 from jlora._typing import Backend
 from jlora.adapters.extras import Extra
+from jlora.config import LoRAConfig
 from jlora.errors import LoRAError
 from jlora.layers.finish.finisher import Finisher
 from jlora.layers.specs import Doubt
@@ -347,22 +348,20 @@ class ModelSites:
     """The sites of one wrapped model, held by its layers and its batches. Compared by identity.
 
     Attributes:
+      config: the configuration of the manager.
       sites: the sites that adapters can name. Each holds the sites of its shared slots.
       names: names of all modules of the model that a configuration can use.
       sharding: the sharding of one site. All sites have the same mesh and data axes. None off meshes.
       device: the device chosen for a model off meshes, or None.
-      adapters: the most adapters of a sequence, each with a factor; None for a single one without factors.
-      activated: True if batches hold the first active row of each sequence.
       groups: the declared row groups, without those of the batch's own sequences.
       intercepted: True if qwix had quantized the model when it was wrapped.
     """
 
-    sites: tuple[Site, ...]
-    names: frozenset[str] = field(repr=False)
-    sharding: KernelSharding | None
-    device: Device | None
-    adapters: int | None = None
-    activated: bool = False
+    config: LoRAConfig
+    sites: tuple[Site, ...] = ()
+    names: frozenset[str] = field(default=frozenset(), repr=False)
+    sharding: KernelSharding | None = None
+    device: Device | None = None
     groups: frozenset[str] = frozenset()
     intercepted: bool = False
 

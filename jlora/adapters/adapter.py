@@ -235,8 +235,8 @@ class Adapter:
     @classmethod
     def from_bytes(
         cls,
-        weights: bytes | memoryview,
-        config: bytes | memoryview,
+        weights: bytes | bytearray | memoryview,
+        config: bytes | bytearray | memoryview,
         *,
         name: str,
         dtype: DType | None = None,

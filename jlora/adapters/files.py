@@ -67,7 +67,7 @@ class MemoryFile(ReadFile):
       parts: Its bytes in order, as C-contiguous buffers. They are not copied.
     """
 
-    def __init__(self, name: str, *parts: bytes | memoryview):
+    def __init__(self, name: str, *parts: bytes | bytearray | memoryview):
         super().__init__()
         self._name = name
         self._parts = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]

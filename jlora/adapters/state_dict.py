@@ -15,7 +15,7 @@ from jlora.errors import AdapterFormatError, LoRAUsageError, printable
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def weights_file(adapter: str, tensors: Mapping[str, Any]) -> MemoryFile:
+def weights_file(adapter: str, tensors: Mapping[Any, Any]) -> MemoryFile:
     """Return the safetensors file of these tensors. Their values are not copied.
 
     Args:

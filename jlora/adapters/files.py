@@ -65,13 +65,16 @@ class MemoryFile(ReadFile):
     Args:
       name: Name of the file, for messages.
       parts: Its bytes in order, as C-contiguous buffers. They are not copied.
+
+    Attributes:
+      parts: The same, without those of no bytes.
     """
 
     def __init__(self, name: str, *parts: bytes | bytearray | memoryview):
         super().__init__()
         self._name = name
-        self._parts = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
-        self._starts = list(itertools.accumulate((part.nbytes for part in self._parts), initial=0))
+        self.parts = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
+        self._starts = list(itertools.accumulate((part.nbytes for part in self.parts), initial=0))
         self.size = self._starts[-1]
 
     def __str__(self) -> str:
@@ -82,7 +85,7 @@ class MemoryFile(ReadFile):
         at, end, i = offset, offset + len(buffer), bisect.bisect_right(self._starts, offset) - 1
         while at < end:
             upto = min(end, self._starts[i + 1])
-            buffer[at - offset : upto - offset] = self._parts[i][at - self._starts[i] : upto - self._starts[i]]
+            buffer[at - offset : upto - offset] = self.parts[i][at - self._starts[i] : upto - self._starts[i]]
             at, i = upto, i + 1
         super().read_into(offset, buffer)
 

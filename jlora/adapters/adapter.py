@@ -54,8 +54,7 @@ class Adapter:
         (`auto_mapping`, `revision`, `lora_dropout`, ...). They have no effect in jlora.
       unchecked: One line for each field that was not checked against the modules, because its regular expression
         (`target_modules` or `exclude_modules`) has no safe matcher. The tensors of the file decide in that case.
-      fingerprint: SHA-256 of the bytes read from the files, on a disk or in memory; None if the adapter was made by
-        `from_arrays`.
+      fingerprint: SHA-256 of the bytes read from the files; None if the adapter was not read from files.
       config: The rules of `adapter_config.json`, such as `target_modules`, of which `LoRAManager` compares the layers
         with those that have weights; None if the adapter was made from arrays.
 
@@ -468,7 +467,8 @@ class OpenAdapter:
           AdapterFormatError: The file holds NaN or infinity, holds a value too large for the dtype, or has changed.
         """
         modules, base_weights, heads = self.checkpoint.read(own, allow_nonfinite=allow_nonfinite)
-        fingerprint = hashlib.sha256(self.config.digest + self.checkpoint.file.digest()).hexdigest()
+        digest = self.checkpoint.file.digest()
+        fingerprint = hashlib.sha256(self.config.digest + digest).hexdigest() if digest else None
         return replace(self.adapter, modules=modules, base_weights=base_weights, heads=heads, fingerprint=fingerprint)
 
 

@@ -1,15 +1,18 @@
 """Training of several adapters in one step, on copies of their factors that no slot write changes."""
 
+import json
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jlora._compat import raw_value
@@ -24,15 +27,9 @@ from jlora.manager.packed_adapter import PackedAdapter, Placement
 from jlora.manager.update import stored
 
 # (model, batch, *inputs) -> the sum of the losses of each sequence, and the number of tokens that it sums (or weights).
-Loss = Callable[..., tuple[Float[Array, "B"], Float[Array, "B"]]]
-
-
-@runtime_checkable
-class Optimizer(Protocol):
-    """An `optax.GradientTransformation`."""
-
-    init: Any
-    update: Any
+Loss: TypeAlias = Callable[..., tuple[Float[Array, "B"], Float[Array, "B"]]]
+Optimizer: TypeAlias = Any  # optax.GradientTransformation
+Tree: TypeAlias = Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +59,7 @@ class _Factor:
         del axes[len(spec.stack)]
         if any((spec.in_blocks, spec.out_blocks)[self.half]):
             axes[-1] = None
-        return NamedSharding(found.mesh, PartitionSpec(None, *axes))
+        return NamedSharding(found.mesh, P(None, *axes))
 
     def put(self, slots: jax.Array, factor: jax.Array, places: jax.Array) -> jax.Array:
         """Return the slot array with these factors at `places`. A place beyond the slots drops them."""
@@ -106,8 +103,9 @@ class Trainer:
             groups.setdefault(optimizer, []).append(name)
         if not groups:
             raise LoRAUsageError("trainer takes adapter names -> optimizers, and at least one")
-        self._optimizers = {",".join(names): optimizer for optimizer, names in groups.items()}
-        self._members = {",".join(names): tuple(names) for names in groups.values()}
+        # Names are the keys, so that a state of other adapters, or in another order, is not taken for this one.
+        self._optimizers = {json.dumps(names): optimizer for optimizer, names in groups.items()}
+        self._members = {json.dumps(names): tuple(names) for names in groups.values()}
         self.names = tuple(name for names in groups.values() for name in names)
         self._packed = {name: _trainable(name, prepare) for name in self.names}
         self._factors = _factors_of(modules, model)
@@ -121,7 +119,7 @@ class Trainer:
         self._packed = {name: replace(packed, blocks=()) for name, packed in self._packed.items()}
         options: dict[str, Any] = {"donate_argnames": "state"}
         if any(factor.sharding for factor in self._factors.values()):  # so that a step returns what it takes
-            options["out_shardings"] = (jax.tree.map(lambda array: array.sharding, self.state), None)
+            options["out_shardings"] = (jax.tree.map(operator.attrgetter("sharding"), self.state), None)
         self._jitted = jit(self._advance, **options)
         self._model = model
         self._slices = jax.jit(self._sliced, static_argnums=0)
@@ -179,7 +177,7 @@ class Trainer:
         """Return PEFT's state dict of a trained adapter: tensor name -> float32 A [r, K] or B [N, r], on the device."""
         group = self._group(name)
         index = self._members[group].index(name)
-        return self._slices(self._packed[name].placements, self.state[group]["factors"], index)
+        return cast("Tree", self._slices(self._packed[name].placements, self.state[group]["factors"], index))
 
     def publish(self, *names: str) -> dict[str, int]:
         """Make the trained weights of adapters (none named: all) those that the manager serves, without a file.
@@ -214,10 +212,11 @@ class Trainer:
 
     def _begin(self, names: tuple[str, ...]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         """Return the factors of adapters on the host as arrays of a group, and masks of the values that they have."""
-        values = {key: np.zeros((len(names), *f.shape), np.float32) for key, f in self._factors.items()}
+        values = {key: np.zeros((len(names), *each.shape), np.float32) for key, each in self._factors.items()}
+        # One column does for A, whose rows are all of one rank.
         masks = {
-            key: np.zeros((*v.shape[:-1], v.shape[-1] if self._factors[key].half else 1), bool)
-            for key, v in values.items()
+            key: np.zeros(array.shape if self._factors[key].half else (*array.shape[:-1], 1), bool)
+            for key, array in values.items()
         }
         for i, name in enumerate(names):
             packed = self._packed[name]
@@ -228,36 +227,33 @@ class Trainer:
                     where = (i, *_row(p.site.spec, p.row), *own)
                     values[key][where] = held[p.site, p.row][j][own].astype(np.float32)
                     masks[key][where] = True
-        sharding = {key: factor.sharding for key, factor in self._factors.items()}
-        return {k: _put(v, sharding[k]) for k, v in values.items()}, {k: _put(m, None) for k, m in masks.items()}
+        put = {key: jax.device_put(array, self._factors[key].sharding) for key, array in values.items()}
+        return put, {key: jnp.asarray(mask) for key, mask in masks.items()}
 
-    def _initial(self, group: str, factors: dict[str, jax.Array]) -> Any:
+    def _initial(self, group: str, factors: dict[str, jax.Array]) -> Tree:
         """Return the state of the optimizer of a group, with the adapters on the first axis, sharded as the factors."""
         init = jax.vmap(self._optimizers[group].init)
-        meshes = [factor.sharding.mesh for factor in self._factors.values() if factor.sharding is not None]
+        mesh = next((each.sharding.mesh for each in self._factors.values() if each.sharding is not None), None)
+        if mesh is None:
+            return cast("Tree", jax.jit(init)(factors))
 
-        def where(path: Any, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        def where(path: Any, leaf: jax.ShapeDtypeStruct) -> Any:
             like = factors.get(getattr(path[-1], "key", "")) if path else None
-            if like is not None and like.shape == leaf.shape:
-                return cast("NamedSharding", like.sharding)
-            return NamedSharding(meshes[0], PartitionSpec())
+            return NamedSharding(mesh, P()) if like is None or like.shape != leaf.shape else like.sharding
 
-        if not meshes:
-            return jax.jit(init)(factors)
-        return jax.jit(init, out_shardings=jax.tree_util.tree_map_with_path(where, jax.eval_shape(init, factors)))(
-            factors
-        )
+        shardings: Tree = jax.tree_util.tree_map_with_path(where, jax.eval_shape(init, factors))
+        return cast("Tree", jax.jit(init, out_shardings=shardings)(factors))
 
     def _advance(
         self, model: Any, state: Any, batch: LoRABatch, places: Any, owners: Int[Array, "B"], masks: Any, *inputs: Any
     ) -> Any:
         """Return the state after a step, and the loss of each adapter."""
-        graphdef, slots, rest = nnx.split(model, lambda path, _: _key(path) in self._factors, ...)
+        graphdef, slots, rest = cast("Any", nnx.split(model, lambda path, _: _key(path) in self._factors, ...))
         count = len(self.names)
 
         def total(factors: Any) -> Any:
             placed: list[Any] = []
-            for path, variable in nnx.to_flat_state(slots):
+            for path, variable in cast("Any", nnx.to_flat_state(slots)):
                 key, array = _key(path), raw_value(variable)
                 for group in factors:
                     array = self._factors[key].put(array, factors[group][key], places[group])
@@ -293,14 +289,18 @@ class Trainer:
         return found
 
 
-def _moved(optimizer: Optimizer, own: Any, gradients: Any, masks: Any, active: jax.Array) -> Any:
+def _moved(optimizer: Optimizer, own: Tree, gradients: Tree, masks: Tree, active: jax.Array) -> Tree:
     """Return the factors and the optimizer state of one adapter after a step, unchanged if it is not active."""
     updates, state = optimizer.update(gradients, own["optimizer"], own["factors"])
-    factors = jax.tree.map(
-        lambda x, update, mask: jnp.where(mask, x + update.astype(x.dtype), x), own["factors"], updates, masks
-    )
-    new = {"factors": factors, "optimizer": state}
-    return jax.tree.map(lambda after, before: jnp.where(active, after, before), new, own)
+
+    def added(factor: jax.Array, update: jax.Array, mask: jax.Array) -> jax.Array:
+        return jnp.where(mask, factor + update.astype(factor.dtype), factor)
+
+    def chosen(after: jax.Array, before: jax.Array) -> jax.Array:
+        return jnp.where(active, after, before)
+
+    factors = jax.tree.map(added, own["factors"], updates, masks)
+    return jax.tree.map(chosen, {"factors": factors, "optimizer": state}, own)
 
 
 def _trainable(name: str, prepare: Callable[..., LoRABatch]) -> PackedAdapter:
@@ -334,8 +334,9 @@ def _factors_of(modules: Mapping[Site, nnx.Module], model: nnx.Module) -> dict[s
         if site.kind != "head"
         for name, half in zip(site.attributes, site.spec.factors, strict=False)
     }
-    flat = nnx.to_flat_state(nnx.state(model, SlotParam))
-    return {_key(path): known[id(raw_value(v))] for path, v in flat if id(raw_value(v)) in known}
+    flat: list[Any] = [*nnx.to_flat_state(nnx.state(model, SlotParam))]
+    found = {_key(path): known.get(id(raw_value(variable))) for path, variable in flat}
+    return {key: factor for key, factor in found.items() if factor is not None}
 
 
 def _key(path: Any) -> str:
@@ -351,7 +352,3 @@ def _where(p: Placement, half: int) -> tuple[slice, ...]:
     if half:
         return slice(p.rank), p.site.spec.columns(p.first, p.count)
     return slice(p.first, p.first + p.count), slice(p.rank)
-
-
-def _put(array: np.ndarray, sharding: NamedSharding | None) -> jax.Array:
-    return jnp.asarray(array) if sharding is None else jax.device_put(array, sharding)

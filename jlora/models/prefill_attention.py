@@ -12,6 +12,7 @@ causal if the queries too are read backwards.
 
 from collections.abc import Callable
 from functools import reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +28,7 @@ _BLOCKS = (512, 256, _LANES)  # numbers of queries or keys in a block of splash 
 # (q, k, v, causal, window, lengths, alone) -> out [B, L, H, D] and the logarithms [B, H, L] of the sums of exp(score).
 # Causal query i sees keys 0..i, and no key but the latest `window`. `lengths` [B] is the number of keys of a sequence.
 # With `alone` the logarithms are None, and out has a gradient.
-Kernel = Callable[
-    [jax.Array, jax.Array, jax.Array, bool, int | None, jax.Array | None, bool], tuple[jax.Array, jax.Array | None]
-]
+Kernel = Callable[[jax.Array, jax.Array, jax.Array, bool, int | None, jax.Array | None, bool], tuple[jax.Array, Any]]
 
 
 def kernel_of(platform: str, dtype: DType, width: int) -> Kernel | None:
@@ -139,7 +138,7 @@ def _(*_: object) -> tuple[jax.Array, jax.Array]:
 
 def cudnn(
     q: jax.Array, k: jax.Array, v: jax.Array, causal: bool, window: int | None, lengths: jax.Array | None, alone: bool
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, Any]:
     """Run cuDNN's attention, a `Kernel`."""
     if lengths is None:
         out, sums = cudnn_attention(q, k, v, causal=causal, window=window)
@@ -159,7 +158,7 @@ def splash(
     alone: bool,
     *,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, Any]:
     """Run JAX's splash attention, a `Kernel`. `interpret` runs it in the Pallas interpreter, for tests.
 
     The library has a gradient only where it does not return the sums.
@@ -190,12 +189,12 @@ def splash(
         interpret=interpret,
     )
 
-    def run() -> tuple[jax.Array, jax.Array | None]:
+    def run() -> tuple[jax.Array, Any]:
         segments = None
         if lengths is not None:
             beyond = jnp.arange(keys)[None] >= lengths[:, None]
             segments = library.SegmentIds(jnp.zeros((batch, queries), jnp.int32), beyond.astype(jnp.int32))
-        found = jax.vmap(kernel)(q, k, v, segments)
+        found: Any = jax.vmap(kernel)(q, k, v, segments)
         out, sums = (found, None) if alone else (found[0], found[1][0][:, :, :length])
         return out[:, :, :length].swapaxes(1, 2), sums
 

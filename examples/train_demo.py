@@ -294,7 +294,7 @@ def fuse_experts(adapter: jlora.Adapter, num_experts: int) -> jlora.Adapter:
 
 
 def save_base(model: Decoder, folder: Path) -> None:
-    """Write a Hugging Face checkpoint with rounded bfloat16 kernels [out, in] and separate parts of merged projections."""
+    """Write a Hugging Face checkpoint: rounded bfloat16 kernels [out, in], and separate parts of merged projections."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):

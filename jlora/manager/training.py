@@ -258,7 +258,10 @@ class Trainer:
                 for group in factors:
                     array = self._factors[key].put(array, factors[group][key], places[group])
                 placed.append((path, variable.replace(array)))
-            losses, weights = self._loss(nnx.merge(graphdef, nnx.from_flat_state(placed), rest), batch, *inputs)
+            # Flax refuses variables of the outer trace inside `nnx.scan`. The copies are of this one.
+            arrays, tree = jax.tree.flatten((nnx.from_flat_state(placed), rest))
+            own = cast("Any", jax.tree.unflatten(tree, arrays))
+            losses, weights = self._loss(nnx.merge(graphdef, *own), batch, *inputs)
             zeros = jnp.zeros(count, jnp.float32)
             weight = zeros.at[owners].add(jax.lax.stop_gradient(weights).astype(jnp.float32), mode="drop")
             summed = zeros.at[owners].add(losses.astype(jnp.float32), mode="drop")

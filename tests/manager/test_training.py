@@ -14,9 +14,11 @@ from flax import nnx
 
 import jlora
 from jlora.models import Decoder, DecoderConfig, MoEConfig
+from tests.layers.expert_models import HIDDEN, Scanned, Seams, reference
 from tests.layers.merging import Target, make_dora
 from tests.layers.mesh_models import some_devices
 from tests.manager import tiny
+from tests.manager.test_shared_experts import ADAPTERS, plain
 
 TOKENS = np.random.default_rng(0).integers(0, tiny.VOCAB, (6, 5)).astype(np.int32)
 QUERY, VALUE, HEAD = "layers.0.q_proj", "layers.1.v_proj", "lm_head"
@@ -340,6 +342,39 @@ def test_experts():
     losses, manager, trainer, tokens = decoder_run(decoder_of(MIXTURE), EXPERTS)
     assert all(losses[0][name] > losses[1][name] > losses[2][name] for name in EXPERTS)
     check_next_loss(manager, trainer, tokens)
+
+
+def test_stacked_layers_and_experts_that_share_factors():
+    """The loss of a step is that of the weights exported before it, merged in NumPy."""
+    model, names = Scanned(Seams, nnx.Rngs(0)), ["full", "s", "t", "s"]
+    sizes = {"max_loras": 4, "expert_slots": {"per_expert": 2, "shared": 2}}
+    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_lora_rank=4, max_cpu_loras=8, **sizes))
+    for name in set(names):
+        manager.add_adapter(ADAPTERS[name])
+    x = np.random.default_rng(0).normal(size=(4, 2, HIDDEN)).astype(np.float32)
+
+    def loss(model, batch, x):
+        with jlora.use(batch):
+            return jnp.square(model(x)).sum((1, 2)), jnp.ones(len(x))
+
+    trainer = manager.trainer(loss, dict.fromkeys(ADAPTERS.keys() - {"dense"}, optax.adam(0.01)))
+    before = {}
+    for _ in range(3):
+        weights = {name: plain(trainer.adapter(name)) for name in trainer.names}
+        with manager.prepare(names) as batch:
+            losses = trainer.step(batch, x)
+        for name in trainer.names:
+            rows = x[[each == name for each in names]]
+            want = np.mean([np.square(reference(model, row, [weights[name]] * 2)).sum() for row in rows])
+            assert float(losses[name]) == pytest.approx(want, rel=1e-4)
+            assert losses[name] < before.get(name, np.inf)
+        before = losses
+    published = {name: trainer.adapter(name).modules for name in trainer.publish()}
+    for name, modules in published.items():
+        manager.activate_adapter(name)
+        for module, served in manager.export_adapter(name).modules.items():
+            np.testing.assert_array_equal(served.a, modules[module].a)
+            np.testing.assert_array_equal(served.b, modules[module].b)
 
 
 @pytest.mark.parametrize(("base", "tolerance"), [("bfloat16", 1e-3), ("int8", 1e-5)])

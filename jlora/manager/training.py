@@ -259,7 +259,7 @@ class Trainer:
                     array = self._factors[key].put(array, factors[group][key], places[group])
                 placed.append((path, variable.replace(array)))
             # Flax refuses variables of the outer trace inside `nnx.scan`. The copies are of this one.
-            arrays, tree = jax.tree.flatten((nnx.from_flat_state(placed), rest))
+            arrays, tree = cast("Any", jax.tree.flatten((nnx.from_flat_state(placed), rest)))
             own = cast("Any", jax.tree.unflatten(tree, arrays))
             losses, weights = self._loss(nnx.merge(graphdef, *own), batch, *inputs)
             zeros = jnp.zeros(count, jnp.float32)

@@ -55,7 +55,7 @@ def test_an_upload_adds_an_adapter(service, engine):
     assert (answer.status, answer.text) == (200, "Success: LoRA adapter 'new' added successfully.")
     (adapter,) = engine.uploaded
     expected = Adapter.from_pretrained(FOLDER)
-    assert (adapter.name, adapter.fingerprint) == ("new", expected.fingerprint)
+    assert adapter.name == "new"
     for name, lora in expected.modules.items():
         np.testing.assert_array_equal(adapter.modules[name].b, lora.b)
     card = ask(service, "GET", "/v1/models/new").json

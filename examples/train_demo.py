@@ -220,7 +220,7 @@ def train_adapters(model: Decoder, demo: Demo, steps: int, out: Path, checkpoint
         return [np.concatenate(column) for column in zip(*parts, strict=True)]
 
     started, first = time.time(), 0
-    options = ocp.CheckpointManagerOptions(save_interval_steps=100, max_to_keep=1)
+    options = ocp.CheckpointManagerOptions(save_interval_steps=max(1, steps // 10), max_to_keep=2)
     kept = None if checkpoints is None else ocp.CheckpointManager(checkpoints.absolute(), options=options)
     if kept is not None and (latest := kept.latest_step()) is not None:
         trainer.state = kept.restore(latest, args=ocp.args.StandardRestore(trainer.state))

@@ -260,7 +260,7 @@ class Trainer:
                 placed.append((path, variable.replace(array)))
             # Flax refuses variables of the outer trace inside `nnx.scan`. The copies are of this one.
             arrays, tree = cast("Any", jax.tree.flatten((nnx.from_flat_state(placed), rest)))
-            own = cast("Any", jax.tree.unflatten(tree, arrays))
+            own = jax.tree.unflatten(tree, arrays)
             losses, weights = self._loss(nnx.merge(graphdef, *own), batch, *inputs)
             zeros = jnp.zeros(count, jnp.float32)
             weight = zeros.at[owners].add(jax.lax.stop_gradient(weights).astype(jnp.float32), mode="drop")

@@ -353,6 +353,7 @@ def test_experts():
     check_next_loss(manager, trainer, tokens)
 
 
+@pytest.mark.slow
 def test_stacked_layers_and_experts_that_share_factors():
     """The loss of a step is that of the weights exported before it, merged in NumPy."""
     model, names = Scanned(Seams, nnx.Rngs(0)), ["full", "s", "t", "s"]

@@ -375,7 +375,7 @@ class Adapter:
         for name, array in self.base_weights.items():
             part = "base_layer.weight" if name in self.modules else "weight"
             tensors[f"base_model.model.{name}.{part}"] = array
-        return tensors
+        return {key: np.asarray(array) for key, array in tensors.items()}
 
     def _experts(self) -> dict[str, str]:
         """Map each `ExpertsLoRA` to the module name of its tensors. Raise if a load would give another LoRA."""

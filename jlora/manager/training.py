@@ -213,11 +213,7 @@ class Trainer:
     def _begin(self, names: tuple[str, ...]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         """Return the factors of adapters on the host as arrays of a group, and masks of the values that they have."""
         values = {key: np.zeros((len(names), *each.shape), np.float32) for key, each in self._factors.items()}
-        # One column does for A, whose rows are all of one rank.
-        masks = {
-            key: np.zeros(array.shape if self._factors[key].half else (*array.shape[:-1], 1), bool)
-            for key, array in values.items()
-        }
+        masks = {key: np.zeros(array.shape, bool) for key, array in values.items()}
         for i, name in enumerate(names):
             packed = self._packed[name]
             held = unpack(packed.blocks, {(p.site, p.row) for p in packed.placements})
@@ -281,14 +277,10 @@ class Trainer:
     def _sliced(self, placements: tuple[Placement, ...], factors: dict[str, jax.Array], index: jax.Array) -> Any:
         found: dict[str, jax.Array] = {}
         for p in placements:
-            names = (
-                ("lora_embedding_A", "lora_embedding_B")
-                if p.site.kind == "embedding"
-                else ("lora_A.weight", "lora_B.weight")
-            )
+            name = "lora_embedding_{}" if p.site.kind == "embedding" else "lora_{}.weight"
             for j in p.site.spec.factors:
                 array = factors[self._keys[p.site, j]][index][(*_row(p.site.spec, p.row), *_where(p, j))]
-                found[f"base_model.model.{p.module}.{names[j]}"] = array.T if j else array[0]
+                found[f"base_model.model.{p.module}.{name.format('AB'[j])}"] = array.T if j else array[0]
         return found
 
 
@@ -317,9 +309,7 @@ def _trainable(name: str, prepare: Callable[..., LoRABatch]) -> PackedAdapter:
         packed = cast("PackedAdapter", batch.lease.adapters[0])
     for p in packed.placements:
         if p.site.kind == "head" or p.extras:
-            title = (
-                "a saved head" if p.site.kind == "head" else ", ".join(e.title for e in EXTRAS if e.name in p.extras)
-            )
+            title = ", ".join(extra.title for extra in EXTRAS if extra.name in p.extras) or "a saved head"
             raise LoRAUsageError(f"adapter {name!r}: {p.module} has {title}, and only A and B are trained")
         if p.count > 1 and p.site.spec.in_features:
             raise LoRAUsageError(

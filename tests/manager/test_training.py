@@ -437,7 +437,11 @@ def test_eight_devices_train_as_one(config, ranks, options):
 
 
 def test_adapters_that_are_not_trained_are_refused():
-    manager = served(dora=True)
+    manager = served(dora=True, saved_heads={"o_proj": 16})
+    head = jlora.SavedHead(np.ones((16, 16), np.float32), np.ones(16, np.float32))
+    manager.add_adapter(replace(fresh("query"), name="head", heads={"layers.0.o_proj": head}))
+    with pytest.raises(jlora.LoRAUsageError, match=r"'head': layers\.0\.o_proj has a saved head, and only A and B"):
+        manager.trainer(loss, {"head": optax.sgd(0.1)})
     manager.add_adapter(make_dora("dora", [Target(QUERY, 16, 16, "")], 2))
     with pytest.raises(jlora.LoRAUsageError, match=r"'dora': layers\.0\.q_proj has DoRA, and only A and B are trained"):
         manager.trainer(loss, {"dora": optax.sgd(0.1)})

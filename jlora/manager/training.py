@@ -145,9 +145,7 @@ class Trainer:
         if lease is None or lease.closed:
             raise LoRAUsageError("Trainer.step takes an open batch of its manager, outside jax.jit")
         if any(len(parts) > 1 for parts in lease.parts):
-            raise LoRAUsageError(
-                "Trainer.step: a sequence has a Mix of adapters; train each adapter on its own sequences"
-            )
+            raise LoRAUsageError("Trainer.step: a sequence has several adapters; train each on sequences of its own")
         slots: dict[str, int] = {}
         for packed in cast("tuple[PackedAdapter, ...]", lease.adapters):
             if (known := self._packed.get(packed.name)) is None:

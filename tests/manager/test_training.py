@@ -461,7 +461,7 @@ def test_batches_that_cannot_be_trained_are_refused():
     trainer = manager.trainer(loss, {"query": optax.sgd(0.1)})
     before = jax.device_get(trainer.state)
     mixed = manager.prepare([jlora.Mix({"query": 1.0, "wide": 0.5})] * 6)
-    with mixed as batch, pytest.raises(jlora.LoRAUsageError, match="a Mix of adapters"):
+    with mixed as batch, pytest.raises(jlora.LoRAUsageError, match="a sequence has several adapters"):
         trainer.step(batch, TOKENS)
     with pytest.raises(jlora.LoRAUsageError, match="open batch"):
         trainer.step(batch, TOKENS)

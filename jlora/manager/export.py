@@ -31,19 +31,22 @@ def export(packed: PackedAdapter, slot: int, modules: Mapping[Site, nnx.Module])
         factors = _slot(site, slot, modules[site])
         return lambda row: [factor[row] for factor in factors]
 
-    return _export(packed, modules, factors_of)
+    return export_factors(packed, modules, factors_of)
 
 
 def export_blocks(packed: PackedAdapter, sites: Iterable[Site]) -> Adapter:
     """Return the adapter that the blocks of `packed` hold, as `export` returns that of a slot."""
     found = unpack(packed.blocks, {(p.site, p.row) for p in packed.placements})
-    return _export(packed, sites, lambda site: lambda row: [found[site, row][j] for j in site.spec.factors])
+    return export_factors(packed, sites, lambda site: lambda row: [found[site, row][j] for j in site.spec.factors])
 
 
-def _export(
+def export_factors(
     packed: PackedAdapter, sites: Iterable[Site], factors_of: Callable[[Site], Callable[[int], list[np.ndarray]]]
 ) -> Adapter:
-    """Return an adapter. `factors_of(site)(row)` are A [n, R, K] and B [R, N], or the only one that the site holds."""
+    """Return an adapter of these factors.
+
+    `factors_of(site)(row)` are A [n, R, K] and B [R, N], or the only one that the site holds.
+    """
     about = packed.about or Adapter(name=packed.name, modules={})
     by_site: dict[Site, list[Placement]] = {}
     for p in packed.placements:

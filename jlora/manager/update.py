@@ -420,12 +420,12 @@ def _assemble(shape: _Shape, given: Sequence[jax.Array], old: Sequence[Any]) -> 
         stacked_a, stacked_b = jnp.stack(all_a), jnp.stack(all_b)
         finite &= jnp.isfinite(stacked_a).all() & jnp.isfinite(stacked_b).all()
         step = rank_step(spec)
-        stacked_a, stacked_b = _stored(stacked_a, spec.in_blocks), _stored(stacked_b, spec.out_blocks)
+        stacked_a, stacked_b = stored(stacked_a, spec.in_blocks), stored(stacked_b, spec.out_blocks)
         made.append([(stacked_a[:, :, s : s + step], stacked_b[:, s : s + step]) for s in starts])
     return made, finite
 
 
-def _stored(factors: jax.Array, blocks: Sequence[tuple[int, int]]) -> jax.Array:
+def stored(factors: jax.Array, blocks: Sequence[tuple[int, int]]) -> jax.Array:
     """Return factors [..., features] in the stored order of features (see `SlotSpec.in_blocks`)."""
     if not blocks:
         return factors

@@ -6,7 +6,7 @@ It is made once a step and shared by every layer.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -209,11 +209,65 @@ def _build(ids, counts, single: bool, num_rows: int, num_groups: int, tile_m: in
     return Plan(row_order, row_slot, rows.reshape(-1), tile_group, tile_start, tile_end, tiles_used, num_groups, tile_m)
 
 
+class Segments(NamedTuple):
+    """Consecutive rows of one group, for sums over the rows of every group.
+
+    Attributes:
+      order: [M] rows sorted by group; those without a group come last.
+      pieces: [4, S] group of each segment, its sorted positions from a first to before a last, and its slot. A group of
+        up to `length` rows is one segment, of slot -1. The segments of a longer one have slots of their own. Rows
+        without a group are segments of group `num_groups`.
+      long: [3, L] groups of several segments, the first slot of each, and the number of its segments, `num_groups` and
+        0 past the last one.
+      slots: Static bound on the number of slots.
+    """
+
+    order: Int[jax.Array, "M"]
+    pieces: Int[jax.Array, "4 S"]
+    long: Int[jax.Array, "3 L"]
+    slots: int
+
+
+def segments(plan: Plan, length: int) -> Segments:
+    """Cut the rows of every group into segments of at most `length` rows."""
+    groups, rows = plan.num_groups, plan.num_rows
+    order, group = plan.row_order, plan.row_groups
+    if plan.experts > 1 and plan.num_tiles == rows:  # the plan may be unsorted
+        order = jnp.argsort(group, stable=True).astype(jnp.int32)
+    ids = jnp.arange(groups + 1, dtype=jnp.int32)
+    end = _count_up_to(group[order], ids)
+    start = jnp.concatenate([jnp.zeros(1, jnp.int32), end[:-1]])
+    count = jnp.maximum(1, -(-(end - start) // length))
+    count_end = jnp.cumsum(count)
+    several = (count > 1) & (ids < groups)
+    slots = jnp.cumsum(jnp.where(several, count, 0))
+
+    s = jnp.arange(groups + 1 + rows // length, dtype=jnp.int32)
+    own, used = _interval(count_end, s)
+    nth = s - (count_end - count)[own]
+    first = jnp.where(used, start[own] + nth * length, rows)
+    last = jnp.where(used, jnp.minimum(first + length, end[own]), rows)
+    slot = jnp.where(several[own], (slots - count)[own] + nth, -1)
+    pieces = jnp.stack([jnp.where(used, own, groups), first, last, jnp.where(used, slot, -1)])
+
+    most = rows // (length + 1)
+    place = jnp.where(several, jnp.cumsum(several) - 1, most)
+    long = [jnp.full(most, empty, jnp.int32).at[place].set(v, mode="drop") for v, empty in (
+        (ids, groups), (slots - count, 0), (count, 0)
+    )]
+    return Segments(order, pieces.astype(jnp.int32), jnp.stack(long), most + rows // length if most else 0)
+
+
 def _interval(ends, values):
-    """Return the index of the interval that contains each value, and whether there is one; `ends` must rise.
+    """Return the index of the interval that contains each value, and whether there is one; `ends` must rise."""
+    index = _count_up_to(ends, values)
+    return jnp.minimum(index, len(ends) - 1), index < len(ends)
+
+
+def _count_up_to(ends, values):
+    """Return the number of `ends`, which must rise, that are at most each value.
 
     For few pairs, comparing all of them is one pass. A binary search is a chain of gathers.
     """
     method = "compare_all" if len(ends) * len(values) <= _COMPARED_AT_ONCE else "scan_unrolled"
-    index = jnp.searchsorted(ends, values, side="right", method=method).astype(jnp.int32)
-    return jnp.minimum(index, len(ends) - 1), index < len(ends)
+    return jnp.searchsorted(ends, values, side="right", method=method).astype(jnp.int32)

@@ -183,7 +183,7 @@ def _build(ids, counts, single: bool, num_rows: int, num_groups: int, tile_m: in
 
     # 2. Assign tile t to the first leader whose tiles end past t.
     t = jnp.arange(max_tiles(num_rows, tile_m, max_active), dtype=jnp.int32)
-    run, used = _interval(tiles_end, t)
+    run, used = interval(tiles_end, t)
     start = run_start[run] + (t - (tiles_end[run] - tiles[run])) * tile_m
     tile_start = jnp.where(used, start, num_rows)
     tile_end = jnp.where(used, jnp.minimum(start + tile_m, group_end[run]), num_rows)
@@ -194,12 +194,12 @@ def _build(ids, counts, single: bool, num_rows: int, num_groups: int, tile_m: in
     if single:
         row_order = order
     else:
-        run, used = _interval(run_end, p)
+        run, used = interval(run_end, p)
         first_row = (jnp.cumsum(counts) - counts)[order]
         row_order = jnp.where(used, first_row[run] + p - run_start[run], p)
 
     # 4. Non-empty tiles cover the sorted rows without gaps, so p belongs to the first tile that ends past p.
-    tile, _ = _interval(tile_end, p)
+    tile, _ = interval(tile_end, p)
     inside = (tile_start[tile] <= p) & (p < tile_end[tile])
     slot = jnp.where(inside, tile * tile_m + p - tile_start[tile], len(t) * tile_m)
     row_slot = jnp.zeros(num_rows, jnp.int32).at[row_order].set(slot, unique_indices=True)
@@ -228,14 +228,22 @@ class Segments(NamedTuple):
     slots: int
 
 
+def bounds(plan: Plan) -> tuple[Int[jax.Array, "M"], Int[jax.Array, "G+1"]]:
+    """Return the rows sorted by group, and the sorted position before which each group ends.
+
+    Rows without a group come last, as group G.
+    """
+    order, group = plan.row_order, plan.row_groups
+    if plan.experts > 1 and plan.num_tiles == plan.num_rows:  # the plan may be unsorted
+        order = jnp.argsort(group, stable=True).astype(jnp.int32)
+    return order, _count_up_to(group[order], jnp.arange(plan.num_groups + 1, dtype=jnp.int32))
+
+
 def segments(plan: Plan, length: int) -> Segments:
     """Cut the rows of every group into segments of at most `length` rows."""
     groups, rows = plan.num_groups, plan.num_rows
-    order, group = plan.row_order, plan.row_groups
-    if plan.experts > 1 and plan.num_tiles == rows:  # the plan may be unsorted
-        order = jnp.argsort(group, stable=True).astype(jnp.int32)
     ids = jnp.arange(groups + 1, dtype=jnp.int32)
-    end = _count_up_to(group[order], ids)
+    order, end = bounds(plan)
     start = jnp.concatenate([jnp.zeros(1, jnp.int32), end[:-1]])
     count = jnp.maximum(1, -(-(end - start) // length))
     count_end = jnp.cumsum(count)
@@ -243,7 +251,7 @@ def segments(plan: Plan, length: int) -> Segments:
     slots = jnp.cumsum(jnp.where(several, count, 0))
 
     s = jnp.arange(groups + 1 + rows // length, dtype=jnp.int32)
-    own, used = _interval(count_end, s)
+    own, used = interval(count_end, s)
     nth = s - (count_end - count)[own]
     first = jnp.where(used, start[own] + nth * length, rows)
     last = jnp.where(used, jnp.minimum(first + length, end[own]), rows)
@@ -258,7 +266,7 @@ def segments(plan: Plan, length: int) -> Segments:
     return Segments(order, pieces.astype(jnp.int32), jnp.stack(long), most + rows // length if most else 0)
 
 
-def _interval(ends, values):
+def interval(ends, values):
     """Return the index of the interval that contains each value, and whether there is one; `ends` must rise."""
     index = _count_up_to(ends, values)
     return jnp.minimum(index, len(ends) - 1), index < len(ends)

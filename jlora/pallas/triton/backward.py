@@ -38,7 +38,7 @@ from jlora.pallas.triton.parts import (
 )
 from jlora.pallas.xla import all_ranks, sum_by_source
 
-MOST_RANKS = 128  # ranks whose sums a program keeps in registers
+MOST_RANKS = 64  # ranks whose sums a program keeps in registers
 _PIECE = 2048  # elements of the partial sums that one program adds
 
 
@@ -60,9 +60,9 @@ def choose(rows: int, columns: int, ranks: int, itemsize: int, gpu: GPU | None) 
     """
     gpu = current_gpu() if gpu is None else gpu
     segment = max(512, -(-rows // 8 // 64) * 64)
-    step = min(64, matrix_rows(rows))
-    block = 256 if ranks <= 16 else 128 if ranks <= 64 else 64
-    block = block // 2 if itemsize == 4 else block
+    step = min(32 if itemsize == 4 else 64, matrix_rows(rows))
+    block = 256 if ranks <= 16 else 128 if ranks <= 32 else 64
+    block = 64 if itemsize == 4 else block
     while block > 64 and max(1, rows // segment) * pl.cdiv(columns, block) < 3 * gpu.multiprocessors // 2:
         block //= 2
     stages = 3

@@ -276,7 +276,11 @@ def main():
     if args.small:
         args.tokens //= 32
     rows, layer = [], dict.fromkeys((f"{name}_us" for name in FORMS), 0.0)
-    print(f"{'':8s}" + "".join(f"{name:>10s}" for name in (*FORMS[:4], "ragged", "ragged_b")) + "  b/f      again/f  xla/f")
+    print(
+        f"{'':8s}"
+        + "".join(f"{name:>10s}" for name in (*FORMS[:4], "ragged", "ragged_b"))
+        + "  b/f      again/f  xla/f"
+    )
     for name in args.projections or shapes:
         projection, count = (MERGED | shapes)[name]
         if args.small:

@@ -260,9 +260,10 @@ def segments(plan: Plan, length: int) -> Segments:
 
     most = rows // (length + 1)
     place = jnp.where(several, jnp.cumsum(several) - 1, most)
-    long = [jnp.full(most, empty, jnp.int32).at[place].set(v, mode="drop") for v, empty in (
-        (ids, groups), (slots - count, 0), (count, 0)
-    )]
+    long = [
+        jnp.full(most, empty, jnp.int32).at[place].set(v, mode="drop")
+        for v, empty in ((ids, groups), (slots - count, 0), (count, 0))
+    ]
     return Segments(order, pieces.astype(jnp.int32), jnp.stack(long), most + rows // length if most else 0)
 
 

@@ -141,7 +141,9 @@ def _by_tile(run, plan: Plan, factor):
     def step(carry, tile):
         total, grad, before = carry
         group, rows = tile
-        out, added = run(jnp.minimum(group, plan.num_groups - 1), jnp.minimum(rows, plan.num_rows - 1), rows < plan.num_rows)
+        out, added = run(
+            jnp.minimum(group, plan.num_groups - 1), jnp.minimum(rows, plan.num_rows - 1), rows < plan.num_rows
+        )
         total = jnp.where(group == before, total, 0) + added
         return (total, grad.at[group].set(total.astype(grad.dtype), mode="drop"), group), out
 

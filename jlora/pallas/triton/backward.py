@@ -96,10 +96,10 @@ def expand_grads(
     parts = jax.ShapeDtypeStruct((max(counts), plan.num_rows, n * rank), h_dtype(dout, b, b))
     ranks = all_ranks(b.shape[0], n, rank) if ranks is None else ranks
     work = _Work(rank, slice_sizes, None, tuple(range(0, width, size)), size, blocks)
-    db, parts = _call(
-        work, h, dout, b, plan, ranks, None, row_scales, parts, chunks=chunks, interpret=interpret
-    )
-    dh = [add_in_order(parts[:count, :, i * rank : (i + 1) * rank].astype(jnp.float32)) for i, count in enumerate(counts)]
+    db, parts = _call(work, h, dout, b, plan, ranks, None, row_scales, parts, chunks=chunks, interpret=interpret)
+    dh = [
+        add_in_order(parts[:count, :, i * rank : (i + 1) * rank].astype(jnp.float32)) for i, count in enumerate(counts)
+    ]
     return jnp.concatenate(dh, axis=1), db
 
 

@@ -10,8 +10,8 @@ inputs and cotangents, and all layers share one plan. The columns are:
     backward     dx, dA and dB from the saved h
     again        the same with h computed again, as `jax.checkpoint` without "lora_h" does
     xla          dx, dA and dB in plain jnp over tiles, with a scan over all groups, as before the kernels; h again
-    ragged       forward and backward of a sort in each layer and two `jax.lax.ragged_dot`, the form of SkyRL tx; a delta
-                 alone, without a base
+    ragged       forward and backward of a sort in each layer and two `jax.lax.ragged_dot`, the form of SkyRL tx; a
+                 delta alone, without a base
 
 Prediction by bytes of the rows, with M tokens and projections of K by N: the forward pass reads x and the base output
 and writes the result, M (K + 2 N). The backward pass reads dout and x and writes dx, M (2 K + N), because each kernel
@@ -24,8 +24,8 @@ gives both of its products in one pass over the rows. h again reads x once more,
     down         1.45      2.09
     layer        0.93      1.19
 
-The factors and their gradients add 2% at rank 16 and 8 adapters. Before it is timed, each gradient is compared with that
-of the XLA form.
+The factors and their gradients add 2% at rank 16 and 8 adapters. Before it is timed, each gradient is compared with
+that of the XLA form.
 """
 
 import argparse

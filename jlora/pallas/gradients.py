@@ -5,8 +5,8 @@ With h = x aᵀ and out = base + s h b for each slice, where s is the scale of t
     dh = s dout bᵀ    db = (s h)ᵀ dout    dx = dh a    da = dhᵀ x    dbase = dout
 
 The sums over a group's rows run in the plan's order. They are therefore deterministic, and a NaN in the rows of one
-group does not reach the gradients of another. `add_lora` keeps h for the backward pass under the name "lora_h", by which
-a policy of `jax.checkpoint` saves it or computes it again.
+group does not reach the gradients of another. `add_lora` keeps h for the backward pass under the name "lora_h", by
+which a policy of `jax.checkpoint` saves it or computes it again.
 
 `backward` is a module, or another hashable object, with the functions `shrink_grads` and `expand_grads` (see
 `jlora.pallas.xla`).

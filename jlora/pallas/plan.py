@@ -228,7 +228,7 @@ class Segments(NamedTuple):
     slots: int
 
 
-def bounds(plan: Plan) -> tuple[Int[jax.Array, "M"], Int[jax.Array, "G+1"]]:
+def bounds(plan: Plan) -> tuple[Int[jax.Array, "M"], Int[jax.Array, "ends"]]:
     """Return the rows sorted by group, and the sorted position before which each group ends.
 
     Rows without a group come last, as group G.

@@ -88,15 +88,16 @@ def expand_grads(
     edges = [sum(slice_sizes[:i]) for i in range(n + 1)]
 
     def tile(group, rows, live):
-        taken = live[:, None] & (jnp.arange(rank) < ranks[group, :, :1]).reshape(1, n * rank)  # [tile_m, n * R]
-        scale = jnp.repeat(ranks[group, :, 1], rank) * (1 if row_scales is None else row_scales[rows, None])
+        below = _ranks_below(rank, ranks[group])
+        taken = live[:, None] & below.reshape(1, -1)  # [tile_m, n * R]
+        scale = jnp.repeat(ranks[group, :, 1], rank)[None]
+        scale = scale if row_scales is None else scale * row_scales[rows, None]
         values = jnp.where(live[:, None], dout[rows].astype(jnp.float32), 0)
         scaled = jnp.where(taken, h[:, rows].astype(jnp.float32).sum(0) * scale, 0)
         dh, db = [], []
         for i in range(n):
             columns, own = values[:, edges[i] : edges[i + 1]], slice(i * rank, (i + 1) * rank)
-            below = (jnp.arange(rank) < ranks[group, i, 0])[:, None]
-            factor = jnp.where(below, b[group, :, edges[i] : edges[i + 1]].astype(jnp.float32), 0)
+            factor = jnp.where(below[i, :, None], b[group, :, edges[i] : edges[i + 1]].astype(jnp.float32), 0)
             dh.append(_dot(columns, factor.T))
             db.append(_dot(scaled[:, own].T, columns))
         return jnp.where(taken, jnp.concatenate(dh, axis=1) * scale, 0), jnp.concatenate(db, axis=1)
@@ -117,7 +118,7 @@ def shrink_grads(
     ranks = all_ranks(groups, n, rank) if ranks is None else ranks
 
     def tile(group, rows, live):
-        below = (jnp.arange(rank) < ranks[group, :, :1]).reshape(n * rank, 1)
+        below = _ranks_below(rank, ranks[group]).reshape(n * rank, 1)
         factor = jnp.where(below, a[group].reshape(n * rank, k).astype(jnp.float32), 0)
         h = jnp.where(live[:, None] & below.T, dh[rows].astype(jnp.float32), 0)
         source = rows if x_rows is None else jnp.where(live, x_rows[rows], 0)
@@ -131,9 +132,10 @@ def shrink_grads(
 def _by_tile(run, plan: Plan, factor):
     """Run `run(group, rows, live)` on each tile, and return its first results as rows and the sums of its second.
 
-    The sums over the tiles of a group are float32, and are rounded to the dtype of the factor [G, ...]. Only that of the
-    current group is kept in float32.
+    The sums over the tiles of a group are float32, and are rounded to the dtype of the factor [G, ...]. Only that of
+    the current group is kept in float32.
     """
+    last_group, last_row = plan.num_groups - 1, plan.num_rows - 1
     order = jnp.argsort(jnp.where(plan.tile_start < plan.tile_end, plan.tile_group, plan.num_groups), stable=True)
     groups = jnp.where(plan.tile_start < plan.tile_end, plan.tile_group, plan.num_groups)[order]
     rows = plan.tile_rows.reshape(plan.num_tiles, plan.tile_m)[order]
@@ -141,9 +143,7 @@ def _by_tile(run, plan: Plan, factor):
     def step(carry, tile):
         total, grad, before = carry
         group, rows = tile
-        out, added = run(
-            jnp.minimum(group, plan.num_groups - 1), jnp.minimum(rows, plan.num_rows - 1), rows < plan.num_rows
-        )
+        out, added = run(jnp.minimum(group, last_group), jnp.minimum(rows, last_row), rows <= last_row)
         total = jnp.where(group == before, total, 0) + added
         return (total, grad.at[group].set(total.astype(grad.dtype), mode="drop"), group), out
 
@@ -241,9 +241,9 @@ def mask_ranks(h, plan: Plan, ranks):
 def mask_rows(h, plan: Plan, ranks):
     """Zero [n, M, R] in rows without a group and from each row's true rank on."""
     if ranks is None:
-        return jnp.where(has_group(plan)[:, None], h, 0)
-    rank = jnp.where(has_group(plan), ranks[plan.tile_group[tile_of_rows(plan)], :, 0].T, 0)  # [n, M]
-    return jnp.where(jnp.arange(h.shape[2], dtype=jnp.float32) < rank[..., None], h, 0)
+        return jnp.where(has_group(plan)[None, :, None], h, 0)
+    rank = jnp.where(has_group(plan)[None], ranks[plan.tile_group[tile_of_rows(plan)], :, 0].T, 0)  # [n, M]
+    return jnp.where(jnp.arange(h.shape[2], dtype=jnp.float32)[None, None] < rank[..., None], h, 0)
 
 
 def scale_tiles(h, plan: Plan, ranks, row_scales):
@@ -258,6 +258,11 @@ def scale_tiles(h, plan: Plan, ranks, row_scales):
 def _below_rank(rank: int, plan: Plan, ranks):
     """Return [T, n, R]: True for ranks below the true rank of the tile's group."""
     return jnp.arange(rank, dtype=jnp.float32)[None, None, :] < ranks[plan.tile_group][:, :, :1]
+
+
+def _ranks_below(rank: int, ranks):
+    """Return [n, R] of one group's ranks [n, 2]: True below the true rank."""
+    return jnp.arange(rank, dtype=jnp.float32)[None] < ranks[:, :1]
 
 
 def _expand_tiles(h_tiles, b, plan: Plan, slice_sizes, ranks, row_scales=None):

@@ -34,7 +34,7 @@ def expand_grads(h, dout, b, plan: Plan, ranks, row_scales, slice_sizes, *, inte
         return xla.expand_grads(h, dout, b, plan, ranks, row_scales, slice_sizes)
     h = xla.mask_rows(jnp.moveaxis(h.astype(jnp.float32).sum(0).reshape(-1, n, rank), 1, 0), plan, ranks)
     scale = ranks[jnp.minimum(plan.row_groups, plan.num_groups - 1), :, 1].T[..., None]  # [n, M, 1]
-    scale = scale if row_scales is None else scale * row_scales[:, None]
+    scale = scale if row_scales is None else scale * row_scales[None, :, None]
     dhs, dbs, start = [], [], 0
     for i, size in enumerate(slice_sizes):
         columns = slice(start, start + size)
@@ -68,11 +68,8 @@ def _too_many(plan: Plan, slices: int) -> bool:
 def _outer(w, rows, factor, plan: Plan, ranks, index, *, expand: bool, interpret):
     """Return the sums of wᵀ rows over each group, and rows factorᵀ in parts [C tiles, M, W] or w factor [M, C].
 
-    Args:
-      w: [M, W] float32, zero past the rank.
-      rows: [M, C], or [T, C] with an index [M] of its rows.
-      factor: [G, W, C]. W is the ranks of all slices in turn.
-      ranks: [G, n] true ranks.
+    w [M, W] is zero past the rank, and W is the ranks of all slices in turn. `rows` is [M, C], or [T, C] with an index
+    [M] of its rows. `factor` is [G, W, C], and `ranks` are true ranks [G, n].
     """
     (groups, width, columns), size = factor.shape, plan.num_rows
     tile_m = 128 if groups > _MANY_GROUPS else 256

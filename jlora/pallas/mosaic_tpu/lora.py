@@ -32,7 +32,7 @@ from jaxtyping import Float, Int
 
 from jlora.errors import LoRAError
 from jlora.pallas import xla
-from jlora.pallas.mosaic_tpu import backward
+from jlora.pallas.mosaic_tpu import backward as backward
 from jlora.pallas.mosaic_tpu.kernel import LANES, NOBODY, Sizes, call, overlaps
 from jlora.pallas.mosaic_tpu.schedule import visits
 from jlora.pallas.plan import Plan

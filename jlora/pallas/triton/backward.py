@@ -5,10 +5,10 @@ With h = x aᵀ and out = base + s h b, the kernel of b reads the rows of dout, 
     expand   db[g] = sum over the rows of g of (s h)ᵀ dout     dh = s dout bᵀ, a partial sum for each block of columns
     shrink   da[g] = sum over the rows of g of dhᵀ x           dx = dh a
 
-A program has a block of columns and a segment, which is consecutive rows of one group in the order of the plan. It keeps
-its block of the factor and of the factor's gradient, and goes through the rows once, for both products. A group of many
-rows has several segments. Their sums are written apart, and a second kernel adds them in order. A group without rows has
-an empty segment, which writes zeros. There are no atomics.
+A program has a block of columns and a segment, which is consecutive rows of one group in the order of the plan. It
+keeps its block of the factor and of the factor's gradient, and goes through the rows once, for both products. A group
+of many rows has several segments. Their sums are written apart, and a second kernel adds them in order. A group without
+rows has an empty segment, which writes zeros. There are no atomics.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,6 @@ from jlora.pallas.triton.parts import (
     add_in_order,
     compiler_params,
     dot,
-    dot_dtype,
     find_chunk,
     h_dtype,
     load,
@@ -159,7 +158,7 @@ class _Work:
 
 
 def _call(work: _Work, w, rows, factor, plan, ranks, index, row_scales, out, *, chunks=1, before=(), interpret):
-    """Return the gradient of the factor and `out`. `before` are results of an earlier launch, which this one adds to."""
+    """Return the gradient of the factor and `out`. This launch adds to `before`, results of an earlier one."""
     table = segments(plan, work.blocks.segment)
     count = table.pieces.shape[1]
     per_segment = sum(pl.cdiv(size, work.blocks.columns) for size in work.sizes)

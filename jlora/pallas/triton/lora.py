@@ -24,7 +24,8 @@ from jaxtyping import Float, Int
 from jlora.pallas.gpus import GPU, MIN_CAPABILITY, current_gpu
 from jlora.pallas.plan import Plan
 from jlora.pallas.tiles import GPUProblem, GPUTiles, ItemSizes, gpu_tiles, rank_block, too_large
-from jlora.pallas.triton import backward, fused
+from jlora.pallas.triton import backward as backward
+from jlora.pallas.triton import fused
 from jlora.pallas.triton.parts import (
     WAIT_FOR_RANK,
     add_in_order,

@@ -135,7 +135,7 @@ def _by_tile(run, plan: Plan, factor):
     The sums over the tiles of a group are float32, and are rounded to the dtype of the factor [G, ...]. Only that of
     the current group is kept in float32.
     """
-    last_group, last_row = plan.num_groups - 1, plan.num_rows - 1
+    last_row = plan.num_rows - 1
     order = jnp.argsort(jnp.where(plan.tile_start < plan.tile_end, plan.tile_group, plan.num_groups), stable=True)
     groups = jnp.where(plan.tile_start < plan.tile_end, plan.tile_group, plan.num_groups)[order]
     rows = plan.tile_rows.reshape(plan.num_tiles, plan.tile_m)[order]
@@ -143,11 +143,13 @@ def _by_tile(run, plan: Plan, factor):
     def step(carry, tile):
         total, grad, before = carry
         group, rows = tile
-        out, added = run(jnp.minimum(group, last_group), jnp.minimum(rows, last_row), rows <= last_row)
+        group = jnp.where(group < plan.num_groups, group, before)  # an empty tile adds zeros
+        out, added = run(group, jnp.minimum(rows, last_row), rows <= last_row)
         total = jnp.where(group == before, total, 0) + added
-        return (total, grad.at[group].set(total.astype(grad.dtype), mode="drop"), group), out
+        grad = jax.lax.dynamic_update_index_in_dim(grad, total.astype(grad.dtype), group, 0)
+        return (total, grad, group), out
 
-    zeros = jnp.zeros(factor.shape[1:], jnp.float32), jnp.zeros_like(factor), jnp.int32(plan.num_groups)
+    zeros = jnp.zeros(factor.shape[1:], jnp.float32), jnp.zeros_like(factor), jnp.int32(0)
     (_, grad, _), tiles = jax.lax.scan(step, zeros, (groups, rows))
     return to_rows(tiles[jnp.argsort(order)], plan), grad
 

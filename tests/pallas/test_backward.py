@@ -1,0 +1,88 @@
+"""The backward passes of the backends against float64: long groups, high ranks and experts."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jlora import ops
+from jlora.pallas import gradients
+from jlora.pallas.triton import backward as triton_backward
+from tests import oracle
+from tests.pallas.running import interpret_of
+from tests.pallas.scales import with_scales
+from tests.pallas.test_moe import routed
+from tests.pallas.test_ranks import MOSAIC, TRITON, XLA, Backward, backward_of, run_of
+from tests.pallas.test_xla import close, problem
+
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("quickly_compiled")]
+
+
+def check(got, want, tolerance=1e-5):
+    for have, expected in zip(got, want, strict=True):
+        close(have, expected, tolerance)
+
+
+def pull(call, dout, *operands):
+    return jax.jit(lambda dout, *operands: jax.vjp(call, *operands)[1](dout.astype(operands[0].dtype)))(dout, *operands)
+
+
+def in_blocks(**sizes):
+    blocks = triton_backward.Blocks(**sizes)
+    functions = [getattr(triton_backward, name) for name in Backward._fields]
+    return Backward(*(partial(f, blocks=blocks, interpret=interpret_of("triton")) for f in functions))
+
+
+BLOCKS = [  # rows, K, slices, R, groups, rows of a segment
+    (150, 40, (33, 20), 5, 3, 32),  # groups of one, two and more segments
+    (150, 40, (33, 20), 5, 3, 400),
+    pytest.param(90, 20, (20, 9), 80, 2, 32, marks=pytest.mark.slow),  # several launches, which add to dx
+    (1, 20, (20,), 16, 3, 32),
+]
+
+
+@pytest.mark.parametrize(("rows", "k", "sizes", "rank", "groups", "segment"), BLOCKS)
+def test_segments_of_long_groups(rows, k, sizes, rank, groups, segment):
+    base, x, a, b, ids, ranks = problem(rows, rows, k, sizes, rank, groups)
+    plan, ranks = ops.make_plan(ids, num_groups=groups, tile_m=16), with_scales(ranks, -1.5)
+    backward = in_blocks(rows=16, columns=16, segment=segment, stages=1)
+    run = run_of("triton", "add_lora")
+    got = pull(lambda *v: gradients.add_lora(run, backward, sizes, base, *v, plan, ranks), base, x, a, b)
+    check(got, oracle.lora_gradients(base, x, ids, a, b, sizes, ranks))
+
+
+@pytest.mark.parametrize("backend", [XLA, TRITON, MOSAIC])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(backend, dtype):
+    """Sums over many rows are float32, whatever the dtype of the factors."""
+    if (backend, dtype) == ("mosaic_tpu", "float16"):
+        pytest.skip("a TPU has no float16")
+    base, x, a, b, ids, ranks = problem(0, 300, 24, (20,), 8, 2, dtype=dtype)
+    plan, ranks = ops.make_plan(ids, num_groups=2, tile_m=16), with_scales(ranks, 0.5)
+    run, backward = run_of(backend, "add_lora"), backward_of(backend)
+    got = pull(lambda *v: gradients.add_lora(run, backward, (20,), base, *v, plan, ranks), base, x, a, b)
+    assert {g.dtype for g in got} == {jnp.dtype(dtype)}
+    check(got, oracle.lora_gradients(base, x, ids, a, b, (20,), ranks), 6e-3 if dtype == "bfloat16" else 1e-3)
+
+
+@pytest.mark.parametrize("backend", [XLA, TRITON, MOSAIC])
+@pytest.mark.parametrize("tokens", [3, 30])
+def test_experts(backend, tokens):
+    """The rows of a token's experts share its row of x. For few rows the plan is unsorted."""
+    d = routed(5, tokens, 3, 2, 16, 5, 9, (6, 5))
+    slot, expert = jnp.asarray(d["slot"]), jnp.asarray(d["expert"]).ravel()[jnp.asarray(d["order"])]
+    token = jnp.asarray(d["token"], jnp.int32)
+    plan = ops.plan_experts(slot, token, expert, num_slots=2, num_experts=16, tile_m=16, backend="xla")
+    ranks, scales = with_scales(d["ranks"], 2), jnp.asarray(np.linspace(-1, 1, len(token)), jnp.float32)
+    run, backward = run_of(backend, "add_lora"), backward_of(backend)
+
+    def call(x, a, b):
+        return gradients.add_lora(run, backward, (6, 5), d["base"], x, a, b, plan, ranks, token, scales)
+
+    got = pull(call, d["base"], d["x"], d["a"], d["b"])
+    want = oracle.lora_gradients(
+        d["base"], d["x"], d["group"], d["a"], d["b"], (6, 5), ranks, np.asarray(scales), np.asarray(token)
+    )
+    check(got, want)

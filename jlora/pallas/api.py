@@ -26,7 +26,8 @@ before the product with b, so that b is stored as the adapter's file has it. `sh
 Rows without a group and slices of rank 0 keep the base, bitwise. Without a base the result is the delta alone. It is
 -0.0 in these rows and slices, so that adding it to a base changes no bit there.
 
-Ranks and scales are constants of the gradients.
+Ranks and scales are constants of the gradients, which are those of reverse mode only. A group without rows has zero
+gradients, and so have ranks from the true rank on. Under `jax.checkpoint`, h of `add_lora` has the name "lora_h".
 
 `batch_invariant` fixes all sizes that decide the order of a sum: the rows of a tile, the blocks and parts of K, and the
 number of launches. They then follow K, N, R and dtypes alone. The kernels of a backend give a row's delta the same bits

@@ -5,6 +5,8 @@ with the number of tiles (rows and active groups), not of slots. JAX differentia
 vmap, scan and remat.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -55,12 +57,12 @@ def add_lora(
     x_rows: Int[jax.Array, "M"] | None = None,
     row_scales: Float[jax.Array, "M"] | None = None,
     keep_h: bool = False,
-):
+) -> Any:
     """Implement `jlora.ops.add_lora`; the rank-R intermediate stays in tile space.
 
     With `keep_h`, return the result and h [1, M, n * R], for `expand_grads`.
     """
-    h = _shrink_tiles(to_tiles(x, plan, x_rows), a, plan, ranks)
+    h, kept = _shrink_tiles(to_tiles(x, plan, x_rows), a, plan, ranks), None
     if keep_h:
         rows = to_rows(jnp.moveaxis(h, 1, 2), plan)
         kept = checkpoint_name(rows.reshape(1, plan.num_rows, -1), H)

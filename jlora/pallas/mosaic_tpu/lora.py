@@ -23,6 +23,7 @@ nearly all groups have none.
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +58,7 @@ def add_lora(
     batch_invariant: bool = False,
     interpret: bool | pltpu.InterpretParams = False,
     keep_h: bool = False,
-):
+) -> Any:
     """Implement `jlora.ops.add_lora`. With `keep_h`, return the result and h [1, M, n * R], from a pass of its own.
 
     The result takes the place of `base` if `base` may be overwritten.
@@ -68,7 +69,12 @@ def add_lora(
       LoRAError: `unsupported_reason` returns a reason.
     """
     if keep_h:
-        options = {"ranks": ranks, "x_rows": x_rows, "batch_invariant": batch_invariant, "interpret": interpret}
+        options: dict[str, Any] = {
+            "ranks": ranks,
+            "x_rows": x_rows,
+            "batch_invariant": batch_invariant,
+            "interpret": interpret,
+        }
         h = jnp.moveaxis(shrink(x, a, plan, **options), 0, 1).reshape(1, plan.num_rows, -1)
         h = checkpoint_name(h, xla.H)
         return add_lora(base, x, a, b, plan, slice_sizes=slice_sizes, row_scales=row_scales, **options), h

@@ -13,6 +13,7 @@ rows has an empty segment, which writes zeros. There are no atomics.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from jlora.pallas.triton.parts import (
     add_in_order,
     compiler_params,
     dot,
+    dot_dtype,
     find_chunk,
     h_dtype,
     load,
@@ -90,7 +92,7 @@ def expand_grads(
     count = pl.cdiv(rank, size)
     chunks = next(c for c in range(1, count + 1) if count % c == 0 and count // c * size <= MOST_RANKS)
     width = count // chunks * size
-    blocks = blocks or choose(plan.num_rows, dout.shape[1], width, dout.dtype.itemsize, gpu)
+    blocks = blocks or choose(plan.num_rows, dout.shape[1], width, dot_dtype(dout, b, b).itemsize, gpu)
     counts = [pl.cdiv(columns, blocks.columns) for columns in slice_sizes]
     parts = jax.ShapeDtypeStruct((max(counts), plan.num_rows, n * rank), h_dtype(dout, b, b))
     ranks = all_ranks(b.shape[0], n, rank) if ranks is None else ranks
@@ -124,11 +126,11 @@ def shrink_grads(
     all_blocks = [(i, r) for i in range(n) for r in range(0, rank, size)]
     most = MOST_RANKS // size
     launches = [all_blocks[i : i + most] for i in range(0, len(all_blocks), most)]
-    blocks = blocks or choose(plan.num_rows, k, len(launches[0]) * size, x.dtype.itemsize, gpu)
+    blocks = blocks or choose(plan.num_rows, k, len(launches[0]) * size, dot_dtype(x, a, a).itemsize, gpu)
     ranks = all_ranks(groups, n, rank) if ranks is None else ranks
     flat = a.reshape(groups, n * rank, k)
     dx = jax.ShapeDtypeStruct((plan.num_rows, k), x.dtype if len(launches) == 1 else jnp.float32)
-    before = ()
+    before: tuple[Any, ...] = ()
     for pairs in launches:
         work = _Work(rank, (k,), tuple(i for i, _ in pairs), tuple(r for _, r in pairs), size, blocks)
         before = _call(work, dh[None], x, flat, plan, ranks, x_rows, None, dx, before=before, interpret=interpret)

@@ -14,6 +14,7 @@ on the program that computes it, nor on the other rows of the batch. There are n
 """
 
 from functools import partial, reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -142,7 +143,7 @@ def add_lora(
     gpu: GPU | None = None,
     interpret: bool = False,
     keep_h: bool = False,
-):
+) -> Any:
     """Implement `jlora.ops.add_lora` in two launches for any number of slices.
 
     A handful of experts' rows take one launch (`fused`), but not with `batch_invariant`, `keep_h` or without a base.

@@ -20,6 +20,9 @@ from tests.pallas.test_xla import close, problem
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("quickly_compiled")]
 
 
+MARKS = {str(case.values[0]): case.marks for case in (XLA, TRITON, MOSAIC)}
+
+
 def check(got, want, tolerance=1e-5):
     for have, expected in zip(got, want, strict=True):
         close(have, expected, tolerance)
@@ -53,18 +56,34 @@ def test_segments_of_long_groups(rows, k, sizes, rank, groups, segment):
     check(got, oracle.lora_gradients(base, x, ids, a, b, sizes, ranks))
 
 
-@pytest.mark.parametrize("backend", [XLA, TRITON, MOSAIC])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+HALF = [(name, "bfloat16", marks) for name, marks in MARKS.items()]
+HALF += [(name, "float16", MARKS[name]) for name in ("xla", "triton")]  # Mosaic takes no float16
+
+
+@pytest.mark.parametrize(("backend", "dtype"), [pytest.param(*case, marks=marks) for *case, marks in HALF])
 def test_half_precision(backend, dtype):
     """Sums over many rows are float32, whatever the dtype of the factors."""
-    if (backend, dtype) == ("mosaic_tpu", "float16"):
-        pytest.skip("a TPU has no float16")
     base, x, a, b, ids, ranks = problem(0, 300, 24, (20,), 8, 2, dtype=dtype)
     plan, ranks = ops.make_plan(ids, num_groups=2, tile_m=16), with_scales(ranks, 0.5)
     run, backward = run_of(backend, "add_lora"), backward_of(backend)
     got = pull(lambda *v: gradients.add_lora(run, backward, (20,), base, *v, plan, ranks), base, x, a, b)
     assert {g.dtype for g in got} == {jnp.dtype(dtype)}
     check(got, oracle.lora_gradients(base, x, ids, a, b, (20,), ranks), 6e-3 if dtype == "bfloat16" else 1e-3)
+
+
+@pytest.mark.parametrize("backend", [XLA, TRITON, MOSAIC])
+def test_a_nan_stays_in_its_group(backend):
+    """Rows of group 1 and a row without a group have NaN, in x and in the cotangent."""
+    ids = np.array([0, 1, 2, 0, 1, 2, -1])
+    base, x, a, b, *_ = problem(3, 7, 40, (17, 6), 5, 4, ids=ids)
+    plan, ranks = ops.make_plan(jnp.asarray(ids), num_groups=4, tile_m=16), with_scales(jnp.full((4, 2), 5))
+    x, dout = x.at[np.array([1, 6])].set(jnp.nan), base.at[np.array([4, 6])].set(jnp.nan)
+    run, backward = run_of(backend, "add_lora"), backward_of(backend)
+    _, dx, da, db = pull(lambda *v: gradients.add_lora(run, backward, (17, 6), *v, plan, ranks), dout, base, x, a, b)
+    want_x, want_a, want_b = oracle.lora_gradients(dout, x, ids, a, b, (17, 6), ranks)
+    others, rows = np.array([0, 2, 3]), np.isin(ids, [0, 2])
+    check([dx[rows], da[others], db[others]], [want_x[rows], want_a[others], want_b[others]])
+    assert not np.asarray(dx)[6].any()
 
 
 @pytest.mark.parametrize("backend", [XLA, TRITON, MOSAIC])

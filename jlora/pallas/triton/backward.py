@@ -54,16 +54,16 @@ class Blocks:
     stages: int = 3
 
 
-def choose(rows: int, columns: int, ranks: int, itemsize: int, gpu: GPU | None) -> Blocks:
+def choose(rows: int, columns: int, ranks: int, itemsize: int, gpu: GPU | None, widest: int) -> Blocks:
     """Return the sizes for M rows of so many columns, and the ranks of a program.
 
-    Blocks of columns are narrowed until a batch of eight groups has programs for all multiprocessors.
+    Blocks have up to `widest` columns; a program of the shrink, which keeps a block of dx too, spills with more than 128.
+    They are narrowed until a batch of eight groups has programs for all multiprocessors.
     """
     gpu = current_gpu() if gpu is None else gpu
     segment = max(512, -(-rows // 8 // 64) * 64)
     step = min(32 if itemsize == 4 else 64, matrix_rows(rows))
-    block = 256 if ranks <= 16 else 128 if ranks <= 32 else 64
-    block = 64 if itemsize == 4 else block
+    block = 64 if itemsize == 4 or ranks > 32 else 128 if ranks > 16 else widest
     while block > 64 and max(1, rows // segment) * pl.cdiv(columns, block) < 3 * gpu.multiprocessors // 2:
         block //= 2
     stages = 3
@@ -92,7 +92,7 @@ def expand_grads(
     count = pl.cdiv(rank, size)
     chunks = next(c for c in range(1, count + 1) if count % c == 0 and count // c * size <= MOST_RANKS)
     width = count // chunks * size
-    blocks = blocks or choose(plan.num_rows, dout.shape[1], width, dot_dtype(dout, b, b).itemsize, gpu)
+    blocks = blocks or choose(plan.num_rows, dout.shape[1], width, dot_dtype(dout, b, b).itemsize, gpu, 256)
     counts = [pl.cdiv(columns, blocks.columns) for columns in slice_sizes]
     parts = jax.ShapeDtypeStruct((max(counts), plan.num_rows, n * rank), h_dtype(dout, b, b))
     ranks = all_ranks(b.shape[0], n, rank) if ranks is None else ranks
@@ -126,7 +126,7 @@ def shrink_grads(
     all_blocks = [(i, r) for i in range(n) for r in range(0, rank, size)]
     most = MOST_RANKS // size
     launches = [all_blocks[i : i + most] for i in range(0, len(all_blocks), most)]
-    blocks = blocks or choose(plan.num_rows, k, len(launches[0]) * size, dot_dtype(x, a, a).itemsize, gpu)
+    blocks = blocks or choose(plan.num_rows, k, len(launches[0]) * size, dot_dtype(x, a, a).itemsize, gpu, 128)
     ranks = all_ranks(groups, n, rank) if ranks is None else ranks
     flat = a.reshape(groups, n * rank, k)
     dx = jax.ShapeDtypeStruct((plan.num_rows, k), x.dtype if len(launches) == 1 else jnp.float32)

@@ -29,17 +29,15 @@ def shrink(run, backward, x, a, plan: Plan, ranks, x_rows=None):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def expand(run, backward, slice_sizes: tuple[int, ...], h, b, plan: Plan, base, ranks, row_scales=None):
+def expand(run, backward, slice_sizes: tuple[int, ...], h, b, plan: Plan, base, ranks):
     """Run `run(h, b, plan, ...)`, differentiable in h, b and base (which may be None)."""
-    return run(h, b, plan, slice_sizes=slice_sizes, base=base, ranks=ranks, row_scales=row_scales)
+    return run(h, b, plan, slice_sizes=slice_sizes, base=base, ranks=ranks)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def add_lora(
-    run, backward, slice_sizes: tuple[int, ...], base, x, a, b, plan: Plan, ranks, x_rows=None, row_scales=None
-):
+def add_lora(run, backward, slice_sizes: tuple[int, ...], base, x, a, b, plan: Plan, ranks, x_rows=None):
     """Run `run(base, x, a, b, plan, ...)`, differentiable in base (which may be None), x, a and b."""
-    return run(base, x, a, b, plan, slice_sizes=slice_sizes, ranks=ranks, x_rows=x_rows, row_scales=row_scales)
+    return run(base, x, a, b, plan, slice_sizes=slice_sizes, ranks=ranks, x_rows=x_rows)
 
 
 def _shrink_forward(run, backward, x, a, plan, ranks, x_rows):
@@ -52,31 +50,31 @@ def _shrink_backward(run, backward, residuals, dh):
     return *backward.shrink_grads(_rows_of(dh)[0], x, a, plan, ranks, x_rows), None, None, None
 
 
-def _expand_forward(run, backward, slice_sizes, h, b, plan, base, ranks, row_scales):
-    out = expand(run, backward, slice_sizes, h, b, plan, base, ranks, row_scales)
-    return out, (h, b, plan, base is None, ranks, row_scales)
+def _expand_forward(run, backward, slice_sizes, h, b, plan, base, ranks):
+    out = expand(run, backward, slice_sizes, h, b, plan, base, ranks)
+    return out, (h, b, plan, base is None, ranks)
 
 
 @_qwix.unintercepted
 def _expand_backward(run, backward, slice_sizes, residuals, dout):
-    h, b, plan, no_base, ranks, row_scales = residuals
-    dh, db = backward.expand_grads(_rows_of(h), dout, b, plan, ranks, row_scales, slice_sizes)
+    h, b, plan, no_base, ranks = residuals
+    dh, db = backward.expand_grads(_rows_of(h), dout, b, plan, ranks, slice_sizes)
     dh = jnp.moveaxis(dh.reshape(len(dh), *h.shape[::2]), 1, 0)
-    return xla.mask_rows(dh, plan, ranks).astype(h.dtype), db, None, None if no_base else dout, None, None
+    return xla.mask_rows(dh, plan, ranks).astype(h.dtype), db, None, None if no_base else dout, None
 
 
-def _add_lora_forward(run, backward, slice_sizes, base, x, a, b, plan, ranks, x_rows, row_scales):
-    options = {"slice_sizes": slice_sizes, "ranks": ranks, "x_rows": x_rows, "row_scales": row_scales}
+def _add_lora_forward(run, backward, slice_sizes, base, x, a, b, plan, ranks, x_rows):
+    options = {"slice_sizes": slice_sizes, "ranks": ranks, "x_rows": x_rows}
     out, h = run(base, x, a, b, plan, keep_h=True, **options)
-    return out, (base is None, h, x, a, b, plan, ranks, x_rows, row_scales)
+    return out, (base is None, h, x, a, b, plan, ranks, x_rows)
 
 
 @_qwix.unintercepted
 def _add_lora_backward(run, backward, slice_sizes, residuals, dout):
-    no_base, h, x, a, b, plan, ranks, x_rows, row_scales = residuals
-    dh, db = backward.expand_grads(h, dout, b, plan, ranks, row_scales, slice_sizes)
+    no_base, h, x, a, b, plan, ranks, x_rows = residuals
+    dh, db = backward.expand_grads(h, dout, b, plan, ranks, slice_sizes)
     dx, da = backward.shrink_grads(dh, x, a, plan, ranks, x_rows)
-    return None if no_base else dout, dx, da, db, None, None, None, None
+    return None if no_base else dout, dx, da, db, None, None, None
 
 
 def _rows_of(h):

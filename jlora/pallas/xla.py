@@ -38,10 +38,9 @@ def expand(
     slice_sizes: tuple[int, ...],
     base: Float[jax.Array, "M N"] | None,
     ranks: Float[jax.Array, "G n 2"] | None,
-    row_scales: Float[jax.Array, "M"] | None = None,
 ) -> Float[jax.Array, "M N"]:
     """Implement `jlora.ops.expand`."""
-    delta = to_rows(_expand_tiles(to_slice_tiles(h, plan), b, plan, slice_sizes, ranks, row_scales), plan)
+    delta = to_rows(_expand_tiles(to_slice_tiles(h, plan), b, plan, slice_sizes, ranks), plan)
     return _added(base, delta, plan, slice_sizes, ranks, b.dtype)
 
 
@@ -55,7 +54,6 @@ def add_lora(
     slice_sizes: tuple[int, ...],
     ranks: Float[jax.Array, "G n 2"] | None,
     x_rows: Int[jax.Array, "M"] | None = None,
-    row_scales: Float[jax.Array, "M"] | None = None,
     keep_h: bool = False,
 ) -> Any:
     """Implement `jlora.ops.add_lora`; the rank-R intermediate stays in tile space.
@@ -67,7 +65,7 @@ def add_lora(
         rows = to_rows(jnp.moveaxis(h, 1, 2), plan)
         kept = checkpoint_name(rows.reshape(1, plan.num_rows, -1), H)
         h = to_slice_tiles(jnp.moveaxis(kept.reshape(rows.shape), 1, 0), plan)
-    delta = to_rows(_expand_tiles(h, b, plan, slice_sizes, ranks, row_scales), plan)
+    delta = to_rows(_expand_tiles(h, b, plan, slice_sizes, ranks), plan)
     out = _added(base, delta, plan, slice_sizes, ranks, jnp.float32)
     return (out, kept) if keep_h else out
 
@@ -78,7 +76,6 @@ def expand_grads(
     b: Float[jax.Array, "G R N"],
     plan: Plan,
     ranks: Float[jax.Array, "G n 2"] | None,
-    row_scales: Float[jax.Array, "M"] | None,
     slice_sizes: tuple[int, ...],
 ) -> tuple[Float[jax.Array, "M nR"], Float[jax.Array, "G R N"]]:
     """Return dh = s dout bᵀ in float32, of the rows with a group, and db = (s h)ᵀ dout, summed over each group's rows.
@@ -93,7 +90,7 @@ def expand_grads(
         below = _ranks_below(rank, ranks[group])
         taken = live[:, None] & below.reshape(1, -1)  # [tile_m, n * R]
         scale = jnp.repeat(ranks[group, :, 1], rank)[None]
-        scale = scale if row_scales is None else scale * row_scales[rows, None]
+        scale = scale if plan.row_scales is None else scale * plan.row_scales[rows, None]
         values = jnp.where(live[:, None], dout[rows].astype(jnp.float32), 0)
         scaled = jnp.where(taken, h[:, rows].astype(jnp.float32).sum(0) * scale, 0)
         dh, db = [], []
@@ -250,12 +247,12 @@ def mask_rows(h, plan: Plan, ranks):
     return jnp.where(jnp.arange(h.shape[2], dtype=jnp.float32)[None, None] < rank[..., None], h, 0)
 
 
-def scale_tiles(h, plan: Plan, ranks, row_scales):
+def scale_tiles(h, plan: Plan, ranks):
     """Multiply [T, n, tile_m, R] by the scales of groups and slices and of rows, and zero it from the true rank on."""
     if ranks is not None:
         h = h * ranks[plan.tile_group][:, :, 1, None, None]
-    if row_scales is not None:
-        h = h * to_tiles(row_scales, plan)[:, None, :, None]
+    if plan.row_scales is not None:
+        h = h * to_tiles(plan.row_scales, plan)[:, None, :, None]
     return mask_ranks(h, plan, ranks)
 
 
@@ -269,9 +266,9 @@ def _ranks_below(rank: int, ranks):
     return jnp.arange(rank, dtype=jnp.float32)[None] < ranks[:, :1]
 
 
-def _expand_tiles(h_tiles, b, plan: Plan, slice_sizes, ranks, row_scales=None):
+def _expand_tiles(h_tiles, b, plan: Plan, slice_sizes, ranks):
     """Multiply [T, n, t, R] x [G, R, N] -> [T, t, N] float32."""
-    h_tiles = scale_tiles(h_tiles, plan, ranks, row_scales)
+    h_tiles = scale_tiles(h_tiles, plan, ranks)
     parts = [
         jnp.einsum("tmr,trn->tmn", h_tiles[:, i], columns, precision="highest")
         for i, columns in enumerate(take_b(b, plan, slice_sizes, ranks))

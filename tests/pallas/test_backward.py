@@ -98,7 +98,7 @@ def test_experts(backend, tokens):
     run, backward = run_of(backend, "add_lora"), backward_of(backend)
 
     def call(x, a, b):
-        return gradients.add_lora(run, backward, (6, 5), d["base"], x, a, b, plan, ranks, token, scales)
+        return gradients.add_lora(run, backward, (6, 5), d["base"], x, a, b, plan.scaled(scales), ranks, token)
 
     got = pull(call, d["base"], d["x"], d["a"], d["b"])
     want = oracle.lora_gradients(

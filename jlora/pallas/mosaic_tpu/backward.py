@@ -26,15 +26,15 @@ _MANY_GROUPS = 256  # more groups than this come from experts, which have few ro
 _SMEM_BYTES = 640 << 10  # budget of visits, bounds and ranks; a core has 1 MiB
 
 
-def expand_grads(h, dout, b, plan: Plan, ranks, row_scales, slice_sizes, *, interpret=False):
+def expand_grads(h, dout, b, plan: Plan, ranks, slice_sizes, *, interpret=False):
     """Return dh and db, as `xla.expand_grads`."""
     n, rank = len(slice_sizes), b.shape[1]
     ranks = xla.all_ranks(b.shape[0], n, rank) if ranks is None else ranks
     if _too_many(plan, n):
-        return xla.expand_grads(h, dout, b, plan, ranks, row_scales, slice_sizes)
+        return xla.expand_grads(h, dout, b, plan, ranks, slice_sizes)
     h = xla.mask_rows(jnp.moveaxis(h.astype(jnp.float32).sum(0).reshape(-1, n, rank), 1, 0), plan, ranks)
     scale = ranks[jnp.minimum(plan.row_groups, plan.num_groups - 1), :, 1].T[..., None]  # [n, M, 1]
-    scale = scale if row_scales is None else scale * row_scales[None, :, None]
+    scale = scale if plan.row_scales is None else scale * plan.row_scales[None, :, None]
     dhs, dbs, start = [], [], 0
     for i, size in enumerate(slice_sizes):
         columns = slice(start, start + size)

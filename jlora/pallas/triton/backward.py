@@ -57,7 +57,7 @@ class Blocks:
 def choose(rows: int, columns: int, ranks: int, itemsize: int, gpu: GPU | None, widest: int) -> Blocks:
     """Return the sizes for M rows of so many columns, and the ranks of a program.
 
-    Blocks have up to `widest` columns; a program of the shrink, which keeps a block of dx too, spills with more than 128.
+    Blocks have up to `widest` columns; a program of the shrink, which keeps a block of dx too, spills with more.
     They are narrowed until a batch of eight groups has programs for all multiprocessors.
     """
     gpu = current_gpu() if gpu is None else gpu
@@ -79,7 +79,6 @@ def expand_grads(
     b: Float[jax.Array, "G R N"],
     plan: Plan,
     ranks: Float[jax.Array, "G n 2"] | None,
-    row_scales: Float[jax.Array, "M"] | None,
     slice_sizes: tuple[int, ...],
     *,
     blocks: Blocks | None = None,
@@ -97,7 +96,7 @@ def expand_grads(
     parts = jax.ShapeDtypeStruct((max(counts), plan.num_rows, n * rank), h_dtype(dout, b, b))
     ranks = all_ranks(b.shape[0], n, rank) if ranks is None else ranks
     work = _Work(rank, slice_sizes, None, tuple(range(0, width, size)), size, blocks)
-    db, parts = _call(work, h, dout, b, plan, ranks, None, row_scales, parts, chunks=chunks, interpret=interpret)
+    db, parts = _call(work, h, dout, b, plan, ranks, None, plan.row_scales, parts, chunks=chunks, interpret=interpret)
     dh = [
         add_in_order(parts[:count, :, i * rank : (i + 1) * rank].astype(jnp.float32)) for i, count in enumerate(counts)
     ]

@@ -26,7 +26,8 @@ before the product with b, so that b is stored as the adapter's file has it. `sh
 Rows without a group and slices of rank 0 keep the base, bitwise. Without a base the result is the delta alone. It is
 -0.0 in these rows and slices, so that adding it to a base changes no bit there.
 
-Ranks and scales are constants of the gradients.
+Ranks and scales are constants of the gradients, which are those of reverse mode only. A group without rows has zero
+gradients, and so have ranks from the true rank on. Under `jax.checkpoint`, h of `add_lora` has the name "lora_h".
 
 `batch_invariant` fixes all sizes that decide the order of a sum: the rows of a tile, the blocks and parts of K, and the
 number of launches. They then follow K, N, R and dtypes alone. The kernels of a backend give a row's delta the same bits
@@ -38,7 +39,7 @@ tried.
 import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -95,9 +96,10 @@ def shrink(
     base, b = _like((rows, n * rank)), _like((groups, rank, n * rank))
     check_invariant("shrink", batch_invariant, plan)
     kernels = choose("shrink", backend, base, x, a, b, (rank,) * n, batch_invariant)
-    if kernels is None or rows == 0:
+    if rows == 0:
         return xla.shrink(x, a, plan, ranks=ranks, x_rows=x_rows)
-    return gradients.shrink(_run(kernels.shrink, batch_invariant), x, a, plan, ranks, x_rows)
+    run, backward = _pass(kernels, "shrink", batch_invariant)
+    return gradients.shrink(run, backward, x, a, plan, ranks, x_rows)
 
 
 @_qwix.unintercepted
@@ -143,9 +145,10 @@ def expand(
     check_invariant("expand", batch_invariant, plan)
     x, a = _like((rows, n * rank)), _like((groups, n, rank, n * rank))
     kernels = choose("expand", backend, out, x, a, b, sizes, batch_invariant)
-    if kernels is None or rows == 0:
+    if rows == 0:
         return xla.expand(h, b, plan, slice_sizes=sizes, base=base, ranks=ranks)
-    return gradients.expand(_run(kernels.expand, batch_invariant), sizes, h, b, plan, base, ranks)
+    run, backward = _pass(kernels, "expand", batch_invariant)
+    return gradients.expand(run, backward, sizes, h, b, plan, base, ranks)
 
 
 @_qwix.unintercepted
@@ -201,10 +204,8 @@ def add_lora(
         return jnp.zeros((0, b.shape[2])) if base is None else base
     out = _like((plan.num_rows, b.shape[2])) if base is None else base
     kernels = choose("add_lora", backend, out, x, a, b, sizes, batch_invariant)
-    if kernels is None:
-        return xla.add_lora(base, x, a, b, plan, slice_sizes=sizes, ranks=ranks, x_rows=x_rows)
-    run = _run(kernels.add_lora, batch_invariant)
-    return gradients.add_lora(run, sizes, base, x, a, b, plan, ranks, x_rows)
+    run, backward = _pass(kernels, "add_lora", batch_invariant)
+    return gradients.add_lora(run, backward, sizes, base, x, a, b, plan, ranks, x_rows)
 
 
 def unsupported_reason(
@@ -271,8 +272,12 @@ def choose(
     return _kernels(backend)
 
 
-def _run(kernel: Callable[..., jax.Array], batch_invariant: bool) -> Callable[..., jax.Array]:
-    return functools.partial(kernel, batch_invariant=True) if batch_invariant else kernel
+def _pass(kernels: ModuleType | None, op: str, batch_invariant: bool) -> tuple[Callable[..., Any], ModuleType]:
+    """Return the forward function of a backend and the module of its backward pass; None means XLA."""
+    if kernels is None:
+        return getattr(xla, op), xla
+    run = getattr(kernels, op)
+    return functools.partial(run, batch_invariant=True) if batch_invariant else run, kernels.backward
 
 
 def check_invariant(op: str, batch_invariant: bool, plan: Plan) -> None:

@@ -19,7 +19,7 @@ from tests.pallas.lowering import lowered_text
 from tests.pallas.running import interpret_of
 from tests.pallas.scales import with_scales
 from tests.pallas.test_moe import routed
-from tests.pallas.test_ranks import MOSAIC, TRITON, XLA, run_of
+from tests.pallas.test_ranks import MOSAIC, TRITON, XLA, backward_of, run_of
 from tests.pallas.test_xla import close
 
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("quickly_compiled")]
@@ -140,18 +140,15 @@ def dense(base, x, a, b, scales, row_scales):
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["", "delta"])
-@pytest.mark.parametrize("backend", [XLA, TRITON])
+@BACKENDS
 def test_gradients(operands, backend, alone):
-    """The kernels share one backward pass: Triton's stands for both."""
     base, x, a, b, plan = operands
-    ranks, run, plan = with_scales(RANKS, SCALES), run_of(backend, "add_lora"), plan.scaled(ROW_SCALES)
+    ranks, run, backward = with_scales(RANKS, SCALES), run_of(backend, "add_lora"), backward_of(backend)
+    plan = plan.scaled(ROW_SCALES)
 
     def call(base, *v):
         own = None if alone else base
-        if backend == "xla":
-            out = api.add_lora(own, *v, plan, slice_sizes=SIZES, ranks=ranks, backend="xla")
-        else:
-            out = gradients.add_lora(run, SIZES, own, *v, plan, ranks)
+        out = gradients.add_lora(run, backward, SIZES, own, *v, plan, ranks)
         return base + out if alone else out
 
     cotangent = jnp.asarray(np.random.default_rng(1).normal(size=base.shape), jnp.float32)
@@ -163,16 +160,15 @@ def test_gradients(operands, backend, alone):
         close(have, np.asarray(expected, np.float64), 1e-5)
 
 
-@pytest.mark.parametrize("backend", [XLA, TRITON])
+@BACKENDS
 def test_gradients_of_expand(operands, backend):
     base, x, a, b, plan = operands
-    ranks, run, plan = with_scales(RANKS, SCALES), run_of(backend, "expand"), plan.scaled(ROW_SCALES)
+    ranks, run, backward = with_scales(RANKS, SCALES), run_of(backend, "expand"), backward_of(backend)
+    plan = plan.scaled(ROW_SCALES)
     h = jax.jit(partial(api.shrink, backend="xla"))(x, a, plan, ranks=ranks)
 
     def call(h, b):
-        if backend == "xla":
-            return api.expand(h, b, plan, slice_sizes=SIZES, ranks=ranks, backend="xla")
-        return gradients.expand(run, SIZES, h, b, plan, None, ranks)
+        return gradients.expand(run, backward, SIZES, h, b, plan, None, ranks)
 
     def plain(h, b):
         """`dense` from h on."""

@@ -23,14 +23,17 @@ nearly all groups have none.
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Int
 
 from jlora.errors import LoRAError
 from jlora.pallas import xla
+from jlora.pallas.mosaic_tpu import backward as backward
 from jlora.pallas.mosaic_tpu.kernel import LANES, NOBODY, Sizes, call, overlaps
 from jlora.pallas.mosaic_tpu.schedule import visits
 from jlora.pallas.plan import Plan
@@ -53,14 +56,27 @@ def add_lora(
     x_rows: Int[jax.Array, "M"] | None = None,
     batch_invariant: bool = False,
     interpret: bool | pltpu.InterpretParams = False,
-) -> Float[jax.Array, "M N"]:
-    """Implement `jlora.ops.add_lora`. The result takes the place of `base` if `base` may be overwritten.
+    keep_h: bool = False,
+) -> Any:
+    """Implement `jlora.ops.add_lora`. With `keep_h`, return the result and h [1, M, n * R], from a pass of its own.
+
+    The result takes the place of `base` if `base` may be overwritten.
 
     Between shrink and expand the intermediate is rounded to bfloat16 if b is bfloat16, as in PEFT.
 
     Raises:
       LoRAError: `unsupported_reason` returns a reason.
     """
+    if keep_h:
+        options: dict[str, Any] = {
+            "ranks": ranks,
+            "x_rows": x_rows,
+            "batch_invariant": batch_invariant,
+            "interpret": interpret,
+        }
+        h = jnp.moveaxis(shrink(x, a, plan, **options), 0, 1).reshape(1, plan.num_rows, -1)
+        h = checkpoint_name(h, xla.H)
+        return add_lora(base, x, a, b, plan, slice_sizes=slice_sizes, **options), h
     base = jnp.full((plan.num_rows, b.shape[2]), -0.0) if base is None else base
     reason = unsupported_reason(base, x, a, b, slice_sizes=slice_sizes, batch_invariant=batch_invariant)
     if reason is not None:

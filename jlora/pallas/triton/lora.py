@@ -14,15 +14,18 @@ on the program that computes it, nor on the other rows of the batch. There are n
 """
 
 from functools import partial, reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jaxtyping import Float, Int
 
 from jlora.pallas.gpus import GPU, MIN_CAPABILITY, current_gpu
 from jlora.pallas.plan import Plan
 from jlora.pallas.tiles import GPUProblem, GPUTiles, ItemSizes, gpu_tiles, rank_block, too_large
+from jlora.pallas.triton import backward as backward
 from jlora.pallas.triton import fused
 from jlora.pallas.triton.parts import (
     WAIT_FOR_RANK,
@@ -39,9 +42,10 @@ from jlora.pallas.triton.parts import (
     scale_of,
     share_out,
     store,
+    sum_parts,
     tiles_used,
 )  # fmt: skip
-from jlora.pallas.xla import all_ranks, has_group, tile_of_rows
+from jlora.pallas.xla import H, all_ranks, has_group, mask_rows
 
 MAX_RANK = 512
 # Most rows for which XLA adds the delta. With more, the delta's bytes cost as much as they save. Qwen2.5-7B on an H100:
@@ -94,10 +98,7 @@ def shrink(
     tiles = tiles or gpu_tiles(problem_of(plan, x, a, b, n, batch_invariant), gpu)
     ranks = all_ranks(groups, n, rank) if ranks is None else ranks
     parts = _shrink(x, a, plan, ranks, x_rows, tiles, jnp.dtype(jnp.float32), interpret)
-    h = jnp.moveaxis(add_in_order(parts).reshape(-1, *a.shape[1:3]), 1, 0)
-    group = plan.tile_group[tile_of_rows(plan)]
-    rank = jnp.where(has_group(plan), ranks[group, :, 0].T, 0)  # [n, M]
-    return jnp.where(jnp.arange(h.shape[2], dtype=jnp.float32)[None, None] < rank[..., None], h, 0)
+    return mask_rows(jnp.moveaxis(add_in_order(parts).reshape(-1, *a.shape[1:3]), 1, 0), plan, ranks)
 
 
 def expand(
@@ -139,19 +140,29 @@ def add_lora(
     tiles: GPUTiles | None = None,
     gpu: GPU | None = None,
     interpret: bool = False,
-) -> Float[jax.Array, "M N"]:
+    keep_h: bool = False,
+) -> Any:
     """Implement `jlora.ops.add_lora` in two launches for any number of slices.
 
-    A handful of experts' rows take one launch (`fused`), but not with `batch_invariant` or without a base.
+    A handful of experts' rows take one launch (`fused`), but not with `batch_invariant`, `keep_h` or without a base.
+    With `keep_h`, return the result and the partial sums of h, for `expand_grads`.
     """
     groups, n, rank, _ = a.shape
     ranks = all_ranks(groups, n, rank) if ranks is None else ranks
-    if tiles is None and base is not None and not batch_invariant and fused.suits(plan, a, slice_sizes):
+    in_one = base is not None and not batch_invariant and not keep_h
+    if tiles is None and in_one and fused.suits(plan, a, slice_sizes):
         return fused.add_lora(
             base, x, a, b, plan, slice_sizes=slice_sizes, ranks=ranks, x_rows=x_rows, interpret=interpret
         )
     tiles = tiles or gpu_tiles(problem_of(plan, x, a, b, n, batch_invariant), gpu)
     h = shrink_parts(x, a, b, plan, ranks, tiles, x_rows=x_rows, interpret=interpret)
+    h = checkpoint_name(h, H) if keep_h else h
+    out = _add_delta(base, x, a, b, h, plan, ranks, slice_sizes, tiles, batch_invariant, interpret)
+    return (out, h) if keep_h else out
+
+
+def _add_delta(base, x, a, b, h, plan: Plan, ranks, slice_sizes, tiles, batch_invariant, interpret):
+    """Return base + the delta of h, or the delta alone in float32."""
     whole = partial(
         expand_parts, x=x, a=a, h=h, b=b, plan=plan, ranks=ranks, slice_sizes=slice_sizes, tiles=tiles,
         interpret=interpret,
@@ -378,21 +389,6 @@ def _columns(ranks_ref, group, first, size: int, rank: int):
         return r, r < end, first < end
     read = (r % rank < rank_of(ranks_ref, group, jnp.minimum(r // rank, n - 1))) & (r < n * rank)
     return r, read, jnp.max(read.astype(jnp.int32)) > 0
-
-
-def sum_parts(h_ref, first, rows, r, live, rank: int, true_rank, scale):
-    """Add the partial sums of h in order, times `scale_of` -> [tile_m, block_r] float32, zero from the true rank on.
-
-    Entries from the true rank on were never written. They are dropped after the load, because a mask on the load would
-    prevent wide loads.
-    """
-    mask = live & (r < rank)[None, :] if rank % len(r) else live
-    columns = (first + r)[None, :]
-    parts = [load(h_ref, (jnp.int32(p), rows[:, None], columns), mask) for p in range(h_ref.shape[0])]
-    total = parts[0].astype(jnp.float32)
-    for part in parts[1:]:
-        total += part.astype(jnp.float32)
-    return jnp.where((r < true_rank)[None, :], total * scale, 0)
 
 
 def column_chunks(slice_sizes, block_n: int, used, programs: int):

@@ -1,14 +1,16 @@
 """vLLM's LoRA protocol of a worker, over one `jlora.LoRAManager`."""
 
 import contextlib
+import json
 from collections.abc import Generator, Iterable, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
 from flax import nnx
 
 import jlora
-from jlora.integrations.vllm_jax.layers import PACKED_MODULES, describe_layers
+from jlora.integrations.vllm_jax.layers import PACKED_MODULES, describe_layers, language_model
 
 Adapters: TypeAlias = Sequence[str | jlora.LoRARequest | None]
 
@@ -27,7 +29,7 @@ def lora_manager(model: nnx.Module, vllm_config: Any, mesh: Any) -> jlora.LoRAMa
     """
     additional = vllm_config.additional_config or {}
     refusals = {
-        "multimodal models": getattr(vllm_config.model_config, "is_multimodal_model", False),
+        "--enable-tower-connector-lora": getattr(vllm_config.lora_config, "enable_tower_connector_lora", False),
         "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
         "prefill context parallelism": mesh.shape.get("pcp", 1) > 1,
         "additional_config enable_continue_decode": additional.get("enable_continue_decode", False),
@@ -48,9 +50,14 @@ def lora_manager(model: nnx.Module, vllm_config: Any, mesh: Any) -> jlora.LoRAMa
         "target_modules": theirs.target_modules,
     }
     describe_layers(model, vllm_config, mesh)
-    # Llama's table has a name of its own.
-    name_map = {r"^model\.embed_tokens$": "model.embed"} if hasattr(getattr(model, "model", None), "embed") else None
-    config = jlora.LoRAConfig(**(options | additional.get("jlora", {})))
+    table, towers = language_model(model)
+    options |= additional.get("jlora", {})
+    options["exclude_modules"] = [*towers, *(options.get("exclude_modules") or ())] or None
+    # Adapters have names of a model for text, or of one with towers in old or new spelling. Llama's table is `embed`.
+    text, trunk = r"^(?:model\.|language_model\.)+", table[: table.rfind(".") + 1]
+    name_map = {rf"{text}embed_tokens$": table, rf"{text}(?=layers\.|embed_tokens|per_layer)": trunk}
+    name_map |= {rf"^model\.(?={tower}\b)": "" for tower in towers}
+    config = jlora.LoRAConfig(**options)
     # With prompt logprobs the heads too get all rows of a step. A batch of logits alone has no token counts.
     groups = {"*": "packed"}
     return jlora.LoRAManager(model, config, packed_modules=PACKED_MODULES, name_map=name_map, row_groups=groups)
@@ -65,6 +72,7 @@ class WorkerLoRAs:
     Attributes:
       manager: the manager of the model.
       heads: paths of the wrapped layers that run with the logits, and not with the model's own call.
+      tables: paths of the wrapped layers that do not run in that call if it gets embeddings, of images among others.
     """
 
     def __init__(self, manager: jlora.LoRAManager, max_requests: int):
@@ -80,9 +88,15 @@ class WorkerLoRAs:
             for layer in manager.layers()
             if layer.reason is None and (layer.path.endswith(".attend") or layer.path.rpartition(".")[2] == "lm_head")
         )
+        self.tables = tuple(
+            layer.path for layer in manager.layers() if layer.path.rpartition(".")[2] in ("embed_tokens", "embed")
+        )
         self._max_requests = max_requests
+        self._calls: dict[int, tuple[int, ...]] = {}  # vLLM's number -> invocation tokens of an aLoRA adapter
         self._names: dict[int, str] = {}  # vLLM's number -> name in the manager
         self._row_adapters: Adapters = ()  # of the requests of the step
+        self._row_first: Sequence[int] | None = None  # 0 for each of them whose last row its adapter changes
+        self._rows = 0  # of the step
         self._step: jlora.LoRABatch | None = None
         self._open: list[jlora.LoRABatch] = []  # the batch of the step and those of its logits, or of a warm-up
         self._all_rows = False  # the step computes logits of every token
@@ -95,8 +109,12 @@ class WorkerLoRAs:
         self._places = [places[id(array)] for array in jax.tree.leaves(self.manager.slots)]
 
     @contextlib.contextmanager
-    def scope(self, metadata: Any) -> Generator[None]:
-        """Serve the batch of a step or of its logits in the layers called inside.
+    def scope(self, metadata: Any, *, embedded: bool = False) -> Generator[None]:
+        """Serve the batch of a step, of its embeddings or of its logits in the layers called inside.
+
+        Args:
+          metadata: what `metadata` or `embedding_metadata` returned.
+          embedded: True for a step whose rows are embeddings.
 
         Raises:
           LoRAError: the metadata is not what `metadata` returned, or as `jlora.use`.
@@ -104,7 +122,8 @@ class WorkerLoRAs:
         if not isinstance(metadata, dict) or len(metadata) != 1:
             raise jlora.LoRAError("a step of a model with LoRA got no LoRA metadata, so it would serve the base model")
         ((kind, batch),) = metadata.items()
-        with jlora.use(batch, without=self.heads if kind == "step" else ["*"]):
+        without = (*self.heads, *(self.tables if embedded else ())) if kind == "step" else ["*"]
+        with jlora.use(batch, without=without):
             yield
 
     # --- steps --------------------------------------------------------------------------------------------------
@@ -125,11 +144,12 @@ class WorkerLoRAs:
         """
         # With counts of 0, vLLM makes no tuple of the adapter of each token.
         numbers, _, requests = runner.input_batch.make_lora_inputs([0] * len(counts))
+        first = self._first_rows(runner, numbers, requests) if self.manager.config.activated else None
         known = {request.lora_int_id: self._names.get(request.lora_int_id) or _own(request) for request in requests}
         adapters = [known[int(number)] if number else None for number in numbers]
         self._all_rows = bool(runner.input_batch.num_prompt_logprobs)
         self._close()
-        self._prepare(adapters, counts, padded_total)
+        self._prepare(adapters, counts, padded_total, first)
         self._names.update((request.lora_int_id, _own(request).name) for request in requests)
         slots = self.manager.slots
         if self._current[0] is not slots or self._current[1] is not runner.state_leaves:
@@ -151,15 +171,45 @@ class WorkerLoRAs:
         if logits_rows is None or self._all_rows:
             return {"step" if logits_rows is None else "logits": self._step}
         rest = logits_rows - len(self._row_adapters)
-        self._open.append(self.manager.prepare([*self._row_adapters, *[None] * rest]))
+        options = self._first_of(self._row_first, rest)
+        options |= {"length": 1} if options else {}
+        self._open.append(self.manager.prepare([*self._row_adapters, *[None] * rest], **options))
         return {"logits": self._open[-1]}
 
-    def _prepare(self, adapters: "Adapters", counts: Sequence[int], rows: int) -> None:
+    def embedding_metadata(self, rows: int) -> dict[str, jlora.LoRABatch]:
+        """Return the LoRA metadata of the embeddings of a step, with this number of rows."""
+        if rows != self._rows and not self._row_adapters:  # a warm-up, which prepares no step for them
+            self._prepare((), (), rows)
+        return {"embeddings": self.metadata()["step"]}
+
+    def _first_rows(self, runner: Any, numbers: Sequence[int], requests: Iterable[Any]) -> list[int]:
+        """Return the first row of each request of a step on which its adapter acts."""
+        for request in requests:
+            if request.lora_int_id not in self._calls:
+                self._load(request)
+        found: list[int] = []
+        for i, number in enumerate(map(int, numbers)):
+            state, first = runner.requests[runner.input_batch.req_ids[i]], 0
+            if called := self._calls.get(number):
+                if (first := getattr(state, "jlora_first", -1)) < 0:
+                    first = state.jlora_first = jlora.active_from(state.prompt_token_ids, called)
+                first = max(0, first - int(runner.input_batch.num_computed_tokens_cpu[i]))
+            found.append(first)
+        return found
+
+    def _first_of(self, first: Sequence[int] | None, rest: int) -> dict[str, Any]:
+        return {"active_from": [*(first or ()), *[0] * rest]} if self.manager.config.activated else {}
+
+    def _prepare(
+        self, adapters: "Adapters", counts: Sequence[int], rows: int, first: Sequence[int] | None = None
+    ) -> None:
         rest = self._max_requests - len(adapters)
-        counts = [*map(int, counts), *[0] * rest]
-        self._step = self.manager.prepare([*adapters, *[None] * rest], counts, pad_to=rows)
+        lengths = [*map(int, counts), *[0] * rest]
+        options = self._first_of(first, rest)
+        self._step = self.manager.prepare([*adapters, *[None] * rest], lengths, pad_to=rows, **options)
         self._open.append(self._step)
-        self._row_adapters = adapters
+        self._row_adapters, self._rows = adapters, rows
+        self._row_first = [0 if row < n else jlora.NOWHERE for row, n in zip(first or (), counts, strict=False)]
 
     def _close(self) -> None:
         """End the leases of the last step, which has been dispatched, or of a warm-up."""
@@ -177,23 +227,49 @@ class WorkerLoRAs:
         self._all_rows = False
         self._prepare((), (), len(mapping.index_mapping))
 
-    def add_adapter(self, request: Any) -> bool:
+    def add_adapter(self, request: Any) -> bool | tuple[int, ...]:
         """Load an adapter, or with `load_inplace` replace it.
+
+        Returns:
+          The invocation tokens of an aLoRA adapter; True for another.
 
         Raises:
           LoRAAdapterNotFoundError: vLLM's own, if there is no such folder or repository.
-          LoRAError: as `jlora.LoRAManager.add_adapter`. The adapter that was loaded before is kept.
+          LoRAError: as `jlora.LoRAManager.add_adapter`, or the invocation tokens are other ones than those of the
+            adapter to replace. That adapter is kept.
         """
         self._close()  # a reload waits for batches with the earlier weights
-        own = _own(request)
+        return self._load(request) or True
+
+    def _load(self, request: Any) -> tuple[int, ...]:
+        """Load an adapter and return its invocation tokens, which never change for one of vLLM's numbers.
+
+        The engine leaves blocks of the prefix cache to the base model by them, before a worker fills the blocks.
+        """
+        own, number = _own(request), request.lora_int_id
         try:
+            if self.manager.config.activated and number in self._calls:
+                self._check_unchanged(own, self._calls[number])
             self.manager.add_adapter(own)
         except jlora.AdapterNotFoundError as error:
             from vllm.exceptions import LoRAAdapterNotFoundError  # type: ignore[import-not-found]
 
             raise LoRAAdapterNotFoundError(request.lora_name, request.lora_path) from error
-        self._names[request.lora_int_id] = own.name
-        return True
+        self._names[number] = own.name
+        info = self.manager.list_adapters([own.name])[own.name]
+        return self._calls.setdefault(number, info.invocation_tokens or ())
+
+    def _check_unchanged(self, request: jlora.LoRARequest, called: tuple[int, ...]) -> None:
+        """Raise `LoRAError` if the files have other invocation tokens. A file that cannot be read fails in its load."""
+        found = called
+        with contextlib.suppress(ValueError, TypeError, AttributeError, OSError):
+            config = json.loads(Path(jlora.local_folder(request), "adapter_config.json").read_bytes())
+            found = tuple(config.get("alora_invocation_tokens") or ())
+        if found != called:
+            raise jlora.AdapterMismatchError(
+                f"adapter {request.name!r}: its alora_invocation_tokens were {[*called]} and are {[*found]}, and the "
+                "prefix cache has blocks by the former; unload it first, or give it another name"
+            )
 
     def remove_adapter(self, adapter_id: int) -> bool:
         """Remove an adapter from the host cache and its slot; False if it is not loaded."""

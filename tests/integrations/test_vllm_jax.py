@@ -158,8 +158,7 @@ IMAGES = {
 }
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("architecture", IMAGES)
+@pytest.mark.parametrize(("architecture", "tensor"), [("Qwen2_5_VL", 1), ("Gemma4", 2)])
 def test_adapters_of_the_language_part_with_text_and_images_mixed(tmp_path, architecture, tensor):
     hf = vllm_steps.hf_config(architecture)
     config = vllm_steps.vllm_config(hf, tensor)

@@ -1,6 +1,11 @@
-"""Read files that may change during the read, without a memory map, and refuse those that changed."""
+"""Read files by offset, without a memory map, from a disk or from memory.
 
+A file on a disk may change during the read, and is then refused.
+"""
+
+import bisect
 import hashlib
+import itertools
 import os
 import stat
 import threading
@@ -8,6 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from jlora.errors import AdapterFormatError, printable
 
@@ -15,7 +21,73 @@ from jlora.errors import AdapterFormatError, printable
 _TICK_NS = 20_000_000
 
 
-class StableFile:
+F = TypeVar("F", bound="ReadFile")
+
+
+class ReadFile:
+    """A file that is open for reads by offset. Several threads may read at the same time.
+
+    Attributes:
+      size: Size in bytes.
+    """
+
+    size: int
+
+    def __init__(self) -> None:
+        self._digests: dict[int, bytes] = {}  # offset of a read -> SHA-256 of its bytes
+
+    def __enter__(self: F) -> F:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Return `size` bytes from `offset`."""
+        buffer = bytearray(size)
+        self.read_into(offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer with the bytes from `offset`."""
+        self._digests[offset] = hashlib.sha256(buffer).digest()
+
+    def digest(self) -> bytes:
+        """Return a SHA-256 of all bytes read, computed from the digests of the reads in order of offset."""
+        return hashlib.sha256(b"".join(self._digests[offset] for offset in sorted(self._digests))).digest()
+
+
+class MemoryFile(ReadFile):
+    """The bytes of one file in memory.
+
+    Args:
+      name: Name of the file, for messages.
+      parts: Its bytes in order, as C-contiguous buffers. They are not copied.
+    """
+
+    def __init__(self, name: str, *parts: bytes | bytearray | memoryview):
+        super().__init__()
+        self._name = name
+        self._parts = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
+        self._starts = list(itertools.accumulate((part.nbytes for part in self._parts), initial=0))
+        self.size = self._starts[-1]
+
+    def __str__(self) -> str:
+        return self._name
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer with the bytes from `offset`."""
+        at, end, i = offset, offset + len(buffer), bisect.bisect_right(self._starts, offset) - 1
+        while at < end:
+            upto = min(end, self._starts[i + 1])
+            buffer[at - offset : upto - offset] = self._parts[i][at - self._starts[i] : upto - self._starts[i]]
+            at, i = upto, i + 1
+        super().read_into(offset, buffer)
+
+
+class StableFile(ReadFile):
     """One open regular file. Leaving the `with` block raises if the file changed since it was opened.
 
     Attributes:
@@ -26,6 +98,7 @@ class StableFile:
     """
 
     def __init__(self, file: Path, where: str):
+        super().__init__()
         self._where = where
         try:
             # O_NONBLOCK: opening a named pipe must not block the load.
@@ -42,11 +115,7 @@ class StableFile:
             raise AdapterFormatError(f"{where}: is not a regular file")
         self._io = os.fdopen(self._fd, "rb", buffering=0)
         self._seeking = threading.Lock()
-        self._digests: dict[int, bytes] = {}  # offset of a read -> SHA-256 of its bytes
         self.size = self._before.st_size
-
-    def __enter__(self) -> "StableFile":
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -56,14 +125,8 @@ class StableFile:
             if (kind is None or isinstance(error, AdapterFormatError)) and self._changed():
                 raise self._moved() from error
 
-    def read(self, offset: int, size: int) -> bytes:
-        """Return `size` bytes from `offset`."""
-        buffer = bytearray(size)
-        self.read_into(offset, memoryview(buffer))
-        return bytes(buffer)
-
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill a buffer with the bytes from `offset`. Several threads may call it at the same time."""
+        """Fill a buffer with the bytes from `offset`."""
         left, at = buffer, offset
         try:
             while left:
@@ -73,11 +136,7 @@ class StableFile:
                 at += got
         except OSError as error:
             raise self._unreadable(error) from error
-        self._digests[offset] = hashlib.sha256(buffer).digest()
-
-    def digest(self) -> bytes:
-        """Return a SHA-256 of all bytes read, computed from the digests of the reads in order of offset."""
-        return hashlib.sha256(b"".join(self._digests[offset] for offset in sorted(self._digests))).digest()
+        super().read_into(offset, buffer)
 
     def _read_at(self, offset: int, buffer: memoryview) -> int:
         if hasattr(os, "preadv"):
@@ -101,6 +160,11 @@ class StableFile:
 
 def _signature(found: os.stat_result) -> tuple[int, ...]:
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev
+
+
+def open_file(file: Path | MemoryFile, where: str) -> ReadFile:
+    """Return a file that is open for reads. `where` describes it in messages."""
+    return file if isinstance(file, MemoryFile) else StableFile(file, where)
 
 
 def content_key(files: Sequence[Path]) -> str:

@@ -9,7 +9,7 @@ import math
 from typing import NamedTuple
 
 from jlora.adapters.escaping import shown, shown_value
-from jlora.adapters.files import StableFile
+from jlora.adapters.files import ReadFile
 from jlora.adapters.strict_json import Json, parse_object
 from jlora.errors import AdapterFormatError
 
@@ -38,7 +38,7 @@ class TensorInfo(NamedTuple):
     end: int
 
 
-def read_header(file: StableFile, where: str) -> dict[str, TensorInfo]:
+def read_header(file: ReadFile, where: str) -> dict[str, TensorInfo]:
     """Read the header of a safetensors file.
 
     Args:

@@ -139,7 +139,7 @@ def run_serve(args: argparse.Namespace) -> int:
         adapters=adapters,
         chat=chat,
         keys=keys,
-        limits=Limits(),
+        limits=Limits(upload_bytes=args.max_upload_bytes),
         administration=bool(_keys(args.admin_api_key, _ADMIN_KEY)),
     )
 

@@ -18,3 +18,4 @@ from jlora.serve.engine.request import SamplingParams as SamplingParams
 from jlora.serve.engine.request import StepFailedError as StepFailedError
 from jlora.serve.engine.request import TokenLogprob as TokenLogprob
 from jlora.serve.engine.resolvers import Resolve as Resolve
+from jlora.serve.push import push as push

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from jlora import LoRAManager, LoRARequest
+from jlora import Adapter, LoRAManager, LoRARequest
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.serve.engine.detokenizer import Detokenizer, silent_tokens
 from jlora.serve.engine.dispatch import Dispatcher
@@ -260,23 +260,30 @@ class Engine:
     # --- adapters -----------------------------------------------------------------------------------------------
 
     def add_lora(
-        self, request: LoRARequest, *, timeout: float | None = None, path: str | None = None, parent: str | None = None
+        self,
+        adapter: LoRARequest | Adapter,
+        *,
+        load_inplace: bool = False,
+        timeout: float | None = None,
+        path: str | None = None,
+        parent: str | None = None,
     ) -> None:
         """Load an adapter. With `load_inplace` it replaces one of its name; running sequences keep the old version.
 
         Args:
-          request: the adapter to load.
+          adapter: a request for a folder or repository, or an adapter in memory.
+          load_inplace: replace an adapter of the same name, as the field of a request.
           timeout: seconds to wait; None for no limit.
-          path: displayed as its source; None for the request's.
+          path: displayed as its source; None for the request's, and for none of an adapter in memory.
           parent: the base model name that it is listed under; None for the first.
 
         Raises:
-          AdapterExistsError: the name is loaded, and the request has no `load_inplace`.
+          AdapterExistsError: the name is loaded, and `load_inplace` is not set.
           LoRAError: an error of `LoRAManager.add_adapter`.
           EngineClosedError: the engine is closed.
         """
         self._check_open()
-        self._loras.add(request, timeout, path, parent)
+        self._loras.add(adapter, load_inplace, timeout, path, parent)
 
     def remove_lora(self, name: str) -> None:
         """Unload an adapter. Returns at once, and the name is refused from now on.

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from jlora import AdapterInfo, LoRAManager, LoRARequest
+from jlora import Adapter, AdapterInfo, LoRAManager, LoRARequest
 from jlora.errors import AdapterInUseError, AdapterNotFoundError, LoRAError, NoFreeSlotError
 from jlora.serve.engine.request import AdapterExistsError, EngineBusyError, RegisteredLoRA
 from jlora.serve.engine.resolvers import Resolve, check_name, resolved
@@ -101,23 +101,32 @@ class Loras:
 
     # --- changes, on any thread ---------------------------------------------------------------------------------
 
-    def add(self, request: LoRARequest, timeout: float | None, path: str | None, parent: str | None) -> None:
+    def add(
+        self,
+        adapter: LoRARequest | Adapter,
+        load_inplace: bool,
+        timeout: float | None,
+        path: str | None,
+        parent: str | None,
+    ) -> None:
         """Load an adapter; see `Engine.add_lora`."""
-        name, listed = request.name, None
+        name, source, listed = adapter.name, "", None
+        if isinstance(adapter, LoRARequest):
+            source, load_inplace = adapter.path, load_inplace or adapter.load_inplace
         with self._record(name) as record:
             inplace = self._info(name) is not None
             known = inplace and not record.removed
-            if known and not request.load_inplace:
+            if known and not load_inplace:
                 raise AdapterExistsError(
                     f"adapter {name!r} is loaded already; unload it first, or say load_inplace to replace it"
                 )
             record.adding += 1
         try:
             # A plain load would return the old version from host memory, so replace it in place, without a gap.
-            loaded = self._manager.add_adapter(request, load_inplace=inplace, timeout=timeout)
+            loaded = self._manager.add_adapter(adapter, load_inplace=inplace, timeout=timeout)
             if not loaded and not known:
                 raise AdapterExistsError(f"adapter {name!r} was loaded by another call meanwhile")
-            listed = RegisteredLoRA(path or request.path, int(time.time()), parent)
+            listed = RegisteredLoRA(path or source, int(time.time()), parent)
         finally:
             with self._record(name) as record:
                 record.adding -= 1

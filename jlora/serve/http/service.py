@@ -88,7 +88,8 @@ class Service:
       chat: the model's chat template; None without one.
       keys: keys of clients.
       limits: limits of client requests.
-      administration: True if adapters may be pinned over HTTP. They may be loaded if `adapters` has sources.
+      administration: True if administrators have a key, so that adapters may be uploaded. They may be loaded from a
+        path if `adapters` has sources, and unloaded and pinned in both cases.
       state: phase of the server.
       progress: (steps done, steps in all) of the warm-up.
       step_started: start of the current step of the warm-up, `time.monotonic()` in seconds.

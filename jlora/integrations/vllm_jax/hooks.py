@@ -8,7 +8,7 @@ import functools
 import inspect
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import jlora
 from jlora.integrations.vllm_jax.worker import WorkerLoRAs, lora_manager
 
 Function = Callable[..., Any]
+_Known = dict[int, tuple[int, tuple[int, ...]]]  # vLLM's number of an adapter -> reloads, invocation tokens
 _RELEASES = "tpu-inference 0.32 and vLLM 0.32 or 0.33"
 
 
@@ -26,11 +27,7 @@ def install() -> None:
     Raises:
       LoRAError: one of them is missing or has other parameters.
     """
-    from tpu_inference.models.common import model_loader  # type: ignore[import-not-found]
-    from tpu_inference.models.common.interface import (  # type: ignore[import-not-found]
-        ModelInterface,
-        MultiModalInterface,
-    )
+    from tpu_inference.models.common import interface, model_loader  # type: ignore[import-not-found]
     from tpu_inference.runner.lora_utils import LoraUtils  # type: ignore[import-not-found]
     from tpu_inference.worker.tpu_worker import TPUWorker  # type: ignore[import-not-found]
     from vllm.v1.core import kv_cache_utils  # type: ignore[import-not-found]
@@ -39,7 +36,7 @@ def install() -> None:
 
     of_step = "num_scheduled_tokens_per_req total_num_scheduled_tokens padded_total_num_scheduled_tokens"
     blocks = "request start_token_idx end_token_idx start_mm_idx"
-    known = defaultdict[int, _Known](_Known)
+    known: _Known = defaultdict(lambda: (0, ()))
     of_device = "self tpu_process_bounds tpu_chips_per_process_bounds tpu_visible_chips"
     hooks: list[tuple[Any, str, str, Callable[[Function], Function]]] = [
         (TPUWorker, "init_device", of_device, _join_hosts),
@@ -50,22 +47,21 @@ def install() -> None:
         (TPUWorker, "add_lora", "self lora_request", _return_errors),
         (Executor, "add_lora", "self lora_request", _raise_errors),
         (EngineCore, "add_lora", "self lora_request", functools.partial(_note_loads, known)),
-        (kv_cache_utils, "_gen_lora_extra_hash_keys", "request", functools.partial(_cache_key, known)),
-        (kv_cache_utils, "generate_block_hash_extra_keys", blocks, functools.partial(_leave_to_base, known)),
+        (kv_cache_utils, "_gen_lora_extra_hash_keys", "request", lambda theirs: theirs),  # which the next one calls
+        (kv_cache_utils, "generate_block_hash_extra_keys", blocks, functools.partial(_block_keys, known)),
     ]
-    interfaces = {
-        ModelInterface: {"compute_logits_fn", "state_leaves", "lora_manager", "model", "multimodal_fns"},
-        MultiModalInterface: {"embed_input_ids_fn"},
-    }
     moved = [found for owner, name, parameters, _ in hooks if (found := drift(owner, name, parameters))]
-    for cls, names in interfaces.items():
-        if missing := names - {field.name for field in dataclasses.fields(cls)}:
-            moved.append(f"{cls.__module__}.{cls.__name__} has no {', '.join(sorted(missing))}")
+    interfaces = interface.ModelInterface, interface.MultiModalInterface
+    fields = {field.name for cls in interfaces for field in dataclasses.fields(cls)}
+    read = {"compute_logits_fn", "state_leaves", "lora_manager", "model", "multimodal_fns", "embed_input_ids_fn"}
+    if missing := read - fields:
+        moved.append(f"{interface.__name__}.ModelInterface has no {', '.join(sorted(missing))}")
     if moved:
         raise _drift("; ".join(moved))
     for owner, name, _, make in hooks:
         theirs = getattr(owner, name)
         setattr(owner, name, functools.wraps(theirs)(make(theirs)))
+    TPUWorker.jlora_stage = _stage
 
 
 def drift(owner: Any, name: str, parameters: str) -> str | None:
@@ -81,7 +77,6 @@ def drift(owner: Any, name: str, parameters: str) -> str | None:
 
 
 def _drift(moved: str) -> jlora.LoRAError:
-    """Return the error for parts of vLLM or tpu-inference that are not as the plugin expects."""
     return jlora.LoRAError(
         f"{moved}: jlora's plugin for vLLM JAX fits {_RELEASES}. Install one of them, or report it (docs/vllm.md). "
         "VLLM_PLUGINS, the list of the plugins to load, starts vLLM without this one if jlora_vllm_jax is not in it"
@@ -243,6 +238,11 @@ def _return_errors(theirs: Function) -> Function:
     return add_lora
 
 
+def _stage(self: Any, *args: Any) -> str | None:
+    """Keep an adapter without files in a worker, or drop it (`WorkerLoRAs.stage`)."""
+    return self.model_runner.lora_manager.stage(*args)
+
+
 def _raise_errors(theirs: Function) -> Function:
     """Raise the first error that workers returned for a load."""
 
@@ -255,68 +255,45 @@ def _raise_errors(theirs: Function) -> Function:
     return add_lora
 
 
-@dataclasses.dataclass
-class _Known:
-    """The engine's knowledge of one adapter: its scheduler hashes the blocks of the prefix cache.
+def _note_loads(known: _Known, theirs: Function) -> Function:
+    """Count the in-place reloads of each adapter in the engine, whose scheduler hashes the blocks of the cache.
 
-    Attributes:
-      reloads: number of in-place reloads.
-      called: invocation tokens of an aLoRA adapter.
+    The workers return the invocation tokens of an aLoRA adapter, which are kept beside the count.
     """
-
-    reloads: int = 0
-    called: tuple[int, ...] = ()
-
-
-def _note_loads(known: Mapping[int, _Known], theirs: Function) -> Function:
-    """Count the in-place reloads of each adapter in the engine, and keep the invocation tokens from its workers."""
 
     def add_lora(self: Any, lora_request: Any) -> bool:
         added = theirs(self, lora_request)
-        adapter = known[lora_request.lora_int_id]
-        adapter.reloads += lora_request.load_inplace
-        adapter.called = () if isinstance(added, bool) else tuple(added)
+        reloads, _ = known[lora_request.lora_int_id]
+        called = () if isinstance(added, bool) else tuple(added)
+        known[lora_request.lora_int_id] = reloads + lora_request.load_inplace, called
         return bool(added)
 
     return add_lora
 
 
-def _cache_key(known: Mapping[int, _Known], theirs: Function) -> Function:
-    """Add id and version of an adapter to its key, so that other weights never hit the blocks of earlier ones.
+def _block_keys(known: _Known, theirs: Function) -> Function:
+    """Add id and version of an adapter to the keys of a block: other weights never hit the blocks of earlier ones.
 
-    The first token on which it acts is in the key too: it depends on tokens past a block.
+    The blocks before the invocation of an aLoRA adapter are the base model's. In the keys of the others is its first
+    token, which depends on later blocks too.
     """
-
-    def gen_lora_extra_hash_keys(request: Any) -> list[Any]:
-        keys = theirs(request)
-        if not keys:
-            return keys
-        number = request.lora_request.lora_int_id
-        return [*keys, ("jlora", number, known[number].reloads, _first_token(known, request))]
-
-    return gen_lora_extra_hash_keys
-
-
-def _leave_to_base(known: Mapping[int, _Known], theirs: Function) -> Function:
-    """Remove the keys of an aLoRA adapter from the blocks before its invocation: those are the base model's."""
     from vllm.v1.core import kv_cache_utils  # type: ignore[import-not-found]
 
     def generate_block_hash_extra_keys(request: Any, start: int, end: int, image: int) -> Any:
         keys, image = theirs(request, start, end, image)
-        if request.lora_request and end <= _first_token(known, request):
+        if request.lora_request:
+            number = request.lora_request.lora_int_id
+            reloads, called = known[number]
+            if not hasattr(request, "jlora_first"):
+                request.jlora_first = jlora.active_from(request.prompt_token_ids or (), called)
             own = kv_cache_utils._gen_lora_extra_hash_keys(request)
-            keys = tuple(key for key in keys if key not in own) or None
+            if end <= request.jlora_first:
+                keys = tuple(key for key in keys if key not in own) or None
+            else:
+                keys = (*keys, ("jlora", number, reloads, request.jlora_first))
         return keys, image
 
     return generate_block_hash_extra_keys
-
-
-def _first_token(known: Mapping[int, _Known], request: Any) -> int:
-    """Return the first token of a request on which its adapter acts. It is found once, by the tokens known then."""
-    if (first := getattr(request, "jlora_first", -1)) < 0:
-        called = known[request.lora_request.lora_int_id].called
-        first = request.jlora_first = jlora.active_from(request.prompt_token_ids or (), called)
-    return first
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """vLLM's LoRA protocol of a worker, over one `jlora.LoRAManager`."""
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
@@ -88,14 +89,14 @@ class WorkerLoRAs:
             for layer in manager.layers()
             if layer.reason is None and (layer.path.endswith(".attend") or layer.path.rpartition(".")[2] == "lm_head")
         )
-        self.tables = tuple(
-            layer.path for layer in manager.layers() if layer.path.rpartition(".")[2] in ("embed_tokens", "embed")
-        )
+        paths = [layer.path for layer in manager.layers()]
+        self.tables = tuple(path for path in paths if path.rpartition(".")[2] in ("embed_tokens", "embed"))
         self._max_requests = max_requests
+        self._staged: dict[str, jlora.Adapter] = {}  # path -> adapter without files
         self._calls: dict[int, tuple[int, ...]] = {}  # vLLM's number -> invocation tokens of an aLoRA adapter
         self._names: dict[int, str] = {}  # vLLM's number -> name in the manager
         self._row_adapters: Adapters = ()  # of the requests of the step
-        self._row_first: Sequence[int] | None = None  # 0 for each of them whose last row its adapter changes
+        self._row_first: Sequence[int] = ()  # 0 for each of them whose last row its adapter changes
         self._rows = 0  # of the step
         self._step: jlora.LoRABatch | None = None
         self._open: list[jlora.LoRABatch] = []  # the batch of the step and those of its logits, or of a warm-up
@@ -110,11 +111,7 @@ class WorkerLoRAs:
 
     @contextlib.contextmanager
     def scope(self, metadata: Any, *, embedded: bool = False) -> Generator[None]:
-        """Serve the batch of a step, of its embeddings or of its logits in the layers called inside.
-
-        Args:
-          metadata: what `metadata` or `embedding_metadata` returned.
-          embedded: True for a step whose rows are embeddings.
+        """Serve the batch of a step (`embedded`: of rows that are embeddings) or of its logits in layers inside.
 
         Raises:
           LoRAError: the metadata is not what `metadata` returned, or as `jlora.use`.
@@ -144,7 +141,7 @@ class WorkerLoRAs:
         """
         # With counts of 0, vLLM makes no tuple of the adapter of each token.
         numbers, _, requests = runner.input_batch.make_lora_inputs([0] * len(counts))
-        first = self._first_rows(runner, numbers, requests) if self.manager.config.activated else None
+        first = self._first_rows(runner, numbers, requests) if self.manager.config.activated else ()
         known = {request.lora_int_id: self._names.get(request.lora_int_id) or _own(request) for request in requests}
         adapters = [known[int(number)] if number else None for number in numbers]
         self._all_rows = bool(runner.input_batch.num_prompt_logprobs)
@@ -171,13 +168,13 @@ class WorkerLoRAs:
         if logits_rows is None or self._all_rows:
             return {"step" if logits_rows is None else "logits": self._step}
         rest = logits_rows - len(self._row_adapters)
-        options = self._first_of(self._row_first, rest)
+        options = self._active_from(self._row_first, rest)
         options |= {"length": 1} if options else {}
         self._open.append(self.manager.prepare([*self._row_adapters, *[None] * rest], **options))
         return {"logits": self._open[-1]}
 
     def embedding_metadata(self, rows: int) -> dict[str, jlora.LoRABatch]:
-        """Return the LoRA metadata of the embeddings of a step, with this number of rows."""
+        """Return the LoRA metadata of the embeddings of a step with this number of rows."""
         if rows != self._rows and not self._row_adapters:  # a warm-up, which prepares no step for them
             self._prepare((), (), rows)
         return {"embeddings": self.metadata()["step"]}
@@ -187,29 +184,25 @@ class WorkerLoRAs:
         for request in requests:
             if request.lora_int_id not in self._calls:
                 self._load(request)
-        found: list[int] = []
+        found = [0] * len(numbers)
         for i, number in enumerate(map(int, numbers)):
-            state, first = runner.requests[runner.input_batch.req_ids[i]], 0
-            if called := self._calls.get(number):
-                if (first := getattr(state, "jlora_first", -1)) < 0:
-                    first = state.jlora_first = jlora.active_from(state.prompt_token_ids, called)
-                first = max(0, first - int(runner.input_batch.num_computed_tokens_cpu[i]))
-            found.append(first)
+            if number and self._calls[number]:
+                state = runner.requests[runner.input_batch.req_ids[i]]
+                if not hasattr(state, "jlora_first"):
+                    state.jlora_first = jlora.active_from(state.prompt_token_ids, self._calls[number])
+                found[i] = max(0, state.jlora_first - int(runner.input_batch.num_computed_tokens_cpu[i]))
         return found
 
-    def _first_of(self, first: Sequence[int] | None, rest: int) -> dict[str, Any]:
-        return {"active_from": [*(first or ()), *[0] * rest]} if self.manager.config.activated else {}
+    def _active_from(self, first: Sequence[int], rest: int) -> dict[str, Any]:
+        return {"active_from": [*first, *[0] * rest]} if self.manager.config.activated else {}
 
-    def _prepare(
-        self, adapters: "Adapters", counts: Sequence[int], rows: int, first: Sequence[int] | None = None
-    ) -> None:
+    def _prepare(self, adapters: "Adapters", counts: Sequence[int], rows: int, first: Sequence[int] = ()) -> None:
         rest = self._max_requests - len(adapters)
-        lengths = [*map(int, counts), *[0] * rest]
-        options = self._first_of(first, rest)
+        lengths, options = [*map(int, counts), *[0] * rest], self._active_from(first, rest)
         self._step = self.manager.prepare([*adapters, *[None] * rest], lengths, pad_to=rows, **options)
         self._open.append(self._step)
         self._row_adapters, self._rows = adapters, rows
-        self._row_first = [0 if row < n else jlora.NOWHERE for row, n in zip(first or (), counts, strict=False)]
+        self._row_first = [0 if row < n else jlora.NOWHERE for row, n in zip(first, counts, strict=False)]
 
     def _close(self) -> None:
         """End the leases of the last step, which has been dispatched, or of a warm-up."""
@@ -228,29 +221,30 @@ class WorkerLoRAs:
         self._prepare((), (), len(mapping.index_mapping))
 
     def add_adapter(self, request: Any) -> bool | tuple[int, ...]:
-        """Load an adapter, or with `load_inplace` replace it.
-
-        Returns:
-          The invocation tokens of an aLoRA adapter; True for another.
+        """Load an adapter, or with `load_inplace` replace it. Return the invocation tokens of an aLoRA adapter or True.
 
         Raises:
           LoRAAdapterNotFoundError: vLLM's own, if there is no such folder or repository.
-          LoRAError: as `jlora.LoRAManager.add_adapter`, or the invocation tokens are other ones than those of the
-            adapter to replace. That adapter is kept.
+          LoRAError: as `jlora.LoRAManager.add_adapter`, or other invocation tokens. The earlier adapter is kept.
         """
         self._close()  # a reload waits for batches with the earlier weights
         return self._load(request) or True
 
     def _load(self, request: Any) -> tuple[int, ...]:
-        """Load an adapter and return its invocation tokens, which never change for one of vLLM's numbers.
+        """Load an adapter and return its invocation tokens, which stay the same for one of vLLM's numbers.
 
-        The engine leaves blocks of the prefix cache to the base model by them, before a worker fills the blocks.
+        The engine shares blocks of the prefix cache with the base model by them, also for requests that wait.
         """
-        own, number = _own(request), request.lora_int_id
+        own, number, staged = _own(request), request.lora_int_id, self._staged.get(request.lora_path)
         try:
-            if self.manager.config.activated and number in self._calls:
-                self._check_unchanged(own, self._calls[number])
-            self.manager.add_adapter(own)
+            called = _called(own, staged) if self.manager.config.activated and number in self._calls else None
+            if called is not None and called != self._calls[number]:
+                raise jlora.AdapterMismatchError(
+                    f"adapter {request.lora_name!r}: its alora_invocation_tokens were {[*self._calls[number]]} and are "
+                    f"{[*called]}, and the prefix cache has blocks by the former; unload it first"
+                )
+            adapter = own if staged is None else dataclasses.replace(staged, name=own.name)
+            self.manager.add_adapter(adapter, load_inplace=own.load_inplace)
         except jlora.AdapterNotFoundError as error:
             from vllm.exceptions import LoRAAdapterNotFoundError  # type: ignore[import-not-found]
 
@@ -259,17 +253,16 @@ class WorkerLoRAs:
         info = self.manager.list_adapters([own.name])[own.name]
         return self._calls.setdefault(number, info.invocation_tokens or ())
 
-    def _check_unchanged(self, request: jlora.LoRARequest, called: tuple[int, ...]) -> None:
-        """Raise `LoRAError` if the files have other invocation tokens. A file that cannot be read fails in its load."""
-        found = called
-        with contextlib.suppress(ValueError, TypeError, AttributeError, OSError):
-            config = json.loads(Path(jlora.local_folder(request), "adapter_config.json").read_bytes())
-            found = tuple(config.get("alora_invocation_tokens") or ())
-        if found != called:
-            raise jlora.AdapterMismatchError(
-                f"adapter {request.name!r}: its alora_invocation_tokens were {[*called]} and are {[*found]}, and the "
-                "prefix cache has blocks by the former; unload it first, or give it another name"
-            )
+    def stage(self, path: str, weights: bytes | None = None, config: bytes | None = None) -> str | None:
+        """Keep an adapter without files until it is loaded by this path, or drop it. Return the message of an error."""
+        self._staged.pop(path, None)
+        if weights is None or config is None:
+            return None
+        try:
+            nonfinite = self.manager.config.allow_nonfinite
+            self._staged[path] = jlora.Adapter.from_bytes(weights, config, name=path, allow_nonfinite=nonfinite)
+        except jlora.LoRAError as error:
+            return str(error)
 
     def remove_adapter(self, adapter_id: int) -> bool:
         """Remove an adapter from the host cache and its slot; False if it is not loaded."""
@@ -313,3 +306,13 @@ def _own(request: Any) -> jlora.LoRARequest:
     """Return vLLM's request as one of jlora."""
     name = f"{request.lora_name}@{request.lora_int_id}"
     return jlora.LoRARequest(name, path=request.lora_path, load_inplace=request.load_inplace)
+
+
+def _called(request: jlora.LoRARequest, staged: jlora.Adapter | None) -> tuple[int, ...] | None:
+    """Return the invocation tokens of an adapter that is not loaded yet; None if its load will fail."""
+    if staged is not None:
+        return staged.invocation_tokens
+    with contextlib.suppress(ValueError, TypeError, AttributeError, OSError):
+        config = json.loads(Path(jlora.local_folder(request), "adapter_config.json").read_bytes())
+        return tuple(config.get("alora_invocation_tokens") or ())
+    return None

@@ -7,6 +7,7 @@ one oracle has merged weights (first token 0), aLoRA, text and images.
 import base64
 import io
 import json
+import threading
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -128,16 +129,33 @@ def image(seed: int) -> tuple[np.ndarray, str]:
     return pixels, "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
+_ONE = threading.Lock()
+
+
 @cache
 def _reference(model: Path) -> Qwen2_5_VLForConditionalGeneration:
-    return Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=torch.float64).eval()
+    found = Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=torch.float64).eval()
+    found.model.visual.merger.mlp[1] = torch.nn.GELU("tanh")  # the JAX model's
+    return found
 
 
 def logprobs(
     model: Path, adapter: Path | None, tokens: Sequence[int], pixels: np.ndarray | None = None, first: int = 0
 ) -> np.ndarray:
     """Return the log-probabilities [tokens, vocabulary] after each token, with the adapter from token `first` on."""
-    reference, hooks = _reference(model), []
+    with _ONE:  # thread at a time: hooks belong to the model
+        return _logprobs(_reference(model), model, adapter, tokens, pixels, first)
+
+
+def _logprobs(
+    reference: Qwen2_5_VLForConditionalGeneration,
+    model: Path,
+    adapter: Path | None,
+    tokens: Sequence[int],
+    pixels: np.ndarray | None,
+    first: int,
+) -> np.ndarray:
+    hooks = []
     if adapter is not None:
         tensors = load_file(adapter / "adapter_model.safetensors")
         config = json.loads((adapter / "adapter_config.json").read_text())

@@ -8,8 +8,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
+
+import jlora
+from jlora.serve import push
 
 if importlib.util.find_spec("tpu_inference") is None:
     pytest.skip("needs vLLM and tpu-inference (make test-vllm)", allow_module_level=True)
@@ -40,7 +44,8 @@ def server(folder: Path, adapters: dict[str, Path]) -> Iterator[Server]:
     flags = ("--lora-modules", *(f"{name}={path}" for name, path in adapters.items()))
     flags += ("--additional-config", '{"jlora": {"activated": true}}', "--enable-prompt-tokens-details")
     flags += ("--limit-mm-per-prompt", '{"image": 1, "video": 0}')
-    with serve(save_model(folder / "model"), folder, *flags) as server:
+    plugins = "jlora_vllm_jax,jlora_vllm_jax_upload,register_layers,without_tpu"
+    with serve(save_model(folder / "model"), folder, *flags, VLLM_PLUGINS=plugins) as server:
         yield server
 
 
@@ -148,3 +153,44 @@ def test_called_and_plain_adapters_at_once(server: Server, adapters: dict[str, P
         ]
         for each in futures:
             each.result()
+
+
+def check_plain(server: Server, name: str, adapter: Path, prompt: Sequence[int]) -> None:
+    response = server.complete(name, prompt, tokens := 8)
+    assert response.status_code == 200, response.text
+    choice = response.json()["choices"][0]
+    compare(server, adapter, prompt, choice["token_ids"], choice["logprobs"]["token_logprobs"], tokens)
+
+
+def test_adapters_without_files_are_pushed_while_others_answer(server: Server, folder: Path) -> None:
+    """The folders are for the reference alone."""
+    prompt = words(40, 20)  # two blocks, which the prefix cache keeps
+    with ThreadPoolExecutor(1) as pool:
+        for round_ in range(3):
+            pushed = save_adapter(folder / f"pushed{round_}", 50 + round_)
+            other = pool.submit(answer, server, "a", words(30, 21))
+            push(server.url, jlora.Adapter.from_pretrained(pushed), admin_key="", name="pushed")
+            check_plain(server, "pushed", pushed, prompt)
+            assert len(other.result()) == 8
+    listed = httpx.get(f"{server.url}/v1/models").json()["data"]
+    assert "pushed" in {model["id"] for model in listed}
+
+
+def test_an_upload_that_cannot_be_served_changes_nothing(server: Server, folder: Path) -> None:
+    kept = save_adapter(folder / "kept", 60)
+    push(server.url, jlora.Adapter.from_pretrained(kept), admin_key="", name="kept")
+    large, prompt = save_adapter(folder / "large", 61, rank=16), words(40, 22)
+    check_plain(server, "kept", kept, prompt)
+    with pytest.raises(jlora.LoRAError, match="rank 16"):
+        push(server.url, jlora.Adapter.from_pretrained(large), admin_key="", name="kept")
+    with pytest.raises(jlora.LoRAError, match="already been loaded"):
+        push(server.url, jlora.Adapter.from_pretrained(kept), admin_key="", name="kept", load_inplace=False)
+    weights, config = ((kept / name).read_bytes() for name in ("adapter_model.safetensors", "adapter_config.json"))
+    files = {"lora_name": "kept", "load_inplace": "true", "adapter_config": config, "adapter_model": weights}
+    wrong = {"adapter_model": b"not safetensors", "adapter_config": b"{", "lora_name": None}
+    for field, value in wrong.items():
+        form = {name: (None, each) for name, each in {**files, field: value}.items() if each is not None}
+        response = httpx.post(f"{server.url}/v1/load_lora_adapter", files=form, timeout=60)
+        assert response.status_code == 400, response.text
+        assert field in response.text
+    check_plain(server, "kept", kept, prompt)

@@ -3,6 +3,7 @@
 The oracle adds the deltas to the weights of a second model, in NumPy. Run by `make test-newest`.
 """
 
+import asyncio
 import dataclasses
 import importlib.util
 import json
@@ -14,6 +15,10 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import save_file
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+from starlette.testclient import TestClient
 
 import jlora
 
@@ -32,6 +37,7 @@ from vllm.v1.core import kv_cache_utils
 from jlora.integrations.vllm_jax import register
 from jlora.integrations.vllm_jax.hooks import drift
 from jlora.integrations.vllm_jax.layers import describe_layers
+from jlora.integrations.vllm_jax.upload import Upload
 from tests.integrations import vllm_steps
 from tests.integrations.vllm_stubs import LoRAAdapterNotFoundError, LoRARequest
 
@@ -347,8 +353,70 @@ def test_cached_blocks_before_the_invocation_are_those_of_the_base_model(tmp_pat
     assert block_keys(a, prompt, 2)[:2] == [None, None]
     assert block_keys(a, prompt, 2)[2:] != first[2:]
     write_adapter(tmp_path / "a", module_sizes(hf))
-    with pytest.raises(jlora.AdapterMismatchError, match=r"'a@1': its .* were \[3, 4\] and are \[\]"):
+    with pytest.raises(jlora.AdapterMismatchError, match=r"'a': its .* were \[3, 4\] and are \[\]"):
         load(runner, "a", 1, tmp_path / "a", load_inplace=True)
+
+
+class Failing:
+    """A worker that cannot keep an adapter."""
+
+    def stage(self, path, weights=None, config=None):
+        return None if weights is None else "no memory"
+
+
+def test_an_upload_reaches_all_workers_or_none(tmp_path):
+    hf = vllm_steps.hf_config("Llama", num_hidden_layers=1)
+    config = vllm_steps.vllm_config(hf)
+    runner, sizes = vllm_steps.Runner(config), module_sizes(hf, head=False)
+    deltas = [write_adapter(tmp_path / str(i), sizes, i) for i in range(2)]
+    workers, loaded = [runner.lora_manager], []
+
+    class Engine:
+        async def collective_rpc(self, method, args):
+            assert method == "jlora_stage"
+            return [worker.stage(*args) for worker in workers]
+
+    class Models:
+        async def load_lora_adapter(self, request):
+            loaded.append(load(runner, request.lora_name, 1, request.lora_path, load_inplace=request.load_inplace))
+            return "Success"
+
+    async def own(request):
+        return PlainTextResponse("vLLM's own")
+
+    app = Starlette(routes=[Route("/v1/load_lora_adapter", own, methods=["POST"])])
+    plugin = Upload()
+    plugin.attach_router(app)
+    asyncio.run(plugin.init_state(Engine(), SimpleNamespace(openai_serving_models=Models()), None))
+    client = TestClient(app)
+    assert client.post("/v1/load_lora_adapter", json={}).text == "vLLM's own"
+
+    def push(i):
+        names = {"adapter_model": "adapter_model.safetensors", "adapter_config": "adapter_config.json"}
+        files = {field: (None, (tmp_path / str(i) / name).read_bytes()) for field, name in names.items()}
+        form = {"lora_name": (None, "a"), "load_inplace": (None, "true"), **files}
+        return client.post("/v1/load_lora_adapter", files=form)
+
+    tokens = requests_of(hf, [None])
+    want = [row for (row,) in merged_logits(config, 1, deltas, tokens)]
+    assert push(0).status_code == 200
+    assert_close(runner.step([(loaded[0], tokens[0][1])])[0], want[0])
+    workers.append(Failing())
+    response = push(1)
+    assert (response.status_code, response.json()["error"]["message"]) == (400, "no memory")
+    assert_close(runner.step([(loaded[0], tokens[0][1])])[0], want[0])
+    workers.pop()
+    keys = block_keys(loaded[0])
+    assert push(1).status_code == 200
+    assert_close(runner.step([(loaded[1], tokens[0][1])])[0], want[1])
+    assert len(loaded) == 2
+    assert len({*keys, *block_keys(loaded[1]), *block_keys(loaded[0])}) == 3  # vLLM's path, and the number of reloads
+    (tmp_path / "1" / "adapter_config.json").write_text("{")
+    response = push(1)
+    assert response.status_code == 400
+    assert "adapter_config" in response.text
+    with pytest.raises(LoRAAdapterNotFoundError):  # bytes are dropped after the call
+        load(runner, "b", 2, loaded[1].lora_path)
 
 
 def test_alora_is_refused_unless_activated(tmp_path):

@@ -91,6 +91,15 @@ class LoRARequest:
     load_inplace: bool = False
 
 
+@dataclasses.dataclass
+class LoadLoRAAdapterRequest:
+    """The fields of vLLM's request over HTTP."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
 class LoRAAdapterNotFoundError(Exception):
     """Stands for vLLM's."""
 
@@ -130,6 +139,7 @@ def install() -> None:
     sys.meta_path.append(_Finder())
     real = [
         ("vllm.lora.request", LoRARequest),
+        ("vllm.entrypoints.serve.lora.protocol", LoadLoRAAdapterRequest),
         ("vllm.exceptions", LoRAAdapterNotFoundError),
         ("vllm.v1.engine.core", EngineCore),
         ("vllm.v1.executor.abstract", Executor),

@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
-import safetensors.numpy
 from numpy.typing import ArrayLike
 
 from jlora._typing import DType
@@ -32,8 +31,6 @@ from jlora.adapters.state_dict import config_file, weights_file
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError, LoRAUsageError, printable
 
 T = TypeVar("T")
-
-_METADATA = {"format": "pt"}  # of the weights, as PEFT writes it
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,8 +54,7 @@ class Adapter:
         (`auto_mapping`, `revision`, `lora_dropout`, ...). They have no effect in jlora.
       unchecked: One line for each field that was not checked against the modules, because its regular expression
         (`target_modules` or `exclude_modules`) has no safe matcher. The tensors of the file decide in that case.
-      fingerprint: SHA-256 of the bytes read from the files, on a disk or in memory; None if the adapter was made by
-        `from_arrays`.
+      fingerprint: SHA-256 of the bytes read from the files; None if the adapter was not read from files.
       config: The rules of `adapter_config.json`, such as `target_modules`, of which `LoRAManager` compares the layers
         with those that have weights; None if the adapter was made from arrays.
 
@@ -346,10 +342,11 @@ class Adapter:
             raise LoRAError(
                 f"adapter {shown(self.name)}: {shown_path(folder)} is a file; expected a folder to write to"
             )
-        config = self._config_bytes()
+        weights, config = self._files()
         folder.mkdir(parents=True, exist_ok=True)
         weights_part, config_part = folder / (WEIGHTS_FILE + ".part"), folder / (CONFIG_FILE + ".part")
-        safetensors.numpy.save_file(self._tensors(), weights_part, metadata=_METADATA)
+        with open(weights_part, "wb") as file:
+            file.writelines(weights.parts)
         config_part.write_bytes(config)
         os.replace(weights_part, folder / WEIGHTS_FILE)
         os.replace(config_part, folder / CONFIG_FILE)
@@ -360,11 +357,12 @@ class Adapter:
         Raises:
           LoRAError, LoRAUsageError: As in `save_pretrained`.
         """
-        config = self._config_bytes()
-        return safetensors.numpy.save(self._tensors(), metadata=_METADATA), config
+        weights, config = self._files()
+        return b"".join(weights.parts), config
 
-    def _config_bytes(self) -> bytes:
-        return (json.dumps(self._peft_config(), indent=2) + "\n").encode()
+    def _files(self) -> tuple[MemoryFile, bytes]:
+        config = json.dumps(self._peft_config(), indent=2) + "\n"
+        return weights_file(self.name, self._tensors()), config.encode()
 
     def _tensors(self) -> dict[str, np.ndarray]:
         tensors: dict[str, np.ndarray] = {}
@@ -377,7 +375,7 @@ class Adapter:
         for name, array in self.base_weights.items():
             part = "base_layer.weight" if name in self.modules else "weight"
             tensors[f"base_model.model.{name}.{part}"] = array
-        return {key: np.ascontiguousarray(array) for key, array in tensors.items()}
+        return {key: np.asarray(array) for key, array in tensors.items()}
 
     def _experts(self) -> dict[str, str]:
         """Map each `ExpertsLoRA` to the module name of its tensors. Raise if a load would give another LoRA."""
@@ -469,7 +467,8 @@ class OpenAdapter:
           AdapterFormatError: The file holds NaN or infinity, holds a value too large for the dtype, or has changed.
         """
         modules, base_weights, heads = self.checkpoint.read(own, allow_nonfinite=allow_nonfinite)
-        fingerprint = hashlib.sha256(self.config.digest + self.checkpoint.file.digest()).hexdigest()
+        digest = self.checkpoint.file.digest()
+        fingerprint = hashlib.sha256(self.config.digest + digest).hexdigest() if digest else None
         return replace(self.adapter, modules=modules, base_weights=base_weights, heads=heads, fingerprint=fingerprint)
 
 

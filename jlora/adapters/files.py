@@ -33,9 +33,6 @@ class ReadFile:
 
     size: int
 
-    def __init__(self) -> None:
-        self._digests: dict[int, bytes] = {}  # offset of a read -> SHA-256 of its bytes
-
     def __enter__(self: F) -> F:
         return self
 
@@ -52,11 +49,11 @@ class ReadFile:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill a buffer with the bytes from `offset`."""
-        self._digests[offset] = hashlib.sha256(buffer).digest()
+        raise NotImplementedError
 
     def digest(self) -> bytes:
-        """Return a SHA-256 of all bytes read, computed from the digests of the reads in order of offset."""
-        return hashlib.sha256(b"".join(self._digests[offset] for offset in sorted(self._digests))).digest()
+        """Return a SHA-256 of all bytes read; empty for a file in memory, of which none is computed."""
+        return b""
 
 
 class MemoryFile(ReadFile):
@@ -65,13 +62,15 @@ class MemoryFile(ReadFile):
     Args:
       name: Name of the file, for messages.
       parts: Its bytes in order, as C-contiguous buffers. They are not copied.
+
+    Attributes:
+      parts: The same, without those of no bytes.
     """
 
     def __init__(self, name: str, *parts: bytes | bytearray | memoryview):
-        super().__init__()
         self._name = name
-        self._parts = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
-        self._starts = list(itertools.accumulate((part.nbytes for part in self._parts), initial=0))
+        self.parts = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
+        self._starts = list(itertools.accumulate((part.nbytes for part in self.parts), initial=0))
         self.size = self._starts[-1]
 
     def __str__(self) -> str:
@@ -82,9 +81,8 @@ class MemoryFile(ReadFile):
         at, end, i = offset, offset + len(buffer), bisect.bisect_right(self._starts, offset) - 1
         while at < end:
             upto = min(end, self._starts[i + 1])
-            buffer[at - offset : upto - offset] = self._parts[i][at - self._starts[i] : upto - self._starts[i]]
+            buffer[at - offset : upto - offset] = self.parts[i][at - self._starts[i] : upto - self._starts[i]]
             at, i = upto, i + 1
-        super().read_into(offset, buffer)
 
 
 class StableFile(ReadFile):
@@ -98,7 +96,6 @@ class StableFile(ReadFile):
     """
 
     def __init__(self, file: Path, where: str):
-        super().__init__()
         self._where = where
         try:
             # O_NONBLOCK: opening a named pipe must not block the load.
@@ -115,6 +112,7 @@ class StableFile(ReadFile):
             raise AdapterFormatError(f"{where}: is not a regular file")
         self._io = os.fdopen(self._fd, "rb", buffering=0)
         self._seeking = threading.Lock()
+        self._digests: dict[int, bytes] = {}  # offset of a read -> SHA-256 of its bytes
         self.size = self._before.st_size
 
     def __exit__(
@@ -136,7 +134,11 @@ class StableFile(ReadFile):
                 at += got
         except OSError as error:
             raise self._unreadable(error) from error
-        super().read_into(offset, buffer)
+        self._digests[offset] = hashlib.sha256(buffer).digest()
+
+    def digest(self) -> bytes:
+        """Return a SHA-256 of all bytes read, computed from the digests of the reads in order of offset."""
+        return hashlib.sha256(b"".join(self._digests[offset] for offset in sorted(self._digests))).digest()
 
     def _read_at(self, offset: int, buffer: memoryview) -> int:
         if hasattr(os, "preadv"):

@@ -16,7 +16,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def weights_file(adapter: str, tensors: Mapping[Any, Any]) -> MemoryFile:
-    """Return the safetensors file of these tensors. Their values are not copied.
+    """Return the safetensors file of these tensors, as safetensors writes it. Their values are not copied.
 
     Args:
       adapter: Name of the adapter, for messages.
@@ -30,16 +30,18 @@ def weights_file(adapter: str, tensors: Mapping[Any, Any]) -> MemoryFile:
         raise LoRAUsageError(f"adapter {shown(adapter)}: tensors must map tensor names to arrays")
     for value in tensors.values():  # starts the copies of JAX's device arrays all at once
         getattr(value, "copy_to_host_async", lambda: None)()
-    header: dict[str, Any] = {}
+    where = f"adapter {shown(adapter)}: tensors: tensor"
+    arrays = {name: _array(value, f"{where} {shown(name)}") for name, value in tensors.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     parts: list[memoryview] = []
     at = 0
-    for name, value in tensors.items():
-        array = _array(value, f"adapter {shown(adapter)}: tensors: tensor {shown(name)}")
-        dtype, end = _NAMES[array.dtype], at + array.nbytes
-        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": (at, end)}
+    for name, array in sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0])):  # so all are aligned
+        end = at + array.nbytes
+        header[name] = {"dtype": _NAMES[array.dtype], "shape": array.shape, "data_offsets": (at, end)}
         parts.append(array.reshape(-1).view(np.uint8).data)
         at = end
-    text = json.dumps(header).encode()
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+    text += b" " * (-len(text) % 8)
     return MemoryFile("tensors", len(text).to_bytes(8, "little"), text, *parts)
 
 

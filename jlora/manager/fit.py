@@ -165,7 +165,11 @@ def _misfit(site: Site, module: LoRA, first: int, count: int) -> str | None:
     expected = ((rank, spec.in_features), (outputs, rank))
     found = (module.a.shape, module.b.shape)
     if found != expected:
-        return f"A and B have shapes {found[0]} and {found[1]}, and {site.path!r} takes {expected[0]} and {expected[1]}"
+        why = f"A and B have shapes {found[0]} and {found[1]}, and {site.path!r} takes {expected[0]} and {expected[1]}"
+        own = len(module.b)
+        if found[0] == expected[0] and own < outputs and outputs % own == 0 and "attn" in site.path:
+            why += f" (B has the rows of one head of {outputs // own}, as MaxText exports them: the others are lost)"
+        return why
     return None
 
 

@@ -1,5 +1,6 @@
 """Continuous batching for requests that each have their own adapter. Needs no HTTP package."""
 
+from jlora.serve.client import push as push
 from jlora.serve.engine.engine import Engine as Engine
 from jlora.serve.engine.generation import Generation as Generation
 from jlora.serve.engine.model import ServableModel as ServableModel
@@ -18,4 +19,3 @@ from jlora.serve.engine.request import SamplingParams as SamplingParams
 from jlora.serve.engine.request import StepFailedError as StepFailedError
 from jlora.serve.engine.request import TokenLogprob as TokenLogprob
 from jlora.serve.engine.resolvers import Resolve as Resolve
-from jlora.serve.push import push as push

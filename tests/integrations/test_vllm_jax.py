@@ -32,6 +32,7 @@ vllm_stubs.install()
 from tpu_inference.layers.jax.linear import JaxEinsum, JaxMergedColumnParallelLinear, JaxQKVParallelLinear
 from tpu_inference.layers.jax.quantization.configs import QuantizationConfig, QuantLinearConfig
 from tpu_inference.layers.jax.quantization.fp8 import Fp8TensorwiseLinearMethod
+from tpu_inference.worker.tpu_worker import TPUWorker
 from vllm.v1.core import kv_cache_utils
 
 from jlora.integrations.vllm_jax import register
@@ -357,24 +358,20 @@ def test_cached_blocks_before_the_invocation_are_those_of_the_base_model(tmp_pat
         load(runner, "a", 1, tmp_path / "a", load_inplace=True)
 
 
-class Failing:
-    """A worker that cannot keep an adapter."""
-
-    def stage(self, path, weights=None, config=None):
-        return None if weights is None else "no memory"
+def worker_of(lora_manager):
+    return SimpleNamespace(model_runner=SimpleNamespace(lora_manager=lora_manager))
 
 
-def test_an_upload_reaches_all_workers_or_none(tmp_path):
+def test_an_upload_reaches_all_workers_or_none(tmp_path, monkeypatch):
     hf = vllm_steps.hf_config("Llama", num_hidden_layers=1)
     config = vllm_steps.vllm_config(hf)
     runner, sizes = vllm_steps.Runner(config), module_sizes(hf, head=False)
     deltas = [write_adapter(tmp_path / str(i), sizes, i) for i in range(2)]
-    workers, loaded = [runner.lora_manager], []
+    workers, loaded = [worker_of(runner.lora_manager)], []
 
     class Engine:
         async def collective_rpc(self, method, args):
-            assert method == "jlora_stage"
-            return [worker.stage(*args) for worker in workers]
+            return [getattr(TPUWorker, method)(worker, *args) for worker in workers]
 
     class Models:
         async def load_lora_adapter(self, request):
@@ -387,7 +384,12 @@ def test_an_upload_reaches_all_workers_or_none(tmp_path):
     app = Starlette(routes=[Route("/v1/load_lora_adapter", own, methods=["POST"])])
     plugin = Upload()
     plugin.attach_router(app)
-    asyncio.run(plugin.init_state(Engine(), SimpleNamespace(openai_serving_models=Models()), None))
+    state = SimpleNamespace(openai_serving_models=Models())
+    monkeypatch.setenv("VLLM_PLUGINS", "jlora_vllm_jax_upload")
+    with pytest.raises(jlora.LoRAError, match="needs jlora_vllm_jax too"):
+        asyncio.run(plugin.init_state(Engine(), state, None))
+    monkeypatch.setenv("VLLM_PLUGINS", "jlora_vllm_jax_upload,jlora_vllm_jax")
+    asyncio.run(plugin.init_state(Engine(), state, None))
     client = TestClient(app)
     assert client.post("/v1/load_lora_adapter", json={}).text == "vLLM's own"
 
@@ -401,9 +403,10 @@ def test_an_upload_reaches_all_workers_or_none(tmp_path):
     want = [row for (row,) in merged_logits(config, 1, deltas, tokens)]
     assert push(0).status_code == 200
     assert_close(runner.step([(loaded[0], tokens[0][1])])[0], want[0])
-    workers.append(Failing())
+    workers.append(worker_of(None))
     response = push(1)
-    assert (response.status_code, response.json()["error"]["message"]) == (400, "no memory")
+    assert response.status_code == 400
+    assert "needs --enable-lora" in response.json()["error"]["message"]
     assert_close(runner.step([(loaded[0], tokens[0][1])])[0], want[0])
     workers.pop()
     keys = block_keys(loaded[0])

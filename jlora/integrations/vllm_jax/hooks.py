@@ -128,14 +128,10 @@ def _serve_model(theirs: Function) -> Function:
         if loras is None:
             return interface
         loras.bind(interface.state_leaves)
-        of_images = interface.multimodal_fns
-        embed = _embeddings(of_images.embed_input_ids_fn, loras)
-        return dataclasses.replace(
-            interface,
-            lora_manager=loras,
-            compute_logits_fn=_Logits(interface.compute_logits_fn, loras),
-            multimodal_fns=dataclasses.replace(of_images, embed_input_ids_fn=embed),
-        )
+        images = interface.multimodal_fns
+        images = dataclasses.replace(images, embed_input_ids_fn=_embeddings(images.embed_input_ids_fn, loras))
+        logits = _Logits(interface.compute_logits_fn, loras)
+        return dataclasses.replace(interface, lora_manager=loras, compute_logits_fn=logits, multimodal_fns=images)
 
     return get_flax_model
 
@@ -239,8 +235,14 @@ def _return_errors(theirs: Function) -> Function:
 
 
 def _stage(self: Any, *args: Any) -> str | None:
-    """Keep an adapter without files in a worker, or drop it (`WorkerLoRAs.stage`)."""
-    return self.model_runner.lora_manager.stage(*args)
+    """Keep an adapter without files in a worker, or drop it. Return the message of an error, as `_return_errors`."""
+    loras = self.model_runner.lora_manager
+    if not isinstance(loras, WorkerLoRAs):
+        return "an upload needs --enable-lora and a JAX model, and this one keeps vLLM's own LoRA or has none"
+    try:
+        return loras.stage(*args)
+    except Exception as error:
+        return str(error)
 
 
 def _raise_errors(theirs: Function) -> Function:
@@ -256,10 +258,7 @@ def _raise_errors(theirs: Function) -> Function:
 
 
 def _note_loads(known: _Known, theirs: Function) -> Function:
-    """Count the in-place reloads of each adapter in the engine, whose scheduler hashes the blocks of the cache.
-
-    The workers return the invocation tokens of an aLoRA adapter, which are kept beside the count.
-    """
+    """Count the in-place reloads of each adapter in the engine, and keep the invocation tokens from its workers."""
 
     def add_lora(self: Any, lora_request: Any) -> bool:
         added = theirs(self, lora_request)

@@ -1,8 +1,11 @@
 """Adapters in the body of `POST /v1/load_lora_adapter` of vLLM: an endpoint plugin, with the form of `jlora serve`."""
 
+import os
 import re
 import secrets
 from typing import Any
+
+import jlora
 
 
 class Upload:
@@ -23,7 +26,9 @@ class Upload:
         app.router.routes.insert(0, FormRoute("/v1/load_lora_adapter", self._load, methods=["POST"]))
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Keep vLLM's engine, and its list of adapters."""
+        """Keep vLLM's engine, and its list of adapters. Raise `LoRAError` without `jlora_vllm_jax`."""
+        if "jlora_vllm_jax" not in os.environ.get("VLLM_PLUGINS", "").split(","):
+            raise jlora.LoRAError(f"VLLM_PLUGINS names {self.name} alone; it needs jlora_vllm_jax too")
         self._engine, self._models = engine_client, state.openai_serving_models
 
     async def _load(self, request: Any) -> Any:

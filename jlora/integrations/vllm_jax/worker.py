@@ -167,11 +167,7 @@ class WorkerLoRAs:
             raise jlora.LoRAError("a step of a model with LoRA was not prepared, so it would serve the base model")
         if logits_rows is None or self._all_rows:
             return {"step" if logits_rows is None else "logits": self._step}
-        rest = logits_rows - len(self._row_adapters)
-        options = self._active_from(self._row_first, rest)
-        options |= {"length": 1} if options else {}
-        self._open.append(self.manager.prepare([*self._row_adapters, *[None] * rest], **options))
-        return {"logits": self._open[-1]}
+        return {"logits": self._batch(self._row_adapters, self._row_first, logits_rows, length=1)}
 
     def embedding_metadata(self, rows: int) -> dict[str, jlora.LoRABatch]:
         """Return the LoRA metadata of the embeddings of a step with this number of rows."""
@@ -193,16 +189,18 @@ class WorkerLoRAs:
                 found[i] = max(0, state.jlora_first - int(runner.input_batch.num_computed_tokens_cpu[i]))
         return found
 
-    def _active_from(self, first: Sequence[int], rest: int) -> dict[str, Any]:
-        return {"active_from": [*first, *[0] * rest]} if self.manager.config.activated else {}
-
     def _prepare(self, adapters: "Adapters", counts: Sequence[int], rows: int, first: Sequence[int] = ()) -> None:
-        rest = self._max_requests - len(adapters)
-        lengths, options = [*map(int, counts), *[0] * rest], self._active_from(first, rest)
-        self._step = self.manager.prepare([*adapters, *[None] * rest], lengths, pad_to=rows, **options)
-        self._open.append(self._step)
+        lengths = [*map(int, counts), *[0] * (self._max_requests - len(adapters))]
+        self._step = self._batch(adapters, first, self._max_requests, token_counts=lengths, pad_to=rows)
         self._row_adapters, self._rows = adapters, rows
         self._row_first = [0 if row < n else jlora.NOWHERE for row, n in zip(first, counts, strict=False)]
+
+    def _batch(self, adapters: "Adapters", first: Sequence[int], size: int, **shape: Any) -> jlora.LoRABatch:
+        """Open a batch of `size` sequences. Those after `adapters` have none."""
+        if self.manager.config.activated:
+            shape["active_from"] = [*first, *[0] * (size - len(first))]
+        self._open.append(self.manager.prepare([*adapters, *[None] * (size - len(adapters))], **shape))
+        return self._open[-1]
 
     def _close(self) -> None:
         """End the leases of the last step, which has been dispatched, or of a warm-up."""
@@ -231,10 +229,7 @@ class WorkerLoRAs:
         return self._load(request) or True
 
     def _load(self, request: Any) -> tuple[int, ...]:
-        """Load an adapter and return its invocation tokens, which stay the same for one of vLLM's numbers.
-
-        The engine shares blocks of the prefix cache with the base model by them, also for requests that wait.
-        """
+        """Load an adapter and return its invocation tokens, which never change for one of vLLM's numbers."""
         own, number, staged = _own(request), request.lora_int_id, self._staged.get(request.lora_path)
         try:
             called = _called(own, staged) if self.manager.config.activated and number in self._calls else None
@@ -253,16 +248,12 @@ class WorkerLoRAs:
         info = self.manager.list_adapters([own.name])[own.name]
         return self._calls.setdefault(number, info.invocation_tokens or ())
 
-    def stage(self, path: str, weights: bytes | None = None, config: bytes | None = None) -> str | None:
-        """Keep an adapter without files until it is loaded by this path, or drop it. Return the message of an error."""
+    def stage(self, path: str, weights: bytes | None = None, config: bytes = b"") -> None:
+        """Keep an adapter without files until it is loaded by this path, or drop it. Raises as `Adapter.from_bytes`."""
         self._staged.pop(path, None)
-        if weights is None or config is None:
-            return None
-        try:
+        if weights is not None:
             nonfinite = self.manager.config.allow_nonfinite
             self._staged[path] = jlora.Adapter.from_bytes(weights, config, name=path, allow_nonfinite=nonfinite)
-        except jlora.LoRAError as error:
-            return str(error)
 
     def remove_adapter(self, adapter_id: int) -> bool:
         """Remove an adapter from the host cache and its slot; False if it is not loaded."""

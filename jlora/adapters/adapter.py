@@ -82,8 +82,7 @@ class Adapter:
     def __post_init__(self):
         where = f"adapter {shown(str(self.name))}"  # the manager refuses a name that is no string
         check_invocation_tokens(self.invocation_tokens, f"{where}: invocation_tokens")
-        tokens = self.invocation_tokens
-        check_variants(where, self.modules, self.heads, extras=self.extras, invocation_tokens=tokens)
+        check_variants(where, self.modules, self.heads, self)
         for extra in self.extras:
             if plain := [name for name, module in self.modules.items() if extra.name not in extras_of(module)]:
                 raise AdapterFormatError(
@@ -109,6 +108,12 @@ class Adapter:
     def layers(self) -> dict[str, LoRA | SavedHead]:
         """All modules, and then all saved heads, by name."""
         return {**self.modules, **self.heads}
+
+    def with_layers(self, layers: Mapping[str, LoRA | SavedHead]) -> "Adapter":
+        """Return the adapter with these modules and saved heads."""
+        heads = {name: layer for name, layer in layers.items() if isinstance(layer, SavedHead)}
+        modules = {name: layer for name, layer in layers.items() if not isinstance(layer, SavedHead)}
+        return replace(self, modules=modules, heads=heads)
 
     @property
     def saved_outputs(self) -> dict[str, int]:

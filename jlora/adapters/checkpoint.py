@@ -181,8 +181,7 @@ def open_checkpoint(
             if (head := found.attempt(None, _head, weight, bias, header)) is not None
         }
         try:
-            tokens = config.invocation_tokens
-            check_variants(where, modules, heads, extras=config.extras, invocation_tokens=tokens)
+            check_variants(where, modules, heads, config)
         except AdapterMismatchError as error:  # no `Adapter` has these modules
             found.found.append(error)
             found.raise_first()
@@ -366,7 +365,7 @@ def _module(
     use_rslora: bool,
 ) -> ModuleLoRA:
     a, b = header.matrix(key_a, rank, 0), header.matrix(key_b, rank, 1)
-    extras = {extra.name: header.shaped(key, extra.sizes(a.shape, b.shape)) for extra, key in beside.items()}
+    extras = {extra.name: header.shaped(key, b.shape[:1]) for extra, key in beside.items()}
     return ModuleLoRA(a=a, b=b, kind=kind, alpha=alpha, scaling=scaling_of(alpha, rank, use_rslora), **extras)
 
 

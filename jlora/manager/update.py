@@ -133,9 +133,9 @@ def updated(
         same.on_host = same.copying = False
         same.warnings = ()
         return same, written
-    had = {placement.module: placement for placement in packed.placements}
+    had = {placement.module: placement for placement in packed.placements if placement.site.kind != "head"}
     try:
-        parts = _parts(names, where, tuple(packed.saved_outputs))
+        parts = _parts(names, where)
     except AdapterMismatchError as error:
         raise AdapterMismatchError(f"{error}. {_taken(packed)}") from error
     news = [_check(where, had.get(module), packed, module, keys, arrays) for module, keys in parts.items()]
@@ -186,8 +186,8 @@ def to_host(blocks: Sequence[Block]) -> tuple[Block, ...]:
 
 
 @functools.lru_cache(maxsize=8)  # a training loop updates the same names every time
-def _parts(names: tuple[str, ...], where: str, heads: tuple[str, ...]) -> Mapping[str, Mapping[str, str]]:
-    return sorted_keys(names, where, heads)
+def _parts(names: tuple[str, ...], where: str) -> Mapping[str, Mapping[str, str]]:
+    return sorted_keys(names, where)
 
 
 def _taken(packed: PackedAdapter, module: str = "") -> str:
@@ -198,7 +198,7 @@ def _taken(packed: PackedAdapter, module: str = "") -> str:
     return (
         "update_adapter takes the tensor names of PEFT's files, MODULE.lora_A.weight and MODULE.lora_B.weight "
         "(MODULE.lora_embedding_A and _B for an embedding), with or without the prefix base_model.model., where MODULE "
-        f"is one of {', '.join(near)}{more}"
+        f"is one of {', '.join(near)}{more}; load_inplace=True replaces all weights"
     )
 
 
@@ -218,10 +218,6 @@ def _check(
     if placement is None:
         raise AdapterMismatchError(f"{at}: the adapter has no such module. {_taken(packed, module)}")
     site = placement.site
-    if site.kind == "head":
-        raise AdapterMismatchError(
-            f"{at}: a saved head is not changed by update_adapter; load the adapter anew with load_inplace=True"
-        )
     names = ("lora_embedding_A", "lora_embedding_B") if site.kind == "embedding" else ("lora_A", "lora_B")
     halves = (site.spec.in_features, site.spec.out_features)
     held = [name for name, size in zip(names, halves, strict=True) if size]

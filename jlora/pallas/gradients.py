@@ -25,15 +25,15 @@ def shrink(run, x, a, plan: Plan, ranks, x_rows=None):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def expand(run, slice_sizes: tuple[int, ...], h, b, plan: Plan, base, ranks, row_scales=None):
+def expand(run, slice_sizes: tuple[int, ...], h, b, plan: Plan, base, ranks):
     """Run `run(h, b, plan, ...)`, differentiable in h, b and base (which may be None)."""
-    return run(h, b, plan, slice_sizes=slice_sizes, base=base, ranks=ranks, row_scales=row_scales)
+    return run(h, b, plan, slice_sizes=slice_sizes, base=base, ranks=ranks)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def add_lora(run, slice_sizes: tuple[int, ...], base, x, a, b, plan: Plan, ranks, x_rows=None, row_scales=None):
+def add_lora(run, slice_sizes: tuple[int, ...], base, x, a, b, plan: Plan, ranks, x_rows=None):
     """Run `run(base, x, a, b, plan, ...)`, differentiable in base (which may be None), x, a and b."""
-    return run(base, x, a, b, plan, slice_sizes=slice_sizes, ranks=ranks, x_rows=x_rows, row_scales=row_scales)
+    return run(base, x, a, b, plan, slice_sizes=slice_sizes, ranks=ranks, x_rows=x_rows)
 
 
 def _shrink_forward(run, x, a, plan, ranks, x_rows):
@@ -47,17 +47,17 @@ def _shrink_backward(run, residuals, dh):
     return *_shrink_grads(x, a, plan, ranks, x_rows, dh), None, None, None
 
 
-def _expand_forward(run, slice_sizes, h, b, plan, base, ranks, row_scales):
-    out = expand(run, slice_sizes, h, b, plan, base, ranks, row_scales)
-    return out, (h, b, plan, base is None, ranks, row_scales)
+def _expand_forward(run, slice_sizes, h, b, plan, base, ranks):
+    out = expand(run, slice_sizes, h, b, plan, base, ranks)
+    return out, (h, b, plan, base is None, ranks)
 
 
 @_qwix.unintercepted
 def _expand_backward(run, slice_sizes, residuals, dout):
     del run
-    h, b, plan, no_base, ranks, row_scales = residuals
-    dh, db = _expand_grads(h, b, plan, ranks, row_scales, slice_sizes, dout)
-    return dh, db, None, None if no_base else dout, None, None
+    h, b, plan, no_base, ranks = residuals
+    dh, db = _expand_grads(h, b, plan, ranks, slice_sizes, dout)
+    return dh, db, None, None if no_base else dout, None
 
 
 def _add_lora_forward(run, slice_sizes, base, x, a, b, plan, *options):
@@ -67,10 +67,10 @@ def _add_lora_forward(run, slice_sizes, base, x, a, b, plan, *options):
 @_qwix.unintercepted
 def _add_lora_backward(run, slice_sizes, residuals, dout):
     del run
-    no_base, x, a, b, plan, ranks, x_rows, row_scales = residuals
+    no_base, x, a, b, plan, ranks, x_rows = residuals
     h = xla.shrink(x, a, plan, ranks=ranks, x_rows=x_rows)
-    dh, db = _expand_grads(h, b, plan, ranks, row_scales, slice_sizes, dout)
-    return None if no_base else dout, *_shrink_grads(x, a, plan, ranks, x_rows, dh), db, None, None, None, None
+    dh, db = _expand_grads(h, b, plan, ranks, slice_sizes, dout)
+    return None if no_base else dout, *_shrink_grads(x, a, plan, ranks, x_rows, dh), db, None, None, None
 
 
 def _shrink_grads(x, a, plan: Plan, ranks, x_rows, dh):
@@ -82,13 +82,13 @@ def _shrink_grads(x, a, plan: Plan, ranks, x_rows, dh):
     return dx.astype(x.dtype), da.astype(a.dtype)
 
 
-def _expand_grads(h, b, plan: Plan, ranks, row_scales, slice_sizes, dout):
-    h_tiles = xla.scale_tiles(xla.to_slice_tiles(h, plan), plan, ranks, row_scales)
+def _expand_grads(h, b, plan: Plan, ranks, slice_sizes, dout):
+    h_tiles = xla.scale_tiles(xla.to_slice_tiles(h, plan), plan, ranks)
     dout_tiles = xla.to_tiles(dout, plan).astype(jnp.float32)
     columns = [slice(sum(slice_sizes[:i]), sum(slice_sizes[: i + 1])) for i in range(len(slice_sizes))]
     b_tiles = xla.take_b(b, plan, slice_sizes, ranks)
     dh = jnp.stack([_dot("tmn,trn->tmr", dout_tiles[..., c], b) for c, b in zip(columns, b_tiles, strict=True)], axis=1)
-    dh = jnp.moveaxis(xla.to_rows(jnp.moveaxis(xla.scale_tiles(dh, plan, ranks, row_scales), 1, 2), plan), 1, 0)
+    dh = jnp.moveaxis(xla.to_rows(jnp.moveaxis(xla.scale_tiles(dh, plan, ranks), 1, 2), plan), 1, 0)
 
     def tile_db(h, dout):
         return jnp.concatenate([_dot("mr,mn->rn", h[i], dout[:, c]) for i, c in enumerate(columns)], axis=1)

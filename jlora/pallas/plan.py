@@ -4,14 +4,14 @@ It is made once a step and shared by every layer.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from jlora._typing import Backend
 from jlora.errors import LoRAError
@@ -41,6 +41,7 @@ class Plan:
       tiles_used: [1] number of tiles to process, from the first on. All non-empty tiles are among them.
       num_groups, tile_m: Static sizes.
       experts: Static number of groups that share a slot, group = slot * experts + expert. 1 without experts.
+      row_scales: [M] float32, the factor of each row; None if all are 1 (`scaled`).
     """
 
     row_order: Int[jax.Array, "M"]
@@ -53,6 +54,28 @@ class Plan:
     num_groups: int
     tile_m: int
     experts: int = 1
+    row_scales: Float[jax.Array, "M"] | None = None
+
+    def scaled(self, row_scales: Float[jax.Array | np.ndarray, "M"] | None) -> "Plan":
+        """Return the plan with a factor of the delta of each row, which `expand` multiplies with the scale.
+
+        It is a constant of the gradients. A row of factor 0 may lose the sign of a zero; a plan without the row leaves
+        it unchanged.
+
+        Args:
+          row_scales: [M] float32; None for 1.
+
+        Raises:
+          LoRAError: It has another shape or dtype.
+        """
+        if row_scales is None:
+            return self
+        if row_scales.shape != (self.num_rows,) or row_scales.dtype != jnp.float32:
+            raise LoRAError(
+                f"row_scales must be float32 [M] = [{self.num_rows}] (the plan's rows), got "
+                f"{row_scales.dtype}{list(row_scales.shape)}"
+            )
+        return replace(self, row_scales=jax.lax.stop_gradient(jnp.asarray(row_scales)))
 
     @property
     def num_rows(self) -> int:
@@ -74,7 +97,7 @@ class Plan:
 
 INVARIANT_TILE_M = 16  # of plans for any number of rows: the fewest rows of a matrix unit
 _COMPARED_AT_ONCE = 1 << 22  # comparisons of a search: covers every dense plan, for example 8192 rows and 512 tiles
-_LEAVES = ("row_order", "row_slot", "tile_rows", "tile_group", "tile_start", "tile_end", "tiles_used")
+_LEAVES = ("row_order", "row_slot", "tile_rows", "tile_group", "tile_start", "tile_end", "tiles_used", "row_scales")
 
 
 _STATIC = ("num_groups", "tile_m", "experts")

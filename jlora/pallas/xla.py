@@ -33,10 +33,9 @@ def expand(
     slice_sizes: tuple[int, ...],
     base: Float[jax.Array, "M N"] | None,
     ranks: Float[jax.Array, "G n 2"] | None,
-    row_scales: Float[jax.Array, "M"] | None = None,
 ) -> Float[jax.Array, "M N"]:
     """Implement `jlora.ops.expand`."""
-    delta = to_rows(_expand_tiles(to_slice_tiles(h, plan), b, plan, slice_sizes, ranks, row_scales), plan)
+    delta = to_rows(_expand_tiles(to_slice_tiles(h, plan), b, plan, slice_sizes, ranks), plan)
     return _added(base, delta, plan, slice_sizes, ranks, b.dtype)
 
 
@@ -50,11 +49,10 @@ def add_lora(
     slice_sizes: tuple[int, ...],
     ranks: Float[jax.Array, "G n 2"] | None,
     x_rows: Int[jax.Array, "M"] | None = None,
-    row_scales: Float[jax.Array, "M"] | None = None,
 ) -> Float[jax.Array, "M N"]:
     """Implement `jlora.ops.add_lora`; the rank-R intermediate stays in tile space."""
     h = _shrink_tiles(to_tiles(x, plan, x_rows), a, plan, ranks)
-    delta = to_rows(_expand_tiles(h, b, plan, slice_sizes, ranks, row_scales), plan)
+    delta = to_rows(_expand_tiles(h, b, plan, slice_sizes, ranks), plan)
     return _added(base, delta, plan, slice_sizes, ranks, jnp.float32)
 
 
@@ -123,12 +121,12 @@ def mask_ranks(h, plan: Plan, ranks):
     return h if ranks is None else jnp.where(_below_rank(h.shape[-1], plan, ranks)[:, :, None, :], h, 0)
 
 
-def scale_tiles(h, plan: Plan, ranks, row_scales):
+def scale_tiles(h, plan: Plan, ranks):
     """Multiply [T, n, tile_m, R] by the scales of groups and slices and of rows, and zero it from the true rank on."""
     if ranks is not None:
         h = h * ranks[plan.tile_group][:, :, 1, None, None]
-    if row_scales is not None:
-        h = h * to_tiles(row_scales, plan)[:, None, :, None]
+    if plan.row_scales is not None:
+        h = h * to_tiles(plan.row_scales, plan)[:, None, :, None]
     return mask_ranks(h, plan, ranks)
 
 
@@ -137,9 +135,9 @@ def _below_rank(rank: int, plan: Plan, ranks):
     return jnp.arange(rank, dtype=jnp.float32)[None, None, :] < ranks[plan.tile_group][:, :, :1]
 
 
-def _expand_tiles(h_tiles, b, plan: Plan, slice_sizes, ranks, row_scales=None):
+def _expand_tiles(h_tiles, b, plan: Plan, slice_sizes, ranks):
     """Multiply [T, n, t, R] x [G, R, N] -> [T, t, N] float32."""
-    h_tiles = scale_tiles(h_tiles, plan, ranks, row_scales)
+    h_tiles = scale_tiles(h_tiles, plan, ranks)
     parts = [
         jnp.einsum("tmr,trn->tmn", h_tiles[:, i], columns, precision="highest")
         for i, columns in enumerate(take_b(b, plan, slice_sizes, ranks))

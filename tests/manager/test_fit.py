@@ -60,9 +60,9 @@ def test_scaling_zero_serves_the_bits_of_the_base(world):
     ("path", "rows", "said"),
     [("self_attn", 3, True), ("self_attn", 5, False), ("self_attn", 24, False), ("mlp", 3, False)],
 )
-def test_one_head_of_an_attention_b_is_refused_as_maxtexts(rng, path, rows, said):
+def test_one_head_of_an_attention_b_is_refused_as_maxtexts(rng, tmp_path, path, rows, said):
     model = nnx.Dict({path: Merged()})
-    modules = {f"{path}.proj": factors(rng, 2, 3, rows)}
+    jlora.Adapter(name="x", modules={f"{path}.proj": factors(rng, 2, 3, rows)}).save_pretrained(tmp_path)
     with pytest.raises(jlora.AdapterMismatchError, match=f"{path}.proj: A and B have shapes") as raised:
-        make_manager(model).add_adapter(jlora.Adapter(name="x", modules=modules))
+        make_manager(model).add_adapter(jlora.LoRARequest("x", str(tmp_path)))
     assert ("one head of 4, as MaxText exports them" in str(raised.value)) == said

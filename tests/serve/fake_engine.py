@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
+import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from jlora.adapters import Adapter
@@ -20,6 +21,7 @@ from jlora.serve.engine.request import (
     EngineStats,
     Piece,
     RegisteredLoRA,
+    SamplingParams,
     TokenLogprob,
 )
 
@@ -88,6 +90,8 @@ class FakeEngine:
         self.gate.set()
         self.pinned = set()
         self.ready = True
+        self.embeds = False
+        self.asked = []
         self.closed = False
         self.calls = Counter()
         self.encoded = []
@@ -115,6 +119,15 @@ class FakeEngine:
             for event in self.script or self.answer(f"{lora or 'base'}|{text}", params):
                 generation.put(event)
         return generation
+
+    def embed(self, prompts, *, dimensions, lora, timeout):
+        """Answer with (number of tokens, index, 0.1) of each prompt."""
+        self.asked.append((prompts, dimensions, lora, timeout))
+        generations = []
+        for i, prompt in enumerate(prompts):
+            self.script = [Piece("", (), finish_reason="stop", embedding=np.array([len(prompt), i, 0.1], np.float32))]
+            generations.append(self.submit(prompt, SamplingParams(), lora=lora, timeout=timeout))
+        return generations
 
     def answer(self, text, params):
         letters = text[: params.max_tokens]

@@ -51,7 +51,6 @@ def add_lora(
     slice_sizes: tuple[int, ...],
     ranks: Float[jax.Array, "G n 2"] | None,
     x_rows: Int[jax.Array, "M"] | None = None,
-    row_scales: Float[jax.Array, "M"] | None = None,
     batch_invariant: bool = False,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[jax.Array, "M N"]:
@@ -72,7 +71,7 @@ def add_lora(
         ranks = xla.all_ranks(s.groups, len(s.slices), s.rank)
     if plan.experts > 1:  # an expert's groups may all have the same place in a bundle, so sort rows
         s = replace(s, by_group=True)
-    group, order = _row_groups(plan), plan.row_order
+    group, order, row_scales = _row_groups(plan), plan.row_order, plan.row_scales
     if not s.by_group:
         x = x if x_rows is None else x[x_rows]
         return _call(s, base, x, a, b, group, ranks, row_scales, interpret)
@@ -109,6 +108,7 @@ def shrink(
     """Implement `jlora.ops.shrink` by the fused kernel, expanding by the identity, which is exact."""
     groups, n, rank, _ = a.shape
     ranks = None if ranks is None else ranks.at[..., 1].set(1)  # h is scaled by `expand`
+    plan = replace(plan, row_scales=None)
     identity = jnp.tile(jnp.eye(rank), (groups, 1, n))
     zeros, sizes = jnp.zeros((plan.num_rows, n * rank)), (rank,) * n
     h = add_lora(
@@ -126,7 +126,6 @@ def expand(
     slice_sizes: tuple[int, ...],
     base: Float[jax.Array, "M N"] | None,
     ranks: Float[jax.Array, "G n 2"] | None,
-    row_scales: Float[jax.Array, "M"] | None = None,
     batch_invariant: bool = False,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[jax.Array, "M N"]:
@@ -140,8 +139,8 @@ def expand(
     x = jnp.moveaxis(h.astype(jnp.float32), 0, 1).reshape(rows, n * rank)
     base = jnp.full((rows, b.shape[2]), -0.0, b.dtype) if base is None else base
     return add_lora(
-        base, x, identity, b, plan, slice_sizes=slice_sizes, ranks=ranks, row_scales=row_scales,
-        batch_invariant=batch_invariant, interpret=interpret,
+        base, x, identity, b, plan, slice_sizes=slice_sizes, ranks=ranks, batch_invariant=batch_invariant,
+        interpret=interpret,
     )  # fmt: skip
 
 

@@ -108,7 +108,6 @@ def expand(
     slice_sizes: tuple[int, ...],
     base: Float[jax.Array, "M N"] | None,
     ranks: Float[jax.Array, "G n 2"] | None,
-    row_scales: Float[jax.Array, "M"] | None = None,
     batch_invariant: bool = False,
     tiles: GPUTiles | None = None,
     gpu: GPU | None = None,
@@ -122,7 +121,7 @@ def expand(
     tiles = tiles or gpu_tiles(problem_of(plan, x, a, b, len(slice_sizes), batch_invariant), gpu)
     h = jnp.moveaxis(h, 0, 1).reshape(1, plan.num_rows, -1)
     dtype = b.dtype if base is None else base.dtype
-    total = _expand(base, h, b, plan, ranks, row_scales, slice_sizes, tiles, b.dtype, dtype, interpret)
+    total = _expand(base, h, b, plan, ranks, slice_sizes, tiles, b.dtype, dtype, interpret)
     return jnp.where(has_group(plan)[:, None], total, -0.0) if base is None else total
 
 
@@ -136,7 +135,6 @@ def add_lora(
     slice_sizes: tuple[int, ...],
     ranks: Float[jax.Array, "G n 2"] | None,
     x_rows: Int[jax.Array, "M"] | None = None,
-    row_scales: Float[jax.Array, "M"] | None = None,
     batch_invariant: bool = False,
     tiles: GPUTiles | None = None,
     gpu: GPU | None = None,
@@ -150,14 +148,13 @@ def add_lora(
     ranks = all_ranks(groups, n, rank) if ranks is None else ranks
     if tiles is None and base is not None and not batch_invariant and fused.suits(plan, a, slice_sizes):
         return fused.add_lora(
-            base, x, a, b, plan, slice_sizes=slice_sizes, ranks=ranks, x_rows=x_rows, row_scales=row_scales,
-            interpret=interpret,
-        )  # fmt: skip
+            base, x, a, b, plan, slice_sizes=slice_sizes, ranks=ranks, x_rows=x_rows, interpret=interpret
+        )
     tiles = tiles or gpu_tiles(problem_of(plan, x, a, b, n, batch_invariant), gpu)
     h = shrink_parts(x, a, b, plan, ranks, tiles, x_rows=x_rows, interpret=interpret)
     whole = partial(
         expand_parts, x=x, a=a, h=h, b=b, plan=plan, ranks=ranks, slice_sizes=slice_sizes, tiles=tiles,
-        row_scales=row_scales, interpret=interpret,
+        interpret=interpret,
     )  # fmt: skip
     separate = plan.num_rows <= SEPARATE_ROWS and plan.experts == 1 and not batch_invariant
     if base is not None and not separate:
@@ -180,15 +177,12 @@ def shrink_parts(x, a, b, plan: Plan, ranks, tiles: GPUTiles, *, x_rows=None, in
     return _shrink(x, a, plan, ranks, x_rows, tiles, h_dtype(x, a, b), interpret)
 
 
-def expand_parts(
-    base, x, a, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles, *, row_scales=None, out_dtype=None,
-    interpret: bool,
-):  # fmt: skip
+def expand_parts(base, x, a, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles, *, out_dtype=None, interpret: bool):
     """Add the delta of `shrink_parts` to base, in its place. If base is None, return the delta in `out_dtype`.
 
     The rows without a group of a delta are undefined.
     """
-    options = row_scales, slice_sizes, tiles, dot_dtype(x, a, b), out_dtype if base is None else base.dtype
+    options = slice_sizes, tiles, dot_dtype(x, a, b), out_dtype if base is None else base.dtype
     return _expand(base, h, b, plan, ranks, *options, interpret)
 
 
@@ -213,7 +207,7 @@ def _shrink(x, a, plan: Plan, ranks, x_rows, tiles: GPUTiles, dtype, interpret: 
 
 
 @partial(jax.jit, static_argnames=("slice_sizes", "tiles", "dtype", "out_dtype", "interpret"))
-def _expand(base, h, b, plan: Plan, ranks, row_scales, slice_sizes, tiles: GPUTiles, dtype, out_dtype, interpret: bool):
+def _expand(base, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles, dtype, out_dtype, interpret: bool):
     """Add the delta of h [split_k, M, n * R] to base, as `expand_parts` does. `dtype` is that of the products."""
     units = plan.num_tiles * sum(pl.cdiv(size, tiles.block_n) for size in slice_sizes)  # an upper bound
     return pl.pallas_call(
@@ -224,7 +218,7 @@ def _expand(base, h, b, plan: Plan, ranks, row_scales, slice_sizes, tiles: GPUTi
         compiler_params=compiler_params(tiles.warps, tiles.stages),
         interpret=interpret,
         name="lora_expand",
-    )(plan.tiles_used, plan.tile_group, plan.tile_rows, ranks, h, b, base, row_scales)
+    )(plan.tiles_used, plan.tile_group, plan.tile_rows, ranks, h, b, base, plan.row_scales)
 
 
 def _shrink_kernel(

@@ -200,8 +200,10 @@ class Loras:
 
     # --- waiting requests, on any thread ------------------------------------------------------------------------
 
-    def wanted(self, sequence: Sequence) -> None:
+    def wanted(self, sequence: Sequence, *, limited: bool = True) -> None:
         """Count a request that waits for its adapter. If the name is unknown, start to resolve it.
+
+        Without `limited`, any number may wait for the resolver.
 
         Raises:
           AdapterNotFoundError: the name is unknown and cannot be resolved, or it is being unloaded.
@@ -213,7 +215,7 @@ class Loras:
         with self._record(name) as record:
             if self._resolve is not None and sequence.request is None and self._info(name) is None:
                 check_name(name)
-                self._look_up(name, record, sequence)
+                self._look_up(name, record, sequence, limited)
             elif sequence.request is None or record.removed:
                 self._check(name, record)
             record.waiting += 1
@@ -234,11 +236,11 @@ class Loras:
                 record.retry_at = 0.0
                 self._let_go(name, record)
 
-    def _look_up(self, name: str, record: _Record, sequence: Sequence) -> None:
+    def _look_up(self, name: str, record: _Record, sequence: Sequence, limited: bool) -> None:
         if record.source is not None:  # being loaded
             sequence.request = record.source
             return
-        if self._unresolved >= self._most:
+        if limited and self._unresolved >= self._most:
             raise EngineBusyError(f"{self._unresolved} requests wait for names that are looked up", _RETRY)
         if record.unresolved is None:
             if self._threads < _RESOLVERS:

@@ -32,6 +32,7 @@ class Limits:
       send_seconds: for the client to accept more of a response.
       load_seconds: for an adapter to load, and for an upload to be received.
       sequences: number of prompts times completions of each.
+      embeddings: number of inputs of a request for embeddings.
     """
 
     body_bytes: int = 8 * 2**20
@@ -41,6 +42,7 @@ class Limits:
     send_seconds: float = 60.0
     load_seconds: float = 600.0
     sequences: int = 128
+    embeddings: int = 2048
 
 
 async def read_object(request: Request, limits: Limits, kind: str) -> dict[str, Json]:

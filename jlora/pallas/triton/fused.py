@@ -1,4 +1,4 @@
-"""`add_lora` of experts in one launch on NVIDIA GPUs, for a handful of rows.
+"""The delta of experts in one launch on NVIDIA GPUs, for a handful of rows.
 
 The rules of `lora` hold here too. With few rows a launch costs as much as its work, because each launch waits for the
 previous one, then for the position of its tile, then for the data. Here every program computes h again for its own
@@ -44,25 +44,24 @@ def suits(plan: Plan, a, slice_sizes: tuple[int, ...]) -> bool:
     return plan.experts > 1 and rank <= MAX_RANK and slice_bytes <= MOST_A and read <= MOST_READ
 
 
-def add_lora(
-    base, x, a, b, plan: Plan, *, slice_sizes, ranks, x_rows=None, block_n: int | None = None,
-    block_k: int = BLOCK_K, interpret: bool = False,
+def delta(
+    x, a, b, plan: Plan, *, slice_sizes, ranks, dtype, x_rows=None, block_n: int | None = None, block_k: int = BLOCK_K,
+    interpret: bool = False,
 ):  # fmt: skip
-    """Implement `jlora.ops.add_lora` for R up to `MAX_RANK`."""
+    """Return the delta [M, N] in `dtype`, for R up to `MAX_RANK`. Rows without a group are undefined."""
     groups, n, rank, k = a.shape
     block_n = block_n or _block_n(plan, slice_sizes)
     kernel = partial(_kernel, rank=rank, tile_m=plan.tile_m, slice_sizes=slice_sizes, block_n=block_n, block_k=block_k)
     return pl.pallas_call(
         kernel,
         grid=(plan.num_tiles * _blocks(slice_sizes, block_n),),
-        out_shape=jax.ShapeDtypeStruct(base.shape, base.dtype),
-        input_output_aliases={9: 0},
+        out_shape=jax.ShapeDtypeStruct((plan.num_rows, b.shape[2]), dtype),
         compiler_params=compiler_params(WARPS),
         interpret=interpret,
         name="lora_fused",
     )(
         plan.tiles_used, plan.tile_group, plan.tile_rows, plan.tile_start, plan.tile_end, ranks, x,
-        a.reshape(groups, n * rank, k), b, base, x_rows, plan.row_scales,
+        a.reshape(groups, n * rank, k), b, x_rows, plan.row_scales,
     )  # fmt: skip
 
 
@@ -75,14 +74,14 @@ def _block_n(plan: Plan, slice_sizes: tuple[int, ...]) -> int:
 
 
 def _kernel(
-    used_ref, group_ref, rows_ref, start_ref, end_ref, ranks_ref, x_ref, a_ref, b_ref, base_ref, index_ref,
-    row_scales_ref, out_ref, *, rank: int, tile_m: int, slice_sizes, block_n: int, block_k: int,
+    used_ref, group_ref, rows_ref, start_ref, end_ref, ranks_ref, x_ref, a_ref, b_ref, index_ref, row_scales_ref,
+    out_ref, *, rank: int, tile_m: int, slice_sizes, block_n: int, block_k: int,
 ):  # fmt: skip
-    """Compute base[row] + (x[row] @ a[group, slice]ᵀ) @ b[group] for a block of columns, row by row of a tile.
+    """Compute (x[row] @ a[group, slice]ᵀ) @ b[group] for a block of columns, row by row of a tile.
 
-    The units of work are the used tiles times the blocks of columns, each of which is within one slice. `base_ref` and
-    `out_ref` are the same memory. `index_ref` holds an index by which row m of the plan is x[index[m]], or is None.
-    `row_scales_ref` may be None. All products are float32 and use no matrix unit.
+    The units of work are the used tiles times the blocks of columns, each of which is within one slice. `index_ref`
+    holds an index by which row m of the plan is x[index[m]], or is None. `row_scales_ref` may be None. All products are
+    float32 and use no matrix unit. The delta of a slice of rank 0 is -0.0, which changes no bit of a base output.
     """
     k_size = a_ref.shape[2]
     per_slice = [pl.cdiv(size, block_n) for size in slice_sizes]
@@ -100,8 +99,6 @@ def _kernel(
 
         def one(j, row):
             following = scalar(rows_ref, jnp.minimum(tile * tile_m + j + 1, rows_ref.shape[0] - 1))
-            keep = inside & (true_rank > 0)
-            old = load(base_ref, (row, col), keep)
             source = row if index_ref is None else scalar(index_ref, row)
             scale = group_scale if row_scales_ref is None else group_scale * scalar(row_scales_ref, row)
 
@@ -116,8 +113,8 @@ def _kernel(
             for s in range(pl.cdiv(k_size, block_k)):  # unrolled, so that all loads are in flight at once
                 total = step(s, total)
             h = jnp.where(r < true_rank, jnp.sum(total, axis=1) * scale, 0)
-            delta = jnp.sum(jnp.where((r < true_rank)[:, None], h[:, None] * factors.astype(jnp.float32), 0), axis=0)
-            store(out_ref, (row, col), old.astype(jnp.float32) + delta, keep)
+            products = jnp.where((r < true_rank)[:, None], h[:, None] * factors.astype(jnp.float32), 0)
+            store(out_ref, (row, col), jnp.where(true_rank > 0, jnp.sum(products, axis=0), -0.0), inside)
             return following
 
         jax.lax.fori_loop(0, count, one, scalar(rows_ref, tile * tile_m))

@@ -1,12 +1,15 @@
 """Time a whole block of experts (both products, activation, weighted sum) with and without LoRA, against SGLang's.
 
     python -m benchmarks.moe_block [--tokens 64 2048] [--rank 16] [--model qwen3-30b-a3b] [--out block.json]
+    python -m benchmarks.moe_block --model glm-4.5-air --tokens 64 --adapters 8 32
     XLA_FLAGS=--xla_gpu_command_buffer_scheduling_mode=CONCURRENT python -m benchmarks.moe_block
 
 Times are microseconds a layer in a jitted chain of bf16 layers with distinct weights. Every token is routed at random,
 in the same way in all layers, so sorting and planning count once a chain (in SGLang they are outside the graph). Up to
 256 tokens, each token is a sequence of its own. Above, the tokens of an adapter are one sequence. Base and LoRA
-alternate.
+alternate. A model of which SGLang has no figures is timed with the given numbers of adapters.
+
+"added_us" is LoRA's time of a layer, "factor_mb" the A and B that it reads, and "tb_s" one over the other.
 """
 
 import argparse
@@ -22,7 +25,7 @@ from flax import nnx
 
 import jlora
 from benchmarks.decode_step import base_step, batch_of, fill_slots, timed
-from benchmarks.moe_specs import MODELS, Batch, Experts, batch, peers, slots
+from benchmarks.moe_specs import MODELS, OTHER_MODELS, Batch, Experts, batch, factor_bytes, peers, slots
 from benchmarks.timing import machine
 from jlora.models.moe import Experts as ExpertsLayer
 from jlora.models.routing import Routing
@@ -71,9 +74,15 @@ def measure(e: Experts, rank: int, wanted: list[dict], layers: int) -> list[dict
         row = {name: key[name] for name in ("model", "rank", "tokens", "adapters")}
         row |= {"base_us": us["base"] * 1e3 / layers, "lora_us": us["lora"] * 1e3 / layers}
         row["kept"] = us["base"] / us["lora"]
-        row |= {"sglang_base_us": key["sglang_base_block_us"], "sglang_lora_us": key["sglang_block_us"]}
-        row["sglang_kept"] = key["sglang_base_block_us"] / key["sglang_block_us"]
-        row["faster_than_sglang"] = row["sglang_lora_us"] / row["lora_us"]
+        host = batch(e, key["tokens"], key["adapters"])
+        present = len(np.unique(host.slot[:, None] * e.experts + host.expert))
+        added = row["lora_us"] - row["base_us"]
+        row |= {"added_us": added, "factor_mb": factor_bytes(e, rank, present) / 1e6}
+        row["tb_s"] = row["factor_mb"] / added
+        if "sglang_block_us" in key:
+            row |= {"sglang_base_us": key["sglang_base_block_us"], "sglang_lora_us": key["sglang_block_us"]}
+            row["sglang_kept"] = key["sglang_base_block_us"] / key["sglang_block_us"]
+            row["faster_than_sglang"] = row["sglang_lora_us"] / row["lora_us"]
         rows.append(row)
         print(json.dumps(row), flush=True)
     return rows
@@ -92,22 +101,29 @@ def operands(e: Experts, key: dict, manager: jlora.LoRAManager):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--model", nargs="+", default=list(MODELS), choices=[*MODELS, *OTHER_MODELS])
     parser.add_argument("--rank", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 64, 256, 2048, 8192])
+    parser.add_argument("--adapters", type=int, nargs="+", default=[8], help="for models without figures of SGLang")
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
     args = parser.parse_args()
     rows = []
     for name in args.model:
         for rank in args.rank:
-            keys = [k for k in peers() if (k["model"], k["rank"]) == (name, rank) and k["tokens"] in args.tokens]
+            if name in MODELS:
+                keys = [k for k in peers() if (k["model"], k["rank"]) == (name, rank) and k["tokens"] in args.tokens]
+            else:
+                some = [
+                    (tokens, adapters) for tokens in args.tokens for adapters in args.adapters if adapters <= tokens
+                ]
+                keys = [dict(model=name, rank=rank, tokens=tokens, adapters=adapters) for tokens, adapters in some]
             for adapters in sorted({slots(key["adapters"]) for key in keys}):  # slots take memory
                 wanted = [key for key in keys if slots(key["adapters"]) == adapters]
-                rows += measure(MODELS[name], rank, wanted, args.layers)
-                about = {**machine(), "layers": args.layers, "xla_flags": os.environ.get("XLA_FLAGS", "")}
+                rows += measure((MODELS | OTHER_MODELS)[name], rank, wanted, args.layers)
+                device = {**machine(), "layers": args.layers, "xla_flags": os.environ.get("XLA_FLAGS", "")}
                 if args.out:
-                    args.out.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+                    args.out.write_text(json.dumps({"about": device, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ OTHER_MODELS = {
         Experts("qwen3-235b", 4096, 1536, 128, 8),
         Experts("deepseek-lite", 2048, 1408, 64, 6),
         Experts("gpt-oss-120b", 2880, 2880, 128, 4),
+        Experts("glm-4.5-air", 4096, 1408, 128, 8),
+        Experts("qwen3-next", 2048, 512, 512, 10),
     )
 }
 
@@ -71,11 +73,15 @@ def floor_us(e: Experts, rank: int, tokens: int, present: int, *, kind: str | No
     distinct (adapter, expert) pairs. The first product adds to [T * k, 2 I], the second to [T * k, H].
     """
     pairs, h, i = tokens * e.top_k, e.hidden, e.intermediate
-    factors = present * rank * (2 * h + 2 * i + i + h)
     first = tokens * h + 2 * pairs * 2 * i
     second = pairs * i + 2 * pairs * h
     flops = 2 * pairs * rank * (2 * h + 2 * i + i + h)
-    return least_us(2 * (factors + first + second), flops, kind)
+    return least_us(factor_bytes(e, rank, present) + 2 * (first + second), flops, kind)
+
+
+def factor_bytes(e: Experts, rank: int, present: int) -> int:
+    """Return the bf16 bytes of A and B of both products for `present` distinct (adapter, expert) pairs."""
+    return 2 * present * rank * (2 * e.hidden + 2 * e.intermediate + e.intermediate + e.hidden)
 
 
 def peers() -> list[dict]:

@@ -104,21 +104,24 @@ class SlotTable:
             self.pool.heal(self.alive(), donate=self._may_donate())
         alive = self.alive()
         for slot, packed in enumerate(self.pool.table):
-            # A pinned name keeps its slot until the new version is written there.
-            if packed is not None and not alive(packed) and packed.name not in self._cache.pins:
+            if packed is not None and not self._stays(packed, alive):
                 self.pool.clear(slot)
                 self._used.pop(packed, None)
         if len(self._used) > len(self.pool.table):  # a write failed, or its adapter was dropped
             held = set(self.pool.table)
             self._used = {packed: tick for packed, tick in self._used.items() if packed in held}
 
+    def _stays(self, packed: PackedAdapter, alive: Callable[[PackedAdapter], bool]) -> bool:
+        """Return False for an adapter whose slot is free for others, because no batch can use the adapter."""
+        # A pinned name keeps its slot until the new version is written there.
+        return alive(packed) or packed.name in self._cache.pins
+
     def plan(self, wanted: Sequence[PackedAdapter]) -> SlotPlan:
-        """Return the slots to write so that distinct adapters are all in slots.
+        """Return the slots to write so that distinct adapters are all in slots. Nothing is changed.
 
         Raises:
           NoFreeSlotError: the adapters do not fit.
         """
-        self.sweep()
         missing = [packed for packed in wanted if packed not in self.pool.table]
         if not missing:
             return {}
@@ -130,7 +133,8 @@ class SlotTable:
         return dict(zip(missing, cast("list[int]", places), strict=True))
 
     def carry_out(self, plan: SlotPlan, wanted: Sequence[PackedAdapter]) -> None:
-        """Write the slots of a plan and mark a use of all wanted adapters."""
+        """Repair the slots, write those of a plan, and mark a use of all wanted adapters."""
+        self.sweep()
         for packed, slot in plan.items():
             self.write(slot, packed)
         self.hit(packed for packed in wanted if packed not in plan)
@@ -144,7 +148,11 @@ class SlotTable:
         the least recently used slot. Adapters that fit into fewer slots are assigned first.
         """
         alive = self.alive()
-        stale = {c.name: slot for slot, c in enumerate(self.pool.table) if c is not None and not alive(c)}
+        stale = {
+            c.name: slot
+            for slot, c in enumerate(self.pool.table)
+            if c is not None and not alive(c) and c.name in self._cache.pins
+        }
         places: dict[PackedAdapter, int | None] = {}
         for packed in missing:
             slot = stale.get(packed.name) if self._cache.newest(packed) else None
@@ -192,7 +200,8 @@ class SlotTable:
         )
 
     def _free(self) -> list[int]:
-        return [slot for slot, packed in enumerate(self.pool.table) if packed is None]
+        alive, table = self.alive(), self.pool.table
+        return [slot for slot, packed in enumerate(table) if packed is None or not self._stays(packed, alive)]
 
     def _evictable(self, wanted: Sequence[PackedAdapter]) -> list[int]:
         """Return the slots whose adapters may be evicted, least recently used first."""

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import jlora
-from jlora.manager import host, stage
+from jlora.manager import loading, stage, updating
 from tests.manager.tiny import MODULES, make_adapter, make_world, tensors
 from tests.matrix import thinned
 from tests.records import content_of, on_host, slot_names
@@ -211,7 +211,7 @@ def test_a_replacement_reads_the_files_as_they_are_when_it_is_called(world, fold
     request = jlora.LoRARequest("a", folder, load_inplace=True)
     batch = world.manager.prepare(["a", None, None])
     reads, read = [], stage.pack_files
-    monkeypatch.setattr(host, "pack_files", lambda *args, **options: (read(*args, **options), reads.append(1))[0])
+    monkeypatch.setattr(loading, "pack_files", lambda *args, **options: (read(*args, **options), reads.append(1))[0])
     first = world.manager.prefetch(request)
     while not reads:
         time.sleep(0.001)
@@ -308,7 +308,7 @@ def test_a_handle_ends(world, end):
         with pytest.raises(jlora.LoRAUsageError, match=r"AdapterHandle\('a', version=\d+\) is closed"):
             world.manager.prepare([handle, None, None])
     gc.collect()
-    assert not world.manager._leases.handled()
+    assert not world.manager._state.leases.handled()
     assert "a" not in slot_names(world.manager)  # a slot that no name refers to is free
     for i in range(9):
         world.serve(["b" if i & 1 else None, "b" if i & 2 else None, "c" if i & 4 else "b"])
@@ -457,7 +457,7 @@ def updated_on_device(world, name: str, seed: int) -> jlora.Adapter:
 @pytest.fixture
 def copy_back(monkeypatch) -> Iterator[SimpleNamespace]:
     """Hold the copies of updated adapters to the host, until `go` is set; with `fails` set, they raise instead."""
-    found, to_host = SimpleNamespace(go=threading.Event(), fails=False, failed=threading.Event()), host.to_host
+    found, to_host = SimpleNamespace(go=threading.Event(), fails=False, failed=threading.Event()), updating.to_host
 
     def copied(blocks):
         if found.fails:
@@ -466,7 +466,7 @@ def copy_back(monkeypatch) -> Iterator[SimpleNamespace]:
         assert found.go.wait(30)
         return to_host(blocks)
 
-    monkeypatch.setattr(host, "to_host", copied)
+    monkeypatch.setattr(updating, "to_host", copied)
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     yield found
     found.go.set()

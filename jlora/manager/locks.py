@@ -8,10 +8,9 @@ reads a file, compiles or calls a user's function. It blocks only on the device,
 import signal
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Protocol
 
 from jlora._compat import get_handler, set_handler
 
@@ -54,10 +53,6 @@ class _Deferral:
 _sigint = _Deferral()  # one for the process, like the signal handler
 
 
-class _Acquirable(Protocol):
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool: ...
-
-
 class StateLock:
     """A reentrant lock, which the thread that holds it can release for a while (`released`).
 
@@ -79,7 +74,7 @@ class StateLock:
     def __enter__(self) -> None:
         if not self._again():
             _sigint.begin()
-            _acquire(self._lock)
+            _acquire(self._lock.acquire)
             self._owner, self._depth = threading.get_ident(), 1
 
     def __exit__(self, *_: object) -> None:
@@ -100,7 +95,7 @@ class StateLock:
             assert self._writes, "the step lock is acquired before the state lock"
             return
         _sigint.begin()
-        _acquire(self.step)
+        _acquire(self.step.acquire)
         self.__enter__()
         self._writes = True
         _sigint.end()  # still deferred, for the state lock
@@ -144,8 +139,9 @@ class _Writing:
         self._lock.__exit__()
 
 
-def _acquire(lock: _Acquirable) -> None:
-    while not lock.acquire(timeout=_MOMENT):
+def _acquire(acquire: Callable[..., bool]) -> None:
+    """Acquire a lock. SIGINT is not deferred meanwhile."""
+    while not acquire(timeout=_MOMENT):
         _sigint.end()
         _sigint.begin()
 

@@ -24,7 +24,7 @@ from jlora.errors import (
 from jlora.manager.blocks import Block
 from jlora.manager.extras import check_extras, slot_values
 from jlora.manager.loads import AT_ONCE, Deadline, Load, LoadCancelled
-from jlora.manager.packed_adapter import PackedAdapter
+from jlora.manager.packed_adapter import LifeCycle, PackedAdapter
 from jlora.manager.stage import pack_files, pack_in_memory
 from jlora.manager.state import State, in_use
 
@@ -184,7 +184,7 @@ def _load(state: State, own: Load) -> bool:
         with state.lock:
             newest = state.cache.loaded.get(request.name)
         if newest is not None:
-            state.slots.move_ahead(newest, state.lock)
+            state.slots.stage(newest, state.lock)
     return result
 
 
@@ -244,7 +244,7 @@ def agreed(state: State, packed: PackedAdapter) -> PackedAdapter:
     keys = state.peers.agree(lambda: [packed.name, packed.digest()], packed.key)
     packed = with_extras(state, packed)
     key = None if None in keys else " ".join(keys)  # if the files of one process changed, all get a new version
-    return replace(packed, key=key, blocks=page_locked(state, packed.blocks))
+    return replace(packed, key=key, life=LifeCycle(page_locked(state, packed.blocks)))
 
 
 def with_extras(state: State, packed: PackedAdapter) -> PackedAdapter:
@@ -262,7 +262,7 @@ def page_locked(state: State, blocks: tuple[Block, ...], others: Collection[Pack
         return blocks
     with state.lock:
         loaded = (*state.cache.loaded.values(), *others)
-        taken = sum(packed.nbytes for packed in loaded if packed.pinned)
+        taken = sum(packed.nbytes for packed in loaded if packed.life.page_locked)
     fits = taken + sum(block.nbytes for block in blocks) <= pinned_bytes()
     return state.pool.pin(blocks) if fits else blocks
 

@@ -511,7 +511,7 @@ class LoRAManager:
           AdapterNotFoundError: the name was not added.
         """
         state = self._state
-        with state.peers.turn(f"unpin_adapter({name!r})"), state.lock:
+        with state.peers.turn(f"unpin_adapter({name!r})", alone=True), state.lock:
             if not state.cache.pinned(name):
                 state.newest(name)  # raises for an unknown name
             return state.cache.unpin(name)
@@ -631,7 +631,7 @@ class LoRAManager:
         """
         self._check_call("handles")
         state = self._state
-        with state.peers.turn("handles"), state.lock:
+        with state.peers.turn("handles", alone=True), state.lock:
             lease = batch.lease
             if lease is None or lease not in state.leases.open():
                 raise LoRAUsageError(f"handles takes an open batch of this manager, got {batch!r}")

@@ -69,23 +69,24 @@ class Peers:
             )
         self._service = service
 
-    def turn(self, call: str) -> AbstractContextManager[None]:
+    def turn(self, call: str, *, alone: bool = False) -> AbstractContextManager[None]:
         """Return the context of one call of the manager. With several processes, calls run one at a time.
 
         An error that is raised inside, before the processes have agreed, is raised in all of them.
 
         Args:
           call: the call, for error messages.
+          alone: True for a call in which processes never agree. An error is then raised in this process only.
         """
-        return self._turn(call) if self.several else _FREE
+        return self._turn(call, alone) if self.several else _FREE
 
     @contextmanager
-    def _turn(self, call: str) -> Generator[None, None, None]:
+    def _turn(self, call: str, alone: bool) -> Generator[None, None, None]:
         if not self._calls.acquire(timeout=self._timeout):
             raise LoRAError(f"{call}: {self._call} of another thread has not ended within {self._timeout:g} s")
         try:
             self._check()
-            self._call, self._raised = call, False
+            self._call, self._raised = call, alone
             yield
         except Exception as error:
             if self._cut is None and not self._raised:

@@ -238,14 +238,14 @@ class SlotArrays:
           only: blocks to write, if the slot already holds the others; None writes all.
         """
         self.compile()
-        waves = self._waves(only or packed.ahead or packed.blocks)
+        waves = self._waves(only or packed.life.staged or packed.blocks)
         # Most adapters of a deployment have the same ranks, so the slot often has them already.
         values = {"ranks": packed.ranks.reshape(-1), **self._empty, **packed.extras}
         new = [table for table in self._tables if not self._holds(slot, table, values[table])]
         ready, tables = self.move(waves[0] if waves else [], [values[table] for table in new])
         # Freeing these hundreds of buffers takes 0.2 ms. Defer it to the loader thread, or to the thread that copies an
         # update to the host, if there is one.
-        spent = self._spent if packed.ahead is not None or packed.copying else []
+        spent = self._spent if packed.life.staged is not None or packed.life.copying else []
         self.dirty.add(slot)
         for table in new:
             self._tables[table][slot] = None
@@ -263,7 +263,6 @@ class SlotArrays:
             self._run(slot, self._table_job(table), [moved, self._index(slot, 0, 0, 0)], donate)
             self._tables[table][slot] = values[table]
         self.dirty.discard(slot)
-        packed.ahead = None
         # Keep the blocks until the write is done, because releasing arrays in use takes longer.
         self._in_flight.extend(ready)
 

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias, cast
 
@@ -26,7 +26,7 @@ _log = logging.getLogger("jlora")
 class SlotTable:
     """The slots of a manager.
 
-    All methods except `move_ahead` are called under the state lock. Methods that write also need the step lock.
+    All methods except `stage` are called under the state lock. Methods that write also need the step lock.
 
     Attributes:
       pool: the slot arrays.
@@ -44,7 +44,7 @@ class SlotTable:
         self._counts = counts
         self._used: dict[PackedAdapter, int] = {}  # tick of the last use of each adapter in a slot
         self._tick = 0
-        self._ahead: OrderedDict[PackedAdapter, None] = OrderedDict()  # on the device, in no slot yet
+        self._staged: dict[PackedAdapter, None] = {}  # on the device, in no slot yet; oldest first
 
     def alive(self) -> Callable[[PackedAdapter], bool]:
         """Return a predicate of adapters: True if a batch may still use the adapter.
@@ -57,7 +57,7 @@ class SlotTable:
     @property
     def copying(self) -> bool:
         """True if an adapter in a slot is being copied to the host; its slot can be evicted afterwards."""
-        return any(packed is not None and packed.copying for packed in self.pool.table)
+        return any(packed is not None and packed.life.copying for packed in self.pool.table)
 
     @property
     def active(self) -> int:
@@ -85,8 +85,7 @@ class SlotTable:
 
     def release(self, packed: PackedAdapter) -> None:
         """Remove an adapter from its slot, unless an open batch holds it there."""
-        packed.ahead = None
-        self._ahead.pop(packed, None)
+        self._unstage(packed)
         if packed in self._leases.leased():
             return
         for slot, held in enumerate(self.pool.table):
@@ -94,14 +93,26 @@ class SlotTable:
                 self.pool.clear(slot)
         self._used.pop(packed, None)
 
+    def _unstage(self, packed: PackedAdapter) -> None:
+        """Free the blocks of an adapter that were moved to the device before they were needed."""
+        packed.life.staged = None
+        self._staged.pop(packed, None)
+
     def _may_donate(self) -> bool:
         """Return True if no step can be using the slot arrays. Another thread with an open batch may be in its step."""
         return self.takes_turns or not self._leases.threads() - {threading.get_ident()}
 
-    def sweep(self) -> None:
-        """Repair the slots if necessary, and clear slots of adapters that no batch can use."""
+    def _heal(self) -> None:
+        """Repair the slots if necessary."""
         if not self.pool.intact():
             self.pool.heal(self.alive(), donate=self._may_donate())
+            for packed in self.pool.table:
+                if packed is not None:
+                    self._unstage(packed)
+
+    def sweep(self) -> None:
+        """Repair the slots if necessary, and clear slots of adapters that no batch can use."""
+        self._heal()
         alive = self.alive()
         for slot, packed in enumerate(self.pool.table):
             if packed is not None and not self._stays(packed, alive):
@@ -209,7 +220,7 @@ class SlotTable:
         slots = {
             slot: self._used.get(packed, 0)
             for slot, packed in enumerate(self.pool.table)
-            if packed is not None and alive(packed) and packed not in busy and packed.on_host
+            if packed is not None and alive(packed) and packed not in busy and packed.life.on_host
             and not (packed.name in self._cache.pins and self._cache.newest(packed))
         }  # fmt: skip
         return sorted(slots, key=lambda slot: slots[slot])
@@ -219,8 +230,7 @@ class SlotTable:
 
         Only the blocks in `changed` differ between `new` and `old`.
         """
-        if not self.pool.intact():
-            self.pool.heal(self.alive(), donate=self._may_donate())
+        self._heal()
         slot = self.pool.slot_of(old)
         if slot is not None and not self.alive()(old):
             self.write(slot, new, changed)
@@ -237,7 +247,7 @@ class SlotTable:
         started = time.monotonic()
         victim = self.pool.table[slot]
         self.pool.write(slot, packed, donate=self._may_donate(), only=only)
-        self._ahead.pop(packed, None)
+        self._unstage(packed)
         for other, held in enumerate(self.pool.table):
             if held is packed and other != slot:  # it was moved to make room
                 self.pool.clear(other)
@@ -256,23 +266,23 @@ class SlotTable:
             for site in self.pool.sites:
                 _log.debug("slot %d: %s %r", slot, "filled" if site in brought else "cleared", site.path)
 
-    def move_ahead(self, packed: PackedAdapter, lock: StateLock) -> None:
+    def stage(self, packed: PackedAdapter, lock: StateLock) -> None:
         """Move an adapter to the device before it is needed. Called on a loading thread, without locks.
 
         At most `SlotArrays.max_bytes` of such adapters are on the device; the oldest are dropped first.
         """
         size, most = sum(block.nbytes for block in packed.blocks), self.pool.max_bytes
         with lock:
-            if size > most or packed in self.pool.table or packed in self._ahead:
+            if size > most or packed in self.pool.table or packed in self._staged:
                 return
-            self._ahead[packed] = None
-            while sum(other.nbytes for other in self._ahead) > most and len(self._ahead) > 1:
-                self._ahead.popitem(last=False)[0].ahead = None
+            self._staged[packed] = None
+            while sum(other.nbytes for other in self._staged) > most and len(self._staged) > 1:
+                self._unstage(next(iter(self._staged)))
             self.pool.let_go()  # freed here, because no step waits for this thread
         moved, _ = self.pool.move(packed.blocks)
         jax.block_until_ready([array for block in moved for array in (block.a, block.b)])
         with lock:
-            if packed in self._ahead and packed not in self.pool.table:
-                packed.ahead = moved
+            if packed in self._staged and packed not in self.pool.table:
+                packed.life.staged = moved
             else:
-                self._ahead.pop(packed, None)
+                self._unstage(packed)

@@ -49,7 +49,7 @@ from jlora.manager.export import export_blocks
 from jlora.manager.host_cache import HostCache
 from jlora.manager.loading import page_locked, read, read_folder
 from jlora.manager.loads import AT_ONCE
-from jlora.manager.packed_adapter import PackedAdapter
+from jlora.manager.packed_adapter import LifeCycle, PackedAdapter
 from jlora.manager.state import State
 
 _log = logging.getLogger("jlora")
@@ -420,7 +420,8 @@ def _load(state: State, folder: Path, saved: _Snapshot, same_layers: bool) -> di
                     continue
                 nbytes += packed.nbytes
                 if state.cache.has_room(len(loaded) + 1, nbytes):
-                    loaded[entry.name] = replace(packed, blocks=page_locked(state, packed.blocks, loaded.values()))
+                    blocks = page_locked(state, packed.blocks, loaded.values())
+                    loaded[entry.name] = replace(packed, life=LifeCycle(blocks))
                 elif entry.pinned or entry.request is None:
                     raise NoFreeSlotError(
                         f"{folder}: the host cache has no room for adapter {entry.name!r}, which is pinned or came "

@@ -208,7 +208,7 @@ class State:
         """Evict the victims, and store an adapter in the host cache as a version of its name (None: the next)."""
         for victim in victims:
             self.evict(victim)
-        packed.version = self.cache.version(packed) if version is None else version
+        packed.life.version = self.cache.version(packed) if version is None else version
         self.cache.put(packed)
 
     def evict(self, name: str) -> None:

@@ -42,13 +42,13 @@ def update(state: State, name: str, arrays: Mapping[str, Any], deadline: Deadlin
         victims = state.cache.victims_for(packed, state.leases.leased())
         state.peers.agree(victims)
         with state.peers.change():
-            if not packed.on_host:
+            if not packed.life.on_host:
                 # Start the thread before the cache changes: if it cannot start, the slot could never be evicted.
                 # The thread blocks on the state lock, which this thread holds.
                 copying = threading.Thread(target=_copy_back, args=(state, packed), name="jlora-copy-back")
                 copying.daemon = True
                 copying.start()
-                packed.copying = True
+                packed.life.copying = True
             state.put(packed, victims)
             state.slots.replace(old, packed, written)
     _log.info("updated %r to version %d", name, packed.version)
@@ -63,10 +63,10 @@ def _copy_back(state: State, packed: PackedAdapter) -> None:
         locked = page_locked(state, blocks)  # directly from the device
         blocks = to_host(blocks) if locked is blocks else locked
         with state.lock:
-            packed.blocks = blocks
-            packed.on_host = True
+            packed.life.blocks = blocks
+            packed.life.on_host = True
     finally:
         with state.lock:
-            packed.copying = False
+            packed.life.copying = False
             state.pool.let_go()
         state.changed.ring()

@@ -524,7 +524,7 @@ def test_arrays_consumed_by_an_update_are_freed_in_the_background(world, copy_ba
     while any(array() is not None for array in before) and time.monotonic() < end:
         time.sleep(0.01)
     assert not any(array() is not None for array in before)
-    assert content_of(world.manager, "a").on_host != fail
+    assert content_of(world.manager, "a").life.on_host != fail
 
 
 @pytest.mark.device("cpu")  # an accelerator has pinned memory
@@ -541,8 +541,8 @@ def test_host_arrays_while_an_update_is_copied_back(world, copy_back):
     changed = dataclasses.replace(new.modules[name], a=np.ones((2, 16), np.float32))
     manager.update_adapter("a", {f"{name}.lora_A.weight": changed.a})
     content = content_of(manager, "a")
-    assert content.on_host
-    assert not content.copying
+    assert content.life.on_host
+    assert not content.life.copying
     assert all(isinstance(half, np.ndarray) for block in content.blocks for half in (block.a, block.b))
     with pytest.raises(jlora.NoFreeSlotError):
         manager.prepare(["c", None, None])

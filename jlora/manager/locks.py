@@ -72,10 +72,12 @@ class StateLock:
         self._writes = False
 
     def __enter__(self) -> None:
-        if not self._again():
+        me = threading.get_ident()
+        if self._owner != me:
             _sigint.begin()
             _acquire(self._lock.acquire)
-            self._owner, self._depth = threading.get_ident(), 1
+            self._owner = me
+        self._depth += 1
 
     def __exit__(self, *_: object) -> None:
         if self._owner == threading.get_ident():  # else a SIGINT ended `released`
@@ -83,22 +85,16 @@ class StateLock:
             if self._depth == 0:
                 self._release()
 
-    def _again(self) -> bool:
-        """Return True if the calling thread holds the lock, and count one more context."""
-        held = self._owner == threading.get_ident()
-        self._depth += held
-        return held
-
     def enter_to_write(self) -> None:
         """Acquire the step lock, then the state lock; see `writing`."""
-        if self._again():
-            assert self._writes, "the step lock is acquired before the state lock"
-            return
-        _sigint.begin()
-        _acquire(self.step.acquire)
-        self.__enter__()
-        self._writes = True
-        _sigint.end()  # still deferred, for the state lock
+        me = threading.get_ident()
+        if self._owner != me:
+            _sigint.begin()
+            _acquire(self.step.acquire)
+            self._lock.acquire()
+            self._owner, self._writes = me, True
+        assert self._writes, "the step lock is acquired before the state lock"
+        self._depth += 1
 
     def _release(self) -> None:
         writes, self._writes, self._owner, self._depth = self._writes, False, None, 0
@@ -140,10 +136,11 @@ class _Writing:
 
 
 def _acquire(acquire: Callable[..., bool]) -> None:
-    """Acquire a lock. SIGINT is not deferred meanwhile."""
-    while not acquire(timeout=_MOMENT):
-        _sigint.end()
-        _sigint.begin()
+    """Acquire a lock. A SIGINT is raised if it is not free at once."""
+    if not acquire(False):
+        while not acquire(timeout=_MOMENT):
+            _sigint.end()
+            _sigint.begin()
 
 
 class Bell:

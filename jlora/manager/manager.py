@@ -782,7 +782,8 @@ class LoRAManager:
         wrapped.check()
         rows = num_sequences, token_counts, pad_to, length, items, batch_axis
         report, reasons = verify(wrapped, forward, inputs, *rows, seed)
-        with self._state.lock:
+        # In a turn, so that a batch on another thread agrees and is made with the same layers.
+        with self._state.peers.turn("verify", alone=True), self._state.lock:
             wrapped.set_unserved(reasons)
         return report
 

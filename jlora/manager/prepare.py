@@ -58,7 +58,7 @@ def _attempt(state: State, args: BatchArguments, ticket: Ticket) -> LoRABatch | 
                 else:
                     loaded = _loaded(state, args)
                     wanted = list(dict.fromkeys(loaded.values()))
-                    if any(packed not in state.pool.table for packed in wanted):
+                    if state.queue and any(packed not in state.pool.table for packed in wanted):
                         _check_first(state, ticket)
                     plan = state.slots.plan(wanted)
                     state.peers.agree(_same(plan))
@@ -260,8 +260,6 @@ def _again(state: State, args: BatchArguments) -> LoRABatch | None:
 def _make(state: State, args: BatchArguments, served: dict[Name, PackedAdapter]) -> LoRABatch:
     """Return a batch of adapters that are in slots."""
     slot_of = {name: state.pool.table.index(packed) for name, packed in served.items()}
-    for packed in served.values():
-        _check_served(state, packed)  # `verify` may have changed `unserved` since
     none, writes = state.config.max_loras, state.pool.writes
     order = {given: i for i, given in enumerate(args.parts)}
     index = [order[name] for name in args.names]

@@ -113,19 +113,18 @@ class SlotTable:
     def sweep(self) -> None:
         """Repair the slots if necessary, and clear slots of adapters that no batch can use."""
         self._heal()
-        alive = self.alive()
-        for slot, packed in enumerate(self.pool.table):
-            if packed is not None and not self._stays(packed, alive):
-                self.pool.clear(slot)
-                self._used.pop(packed, None)
+        for slot in self._dead():
+            self._used.pop(cast("PackedAdapter", self.pool.table[slot]), None)
+            self.pool.clear(slot)
         if len(self._used) > len(self.pool.table):  # a write failed, or its adapter was dropped
             held = set(self.pool.table)
             self._used = {packed: tick for packed, tick in self._used.items() if packed in held}
 
-    def _stays(self, packed: PackedAdapter, alive: Callable[[PackedAdapter], bool]) -> bool:
-        """Return False for an adapter whose slot is free for others, because no batch can use the adapter."""
+    def _dead(self) -> list[int]:
+        """Return the slots of adapters that no batch can use."""
+        alive, pins, table = self.alive(), self._cache.pins, self.pool.table
         # A pinned name keeps its slot until the new version is written there.
-        return alive(packed) or packed.name in self._cache.pins
+        return [slot for slot, c in enumerate(table) if c is not None and not alive(c) and c.name not in pins]
 
     def plan(self, wanted: Sequence[PackedAdapter]) -> SlotPlan:
         """Return the slots to write so that distinct adapters are all in slots. Nothing is changed.
@@ -211,8 +210,7 @@ class SlotTable:
         )
 
     def _free(self) -> list[int]:
-        alive, table = self.alive(), self.pool.table
-        return [slot for slot, packed in enumerate(table) if packed is None or not self._stays(packed, alive)]
+        return sorted([slot for slot, packed in enumerate(self.pool.table) if packed is None] + self._dead())
 
     def _evictable(self, wanted: Sequence[PackedAdapter]) -> list[int]:
         """Return the slots whose adapters may be evicted, least recently used first."""

@@ -592,7 +592,7 @@ class LoRAManager:
         """
         self._check_call("prepare", waits=True)
         checked, sites = checked_names(names, self.config), self._state.wrapped.sites
-        shape = batch_shape(len(checked), token_counts, pad_to, length, active_from, items, sites)
+        shape = batch_shape("prepare", len(checked), token_counts, pad_to, length, active_from, items, sites)
         args = BatchArguments(checked, shape)
         deadline = self._deadline(timeout).at
         with self._state.peers.turn("prepare"):
@@ -717,7 +717,7 @@ class LoRAManager:
           items: as in `prepare`. Only the sizes with padding matter.
         """
         self._check_call("warmup")
-        shape = shape_of_all(num_sequences, token_counts, pad_to, length, items, self._state.wrapped.sites)
+        shape = shape_of_all("warmup", num_sequences, token_counts, pad_to, length, items, self._state.wrapped.sites)
         names, first = [None] * num_sequences, shape.active_from
         base_only = partial(self.prepare, names, token_counts, pad_to, length=length, active_from=first, items=items)
         with elapsed(partial(_log.info, "warm-up of %d sequences: %.0f s so far", num_sequences)):

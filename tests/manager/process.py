@@ -295,6 +295,34 @@ def a_late_process_is_waited_for(world: World) -> None:
 
 
 @scenario
+def a_process_answers_while_it_waits_for_another(world: World) -> None:
+    manager = world.start()
+    manager.add_adapter(world.request("one"))
+    if world.me == 1:
+        world.gates["two"] = gate = threading.Event()
+        threading.Timer(1.5, gate.set).start()
+        assert manager.add_adapter(world.request("two"))
+    else:
+        adding = threading.Thread(target=lambda: manager.add_adapter(world.request("two")))
+        adding.start()
+        slowest = 0.0
+        while adding.is_alive():
+            started = time.perf_counter()
+            assert manager.stats().registered in (1, 2)
+            assert "one" in manager.list_adapters()
+            slowest = max(slowest, time.perf_counter() - started)
+            time.sleep(0.01)
+        assert slowest < 0.1
+    world.check(["one", "two", None, "two"])
+    with manager.prepare(["one"]) as batch:  # an error in a call without an agreement is of one process
+        if world.me == 0:
+            batch.close()
+            with pytest.raises(LoRAUsageError, match="open batch"):
+                manager.handles(batch)
+    world.alike()
+
+
+@scenario
 def more_names_than_the_host_keeps(world: World) -> None:
     manager = world.start(max_cpu_loras=2)
     for name in ("one", "two", "three", "four"):

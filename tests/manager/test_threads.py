@@ -263,22 +263,12 @@ def test_eight_threads_that_do_not(crowd: Crowd) -> None:
 
 
 def test_no_pair_of_verbs_deadlocks(crowd: Crowd) -> None:
-    world, m = crowd.world, crowd.world.manager
+    m = crowd.world.manager
     arrays = tensors(adapter("a"), np.asarray)
 
     def prepares(*names: str | jlora.LoRARequest) -> None:
         with m.prepare([*names, None], timeout=0.02):
             m.hold("a").close()
-
-    def verifies() -> None:
-        def forward(model: Any, tokens: jax.Array, batch: Any) -> jax.Array:
-            with jlora.use(batch):
-                return model(tokens)
-
-        m.verify(forward, world.tokens, num_sequences=SEQUENCES)
-
-    def saves() -> None:
-        m.save(crowd.folder / "saved")
 
     verbs: dict[str, Callable[[], object]] = {
         "add": lambda: m.add_adapter(crowd.request("b"), timeout=0.02),
@@ -298,11 +288,10 @@ def test_no_pair_of_verbs_deadlocks(crowd: Crowd) -> None:
         "step": lambda: crowd.runs(np.random.default_rng(0)),
         "warmup": lambda: m.warmup(num_sequences=SEQUENCES),
         "export": lambda: m.export_adapter("a"),
-        "save": saves,
+        "save": lambda: m.save(crowd.folder / "saved"),
         "list": m.list_adapters,
         "stats": m.stats,
     }
-    verifies()
     for one, two in itertools.combinations_with_replacement(verbs, 2):
         start, failures = threading.Barrier(2), []
 
@@ -310,11 +299,9 @@ def test_no_pair_of_verbs_deadlocks(crowd: Crowd) -> None:
             start.wait(WATCHDOG)
             try:
                 verbs[name]()
-            except (*BUSY, jlora.LoRAError, CancelledError) as error:
-                if isinstance(error, jlora.LoRAError) and "in no slot" not in str(error) and type(error) not in BUSY:
-                    failures.append(error)
             except BaseException as error:
-                failures.append(error)
+                if not isinstance(error, (*BUSY, CancelledError)) and "is in no slot" not in str(error):
+                    failures.append(error)
 
         threads = [threading.Thread(target=work, args=(name, start, failures), daemon=True) for name in (one, two)]
         for thread in threads:

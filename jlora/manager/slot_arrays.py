@@ -243,7 +243,7 @@ class SlotArrays:
         values = {"ranks": packed.ranks.reshape(-1), **self._empty, **packed.extras}
         new = [table for table in self._tables if not self._holds(slot, table, values[table])]
         ready, tables = self.move(waves[0] if waves else [], [values[table] for table in new])
-        # Freeing these hundreds of buffers takes 0.2 ms. Defer it to the loader thread, or to the thread that copies an
+        # Freeing these hundreds of buffers takes 0.2 ms. Defer it to a loading thread, or to the thread that copies an
         # update to the host, if there is one.
         spent = self._spent if packed.life.staged is not None or packed.life.copying else []
         self.dirty.add(slot)

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
-from jlora._memory import pinned_bytes
+from jlora._memory import page_locked_bytes
 from jlora.adapters import Adapter
 from jlora.adapters.resolve import AdapterFolder, resolve
 from jlora.config import LoRARequest
@@ -257,14 +257,14 @@ def with_extras(state: State, packed: PackedAdapter) -> PackedAdapter:
 
 
 def page_locked(state: State, blocks: tuple[Block, ...], others: Collection[PackedAdapter] = ()) -> tuple[Block, ...]:
-    """Return the blocks in page-locked memory, or unchanged if all would exceed `pinned_bytes`."""
-    if not state.pool.pins:
+    """Return the blocks in page-locked memory, or unchanged if all would exceed `page_locked_bytes`."""
+    if not state.pool.page_locks:
         return blocks
     with state.lock:
         loaded = (*state.cache.loaded.values(), *others)
         taken = sum(packed.nbytes for packed in loaded if packed.life.page_locked)
-    fits = taken + sum(block.nbytes for block in blocks) <= pinned_bytes()
-    return state.pool.pin(blocks) if fits else blocks
+    fits = taken + sum(block.nbytes for block in blocks) <= page_locked_bytes()
+    return state.pool.page_lock(blocks) if fits else blocks
 
 
 # --- admission -----------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from jlora.manager.array_placement import (
     is_placed,
     of_blocks,
     own_device,
-    pinned,
+    page_locked,
     place_of,
     put_operands,
     refreshed,
@@ -62,7 +62,7 @@ class SlotArrays:
         copies of the model that missed a write.
       sites: the sites, in the order of the variables.
       chunks: how the rows of a slot are divided into blocks.
-      pins: True if page-locked host memory is available, which the device reads directly.
+      page_locks: True if page-locked host memory is available, which the device reads directly.
       joined: chunks that one program writes if an adapter has all of them; see `_joins`.
       max_bytes: as above.
       slot_nbytes: bytes of each slot over all layers. The first slots may also have expert weights.
@@ -95,7 +95,7 @@ class SlotArrays:
         self._known = [raw_value(v) for v in self._variables]
         self._placements = [place_of(array) for array in self._known]
         device = own_device(self._placements[0])
-        self.pins = device.platform != "cpu" and "pinned_host" in {m.kind for m in device.addressable_memories()}
+        self.page_locks = device.platform != "cpu" and "pinned_host" in {m.kind for m in device.addressable_memories()}
         dense = tuple(chunk for chunk in self.chunks if chunk.spec.experts is None and chunk.spec.whole)
         self.joined = dense if _joins(device) and len(dense) > 1 else ()
         self._renumbering = False  # True while stamps and `writes` may disagree
@@ -115,16 +115,16 @@ class SlotArrays:
         """Return the current arrays of the model: those of each site (`SlotSpec.held`), then the stamps."""
         return list(map(raw_value, self._variables))
 
-    def pin(self, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
+    def page_lock(self, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
         """Return the blocks in page-locked host memory, several times faster to move; unchanged if there is none."""
-        if not self.pins:
+        if not self.page_locks:
             return blocks
         arrays, targets = self._pieces(blocks)
         arrays = [
             array if is_placed(array, target) else jax.device_get(array)
             for array, target in zip(arrays, targets, strict=True)
         ]
-        moved = put(arrays, list(map(pinned, targets)))
+        moved = put(arrays, list(map(page_locked, targets)))
         jax.block_until_ready(moved)
         # JAX releases the arrays that it copied from at a collection, in any thread. Collect here, not during a step.
         gc.collect(0)

@@ -132,8 +132,8 @@ class SlotArrays:
 
     def slot_of(self, packed: PackedAdapter) -> int | None:
         """Return the clean slot that holds an adapter; None if there is none."""
-        for slot, held in enumerate(self.table):
-            if held is packed:
+        for slot, other in enumerate(self.table):
+            if other is packed:
                 return None if slot in self.dirty else slot
         return None
 
@@ -252,7 +252,7 @@ class SlotArrays:
         self.table[slot] = packed
         for wave in itertools.count():
             for blocks in self._together(ready):
-                operands = [operand for block in blocks for operand in (*block.held, self._where(slot, block))]
+                operands = [operand for block in blocks for operand in (*block.factors, self._where(slot, block))]
                 spent.append(self._run(slot, self._job(blocks), operands, donate))
             if wave + 1 >= len(waves):
                 break
@@ -268,8 +268,8 @@ class SlotArrays:
 
     def _holds(self, slot: int, table: str, values: np.ndarray) -> bool:
         """Return True if a clean slot is known to hold these values of a table."""
-        held = None if slot in self.dirty else self._tables[table][slot]
-        return held is not None and np.array_equal(held, values)
+        written = None if slot in self.dirty else self._tables[table][slot]
+        return written is not None and np.array_equal(written, values)
 
     def _waves(self, blocks: Sequence[Block]) -> list[list[Block]]:
         """Return the blocks in groups of at most `max_bytes`.

@@ -88,8 +88,8 @@ class SlotTable:
         self._unstage(packed)
         if packed in self._leases.leased():
             return
-        for slot, held in enumerate(self.pool.table):
-            if held is packed:
+        for slot, other in enumerate(self.pool.table):
+            if other is packed:
                 self.pool.clear(slot)
         self._used.pop(packed, None)
 
@@ -117,8 +117,8 @@ class SlotTable:
             self._used.pop(cast("PackedAdapter", self.pool.table[slot]), None)
             self.pool.clear(slot)
         if len(self._used) > len(self.pool.table):  # a write failed, or its adapter was dropped
-            held = set(self.pool.table)
-            self._used = {packed: tick for packed, tick in self._used.items() if packed in held}
+            present = set(self.pool.table)
+            self._used = {packed: tick for packed, tick in self._used.items() if packed in present}
 
     def _dead(self) -> list[int]:
         """Return the slots of adapters that no batch can use."""
@@ -135,12 +135,12 @@ class SlotTable:
         missing = [packed for packed in wanted if packed not in self.pool.table]
         if not missing:
             return {}
-        places = self._places(missing, wanted)
-        if None in places:
-            missing, places = self._make_room(missing, places, wanted)
-        if None in places:
+        slots_of = self._slots_for(missing, wanted)
+        if None in slots_of:
+            missing, slots_of = self._make_room(missing, slots_of, wanted)
+        if None in slots_of:
             raise NoFreeSlotError(self._no_room(missing, wanted))
-        return dict(zip(missing, cast("list[int]", places), strict=True))
+        return dict(zip(missing, cast("list[int]", slots_of), strict=True))
 
     def carry_out(self, plan: SlotPlan, wanted: Sequence[PackedAdapter]) -> None:
         """Repair the slots, write those of a plan, and mark a use of all wanted adapters."""
@@ -151,7 +151,7 @@ class SlotTable:
         for packed in plan:
             self.touch(packed)
 
-    def _places(self, missing: Sequence[PackedAdapter], wanted: Sequence[PackedAdapter]) -> list[int | None]:
+    def _slots_for(self, missing: Sequence[PackedAdapter], wanted: Sequence[PackedAdapter]) -> list[int | None]:
         """Return a slot for each missing adapter; None if no slot is left.
 
         An adapter takes the slot of its own older version, else a free slot (smallest first, then lowest index), else
@@ -163,37 +163,37 @@ class SlotTable:
             for slot, c in enumerate(self.pool.table)
             if c is not None and not alive(c) and c.name in self._cache.pins
         }
-        places: dict[PackedAdapter, int | None] = {}
+        slots_of: dict[PackedAdapter, int | None] = {}
         for packed in missing:
             slot = stale.get(packed.name) if self._cache.newest(packed) else None
             if slot is not None and slot in packed.slots:
-                places[packed] = stale.pop(packed.name)
+                slots_of[packed] = stale.pop(packed.name)
         rest = sorted(self._free(), key=self.pool.slot_nbytes.__getitem__) + self._evictable(wanted)
         for packed in sorted(missing, key=lambda c: len(c.slots)):
-            if packed not in places:
+            if packed not in slots_of:
                 slot = next((s for s in rest if s in packed.slots), None)
-                places[packed] = slot
+                slots_of[packed] = slot
                 if slot is not None:
                     rest.remove(slot)
-        return [places[packed] for packed in missing]
+        return [slots_of[packed] for packed in missing]
 
     def _make_room(
-        self, missing: list[PackedAdapter], places: list[int | None], wanted: Sequence[PackedAdapter]
+        self, missing: list[PackedAdapter], slots_of: list[int | None], wanted: Sequence[PackedAdapter]
     ) -> tuple[list[PackedAdapter], list[int | None]]:
         """Move wanted adapters to other slots if more missing adapters fit then.
 
         Only adapters that fit into more slots are moved.
 
         Returns:
-          The adapters to write, with the moved ones, and their slots; `missing` and `places` if moving does not help.
+          The adapters to write, with the moved ones, and their slots; `missing` and `slots_of` if moving does not help.
         """
         table, leased = self.pool.table, self._leases.leased()
-        left = [packed.slots for packed, slot in zip(missing, places, strict=True) if slot is None]
-        held = {table.index(c): c for c in wanted if c in table and c not in leased}
-        movable = [c for at, c in held.items() if any(at in slots and len(slots) < len(c.slots) for slots in left)]
+        left = [packed.slots for packed, slot in zip(missing, slots_of, strict=True) if slot is None]
+        present = {table.index(c): c for c in wanted if c in table and c not in leased}
+        movable = [c for at, c in present.items() if any(at in slots and len(slots) < len(c.slots) for slots in left)]
         more = [*missing, *movable]
-        others = self._places(more, [c for c in wanted if c not in movable])
-        return (missing, places) if others.count(None) >= places.count(None) else (more, others)
+        others = self._slots_for(more, [c for c in wanted if c not in movable])
+        return (missing, slots_of) if others.count(None) >= slots_of.count(None) else (more, others)
 
     def _no_room(self, missing: Sequence[PackedAdapter], wanted: Sequence[PackedAdapter]) -> str:
         total, limits = len(self.pool.table), ["max_loras"]
@@ -246,8 +246,8 @@ class SlotTable:
         victim = self.pool.table[slot]
         self.pool.write(slot, packed, donate=self._may_donate(), only=only)
         self._unstage(packed)
-        for other, held in enumerate(self.pool.table):
-            if held is packed and other != slot:  # it was moved to make room
+        for other, old in enumerate(self.pool.table):
+            if old is packed and other != slot:  # it was moved to make room
                 self.pool.clear(other)
         if victim is not None and victim is not packed:
             self._used.pop(victim, None)

@@ -215,10 +215,10 @@ def _check(
         )
     names = ("lora_embedding_A", "lora_embedding_B") if site.kind == "embedding" else ("lora_A", "lora_B")
     halves = (site.spec.in_features, site.spec.out_features)
-    held = [name for name, size in zip(names, halves, strict=True) if size]
-    if unknown := parts.keys() - set(held):
+    allowed = [name for name, size in zip(names, halves, strict=True) if size]
+    if unknown := parts.keys() - set(allowed):
         hint = "" if site.spec.whole else " (what all experts share has the name without the number of one)"
-        raise AdapterMismatchError(f"{at}: expected {' and '.join(held)}, found {', '.join(sorted(unknown))}{hint}")
+        raise AdapterMismatchError(f"{at}: expected {' and '.join(allowed)}, found {', '.join(sorted(unknown))}{hint}")
     a, b = (arrays[parts[name]] if name in parts else None for name in names)
     for label, array in (("A", a), ("B", b)):
         shaped = hasattr(array, "shape") and hasattr(array, "dtype")

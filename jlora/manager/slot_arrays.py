@@ -272,9 +272,9 @@ class SlotArrays:
         return written is not None and np.array_equal(written, values)
 
     def _waves(self, blocks: Sequence[Block]) -> list[list[Block]]:
-        """Return the blocks in groups of at most `max_bytes`.
+        """Return the blocks in batches of at most `max_bytes`.
 
-        Wait for earlier writes first, if their blocks and the first group exceed this size together.
+        Wait for earlier writes first, if their blocks and the first batch exceed this size together.
         """
         waves: list[list[Block]] = []
         size = self.max_bytes + 1
@@ -303,14 +303,14 @@ class SlotArrays:
             self._in_flight.clear()
 
     def _together(self, blocks: Sequence[Block]) -> list[tuple[Block, ...]]:
-        """Group the blocks by program: one block of each `joined` chunk, from the same rank on, or a single block."""
-        groups: list[tuple[Block, ...]] = []
+        """Divide blocks into batches, one for each program: a block of each `joined` chunk, or a single block."""
+        batches: list[tuple[Block, ...]] = []
         for start in dict.fromkeys(block.start for block in blocks) if self.joined else ():
             of = {block.chunk: block for block in blocks if block.start == start and block.row is None}
             if of.keys() >= set(self.joined):
-                groups.append(tuple(of[chunk] for chunk in self.joined))
-        taken = {id(block) for group in groups for block in group}
-        return groups + [(block,) for block in blocks if id(block) not in taken]
+                batches.append(tuple(of[chunk] for chunk in self.joined))
+        taken = {id(block) for batch in batches for block in batch}
+        return batches + [(block,) for block in blocks if id(block) not in taken]
 
     def _where(self, slot: int, block: Block) -> jax.Array:
         row, owner = block.chunk.place(block.row)

@@ -236,11 +236,11 @@ def _checksum(array: jax.Array) -> jax.Array:
     bits = _bits(array)
     sums: list[jax.Array] = []
     for seed in range(2):
-        place = jnp.zeros_like(bits)
+        position = jnp.zeros_like(bits)
         for axis, size in enumerate(bits.shape):
             index = jax.lax.iota(jnp.uint32, size) + jnp.uint32(0x9E3779B9 * (2 * axis + seed + 1) % 2**32)
-            place += jax.lax.broadcast_in_dim(_mixed(index), bits.shape, (axis,))
-        sums.append(jnp.sum(_mixed(bits ^ place), dtype=jnp.uint32))
+            position += jax.lax.broadcast_in_dim(_mixed(index), bits.shape, (axis,))
+        sums.append(jnp.sum(_mixed(bits ^ position), dtype=jnp.uint32))
     return jnp.stack(sums)
 
 

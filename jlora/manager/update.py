@@ -330,8 +330,8 @@ def _plan_update(
             parts.append((row not in old, tuple(_part(new) for new in by_row[row])))
         blocks.append((chunk, i, starts))
         groups.append((chunk.spec, starts, tuple(parts)))
-    place = {name: i for i, name in enumerate(names)}
-    shape = _shape(tuple(groups), tuple(place[key] for key in keys))
+    position = {name: i for i, name in enumerate(names)}
+    shape = _shape(tuple(groups), tuple(position[key] for key in keys))
     return _UpdatePlan(names, shapes, set(by_row), blocks, kept, shape)
 
 

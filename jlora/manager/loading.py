@@ -31,9 +31,6 @@ from jlora.manager.state import State, in_use
 _log = logging.getLogger("jlora")
 
 
-# --- calls that wait for loads -------------------------------------------------------------------------------------
-
-
 def load(state: State, request: LoRARequest, deadline: Deadline) -> bool:
     """Load a request and wait for it. Return True if it was loaded, False if the name was in the host cache."""
     while True:
@@ -141,12 +138,9 @@ def _time_out(state: State, loads: Sequence[Load]) -> None:
         )
 
 
-# --- loading, on the thread of a load ------------------------------------------------------------------------------
-
-
 def _run(state: State, own: Load) -> None:
     """Run a load after those of the same name, and set its outcome."""
-    state.loads.enter(own)
+    state.loads.own.load = own
     result, error = False, None
     try:
         for other in own.before:  # loads of one name run in the order of their requests
@@ -240,7 +234,6 @@ def _fetching(state: State, own: Load) -> Generator[None, None, None]:
 
 def agreed(state: State, packed: PackedAdapter) -> PackedAdapter:
     """Return an adapter, equal in all processes, with its extras, in page-locked memory if there is room."""
-    check_extras(packed, state.wrapped)
     keys = state.peers.agree(lambda: [packed.name, packed.digest()], packed.key)
     packed = with_extras(state, packed)
     key = None if None in keys else " ".join(keys)  # if the files of one process changed, all get a new version
@@ -248,7 +241,8 @@ def agreed(state: State, packed: PackedAdapter) -> PackedAdapter:
 
 
 def with_extras(state: State, packed: PackedAdapter) -> PackedAdapter:
-    """Return an adapter with the values of its extras, equal in all processes."""
+    """Return an adapter with the values of its extras, checked, and equal in all processes."""
+    check_extras(packed, state.wrapped)
     if not any(placement.extras for placement in packed.placements):
         return packed
     extras = slot_values(packed, state.wrapped, state.pool.sites)
@@ -265,9 +259,6 @@ def page_locked(state: State, blocks: tuple[Block, ...], others: Collection[Pack
         taken = sum(packed.nbytes for packed in loaded if packed.life.page_locked)
     fits = taken + sum(block.nbytes for block in blocks) <= page_locked_bytes()
     return state.pool.page_lock(blocks) if fits else blocks
-
-
-# --- admission -----------------------------------------------------------------------------------------------------
 
 
 def add(state: State, adapter: Adapter, replaces: bool, deadline: Deadline) -> bool:
@@ -311,13 +302,10 @@ def admit(state: State, packed: PackedAdapter, replaces: bool, deadline: Deadlin
         return True
 
 
-# --- reading for a restore -----------------------------------------------------------------------------------------
-
-
 def read(state: State, request: LoRARequest) -> PackedAdapter:
     """Read and pack an adapter, without adding it to the host cache or to page-locked memory."""
     with _logged(request.name, request.path):
-        return _checked(state, _read(state, request))
+        return with_extras(state, _read(state, request))
 
 
 def read_folder(state: State, found: AdapterFolder) -> PackedAdapter:
@@ -325,12 +313,7 @@ def read_folder(state: State, found: AdapterFolder) -> PackedAdapter:
     with _logged(found.name, str(found.folder)):
         request = LoRARequest(found.name, str(found.folder))
         packed = pack_files(request, found, state.wrapped, state.index, state.pool, config=state.config)
-        return _checked(state, replace(packed, request=None, key=None))
-
-
-def _checked(state: State, packed: PackedAdapter) -> PackedAdapter:
-    check_extras(packed, state.wrapped)
-    return with_extras(state, packed)
+        return with_extras(state, replace(packed, request=None, key=None))
 
 
 @contextmanager

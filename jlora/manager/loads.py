@@ -121,6 +121,7 @@ class Loads:
     """The loads that run or have failed. All methods are called under the state lock.
 
     Attributes:
+      own: `load` is the load that runs on the calling thread; absent on other threads.
       reading: semaphore, acquired while a load reads and casts.
       fetching: loads that use the network or the `resolve` callback, in order of arrival.
     """
@@ -128,17 +129,8 @@ class Loads:
     def __init__(self) -> None:
         self.reading = threading.Semaphore(AT_ONCE)
         self.fetching: list[Load] = []
+        self.own = threading.local()
         self._loads: dict[LoRARequest, Load] = {}
-        self._own = threading.local()
-
-    @property
-    def own(self) -> Load | None:
-        """The load that runs on the calling thread; None on other threads."""
-        return getattr(self._own, "load", None)
-
-    def enter(self, load: Load) -> None:
-        """Mark the calling thread as that of a load."""
-        self._own.load = load
 
     def running(self, request: LoRARequest) -> Load | None:
         """Return the load of a request that a further call may wait for; None if there is none."""

@@ -610,12 +610,8 @@ class LoRAManager:
         self._check_call("hold", waits=True)
         state = self._state
         state.wrapped.check()
-        with state.peers.turn(f"hold({name!r})"):
-            while True:
-                recall(state, name)
-                with state.lock:
-                    if name in state.cache.loaded:  # not evicted since
-                        return state.leases.hold(state.cache.loaded[name], state.changed.ring)
+        with state.peers.turn(f"hold({name!r})"), state.lock:
+            return state.leases.hold(recall(state, name), state.changed.ring)
 
     def handles(self, batch: LoRABatch) -> tuple[Given | None, ...]:
         """Return handles on the versions of an open batch, to finish its sequences on them in later batches.
@@ -808,7 +804,7 @@ class LoRAManager:
 
     def _check_call(self, what: str, *, waits: bool = False) -> None:
         """Raise LoRAUsageError inside a traced function, and inside `resolve` for a call that may wait for a load."""
-        if waits and (own := self._state.loads.own) is not None:
+        if waits and (own := getattr(self._state.loads.own, "load", None)) is not None:
             raise LoRAUsageError(
                 f"LoRAManager.{what} was called inside resolve=, by the load of {own.request.name!r}: it could wait "
                 "for that load, which waits for resolve. Return the folder there; load other adapters outside of it, "

@@ -84,11 +84,9 @@ def activate(state: State, name: str, *, pin: bool) -> bool:
     state.pool.compile()
 
     def attempt() -> bool | None:
-        recall(state, name)
         with state.lock.writing:
             state.wrapped.check()
-            if (packed := state.cache.loaded.get(name)) is None:
-                return None  # evicted in the meantime
+            packed = recall(state, name)
             try:
                 plan = state.slots.plan([packed])
             except NoFreeSlotError:
@@ -110,9 +108,6 @@ def activate(state: State, name: str, *, pin: bool) -> bool:
 def _same(plan: SlotPlan) -> list[tuple[str, int, int]] | None:
     """Return the value that all processes compare before they write slots; None if no slot is written."""
     return [(packed.name, packed.version, slot) for packed, slot in plan.items()] or None
-
-
-# --- the queue and the loads ---------------------------------------------------------------------------------------
 
 
 def _check_first(state: State, ticket: Ticket) -> None:
@@ -229,9 +224,6 @@ def _check_served(state: State, packed: PackedAdapter) -> None:
             f"adapter {packed.name!r}: brings weights for {site.path!r}, which takes no adapter: "
             f"{unserved.reasons[site.path]}"
         )
-
-
-# --- batches ------------------------------------------------------------------------------------------------------
 
 
 def _again(state: State, args: BatchArguments) -> LoRABatch | None:

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 
 from jlora.errors import AdapterInUseError
-from jlora.manager.extras import check_extras
 from jlora.manager.loading import page_locked, recall, with_extras
 from jlora.manager.loads import Deadline
 from jlora.manager.packed_adapter import PackedAdapter
@@ -24,7 +23,6 @@ def update(state: State, name: str, arrays: Mapping[str, Any], deadline: Deadlin
     if isinstance(arrays, Mapping) and any(isinstance(array, jax.Array) for array in arrays.values()):
         state.peers.refuse("update_adapter from device arrays", "give it NumPy arrays, the same in each")
     packed, written = updated(old, arrays, state.pool, allow_nonfinite=state.config.allow_nonfinite)
-    check_extras(packed, state.wrapped)
     state.peers.agree(lambda: [name, packed.digest()])
     packed = with_extras(state, packed)
     state.pool.compile()

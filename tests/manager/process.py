@@ -298,15 +298,19 @@ def a_late_process_is_waited_for(world: World) -> None:
 def a_process_answers_while_it_waits_for_another(world: World) -> None:
     manager = world.start()
     manager.add_adapter(world.request("one"))
-    if world.me == 1:
-        world.gates["two"] = gate = threading.Event()
-        threading.Timer(1.5, gate.set).start()
-        assert manager.add_adapter(world.request("two"))
-    else:
-        adding = threading.Thread(target=lambda: manager.add_adapter(world.request("two")))
-        adding.start()
+    for call in (
+        lambda: manager.add_adapter(world.request("two")),
+        lambda: manager.activate_adapter("two"),
+        lambda: manager.deactivate_adapter("two"),
+    ):
+        if world.me == 1:
+            time.sleep(0.7)
+            assert call()
+            continue
+        waiting = threading.Thread(target=call)
+        waiting.start()
         slowest = 0.0
-        while adding.is_alive():
+        while waiting.is_alive():
             started = time.perf_counter()
             assert manager.stats().registered in (1, 2)
             assert "one" in manager.list_adapters()

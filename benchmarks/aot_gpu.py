@@ -149,9 +149,9 @@ def kernels_of(target: Target, run: Callable, *args: jax.ShapeDtypeStruct | Batc
 
 
 def compile_lora(
-    target: Target, tokens: int, k: int, slices: tuple[int, ...], rank: int, *, dtype="bfloat16"
+    target: Target, tokens: int, k: int, slices: tuple[int, ...], rank: int, *, dtype="bfloat16", gradients=False
 ) -> dict[str, dict[str, int]]:
-    """Return `kernels_of` a base product with its LoRA."""
+    """Return `kernels_of` a base product with its LoRA, or of the LoRA's gradients."""
     n, columns = len(slices), sum(slices)
     shapes = {"x": (tokens, k), "w": (k, columns), "a": (SLOTS, n, rank, k), "b": (SLOTS, rank, columns)}
     floats = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes.values()]
@@ -161,7 +161,8 @@ def compile_lora(
         plan = ops.make_plan(ids, num_groups=SLOTS, backend="triton")
         cut = parts_and_stages(tokens, k, columns)
         base = x @ w if cut is None else product_in_parts(x, w, parts=cut[0], stages=cut[1])
-        return ops.add_lora(base, x, a, b, plan, slice_sizes=slices, ranks=ranks, backend="triton")
+        lora = partial(ops.add_lora, base, plan=plan, slice_sizes=slices, ranks=ranks, backend="triton")
+        return jax.vjp(lora, x, a, b)[1](base) if gradients else lora(x, a, b)
 
     return kernels_of(target, run, *floats, ids, ranks)
 
@@ -194,6 +195,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--projections", nargs="*", choices=sorted(PROJECTIONS), default=sorted(PROJECTIONS))
     parser.add_argument("--models", nargs="*", choices=sorted(ALL_MODELS), default=sorted(MODELS), help="of experts")
+    parser.add_argument("--gradients", action="store_true", help="compile the gradients of the projections' LoRA")
     parser.add_argument("--out", type=Path, metavar="FILE")
     args = parser.parse_args()
     if compiler() is None:
@@ -207,7 +209,7 @@ def main() -> None:
             p = PROJECTIONS[name]
             with for_gpu(target.kind, target.cores):
                 row |= {"projection": name, "product": parts_and_stages(tokens, p.k, p.n) is not None}
-            row["kernels"] = compile_lora(target, tokens, p.k, p.slices, rank)
+            row["kernels"] = compile_lora(target, tokens, p.k, p.slices, rank, gradients=args.gradients)
         else:
             row |= {"experts": name, "kernels": compile_experts(target, ALL_MODELS[name], tokens, rank)}
         rows.append(row)

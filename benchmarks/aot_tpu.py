@@ -61,7 +61,7 @@ def compile_add_lora(
     n, columns = len(slices), sum(slices)
 
     def f(base, x, a, b, ranks, row_scales, plan):
-        return mosaic_tpu.add_lora(base, x, a, b, plan, slice_sizes=slices, ranks=ranks, row_scales=row_scales)
+        return mosaic_tpu.add_lora(base, x, a, b, plan.scaled(row_scales), slice_sizes=slices, ranks=ranks)
 
     operand = partial(operand_of, chip)
     shapes = [(tokens, columns), (tokens, k), (groups, n, rank, k), (groups, rank, columns)]

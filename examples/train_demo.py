@@ -1,11 +1,16 @@
 """Train the demo, a small model that copies letters, and all of its LoRA adapters together in one batch.
 
     python examples/train_demo.py [--moe] [--out FOLDER] [--base-steps N] [--steps N]
+        [--dtype bfloat16] [--quantize int8] [--devices 8] [--checkpoints FOLDER]
 
 Without `--moe` it trains a Llama and four adapters in about four minutes on two CPU cores. With `--moe` it trains a
-Qwen3-MoE and two adapters of its experts in about seven. The adapters are trained through jlora's layers: each adapter
-has a slot, every batch has rows of all adapters, and one optimizer step updates all slots. The output is a Hugging Face
-checkpoint, a tokenizer, and PEFT adapter folders.
+Qwen3-MoE and two adapters of its experts in about seven. The adapters have other ranks and targets. Each has an
+optimizer and a schedule of its own, every batch has rows of all of them, and one compiled step updates them
+(`LoRAManager.trainer`). The output is a Hugging Face checkpoint, a tokenizer, and PEFT adapter folders.
+
+The adapters are trained on the checkpoint that was written, in the given dtype or quantized, on one device or several.
+`--checkpoints` keeps their factors and optimizers with Orbax. A run that was cut short continues from there, with the
+results of one that was not. On a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight devices.
 """
 
 import argparse
@@ -22,13 +27,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 from flax import nnx
 from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 import jlora
 from jlora.adapters import ExpertsLoRA
-from jlora.models import Decoder, DecoderConfig, MoEConfig
+from jlora.models import Decoder, DecoderConfig, MoEConfig, from_pretrained
 
 PAD, BOS, EOS, EQUALS, FIRST_LETTER = range(5)
 LETTERS = 26
@@ -51,10 +57,14 @@ EXPERTS = ("mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.down_pro
 
 @dataclass(frozen=True)
 class Demo:
-    """A model and its adapters (name -> target module -> rank). Adapters in `fused` are saved by `fuse_experts`."""
+    """A model, its adapters (name -> target module -> rank), and their largest learning rates.
+
+    Adapters in `fused` are saved by `fuse_experts`.
+    """
 
     config: DecoderConfig
     adapters: dict[str, dict[str, int]]
+    rates: dict[str, float]
     base_steps: int
     steps: int
     fused: tuple[str, ...] = ()
@@ -78,6 +88,7 @@ DENSE = Demo(
         "shift": dict.fromkeys(ATTENTION + MLP, 4),
         "swap": dict.fromkeys(ATTENTION, 16),
     },
+    {"reverse": 3e-3, "sort": 2e-3, "shift": 5e-3, "swap": 3e-3},
     base_steps=800,
     steps=900,
 )
@@ -99,6 +110,7 @@ MIXTURE = Demo(
         "reverse": dict(zip(EXPERTS, (8, 8, 16), strict=True)),
         "shift": dict.fromkeys(EXPERTS, 4),
     },
+    {"reverse": 3e-3, "shift": 3e-3},
     base_steps=800,
     steps=2000,
     fused=("reverse",),
@@ -130,11 +142,14 @@ def rows(words: list[np.ndarray], task: Callable) -> tuple[np.ndarray, np.ndarra
 
 
 def answer_loss(logits, tokens, mask):
-    """Return the mean loss of the answers' tokens, and a mask [words] of the rows with a correct answer."""
+    """Return the summed loss of each answer's tokens and their number, float32 [words]."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-    mask = mask[:, :-1]
-    right = ((logits.argmax(-1) == tokens[:, 1:]) | (mask == 0)).all(-1)
-    return (losses * mask).sum() / mask.sum(), right
+    return (losses * mask[:, :-1]).sum(-1), mask[:, :-1].sum(-1)
+
+
+def are_right(logits, tokens, mask):
+    """Return a mask [words] of the rows with a correct answer."""
+    return ((logits.argmax(-1) == tokens[:, 1:]) | (mask[:, :-1] == 0)).all(-1)
 
 
 def optimizer(rate: float, steps: int) -> optax.GradientTransformation:
@@ -142,36 +157,23 @@ def optimizer(rate: float, steps: int) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98))
 
 
-def train(name: str, steps: int, rate: float, split: tuple, loss: Callable, batches: Callable) -> None:
-    """Train the variables of `split` = (model, filter) with AdamW and update the model."""
-    model, trained = split
-    graphdef, params, rest = nnx.split(model, trained, ...)
-    opt = optimizer(rate, steps)
-    state = opt.init(params)
-
-    @jax.jit
-    def step(params, rest, state, *batch):
-        def of(params):
-            return loss(nnx.merge(graphdef, params, rest), *batch)
-
-        (value, right), grads = jax.value_and_grad(of, has_aux=True)(params)
-        updates, state = opt.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value, right
-
-    started = time.time()
-    for i in range(steps):
-        params, state, value, right = step(params, rest, state, *batches())
-        if i % 100 == 0 or i == steps - 1:
-            seconds = time.time() - started
-            print(f"{name}: step {i:4d}  loss {value:.4f}  right {right.mean():.3f}  {seconds:.0f} s", flush=True)
-    nnx.update(model, params)
-
-
 def train_base(model: Decoder, steps: int, rng: np.random.Generator) -> None:
-    def loss(model, tokens, mask):
-        return answer_loss(model(tokens[:, :-1]), tokens, mask)
+    opt = nnx.Optimizer(model, optimizer(2e-3, steps), wrt=nnx.Param)
 
-    train("base", steps, 2e-3, (model, nnx.Param), loss, lambda: rows(draw(rng, 64, False), copy))
+    @nnx.jit
+    def step(model, opt, tokens, mask):
+        def loss(model):
+            losses, counts = answer_loss(model(tokens[:, :-1]), tokens, mask)
+            return losses.sum() / counts.sum()
+
+        value, grads = nnx.value_and_grad(loss)(model)
+        opt.update(model, grads)
+        return value
+
+    for i in range(steps):
+        value = step(model, opt, *rows(draw(rng, 64, False), copy))
+        if i % 100 == 0 or i == steps - 1:
+            print(f"base: step {i:4d}  loss {value:.4f}", flush=True)
 
 
 def fresh_adapter(name: str, demo: Demo, rng: np.random.Generator) -> jlora.Adapter:
@@ -196,37 +198,63 @@ def fresh_adapter(name: str, demo: Demo, rng: np.random.Generator) -> jlora.Adap
     return jlora.Adapter.from_arrays(name, arrays, alpha=alphas, base_model_name=BASE_NAME)
 
 
-def train_adapters(model: Decoder, demo: Demo, steps: int, rng: np.random.Generator, out: Path) -> None:
+def adapter_loss(model, batch, tokens, mask):
+    with jlora.use(batch):
+        return answer_loss(model(tokens[:, :-1]), tokens, mask)
+
+
+def train_adapters(model: Decoder, demo: Demo, steps: int, out: Path, checkpoints: Path | None) -> None:
     targets = sorted({target for adapter in demo.adapters.values() for target in adapter})
     most = max(rank for adapter in demo.adapters.values() for rank in adapter.values())
     config = jlora.LoRAConfig(max_loras=len(demo.adapters), max_lora_rank=most, target_modules=targets)
     manager = jlora.LoRAManager(model, config)
+    rng = np.random.default_rng(0)
     for name in demo.adapters:
         manager.add_adapter(fresh_adapter(name, demo, rng))
+    trainer = manager.trainer(adapter_loss, {name: optimizer(rate, steps) for name, rate in demo.rates.items()})
     each = 24
-    batch = manager.prepare([name for name in demo.adapters for _ in range(each)])
+    names = [name for name in demo.adapters for _ in range(each)]
 
-    def loss(model, batch, tokens, mask):
+    def words(rng, held_out):
+        parts = [rows(draw(rng, each, held_out), TASKS[name]) for name in demo.adapters]
+        return [np.concatenate(column) for column in zip(*parts, strict=True)]
+
+    started, first = time.time(), 0
+    options = ocp.CheckpointManagerOptions(save_interval_steps=max(1, steps // 10), max_to_keep=2)
+    kept = None if checkpoints is None else ocp.CheckpointManager(checkpoints.absolute(), options=options)
+    if kept is not None and (latest := kept.latest_step()) is not None:
+        trainer.state = kept.restore(latest, args=ocp.args.StandardRestore(trainer.state))
+        first = latest
+    for i in range(first, steps):
+        with manager.prepare(names) as batch:
+            # The words of a step depend on its number alone, so a run that continues sees those of the first.
+            losses = trainer.step(batch, *words(np.random.default_rng(i), held_out=False))
+        if kept is not None:
+            kept.save(i + 1, args=ocp.args.StandardSave(trainer.state))
+        if i % 100 == 0 or i == steps - 1:
+            shown = "  ".join(f"{name} {float(loss):.4f}" for name, loss in losses.items())
+            print(f"adapters: step {i:4d}  loss: {shown}  {time.time() - started:.0f} s", flush=True)
+    if kept is not None:
+        kept.close()
+
+    trainer.publish()
+
+    @manager.jit
+    def answers(model, batch, tokens, mask):
         with jlora.use(batch):
-            return answer_loss(model(tokens[:, :-1]), tokens, mask)
+            return are_right(model(tokens[:, :-1]), tokens, mask)
 
-    def batches():
-        parts = [rows(draw(rng, each, False), TASKS[name]) for name in demo.adapters]
-        return batch, *(np.concatenate(column) for column in zip(*parts, strict=True))
-
-    def factors(_, variable):
-        return isinstance(variable, jlora.SlotParam) and not isinstance(variable, jlora.SlotRanks)
-
-    train("adapters", steps, 3e-3, (model, factors), loss, batches)
-    for name in demo.adapters:
-        adapter = manager.export_adapter(name)
+    with manager.prepare(names) as batch:
+        right = np.asarray(answers(manager.model, batch, *words(np.random.default_rng(1), held_out=True)))
+    for i, name in enumerate(demo.adapters):
+        print(f"{name}: {right[i * each : (i + 1) * each].mean():.0%} of held-out words are right")
+        adapter = trainer.adapter(name)
         arrays = {module: (rounded(lora.a), rounded(lora.b)) for module, lora in adapter.modules.items()}
         alpha = {module: lora.alpha for module, lora in adapter.modules.items()}
         adapter = jlora.Adapter.from_arrays(name, arrays, alpha=alpha, base_model_name=BASE_NAME)
         if name in demo.fused:
             adapter = fuse_experts(adapter, demo.config.moe.num_experts)
         adapter.save_pretrained(out / "adapters" / name)
-    batch.close()
     manager.unwrap()
 
 
@@ -266,11 +294,11 @@ def fuse_experts(adapter: jlora.Adapter, num_experts: int) -> jlora.Adapter:
 
 
 def save_base(model: Decoder, folder: Path) -> None:
-    """Write a Hugging Face checkpoint with bfloat16 kernels [out, in] and separate parts of merged projections."""
+    """Write a Hugging Face checkpoint: rounded bfloat16 kernels [out, in], and separate parts of merged projections."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        array = np.asarray(variable[...]).astype(ml_dtypes.bfloat16)
+        array = rounded(variable[...])
         *parents, module, name = map(str, path)
         layer = model
         for key in path[:-1]:
@@ -361,20 +389,28 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: where the package has it")
     parser.add_argument("--base-steps", type=int)
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--dtype", default="float32", help="of the base while the adapters are trained")
+    parser.add_argument("--quantize", choices=["int8", "fp8"], help="the base while the adapters are trained")
+    parser.add_argument("--devices", type=int, default=1, help="split batches and layers over this many")
+    parser.add_argument("--checkpoints", type=Path, help="keep the state of training here, and continue from it")
     args = parser.parse_args()
     demo = MIXTURE if args.moe else DENSE
     out = args.out or (shipped / "moe" if args.moe else shipped)
-    rng = np.random.default_rng(0)
     started = time.time()
-    model = Decoder(demo.config, rngs=nnx.Rngs(0))
-    train_base(model, args.base_steps or demo.base_steps, rng)
-    # The adapters are trained on the shipped weights, which are rounded.
-    nnx.update(model, jax.tree.map(lambda x: jnp.asarray(rounded(x), jnp.float32), nnx.state(model, nnx.Param)))
-    for folder in ("model", "adapters"):
-        shutil.rmtree(out / folder, ignore_errors=True)
-    save_base(model, out / "model")
-    save_tokenizer(out / "model")
-    train_adapters(model, demo, args.steps or demo.steps, rng, out)
+    if args.checkpoints is None or not args.checkpoints.exists():
+        rng = np.random.default_rng(0)
+        model = Decoder(demo.config, rngs=nnx.Rngs(0))
+        train_base(model, args.base_steps or demo.base_steps, rng)
+        for folder in ("model", "adapters"):
+            shutil.rmtree(out / folder, ignore_errors=True)
+        save_base(model, out / "model")
+        save_tokenizer(out / "model")
+    mesh = None
+    if args.devices > 1:
+        shape = (args.devices // 2, 2)  # the demo has two key heads
+        mesh = jax.make_mesh(shape, ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    model = from_pretrained(out / "model", jnp.dtype(args.dtype), mesh, quantize=args.quantize)
+    train_adapters(model, demo, args.steps or demo.steps, out, args.checkpoints)
     save_prompts(out / "prompts.json", demo.adapters, np.random.default_rng(1), each=40)
     print(f"written to {out} after {time.time() - started:.0f} s")
 

@@ -52,6 +52,7 @@ __all__ = [
     "SlotRanks",
     "Stats",
     "Survey",
+    "Trainer",
     "VerifyReport",
     "active_from",
     "compiler_options",

@@ -44,6 +44,7 @@ from jlora.manager.report import Histogram as Histogram
 from jlora.manager.report import HistogramCounts as HistogramCounts
 from jlora.manager.report import Stats as Stats
 from jlora.manager.survey import Survey as Survey
+from jlora.manager.training import Trainer as Trainer
 from jlora.presets import Preset as Preset
 from jlora.presets import preset as preset
 from jlora.verify.verify import VerifyReport as VerifyReport

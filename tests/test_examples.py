@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -89,10 +90,14 @@ def test_serve_multihost():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quickly_compiled")
-@pytest.mark.parametrize("arguments", [(), ("--moe",)], ids=["dense", "moe"])
+@pytest.mark.parametrize(
+    "arguments",
+    [(), ("--moe",), ("--quantize", "int8", "--devices", "8", "--dtype", "bfloat16")],
+    ids=["dense", "moe", "int8 on a mesh"],
+)
 def test_train_demo_writes_the_shipped_files(run, tmp_path, arguments):
     run("train_demo.py", *arguments, "--out", str(tmp_path), "--base-steps", "2", "--steps", "2")
-    shipped = Path(__file__).parent.parent / "jlora" / "demo" / ("moe" if arguments else "")
+    shipped = Path(__file__).parent.parent / "jlora" / "demo" / ("moe" if "--moe" in arguments else "")
     assert (tmp_path / "prompts.json").read_text() == (shipped / "prompts.json").read_text()
     assert (tmp_path / "model" / "tokenizer.json").read_text() == (shipped / "model" / "tokenizer.json").read_text()
     assert from_pretrained(tmp_path / "model").config == from_pretrained(shipped / "model").config
@@ -102,6 +107,19 @@ def test_train_demo_writes_the_shipped_files(run, tmp_path, arguments):
             name: (m.a.shape, m.b.shape, m.scaling) for name, m in kept.modules.items()
         }
         assert any(m.b.any() for m in trained.modules.values())  # PEFT starts with B zero: two steps must have moved it
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quickly_compiled")
+def test_train_demo_continues_from_a_checkpoint(run, tmp_path):
+    """A run that is cut short has the adapters of one that is not."""
+    arguments = ("--base-steps", "2", "--steps", "3", "--checkpoints", str(tmp_path / "checkpoints"))
+    run("train_demo.py", *arguments, "--out", str(tmp_path))
+    weights = [folder / "adapter_model.safetensors" for folder in sorted((tmp_path / "adapters").iterdir())]
+    want = [file.read_bytes() for file in weights]
+    shutil.rmtree(tmp_path / "checkpoints" / "3")
+    run("train_demo.py", *arguments, "--out", str(tmp_path))
+    assert [file.read_bytes() for file in weights] == want
 
 
 def test_all_examples_are_run_here():

@@ -32,12 +32,12 @@ MAY_IMPORT = {
     "_public": COMMON | {"adapters", "presets", "sharding", "layers", "verify", "manager"},
     "__init__": {"_public", "models", "ops"},  # all on first use
     "serve": {"__init__", "errors", "models", "ops", "_hub", "_threads"},
-    "integrations": {"__init__"},  # public names only, as a user's code
+    "integrations": {"__init__", "serve"},  # public names only, as a user's code
     "cli": {"__init__", "errors", "models", "ops", "serve", "_threads", "_memory"},
     "__main__": {"cli"},
 }
 # Parts that use the library as its users do: of these packages the names alone, no module inside.
-OF_PUBLIC_NAMES = {"serve": ("jlora.models",), "cli": ("jlora.models",)}
+OF_PUBLIC_NAMES = {"serve": ("jlora.models",), "cli": ("jlora.models",), "integrations": ("jlora.serve",)}
 # The one import that must stay inside a function: generate() opens the scope of a batch it is handed.
 MAY_IMPORT_LAZILY = {"models": ("jlora.layers.forward.scope",)}
 

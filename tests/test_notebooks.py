@@ -37,6 +37,14 @@ def test_quick_start_runs(tmp_path):
 
 
 @pytest.mark.slow
+def test_train_notebook_runs(tmp_path):
+    """Adapters are trained, pushed to a running server and sampled by name."""
+    printed = run("train.py", tmp_path)
+    assert "The base model copies: planet" in printed
+    assert "each adapter answers as it was taught" in printed
+
+
+@pytest.mark.slow
 def test_tpu_notebook_runs_without_tpu(tmp_path):
     """The tests are left out, and the report is of a short measurement."""
     printed = run("tpu.py", tmp_path)

@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
-import safetensors.numpy
 from numpy.typing import ArrayLike
 
 from jlora._typing import DType
@@ -23,11 +22,12 @@ from jlora.adapters.config_file import CONFIG_FILE, PEFT_FIELDS, read_config
 from jlora.adapters.escaping import listed, shown, shown_path, shown_value
 from jlora.adapters.expert_formats import flat_orientation, flattened, stored_names
 from jlora.adapters.extras import MAGNITUDE, Extra, brought, extras_of
-from jlora.adapters.files import content_key
+from jlora.adapters.files import MemoryFile, content_key
 from jlora.adapters.lora import FLOATS, ExpertsLoRA, HostArray, LoRA, ModuleLoRA, SavedHead, check_variants, tensors_of
 from jlora.adapters.peft_config import Kind, PeftConfig, scaling_of
 from jlora.adapters.problems import Problems
 from jlora.adapters.resolve import WEIGHTS_FILE, AdapterFolder, adapter_files, resolve
+from jlora.adapters.state_dict import config_file, weights_file
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError, LoRAUsageError, printable
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class Adapter:
         (`auto_mapping`, `revision`, `lora_dropout`, ...). They have no effect in jlora.
       unchecked: One line for each field that was not checked against the modules, because its regular expression
         (`target_modules` or `exclude_modules`) has no safe matcher. The tensors of the file decide in that case.
-      fingerprint: SHA-256 of the bytes read from the files; None if the adapter was made from arrays.
+      fingerprint: SHA-256 of the bytes read from the files; None if the adapter was not read from files.
       config: The rules of `adapter_config.json`, such as `target_modules`, of which `LoRAManager` compares the layers
         with those that have weights; None if the adapter was made from arrays.
 
@@ -82,8 +82,7 @@ class Adapter:
     def __post_init__(self):
         where = f"adapter {shown(str(self.name))}"  # the manager refuses a name that is no string
         check_invocation_tokens(self.invocation_tokens, f"{where}: invocation_tokens")
-        tokens = self.invocation_tokens
-        check_variants(where, self.modules, self.heads, extras=self.extras, invocation_tokens=tokens)
+        check_variants(where, self.modules, self.heads, self)
         for extra in self.extras:
             if plain := [name for name, module in self.modules.items() if extra.name not in extras_of(module)]:
                 raise AdapterFormatError(
@@ -109,6 +108,12 @@ class Adapter:
     def layers(self) -> dict[str, LoRA | SavedHead]:
         """All modules, and then all saved heads, by name."""
         return {**self.modules, **self.heads}
+
+    def with_layers(self, layers: Mapping[str, LoRA | SavedHead]) -> "Adapter":
+        """Return the adapter with these modules and saved heads."""
+        heads = {name: layer for name, layer in layers.items() if isinstance(layer, SavedHead)}
+        modules = {name: layer for name, layer in layers.items() if not isinstance(layer, SavedHead)}
+        return replace(self, modules=modules, heads=heads)
 
     @property
     def saved_outputs(self) -> dict[str, int]:
@@ -189,7 +194,7 @@ class Adapter:
         """
         if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1):
             raise LoRAUsageError(f"max_bytes must be None or a positive int, got {max_bytes!r}")
-        target = None if dtype is None else _float_dtype(dtype)
+        target = _float_dtype(dtype)
         found = resolve(path, name, revision, local_only=local_only)
         problems = Problems()
         with open_adapter(found, dtype=target, max_bytes=max_bytes, problems=problems) as opened:
@@ -197,6 +202,62 @@ class Adapter:
                 problems.attempt(None, check, opened.adapter)
             problems.raise_first()
             return opened.read(allow_nonfinite=allow_nonfinite)
+
+    @classmethod
+    def from_state_dict(
+        cls,
+        tensors: Mapping[str, Any],
+        config: Any,
+        *,
+        name: str,
+        dtype: DType | None = None,
+        allow_nonfinite: bool = False,
+    ) -> "Adapter":
+        """Load a PEFT LoRA adapter from memory: a state dict and its configuration, checked as the files of a folder.
+
+        Args:
+          tensors: Tensor name -> array, with the names of PEFT's files (`get_peft_model_state_dict`) or of a raw state
+            dict. NumPy or JAX arrays, or others that NumPy reads (`__array__`), of float16, bfloat16, float32 or
+            float64. Values are copied.
+          config: The fields of `adapter_config.json`, or PEFT's `LoraConfig`.
+          name: Name of the adapter.
+          dtype: Convert all but base weights to this dtype, as in `from_pretrained`.
+          allow_nonfinite: Accept NaN and infinity.
+
+        Raises:
+          AdapterFormatError: A field or a tensor is malformed, or a tensor holds NaN or infinity. The message is about
+            the first problem, and `LoRAError.problems` has all that were found.
+          AdapterMismatchError: The adapter uses an unserved PEFT feature, named in the message.
+          LoRAUsageError: An argument is of the wrong type.
+        """
+        name, target = _name(name), _float_dtype(dtype)
+        return _read_files(name, config_file(name, config), weights_file(name, tensors), target, allow_nonfinite)
+
+    @classmethod
+    def from_bytes(
+        cls,
+        weights: bytes | bytearray | memoryview,
+        config: bytes | bytearray | memoryview,
+        *,
+        name: str,
+        dtype: DType | None = None,
+        allow_nonfinite: bool = False,
+    ) -> "Adapter":
+        """Load a PEFT LoRA adapter from the bytes of its two files, as `to_bytes` returns them.
+
+        Args:
+          weights: Bytes of `adapter_model.safetensors`.
+          config: Bytes of `adapter_config.json`.
+          name: Name of the adapter.
+          dtype: Convert all but base weights to this dtype, as in `from_pretrained`.
+          allow_nonfinite: Accept NaN and infinity.
+
+        Raises:
+          AdapterFormatError, AdapterMismatchError, LoRAUsageError: As in `from_state_dict`.
+        """
+        name, target = _name(name), _float_dtype(dtype)
+        files = MemoryFile(CONFIG_FILE, config), MemoryFile(WEIGHTS_FILE, weights)
+        return _read_files(name, *files, target, allow_nonfinite)
 
     @classmethod
     def from_arrays(
@@ -286,13 +347,27 @@ class Adapter:
             raise LoRAError(
                 f"adapter {shown(self.name)}: {shown_path(folder)} is a file; expected a folder to write to"
             )
-        config = self._peft_config()
+        weights, config = self._files()
         folder.mkdir(parents=True, exist_ok=True)
         weights_part, config_part = folder / (WEIGHTS_FILE + ".part"), folder / (CONFIG_FILE + ".part")
-        safetensors.numpy.save_file(self._tensors(), weights_part, metadata={"format": "pt"})
-        config_part.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+        with open(weights_part, "wb") as file:
+            file.writelines(weights.parts)
+        config_part.write_bytes(config)
         os.replace(weights_part, folder / WEIGHTS_FILE)
         os.replace(config_part, folder / CONFIG_FILE)
+
+    def to_bytes(self) -> tuple[bytes, bytes]:
+        """Return the bytes of the two files that `save_pretrained` writes: weights (safetensors), configuration (JSON).
+
+        Raises:
+          LoRAError, LoRAUsageError: As in `save_pretrained`.
+        """
+        weights, config = self._files()
+        return b"".join(weights.parts), config
+
+    def _files(self) -> tuple[MemoryFile, bytes]:
+        config = json.dumps(self._peft_config(), indent=2) + "\n"
+        return weights_file(self.name, self._tensors()), config.encode()
 
     def _tensors(self) -> dict[str, np.ndarray]:
         tensors: dict[str, np.ndarray] = {}
@@ -305,7 +380,7 @@ class Adapter:
         for name, array in self.base_weights.items():
             part = "base_layer.weight" if name in self.modules else "weight"
             tensors[f"base_model.model.{name}.{part}"] = array
-        return {key: np.ascontiguousarray(array) for key, array in tensors.items()}
+        return {key: np.asarray(array) for key, array in tensors.items()}
 
     def _experts(self) -> dict[str, str]:
         """Map each `ExpertsLoRA` to the module name of its tensors. Raise if a load would give another LoRA."""
@@ -397,7 +472,8 @@ class OpenAdapter:
           AdapterFormatError: The file holds NaN or infinity, holds a value too large for the dtype, or has changed.
         """
         modules, base_weights, heads = self.checkpoint.read(own, allow_nonfinite=allow_nonfinite)
-        fingerprint = hashlib.sha256(self.config.digest + self.checkpoint.file.digest()).hexdigest()
+        digest = self.checkpoint.file.digest()
+        fingerprint = hashlib.sha256(self.config.digest + digest).hexdigest() if digest else None
         return replace(self.adapter, modules=modules, base_weights=base_weights, heads=heads, fingerprint=fingerprint)
 
 
@@ -421,12 +497,42 @@ def open_adapter(
       AdapterFormatError: Files are missing, malformed or changing.
       AdapterMismatchError: The adapter uses an unserved PEFT feature or is larger than `max_bytes`.
     """
-    files = config_file, weights_file = adapter_files(found)
+    files = adapter_files(found)
     content = _content(found, files)
-    config = read_config(config_file, found.name, problems)
-    with open_checkpoint(weights_file, found.name, config, dtype=dtype, problems=problems) as checkpoint:
+    with _open_files(found.name, *files, dtype=dtype, problems=problems) as opened:
+        if max_bytes is not None and (largest := max(opened.checkpoint.file.size, opened.adapter.nbytes)) > max_bytes:
+            raise AdapterMismatchError(
+                f"adapter {shown(found.name)}: {shown_path(files[1])}: its tensors take {largest} bytes; at most "
+                f"{max_bytes} are allowed"
+            )
+        yield opened
+    if _content(found, files) != content:  # `StableFile` checks each file only while it is open
+        raise AdapterFormatError(f"adapter {shown(found.name)}: {shown_path(found.folder)}: changed while it was read")
+
+
+def _read_files(
+    name: str, config: MemoryFile, weights: MemoryFile, dtype: np.dtype | None, allow_nonfinite: bool
+) -> Adapter:
+    """Read an adapter in memory. Raise the first of its problems, as `Adapter.from_pretrained`."""
+    problems = Problems()
+    with _open_files(name, config, weights, dtype=dtype, problems=problems) as opened:
+        problems.raise_first()
+        return opened.read(allow_nonfinite=allow_nonfinite)
+
+
+@contextmanager
+def _open_files(
+    name: str,
+    config_file: Path | MemoryFile,
+    weights_file: Path | MemoryFile,
+    *,
+    dtype: np.dtype | None,
+    problems: Problems | None,
+) -> Generator[OpenAdapter, None, None]:
+    config = read_config(config_file, name, problems)
+    with open_checkpoint(weights_file, name, config, dtype=dtype, problems=problems) as checkpoint:
         adapter = Adapter(
-            name=found.name,
+            name=name,
             modules=checkpoint.modules,
             base_weights=checkpoint.base_weights,
             heads=checkpoint.heads,
@@ -439,14 +545,7 @@ def open_adapter(
             unchecked=config.unchecked,
             config=config,
         )
-        if max_bytes is not None and (largest := max(checkpoint.file.size, adapter.nbytes)) > max_bytes:
-            raise AdapterMismatchError(
-                f"adapter {shown(found.name)}: {shown_path(weights_file)}: its tensors take {largest} bytes; at most "
-                f"{max_bytes} are allowed"
-            )
         yield OpenAdapter(adapter, checkpoint, config)
-    if _content(found, files) != content:  # `StableFile` checks each file only while it is open
-        raise AdapterFormatError(f"adapter {shown(found.name)}: {shown_path(found.folder)}: changed while it was read")
 
 
 def _content(found: AdapterFolder, files: Sequence[Path]) -> str:
@@ -459,7 +558,15 @@ def _content(found: AdapterFolder, files: Sequence[Path]) -> str:
         ) from error
 
 
-def _float_dtype(dtype: DType) -> np.dtype:
+def _name(name: str) -> str:
+    if not isinstance(name, str) or not name:
+        raise LoRAUsageError(f"an adapter's name must be a non-empty string, got {shown_value(name)}")
+    return name
+
+
+def _float_dtype(dtype: DType | None) -> np.dtype | None:
+    if dtype is None:
+        return None
     try:
         found = np.dtype(dtype)
     except TypeError as error:

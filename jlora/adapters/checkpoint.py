@@ -14,7 +14,7 @@ from jlora.adapters.config_file import CONFIG_FILE
 from jlora.adapters.escaping import shown, shown_path, shown_value
 from jlora.adapters.expert_formats import Stacked, is_stacked, stacked_pairs
 from jlora.adapters.extras import EXTRAS, Extra, extras_of
-from jlora.adapters.files import StableFile
+from jlora.adapters.files import MemoryFile, ReadFile, open_file
 from jlora.adapters.lora import ExpertsLoRA, HostArray, LoRA, ModuleLoRA, SavedHead, UnreadArray, check_variants
 from jlora.adapters.peft_config import Kind, PeftConfig, scaling_of
 from jlora.adapters.problems import Problems
@@ -69,7 +69,7 @@ class Checkpoint:
     modules: Mapping[str, LoRA]
     base_weights: Mapping[str, HostArray]
     heads: Mapping[str, SavedHead]
-    file: StableFile
+    file: ReadFile
     _stacked: Mapping[str, Stacked]
     _tensors: Mapping[str, TensorInfo]
     _where: str
@@ -140,7 +140,7 @@ def _key(array: Any) -> str:
 
 @contextmanager
 def open_checkpoint(
-    file: Path,
+    file: Path | MemoryFile,
     adapter: str,
     config: PeftConfig,
     *,
@@ -150,7 +150,7 @@ def open_checkpoint(
     """Open an adapter's weights and check the header. No tensor is read.
 
     Args:
-      file: The safetensors file.
+      file: Path of the safetensors file, or the file in memory.
       adapter: Name of the adapter, for messages.
       config: The adapter's configuration. Every tensor must agree with its ranks and targets.
       dtype: Convert all but base weights to this dtype. None keeps the file's dtype.
@@ -161,9 +161,9 @@ def open_checkpoint(
         dtype or shape, or an A has no B.
       AdapterMismatchError: A tensor belongs to an unserved PEFT feature or to a module that `config` does not target.
     """
-    where = f"adapter {shown(adapter)}: {shown_path(file)}"
+    where = f"adapter {shown(adapter)}: {shown_path(str(file))}"
     found = Problems() if problems is None else problems
-    with StableFile(file, where) as opened:
+    with open_file(file, where) as opened:
         tensors = read_header(opened, where)
         keys = sorted_keys(tensors, where, config.modules_to_save, found)
         header = _Header(tensors, where, dtype, found)
@@ -181,8 +181,7 @@ def open_checkpoint(
             if (head := found.attempt(None, _head, weight, bias, header)) is not None
         }
         try:
-            tokens = config.invocation_tokens
-            check_variants(where, modules, heads, extras=config.extras, invocation_tokens=tokens)
+            check_variants(where, modules, heads, config)
         except AdapterMismatchError as error:  # no `Adapter` has these modules
             found.found.append(error)
             found.raise_first()
@@ -366,7 +365,7 @@ def _module(
     use_rslora: bool,
 ) -> ModuleLoRA:
     a, b = header.matrix(key_a, rank, 0), header.matrix(key_b, rank, 1)
-    extras = {extra.name: header.shaped(key, extra.sizes(a.shape, b.shape)) for extra, key in beside.items()}
+    extras = {extra.name: header.shaped(key, b.shape[:1]) for extra, key in beside.items()}
     return ModuleLoRA(a=a, b=b, kind=kind, alpha=alpha, scaling=scaling_of(alpha, rank, use_rslora), **extras)
 
 

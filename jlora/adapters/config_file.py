@@ -15,7 +15,7 @@ from jlora.adapters.activation import check_invocation_tokens
 from jlora.adapters.escaping import kind_of, shown, shown_path, shown_value
 from jlora.adapters.expert_fields import EXPERT_FIELDS, ExpertFields, expert_fields
 from jlora.adapters.extras import EXTRAS
-from jlora.adapters.files import StableFile
+from jlora.adapters.files import MemoryFile, open_file
 from jlora.adapters.pattern_table import PatternTable, pattern_table
 from jlora.adapters.patterns import Pattern, compile_pattern
 from jlora.adapters.peft_config import PeftConfig
@@ -80,11 +80,11 @@ _HARMLESS_INITS = ("gaussian", "eva", "orthogonal", "mica")
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-def read_config(file: Path, adapter: str, problems: Problems | None = None) -> PeftConfig:
+def read_config(file: Path | MemoryFile, adapter: str, problems: Problems | None = None) -> PeftConfig:
     """Read and check an `adapter_config.json`.
 
     Args:
-      file: Path of the file.
+      file: Path of the file, or the file in memory.
       adapter: Name of the adapter, for messages.
       problems: Takes the errors of fields without which the tensors can be checked nevertheless. None raises them.
 
@@ -93,8 +93,8 @@ def read_config(file: Path, adapter: str, problems: Problems | None = None) -> P
         type or range.
       AdapterMismatchError: A PEFT feature is not served or a field is unknown. The message names it.
     """
-    where = f"adapter {shown(adapter)}: {shown_path(file)}"
-    with StableFile(file, where) as opened:
+    where = f"adapter {shown(adapter)}: {shown_path(str(file))}"
+    with open_file(file, where) as opened:
         if opened.size > _MAX_BYTES:
             raise AdapterFormatError(f"{where}: has {opened.size} bytes; at most {_MAX_BYTES} are read")
         text = opened.read(0, opened.size)

@@ -5,20 +5,18 @@ Reading, checks, packing, slots, export, updates and saves go over these descrip
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 
 @dataclass(frozen=True)
 class Extra:
-    """An array beside A and B. All modules of an adapter bring it, or none does.
+    """A vector [N] beside A and B, of the output features. All modules of an adapter bring it, or none does.
 
     Attributes:
       name: Field of `ModuleLoRA` that holds it. Its slots are the attribute `jlora_<name>` of the layer.
       key: Name of its tensor in a checkpoint, after the name of the module.
-      shape: Axes of the array, and of one slot: "N" for the output features, in the order of B, and "K" for the input
-        features, in the order of A. On a mesh, an axis is split as the output or the input of the layer is.
       fill: Value of slots whose adapter does not bring it, and of features without a module.
       field: Field of `adapter_config.json`, and of `Adapter`, that is True if the adapter brings it.
       kinds: Kinds of modules for which PEFT has it.
@@ -28,23 +26,16 @@ class Extra:
 
     name: str
     key: str
-    shape: tuple[Literal["N", "K"], ...]
     fill: float
     field: str
     kinds: tuple[str, ...]
     option: str
     title: str
 
-    def sizes(self, a_shape: tuple[int, ...], b_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the array of a module with A [r, K] and B [N, r]."""
-        of = {"N": b_shape[0], "K": a_shape[1]}
-        return tuple(of[axis] for axis in self.shape)
-
 
 MAGNITUDE = Extra(
     name="magnitude",
     key="lora_magnitude_vector",
-    shape=("N",),
     fill=1.0,
     field="use_dora",
     kinds=("linear", "embedding"),

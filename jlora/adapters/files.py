@@ -1,6 +1,11 @@
-"""Read files that may change during the read, without a memory map, and refuse those that changed."""
+"""Read files by offset, without a memory map, from a disk or from memory.
 
+A file on a disk may change during the read, and is then refused.
+"""
+
+import bisect
 import hashlib
+import itertools
 import os
 import stat
 import threading
@@ -8,6 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from jlora.errors import AdapterFormatError, printable
 
@@ -15,7 +21,71 @@ from jlora.errors import AdapterFormatError, printable
 _TICK_NS = 20_000_000
 
 
-class StableFile:
+F = TypeVar("F", bound="ReadFile")
+
+
+class ReadFile:
+    """A file that is open for reads by offset. Several threads may read at the same time.
+
+    Attributes:
+      size: Size in bytes.
+    """
+
+    size: int
+
+    def __enter__(self: F) -> F:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Return `size` bytes from `offset`."""
+        buffer = bytearray(size)
+        self.read_into(offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer with the bytes from `offset`."""
+        raise NotImplementedError
+
+    def digest(self) -> bytes:
+        """Return a SHA-256 of all bytes read; empty for a file in memory, of which none is computed."""
+        return b""
+
+
+class MemoryFile(ReadFile):
+    """The bytes of one file in memory.
+
+    Args:
+      name: Name of the file, for messages.
+      parts: Its bytes in order, as C-contiguous buffers. They are not copied.
+
+    Attributes:
+      parts: The same, without those of no bytes.
+    """
+
+    def __init__(self, name: str, *parts: bytes | bytearray | memoryview):
+        self._name = name
+        self.parts = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
+        self._starts = list(itertools.accumulate((part.nbytes for part in self.parts), initial=0))
+        self.size = self._starts[-1]
+
+    def __str__(self) -> str:
+        return self._name
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer with the bytes from `offset`."""
+        at, end, i = offset, offset + len(buffer), bisect.bisect_right(self._starts, offset) - 1
+        while at < end:
+            upto = min(end, self._starts[i + 1])
+            buffer[at - offset : upto - offset] = self.parts[i][at - self._starts[i] : upto - self._starts[i]]
+            at, i = upto, i + 1
+
+
+class StableFile(ReadFile):
     """One open regular file. Leaving the `with` block raises if the file changed since it was opened.
 
     Attributes:
@@ -45,9 +115,6 @@ class StableFile:
         self._digests: dict[int, bytes] = {}  # offset of a read -> SHA-256 of its bytes
         self.size = self._before.st_size
 
-    def __enter__(self) -> "StableFile":
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -56,14 +123,8 @@ class StableFile:
             if (kind is None or isinstance(error, AdapterFormatError)) and self._changed():
                 raise self._moved() from error
 
-    def read(self, offset: int, size: int) -> bytes:
-        """Return `size` bytes from `offset`."""
-        buffer = bytearray(size)
-        self.read_into(offset, memoryview(buffer))
-        return bytes(buffer)
-
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill a buffer with the bytes from `offset`. Several threads may call it at the same time."""
+        """Fill a buffer with the bytes from `offset`."""
         left, at = buffer, offset
         try:
             while left:
@@ -101,6 +162,11 @@ class StableFile:
 
 def _signature(found: os.stat_result) -> tuple[int, ...]:
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev
+
+
+def open_file(file: Path | MemoryFile, where: str) -> ReadFile:
+    """Return a file that is open for reads. `where` describes it in messages."""
+    return file if isinstance(file, MemoryFile) else StableFile(file, where)
 
 
 def content_key(files: Sequence[Path]) -> str:

@@ -1,9 +1,9 @@
 """LoRA of one module on the host: of a linear layer, an embedding, or all experts of one projection."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -89,11 +89,10 @@ class ModuleLoRA:
             raise AdapterFormatError(f'ModuleLoRA.kind must be "linear" or "embedding", found {self.kind!r}')
         for extra in EXTRAS:
             if (array := getattr(self, extra.name)) is not None:
-                shape = extra.sizes(self.a.shape, self.b.shape)
-                _check(f"ModuleLoRA.{extra.name}", array, len(shape), f"a float NumPy array of shape {shape}")
-                if array.shape != shape:
+                _check(f"ModuleLoRA.{extra.name}", array, 1, "a float NumPy vector")
+                if array.shape != self.b.shape[:1]:
                     raise AdapterFormatError(
-                        f"ModuleLoRA: {extra.name} {array.shape} must have the shape {shape}, as a and b imply"
+                        f"ModuleLoRA: {extra.name} {array.shape} must have a value for each row of b {self.b.shape}"
                     )
 
     @property
@@ -170,6 +169,9 @@ class SavedHead:
     weight: Float[HostArray, "outputs K"]
     bias: Float[HostArray, "outputs"] | None = None
     kind: Literal["head"] = field(default="head", init=False, repr=False)
+    # As factors, it is A and B of a module whose rank is the number of outputs.
+    alpha: ClassVar[float] = 1.0
+    scaling: ClassVar[float] = 1.0
 
     def __post_init__(self):
         _check("SavedHead.weight", self.weight, 2, "a non-empty float NumPy matrix")
@@ -185,6 +187,18 @@ class SavedHead:
         """Number of outputs, which are the labels of a classifier."""
         return self.weight.shape[0]
 
+    rank = outputs
+
+    @property
+    def a(self) -> Float[HostArray, "outputs K"]:
+        """The weight."""
+        return self.weight
+
+    @property
+    def b(self) -> Float[np.ndarray, "1 outputs"]:
+        """The bias, or zeros."""
+        return np.zeros((1, self.outputs), np.float32) if self.bias is None else self.bias[None]
+
     @property
     def in_features(self) -> int:
         """Number of input features K."""
@@ -196,7 +210,10 @@ class SavedHead:
         return self.bias is not None
 
 
-def tensors_of(module: LoRA | SavedHead) -> dict[str, HostArray]:
+Layer: TypeAlias = LoRA | SavedHead
+
+
+def tensors_of(module: Layer) -> dict[str, HostArray]:
     """Return the arrays of a module, keyed by the names of their tensors in PEFT's files, after that of the module."""
     if isinstance(module, SavedHead):
         return {"weight": module.weight, **({} if module.bias is None else {"bias": module.bias})}
@@ -210,25 +227,26 @@ def check_variants(
     where: str,
     modules: Mapping[str, LoRA],
     heads: Mapping[str, SavedHead],
-    *,
-    extras: Collection[Extra],
-    invocation_tokens: Sequence[int],
+    about: Any,
 ) -> None:
     """Refuse modules and combinations for which PEFT 0.21 has no variant (`LoraLayer.resolve_lora_variant`).
 
-    PEFT has each of `extras` for the kinds of modules that it names, and aLoRA for linear layers.
+    PEFT has each of the extras of `about`, an `Adapter` or its `PeftConfig`, for the kinds of modules that it names,
+    and aLoRA for linear layers.
 
     Raises:
-      AdapterMismatchError: One of `extras` is combined with aLoRA, one of them with a module of another kind, or aLoRA
-        with a saved head.
+      AdapterMismatchError: An extra is combined with aLoRA, one with a module of another kind, or aLoRA with a saved
+        head.
     """
+    extras: Sequence[Extra] = about.extras
+    invocation_tokens: Sequence[int] = about.invocation_tokens
     if heads and invocation_tokens:
         raise AdapterMismatchError(
             f"{where}: {shown(min(heads))} is a saved head (modules_to_save) of an activated LoRA (aLoRA), and a saved "
             "head is active on all rows; train the adapter with one of them"
         )
     if extras and invocation_tokens:
-        extra = next(iter(extras))
+        extra = extras[0]
         raise AdapterMismatchError(
             f"{where}: {extra.field} and alora_invocation_tokens ({shown_value(invocation_tokens)}) are both set; PEFT "
             f"has no {extra.title} that is activated. Train the adapter with one of them"

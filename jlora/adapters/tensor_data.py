@@ -11,7 +11,7 @@ import numpy as np
 from jlora._memory import fresh
 from jlora._threads import on_threads
 from jlora.adapters.escaping import shown
-from jlora.adapters.files import StableFile
+from jlora.adapters.files import ReadFile
 from jlora.adapters.tensor_file import TensorInfo
 from jlora.errors import AdapterFormatError
 
@@ -96,7 +96,7 @@ _Keep: TypeAlias = Callable[[np.ndarray, np.ndarray, Callable[[np.ndarray], str]
 
 
 def read_tensors(
-    file: StableFile,
+    file: ReadFile,
     tensors: Mapping[str, TensorInfo],
     base: Collection[str],
     *,
@@ -177,7 +177,7 @@ def read_tensors(
     return arrays
 
 
-def _read_span(file: StableFile, part: _Span, tensors: Mapping[str, TensorInfo], keep: _Keep) -> None:
+def _read_span(file: ReadFile, part: _Span, tensors: Mapping[str, TensorInfo], keep: _Keep) -> None:
     """Read contiguous bytes into the array."""
     run = part.run
     for at in range(part.begin, part.end, _PIECE):
@@ -188,7 +188,7 @@ def _read_span(file: StableFile, part: _Span, tensors: Mapping[str, TensorInfo],
 
 
 def _read_turns(
-    file: StableFile, part: _Span, name: str, tensors: Mapping[str, TensorInfo], share: Share, keep: _Keep
+    file: ReadFile, part: _Span, name: str, tensors: Mapping[str, TensorInfo], share: Share, keep: _Keep
 ) -> None:
     """Read rows with interleaved experts and keep the wanted experts."""
     info = tensors[name]

@@ -9,7 +9,7 @@ import math
 from typing import NamedTuple
 
 from jlora.adapters.escaping import shown, shown_value
-from jlora.adapters.files import StableFile
+from jlora.adapters.files import ReadFile
 from jlora.adapters.strict_json import Json, parse_object
 from jlora.errors import AdapterFormatError
 
@@ -26,6 +26,7 @@ _BITS = {
 }
 
 
+_PICKLES = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # first bytes: a zip file, and its protocols
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
@@ -38,7 +39,7 @@ class TensorInfo(NamedTuple):
     end: int
 
 
-def read_header(file: StableFile, where: str) -> dict[str, TensorInfo]:
+def read_header(file: ReadFile, where: str) -> dict[str, TensorInfo]:
     """Read the header of a safetensors file.
 
     Args:
@@ -55,10 +56,12 @@ def read_header(file: StableFile, where: str) -> dict[str, TensorInfo]:
     where = f"{where}: is not a whole safetensors file"
     if file.size < 8:
         raise AdapterFormatError(f"{where}: {file.size} bytes; expected 8 bytes of header length, a header and tensors")
-    length = int.from_bytes(file.read(0, 8), "little")
+    begin = file.read(0, 8)
+    length = int.from_bytes(begin, "little")
     if length > min(file.size - 8, _MAX_HEADER):
+        pickled = " (it begins as PyTorch's or another pickle, which is never opened)" if begin[:2] in _PICKLES else ""
         raise AdapterFormatError(
-            f"{where}: its header is {length} bytes long; expected at most {min(file.size - 8, _MAX_HEADER)}"
+            f"{where}: its header is {length} bytes long; expected at most {min(file.size - 8, _MAX_HEADER)}{pickled}"
         )
     text = file.read(8, length)
     if not text.startswith(b"{"):

@@ -111,6 +111,9 @@ def budget(
     itemsize = jax.numpy.dtype(dtype).itemsize
     chunk = min(batched_tokens, max_model_len)
     capacity = math.ceil(max_model_len / chunk) * chunk
+    vocab = config.vocab_size
+    if config.pooling is not None:  # embeddings take no cache and no logits, and a prompt is one step
+        chunk, capacity, vocab = max(batched_tokens, max_model_len), 0, 0
     one = 2 * config.num_hidden_layers * heads * config.head_dim * itemsize * capacity
     wide = max(2 * config.intermediate_size, config.hidden_size * 4) // shards
     converted = max(
@@ -123,7 +126,7 @@ def budget(
     def of(count: int) -> Budget:
         # Three float32 arrays of logits' size (logits, softmax, sort order), the activations of a layer, and a copy of
         # the cache row that a prompt is written to, and a kernel that the product does not convert while reading it.
-        steps = 3 * 4 * count * config.vocab_size + 4 * max(count, chunk) * wide + one + converted
+        steps = 3 * 4 * count * vocab + 4 * max(count, chunk) * wide + one + converted
         return Budget(weights, slots, staging_bytes(), math.ceil(one / data), steps, memory, count)
 
     if sequences is not None:

@@ -202,6 +202,10 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
     service.add_argument(
         "--max-waiting", type=_whole(1, 10**6), default=1024, metavar="N", help="requests in the queue"
     )
+    service.add_argument(
+        "--max-upload-bytes", type=_whole(1, 2**40), default=2**30, metavar="N",
+        help="of an adapter in the body of a request, which needs --admin-api-key",
+    )  # fmt: skip
     service.add_argument("--request-timeout", type=_seconds, metavar="SECONDS", help="(default: no limit)")
     service.add_argument("--drain-timeout", type=_seconds, default=30.0, metavar="SECONDS", help="after a signal")
     service.add_argument(

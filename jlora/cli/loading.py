@@ -1,6 +1,7 @@
 """Read a model folder and its tokenizer, with progress on stderr."""
 
 import contextlib
+import json
 import sys
 import time
 from collections.abc import Generator
@@ -56,7 +57,21 @@ def load_tokenizer(file: Path) -> Any:
     if file.stat().st_size > _MAX_TOKENIZER_BYTES:
         raise LoRAError(f"{file} has {size(file.stat().st_size)}; expected at most {size(_MAX_TOKENIZER_BYTES)}")
     with native_errors(f"{file} is not a tokenizer"):
-        return Tokenizer.from_buffer(file.read_bytes())
+        tokenizer = Tokenizer.from_buffer(file.read_bytes())
+        tokenizer.no_padding()  # either may be saved with it, and would change a prompt without a word
+        tokenizer.no_truncation()
+        return tokenizer
+
+
+def check_last_token(folder: Path, tokenizer: Any) -> None:
+    """Raise `LoRAError` if the tokenizer lacks the last token that `add_eos_token` requires, as embeddings need it."""
+    file = folder / "tokenizer_config.json"
+    last, plain = (tokenizer.encode("a", add_special_tokens=special).ids[-1:] for special in (True, False))
+    if last == plain and file.is_file() and json.loads(file.read_text("utf-8")).get("add_eos_token"):
+        raise LoRAError(
+            f"{file}: add_eos_token is true, and tokenizer.json adds no token at the end of a text; save the tokenizer "
+            "again with transformers"
+        )
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import jax
 from jlora import LoRAConfig, LoRAManager, LoRARequest, Survey
 from jlora.cli.budget import Budget, budget, skeleton, stored_dtype
 from jlora.cli.generate import device_errors
-from jlora.cli.loading import load_model, load_tokenizer
+from jlora.cli.loading import check_last_token, load_model, load_tokenizer
 from jlora.cli.text import one_line, patterns
 from jlora.errors import LoRAError, LoRAUsageError, printable
 from jlora.models import DecoderConfig, model_folder, quantized_config, read_config
@@ -56,6 +56,8 @@ def run_serve(args: argparse.Namespace) -> int:
     config = quantized_config(read_config(folder / "config.json"), args.quantization)
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     chat = load_template(folder, None if args.chat_template is None else Path(args.chat_template).expanduser())
+    if config.pooling is not None:
+        check_last_token(folder, tokenizer)
     sizes = _mesh_sizes(args, config)
     dtype = args.dtype
     if dtype == "auto":  # a CPU has no 16-bit arithmetic
@@ -139,7 +141,7 @@ def run_serve(args: argparse.Namespace) -> int:
         adapters=adapters,
         chat=chat,
         keys=keys,
-        limits=Limits(),
+        limits=Limits(upload_bytes=args.max_upload_bytes),
         administration=bool(_keys(args.admin_api_key, _ADMIN_KEY)),
     )
 

@@ -23,7 +23,7 @@ Names: TypeAlias = Mapping[str, str | tuple[str, ...]]
 Factors: TypeAlias = dict[str, tuple[Float[Array, "r K"], Float[Array, "N r"]]]
 
 _WHOLE_LAYER = ("kernel", "w", "weight")  # names of the weight of a layer with one weight
-_A, _B = "_lora_a", "_lora_b"
+SUFFIXES = _A, _B = "_lora_a", "_lora_b"  # of the names of the two parameters
 
 
 def factors(model: Any, names: Names | None = None) -> Factors:

@@ -1,14 +1,18 @@
-"""Tunix's models with adapters, and rollouts of its `Sampler` with an adapter for each prompt."""
+"""Adapters of Tunix's trainers, its models with adapters, and rollouts with an adapter for each prompt."""
 
 import functools
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import jax
+import numpy as np
 from flax import nnx
 
 import jlora
+from jlora.integrations import qwix
 
 # Layer paths of Tunix's models -> module names of Hugging Face checkpoints, as `jlora.integrations.qwix` takes them.
 NAMES: dict[str, str | tuple[str, ...]] = {
@@ -60,6 +64,136 @@ def lora_manager(model: nnx.Module, config: jlora.LoRAConfig, **options: Any) ->
     }
     defaults: dict[str, Any] = {"packed_modules": PACKED_MODULES, "name_map": name_map}
     return jlora.LoRAManager(model, config, **(defaults | options))
+
+
+def push(
+    model: Any,
+    to: str | jlora.LoRAManager,
+    name: str,
+    *,
+    alpha: float,
+    admin_key: str | None = None,
+    names: qwix.Names = NAMES,
+    base_model_name: str | None = None,
+    timeout: float = 600.0,
+) -> None:
+    """Load the LoRA parameters of a trainer's model as an adapter, in place of one of that name and without files.
+
+    Args:
+      model: the model of the trainer, or its `nnx.state`.
+      to: the address of a running `jlora serve`, or a manager of this process.
+      name: name of the adapter.
+      alpha: alpha of the qwix rule. The parameters do not contain it.
+      admin_key: a key of `jlora serve --admin-api-key`, for an address.
+      names: paths of layers -> module names of the checkpoint, as in `jlora.integrations.qwix.factors`.
+      base_model_name: `base_model_name_or_path` of the adapter.
+      timeout: seconds to wait for the server, or for open batches of the manager.
+
+    Raises:
+      LoRAUsageError: as in `jlora.integrations.qwix.factors`, or `admin_key` is missing.
+      LoRAError: as in `jlora.serve.push` and `LoRAManager.add_adapter`. What was served stays as it was.
+    """
+    adapter = _adapter(name, model, alpha, names, base_model_name)
+    if isinstance(to, jlora.LoRAManager):
+        to.add_adapter(adapter, load_inplace=True, timeout=timeout)
+        return
+    if admin_key is None:
+        raise jlora.LoRAUsageError(f"adapter {name!r}: a push to {to} needs admin_key, a key of --admin-api-key")
+    from jlora import serve  # the engine, which a push to a manager does not need
+
+    serve.push(to, adapter, admin_key=admin_key, timeout=timeout)
+
+
+def from_orbax(
+    path: str | Path,
+    *,
+    alpha: float | None = None,
+    name: str | None = None,
+    names: qwix.Names = NAMES,
+    base_model_name: str | None = None,
+) -> jlora.Adapter:
+    """Load the LoRA parameters of a checkpoint of Tunix's trainers, `nnx.state(model, nnx.LoRAParam)` written by Orbax.
+
+    Args:
+      path: folder of a trainer's checkpoints, of which the last is read, of one step, or of its `model_params`.
+      alpha: alpha of the qwix rule. None reads `alpha` of the step's custom metadata, where a trainer may keep it.
+      name: name of the adapter; None for the last part of `path`.
+      names: paths of layers -> module names of the checkpoint, as in `jlora.integrations.qwix.factors`.
+      base_model_name: `base_model_name_or_path` of the adapter.
+
+    Raises:
+      AdapterNotFoundError: there is no checkpoint at `path`.
+      AdapterMismatchError: it has parameters other than those of qwix's LoRA. The message has their paths.
+      LoRAUsageError: `alpha` is missing, or is not that of the checkpoint; or as in `jlora.integrations.qwix.factors`.
+      LoRAError: Orbax is not installed. Its own errors are passed on.
+    """
+    root = Path(path).expanduser().absolute()
+    name = root.name if name is None else name
+    where = f"adapter {name!r}: {root}"
+    steps = [each for each in root.glob("*") if each.name.isdigit()]
+    step = max(steps, key=lambda each: int(each.name), default=root)
+    folder = step / "model_params" if (step / "model_params").is_dir() else step
+    if not (folder / "_METADATA").is_file():
+        found = sorted(each.name for each in root.glob("*"))[:10] if root.is_dir() else "no folder"
+        raise jlora.AdapterNotFoundError(
+            f"{where}: holds no checkpoint of Orbax; expected a folder of numbered steps, of one step or of its "
+            f"model_params, found {found}"
+        )
+    stored = _stored_alpha(folder.parent if folder.name == "model_params" else folder, where)
+    if alpha is None and stored is None:
+        raise jlora.LoRAUsageError(f"{where}: the checkpoint does not hold alpha; give alpha= of the qwix rule")
+    if alpha is not None and stored not in (None, alpha):
+        raise jlora.LoRAUsageError(f"{where}: alpha={alpha} is given, and the checkpoint was saved with {stored}")
+    state = _restored(folder, where)
+    return _adapter(name, state, cast(float, stored if alpha is None else alpha), names, base_model_name)
+
+
+def _adapter(name: str, model: Any, alpha: float, names: qwix.Names, base_model_name: str | None) -> jlora.Adapter:
+    factors = jax.device_get(qwix.factors(model, names))
+    return jlora.Adapter.from_arrays(name, factors, alpha=alpha, base_model_name=base_model_name)
+
+
+def _stored_alpha(step: Path, where: str) -> float | None:
+    """Return `alpha` of the custom metadata of a step; None if it has none."""
+    file = step / "_CHECKPOINT_METADATA"
+    try:
+        found: Any = json.loads(file.read_text())["custom_metadata"]["alpha"] if file.is_file() else None
+    except (LookupError, TypeError):
+        return None
+    except (OSError, ValueError) as error:
+        raise jlora.LoRAError(f"{where}: {file.name} cannot be read: {error}") from error
+    if found is not None and (isinstance(found, bool) or not isinstance(found, int | float)):
+        raise jlora.LoRAError(f"{where}: alpha of {file.name} must be a number, found {found!r:.80}")
+    return found
+
+
+def _restored(folder: Path, where: str) -> dict[str, Any]:
+    """Return the parameters of a checkpoint as NumPy arrays, in nested dicts."""
+    try:
+        import orbax.checkpoint as ocp  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise jlora.LoRAError(f'{where}: orbax-checkpoint is not installed: pip install "jlora[train]"') from error
+    orbax = cast(Any, ocp)
+    with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as reader:
+        tree: Any = reader.metadata(folder).item_metadata.tree
+        leaves = cast("list[tuple[Any, Any]]", jax.tree_util.tree_leaves_with_path(tree))
+        paths = [jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value") for path, _ in leaves]
+        if others := [path for path in paths if not path.endswith(qwix.SUFFIXES)]:
+            raise jlora.AdapterMismatchError(
+                f"{where}: holds {len(others)} parameters that are not those of qwix's LoRA (*_lora_a, *_lora_b), such "
+                f"as {', '.join(others[:5])}; expected a checkpoint of nnx.state(model, nnx.LoRAParam)"
+            )
+        on_no_device = [orbax.RestoreArgs(restore_type=np.ndarray)] * len(leaves)
+        how: Any = jax.tree.unflatten(cast(Any, jax.tree.structure(tree)), on_no_device)
+        return _values(reader.restore(folder, args=orbax.args.PyTreeRestore(restore_args=how)))
+
+
+def _values(state: Any) -> Any:
+    """Return nested dicts with arrays in place of {"value": array}, as Orbax stores variables of Flax."""
+    if not isinstance(state, Mapping):
+        return state
+    found = {name: _values(value) for name, value in cast("Mapping[str, Any]", state).items()}
+    return found["value"] if found.keys() == {"value"} else found
 
 
 class Rollout:

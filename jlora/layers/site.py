@@ -17,10 +17,11 @@ from jlora._compat import Device, default_device
 from jlora._memory import device_bytes
 from jlora._typing import Backend
 from jlora.adapters.extras import Extra
+from jlora.config import LoRAConfig
 from jlora.errors import LoRAError
 from jlora.layers.finish.finisher import Finisher
 from jlora.layers.specs import Doubt
-from jlora.sharding.rules import KernelSharding, Names
+from jlora.sharding.rules import KernelSharding
 
 Blocks: TypeAlias = tuple[tuple[int, int], ...]
 HEAD = "jlora_head"  # prefix of the arrays of saved heads
@@ -52,7 +53,7 @@ class SlotSpec:
 
     A is [(layers,) S, (E,) n, R, K], B is [(layers,) S, (E,) R, N], and the ranks are float32 [(layers,) S, (E,) n, 2]:
     the true rank of each output slice, as a whole number, and the scale that multiplies its delta. The extras of the
-    finishers follow, float32 [(layers,) S, ...].
+    finishers follow, float32 [(layers,) S, N].
 
     Attributes:
       layers: length of the leading axis when the layer is a stack (`nnx.vmap` + `nnx.scan`), else None.
@@ -160,7 +161,7 @@ class SlotSpec:
             return (None,) * len(self.shapes)
         lead, (experts, *a), (_, *b) = ((),) * (len(self.stack) + 1), found.a, found.b
         own = (experts,) if self.experts is not None else ()
-        of_extras = [found.named(*lead, *split) for split in self.splits(found)]
+        of_extras = [found.named(*lead, found.outs)] * len(self.extras)
         return found.named(*lead, *own, *a), found.named(*lead, *own, *b), found.named(*lead, *own), *of_extras
 
     @functools.cached_property
@@ -234,19 +235,8 @@ class SlotSpec:
             (*lead, self.slices, self.stored_rank, self.stored_in),
             (*lead, self.max_rank, self.stored_out),
             (*lead, self.slices, 2),
-            *((*self.stack, self.num_slots, *sizes) for sizes in self.extra_sizes),
+            *[(*self.stack, self.num_slots, self.stored_out)] * len(self.extras),
         )
-
-    @property
-    def extra_sizes(self) -> tuple[tuple[int, ...], ...]:
-        """Shape of each of the extras in one slot of one layer."""
-        sizes = {"N": self.stored_out, "K": self.stored_in}
-        return tuple(tuple(sizes[axis] for axis in extra.shape) for extra in self.extras)
-
-    def splits(self, sharding: KernelSharding) -> list[tuple[Names, ...]]:
-        """Return the mesh axes that split each axis of `extra_sizes`."""
-        axes = {"N": sharding.outs, "K": sharding.ins}
-        return [tuple(axes[axis] for axis in extra.shape) for extra in self.extras]
 
     @property
     def fills(self) -> tuple[float, ...]:
@@ -262,7 +252,7 @@ class SlotSpec:
     def slot_nbytes(self) -> int:
         """Bytes of one slot: A, B, ranks and extras, on a mesh the sum over all shards."""
         values = self.slices * self.stored_rank * self.stored_in + self.max_rank * self.stored_out
-        extras = 4 * sum(map(math.prod, self.extra_sizes))
+        extras = 4 * self.stored_out * len(self.extras)
         return math.prod(self.rows) * (values * jnp.dtype(self.dtype).itemsize + 8 * self.slices + extras)
 
     @property
@@ -358,22 +348,20 @@ class ModelSites:
     """The sites of one wrapped model, held by its layers and its batches. Compared by identity.
 
     Attributes:
+      config: the configuration of the manager.
       sites: the sites that adapters can name. Each holds the sites of its shared slots.
       names: names of all modules of the model that a configuration can use.
       sharding: the sharding of one site. All sites have the same mesh and data axes. None off meshes.
       device: the device chosen for a model off meshes, or None.
-      adapters: the most adapters of a sequence, each with a factor; None for a single one without factors.
-      activated: True if batches hold the first active row of each sequence.
       groups: the declared row groups, without those of the batch's own sequences.
       intercepted: True if qwix had quantized the model when it was wrapped.
     """
 
-    sites: tuple[Site, ...]
-    names: frozenset[str] = field(repr=False)
-    sharding: KernelSharding | None
-    device: Device | None
-    adapters: int | None = None
-    activated: bool = False
+    config: LoRAConfig
+    sites: tuple[Site, ...] = ()
+    names: frozenset[str] = field(default=frozenset(), repr=False)
+    sharding: KernelSharding | None = None
+    device: Device | None = None
     groups: frozenset[str] = frozenset()
     intercepted: bool = False
 

@@ -11,6 +11,7 @@ from jaxtyping import Float
 
 from jlora._compat import explicit_transfers
 from jlora.adapters import Adapter, ExpertsLoRA, ModuleLoRA, SavedHead
+from jlora.adapters.lora import Layer
 from jlora.errors import LoRAError
 from jlora.layers.site import Site, as_brought
 from jlora.manager.blocks import unpack
@@ -30,34 +31,34 @@ def export(packed: PackedAdapter, slot: int, modules: Mapping[Site, nnx.Module])
         factors = _slot(site, slot, modules[site])
         return lambda row: [factor[row] for factor in factors]
 
-    return _export(packed, modules, factors_of)
+    return export_factors(packed, modules, factors_of)
 
 
 def export_blocks(packed: PackedAdapter, sites: Iterable[Site]) -> Adapter:
     """Return the adapter that the blocks of `packed` hold, as `export` returns that of a slot."""
     found = unpack(packed.blocks, {(p.site, p.row) for p in packed.placements})
-    return _export(packed, sites, lambda site: lambda row: [found[site, row][j] for j in site.spec.factors])
+    return export_factors(packed, sites, lambda site: lambda row: [found[site, row][j] for j in site.spec.factors])
 
 
-def _export(
+def export_factors(
     packed: PackedAdapter, sites: Iterable[Site], factors_of: Callable[[Site], Callable[[int], list[np.ndarray]]]
 ) -> Adapter:
-    """Return an adapter. `factors_of(site)(row)` are A [n, R, K] and B [R, N], or the only one that the site holds."""
+    """Return an adapter of these factors.
+
+    `factors_of(site)(row)` are A [n, R, K] and B [R, N], or the only one that the site holds.
+    """
     about = packed.about or Adapter(name=packed.name, modules={})
     by_site: dict[Site, list[Placement]] = {}
     for p in packed.placements:
         by_site.setdefault(p.site, []).append(p)
     product = {half: site for site in sites for half in site.shared}
-    read: dict[str, ModuleLoRA | ExpertsLoRA] = {}
-    heads: dict[str, SavedHead] = {}
+    read: dict[str, Layer] = {}
     halves: dict[tuple[Site, int, int], list[_Half]] = {}  # (product site, layer, first slice) -> factors
     for site, placements in by_site.items():
         of_row = factors_of(site)
         for p in placements:
             found = of_row(p.row)
-            if site.kind == "head":
-                heads[p.module] = SavedHead(_a(p, found[0]), _b(p, found[1])[0] if site.biased else None)
-            elif site.spec.whole:
+            if site.spec.whole:
                 read[p.module] = _module(packed.name, p, *found)
             else:
                 key = product[site], p.row // (site.spec.experts or 1), p.first
@@ -65,7 +66,7 @@ def _export(
     read |= dict(_experts(of_one) for of_one in halves.values())
     names = dict.fromkeys(p.module for p in packed.placements)
     ordered = {name: read[name] for name in names if name in read}
-    return replace(about, modules=ordered, heads=heads, fingerprint=None)
+    return replace(about.with_layers(ordered), fingerprint=None)
 
 
 class _Half(NamedTuple):
@@ -94,15 +95,16 @@ def _slot(site: Site, slot: int, layer: nnx.Module) -> list[np.ndarray]:
     return found
 
 
-def _module(name: str, p: Placement, a: Float[np.ndarray, "n R K"], b: Float[np.ndarray, "R N"]) -> ModuleLoRA:
+def _module(name: str, p: Placement, a: Float[np.ndarray, "n R K"], b: Float[np.ndarray, "R N"]) -> Layer:
+    if p.site.kind == "head":
+        return SavedHead(_a(p, a), _b(p, b)[0] if p.site.biased else None)
     covered = a[p.first : p.first + p.count, : p.rank]
     if not all(np.array_equal(covered[0], other) for other in covered[1:]):
         raise LoRAError(
             f"adapter {name!r}: {p.module} is one factor A for {p.count} slices of {p.site.path!r}, and training made "
             "them differ; train with one module for each slice"
         )
-    kind = "embedding" if p.site.kind == "embedding" else "linear"
-    return ModuleLoRA(a=_a(p, a), b=_b(p, b), kind=kind, alpha=p.alpha, scaling=p.scaling, **p.extras)
+    return ModuleLoRA(a=_a(p, a), b=_b(p, b), kind=p.site.kind, alpha=p.alpha, scaling=p.scaling, **p.extras)
 
 
 def _experts(halves: Sequence[_Half]) -> tuple[str, ExpertsLoRA]:

@@ -1,6 +1,5 @@
 """Values of slots for the arrays that adapters bring beside A and B (`jlora.adapters.extras`)."""
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -8,7 +7,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jlora.adapters.extras import EXTRAS, MAGNITUDE, Extra
-from jlora.layers.site import Site, SlotSpec
+from jlora.layers.site import Site
 from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.manager import magnitudes
 from jlora.manager.blocks import Row
@@ -31,12 +30,11 @@ def check_extras(packed: PackedAdapter, wrapped: WrappedModel) -> None:
 
 def empty_values(sites: Sequence[Site]) -> dict[str, Float[np.ndarray, "values"]]:
     """Return `Extra.name` -> values of an empty slot, of all sites that hold the extra, one site after the other."""
-    extras = [extra for extra in EXTRAS if any(extra in site.spec.extras for site in sites)]
-    sizes = {
-        extra.name: sum(math.prod(_shape(site.spec, extra)) for site in sites if extra in site.spec.extras)
-        for extra in extras
-    }
-    return {extra.name: np.full(sizes[extra.name], extra.fill, np.float32) for extra in extras}
+    found: dict[str, np.ndarray] = {}
+    for extra in EXTRAS:
+        if sizes := [_size(site) for site in sites if extra in site.spec.extras]:
+            found[extra.name] = np.full(sum(sizes), extra.fill, np.float32)
+    return found
 
 
 def slot_values(
@@ -51,41 +49,30 @@ def slot_values(
       LoRAError: a base weight was donated.
     """
     found: dict[str, np.ndarray] = {}
-    empty = empty_values(sites)
     for extra in EXTRAS:
         if not any(extra.name in p.extras for p in packed.placements):
             continue
-        values, start = empty[extra.name], 0
-        of_site: dict[Site, np.ndarray] = {}
-        for site in sites:
-            if extra in site.spec.extras:
-                shape = _shape(site.spec, extra)
-                of_site[site] = values[start : start + math.prod(shape)].reshape(shape)
-                start += math.prod(shape)
+        holding = [site for site in sites if extra in site.spec.extras]
+        found[extra.name] = empty_values(sites)[extra.name]
+        parts = np.split(found[extra.name], np.cumsum([_size(site) for site in holding])[:-1])  # views
+        of_site = {site: part.reshape(-1, site.spec.stored_out) for site, part in zip(holding, parts, strict=True)}
         computed = _COMPUTED.get(extra.name)
         rows = _brought(packed, extra) if computed is None else computed.values_of_rows(packed, wrapped)
         for (site, row), own in rows:
-            runs = {"N": site.spec.out_runs, "K": site.spec.in_runs}
-            for pairs in itertools.product(*(runs[axis] for axis in extra.shape)):
-                at, features = (tuple(pair[j] for pair in pairs) for j in (1, 0))
-                of_site[site][row][at] = own[features]
-        found[extra.name] = values
+            for features, stored in site.spec.out_runs:
+                of_site[site][row, stored] = own[features]
     return found
 
 
-def _shape(spec: SlotSpec, extra: Extra) -> tuple[int, ...]:
-    """Return the shape of an extra in one slot of all layers of a site, as stored."""
-    return math.prod(spec.stack), *spec.extra_sizes[spec.extras.index(extra)]
+def _size(site: Site) -> int:
+    """Return the number of values of an extra in one slot of all layers of a site."""
+    return math.prod((*site.spec.stack, site.spec.stored_out))
 
 
-def _brought(packed: PackedAdapter, extra: Extra) -> Iterator[tuple[Row, np.ndarray]]:
+def _brought(packed: PackedAdapter, extra: Extra) -> Iterator[tuple[Row, Float[np.ndarray, "N"]]]:
     """Yield (row, values in the order of the adapter's features) of each row that an adapter has weights for."""
     rows: dict[Row, np.ndarray] = {}
     for p in packed.placements:
-        spec = p.site.spec
-        shape = extra.sizes((p.rank, spec.in_features), (spec.out_features, p.rank))
-        values = rows.setdefault((p.site, p.row), np.full(shape, extra.fill, np.float32))
-        starts = np.cumsum((0, *spec.out_sizes))
-        own = {"N": slice(starts[p.first], starts[p.first + p.count]), "K": slice(None)}
-        values[tuple(own[axis] for axis in extra.shape)] = p.extras[extra.name]
+        empty = np.full(p.site.spec.out_features, extra.fill, np.float32)
+        rows.setdefault((p.site, p.row), empty)[p.site.spec.columns(p.first, p.count)] = p.extras[extra.name]
     yield from rows.items()

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 from jlora.adapters import Adapter, SavedHead
 from jlora.adapters.expert_formats import decide_exchanged
-from jlora.adapters.lora import ExpertsLoRA, LoRA, tensors_of
+from jlora.adapters.extras import brought
+from jlora.adapters.lora import ExpertsLoRA, Layer, LoRA, tensors_of
 from jlora.adapters.tensor_data import all_finite
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 from jlora.layers.site import Site
@@ -36,30 +37,30 @@ def place(where: str, adapter: Adapter, index: SiteIndex) -> dict[str, Place]:
         raise AdapterMismatchError(f"{where} brings no LoRA weights: expected at least one module, found none")
     problems: list[str] = []
     too_large: dict[int, dict[str, int]] = {}  # max_lora_rank -> the modules of larger ranks
+    too_small: dict[str, int] = {}  # path of a layer -> outputs of the saved head that it has no room for
     placed: dict[str, Place] = {}
     taken: dict[tuple[Site, int, int], str] = {}
-    extras = adapter.extras
-    for name, module in adapter.modules.items():
+    for name, layer in adapter.layers.items():
         if index.skips(name):
             continue
-        found = index.find(module.kind, name)
+        found = index.find(layer.kind, name)
         if isinstance(found, str):
             problems.append(f"{name}: {found}")
             continue
         site, row, first, count = found
-        if unserved := [extra.title for extra in extras if extra not in site.spec.extras]:
+        if unserved := [extra.title for extra in brought([layer]) if extra not in site.spec.extras]:
             problems.append(f"{name}: {unserved[0]} is served for linear layers, and this is {_kind(site)}")
             continue
-        if count < site.spec.slices and any("K" in extra.shape for extra in extras):
-            problems.append(f"{name}: an array of all input features is served for whole layers only")
-            continue
-        if module.rank > site.spec.max_rank:
-            too_large.setdefault(site.spec.max_rank, {})[name] = module.rank
-            continue
-        if problem := _misfit(site, module, first, count):
+        if problem := _misfit(site, layer, first, count):
             problems.append(f"{name}: {problem}")
             continue
-        filled = ((site, r, i) for r in rows_of(module, site, row) for i in range(first, first + count))
+        if isinstance(layer, SavedHead) and (site.kind != "head" or layer.rank > site.spec.max_rank):
+            too_small[site.path] = layer.rank
+            continue
+        if layer.rank > site.spec.max_rank:
+            too_large.setdefault(site.spec.max_rank, {})[name] = layer.rank
+            continue
+        filled = ((site, r, i) for r in rows_of(layer, site, row) for i in range(first, first + count))
         clash = next((place for place in filled if taken.setdefault(place, name) != name), None)
         if clash is not None:
             which = f"slice {clash[2]} of {site.path!r}"
@@ -67,19 +68,7 @@ def place(where: str, adapter: Adapter, index: SiteIndex) -> dict[str, Place]:
             problems.append(f"{name}: fills {which}, which {taken[clash]} fills too")
             continue
         placed[name] = found
-    too_small: dict[str, int] = {}  # path of a layer -> outputs of the saved head that it has no room for
-    for name, head in adapter.heads.items():
-        if index.skips(name):
-            continue
-        found = index.find("head", name)
-        site = index.replaceable(name) if isinstance(found, str) else found[0]
-        if (problem := str(found) if site is None else _head_misfit(site, head)) is not None:
-            problems.append(f"{name}: {problem}")
-        elif site is not None and (isinstance(found, str) or head.outputs > site.spec.max_rank):
-            too_small[site.path] = head.outputs
-        elif not isinstance(found, str):
-            placed[name] = found
-    no_room = [too_many_outputs(too_small, index.saved_heads)] if too_small else []
+    no_room = [too_many_outputs(too_small, index.config.saved_heads or {})] if too_small else []
     refuse(where, [*no_room, *map(too_large_rank, too_large.values(), too_large), *problems])
     if not placed:
         raise AdapterMismatchError(f"{where} brings weights for skipped modules only: nothing of it would be served")
@@ -102,7 +91,7 @@ def _kind(site: Site) -> str:
     return "an embedding" if site.kind == "embedding" else "a product of experts"
 
 
-def rows_of(module: LoRA, site: Site, row: int) -> range:
+def rows_of(module: Layer, site: Site, row: int) -> range:
     """Return the rows that a module with its place at `row` fills."""
     return range(row, row + (site.spec.experts or 1)) if module.kind == "experts" else range(row, row + 1)
 
@@ -156,8 +145,10 @@ def refuse(where: str, problems: list[str]) -> None:
         raise error
 
 
-def _misfit(site: Site, module: LoRA, first: int, count: int) -> str | None:
+def _misfit(site: Site, module: Layer, first: int, count: int) -> str | None:
     """Return how the shapes of a module differ from those of its slices, or None if they fit."""
+    if isinstance(module, SavedHead):
+        return _head_misfit(site, module)
     if isinstance(module, ExpertsLoRA):
         return _experts_misfit(site, module, first, count)
     rank, spec = module.rank, site.spec
@@ -165,7 +156,11 @@ def _misfit(site: Site, module: LoRA, first: int, count: int) -> str | None:
     expected = ((rank, spec.in_features), (outputs, rank))
     found = (module.a.shape, module.b.shape)
     if found != expected:
-        return f"A and B have shapes {found[0]} and {found[1]}, and {site.path!r} takes {expected[0]} and {expected[1]}"
+        why = f"A and B have shapes {found[0]} and {found[1]}, and {site.path!r} takes {expected[0]} and {expected[1]}"
+        own = module.b.shape[0]
+        if found[0] == expected[0] and own < outputs and outputs % own == 0 and "attn" in site.path:
+            why += f" (B has the rows of one head of {outputs // own}, as MaxText exports them: the others are lost)"
+        return why
     return None
 
 

@@ -136,15 +136,14 @@ def _of_row(
     """Return the magnitudes of one layer in the order of the adapter's features."""
     layer, spec, slots = wrapped.modules[site], _linear(wrapped, site), site.spec
     scaled = np.zeros(b.shape, np.float32)
-    ends = np.cumsum((0, *slots.out_sizes))
     for p in placements:
-        columns = slice(ends[p.first], ends[p.first + p.count])
+        columns = slots.columns(p.first, p.count)
         scaled[:, columns] = b[:, columns].astype(np.float32) * np.float32(p.scaling)
     of_slice = np.repeat(np.arange(slots.slices, dtype=np.int32), slots.out_sizes)
     squares, terms = _squares(layer, site, spec, row, a.astype(np.float32), scaled, of_slice)
     values = np.ones(slots.out_features, np.float32)
     for p in placements:
-        columns = slice(ends[p.first], ends[p.first + p.count])
+        columns = slots.columns(p.first, p.count)
         own, total = squares[columns], terms[columns]
         bad = ~(np.isfinite(total) & (own > _CANCELLED * total))
         if bad.any():

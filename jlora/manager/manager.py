@@ -43,6 +43,7 @@ from jlora.manager.report import AdapterInfo, Level, Stats, records
 from jlora.manager.snapshot import base_digest, restore, save
 from jlora.manager.state import State
 from jlora.manager.step import FlatModel, Step
+from jlora.manager.training import Loss, Optimizer, Trainer
 from jlora.manager.updating import update
 from jlora.manager.warmup import warm_up
 from jlora.verify.verify import Forward, VerifyReport, verify
@@ -682,6 +683,28 @@ class LoRAManager:
         if step is None:
             return partial(self.jit, **options)
         return Step(step, options, self._flat, self._state)
+
+    def trainer(self, loss: Loss, optimizers: Mapping[str, Optimizer]) -> Trainer:
+        """Return a trainer of several adapters, which begins with their weights in the host cache.
+
+        Each adapter has an optimizer of its own: gradients are clipped, counted and scheduled for it alone. Adapters
+        with the same optimizer object share one update, vectorized by `jax.vmap`; each further object adds to the time
+        of compilation. Values past the rank of an adapter, and of layers that it lacks, stay zero.
+
+        Args:
+          loss: `loss(model, batch, *inputs)` -> (float [B], float [B]), the sum of the losses of each sequence and the
+            number of its tokens, or other weights. It opens `jlora.use(batch)`.
+          optimizers: adapter name -> `optax.GradientTransformation`.
+
+        Raises:
+          AdapterNotFoundError, AdapterUnavailableError, NoFreeSlotError: as in `prepare`.
+          LoRAUsageError: no adapter is named, one has a saved head, DoRA, or one factor A for several output slices, or
+            the model is on devices of several processes.
+        """
+        state = self._state
+        state.peers.refuse("trainer", "train on the devices of one")
+        calls = state.pool.slot_of, self.prepare, self.update_adapter, self.jit
+        return Trainer(state.wrapped.modules, self.model, *calls, loss, optimizers)
 
     # --- life cycle ---------------------------------------------------------------------------------------------
 

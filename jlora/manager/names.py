@@ -7,6 +7,7 @@ from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from jlora.adapters.wrapped_names import readings
+from jlora.config import LoRAConfig
 from jlora.errors import AdapterMismatchError, LoRAUsageError
 from jlora.layers.site import Site, SlotSpec
 from jlora.layers.specs import own_attribute
@@ -133,7 +134,8 @@ class SiteIndex:
     def find(self, kind: str, name: str) -> Place | str:
         """Return the place of a checkpoint name, or a message why it has none.
 
-        For the kind "experts", the name is that of all experts, and the row is that of the first one.
+        For the kind "experts", the name is that of all experts, and the row is that of the first one. The place of a
+        saved head for which no room is configured is its linear layer.
         """
         hits = self._hits(kind, name)
         if len(hits) == 1:
@@ -144,14 +146,16 @@ class SiteIndex:
         if hits:
             places = ", ".join(repr(site.path) for site, *_ in hits)
             return f"it could belong to any of {places}; name one of them with name_map"
+        if kind == "head" and (linear := self._replaceable(name)) is not None:
+            return linear, 0, 0, 1
         return self._reason(kind, self._read(kind, readings(name)[-1]))
 
     @property
-    def saved_heads(self) -> Mapping[str, int]:
-        """`LoRAConfig.saved_heads`."""
-        return self._wrapped.saved_heads
+    def config(self) -> LoRAConfig:
+        """The configuration of the manager."""
+        return self._wrapped.sites.config
 
-    def replaceable(self, name: str) -> Site | None:
+    def _replaceable(self, name: str) -> Site | None:
         """Return the linear site that a saved head of this name could replace, or None."""
         name = self._read("head", name)
         sites = self._sites.get(("linear", name), ())

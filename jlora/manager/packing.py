@@ -11,7 +11,7 @@ from jaxtyping import Float
 from jlora._memory import fresh
 from jlora._threads import on_threads
 from jlora.adapters.extras import extras_of
-from jlora.adapters.lora import LoRA, ModuleLoRA
+from jlora.adapters.lora import ExpertsLoRA, Layer
 from jlora.layers.site import Site
 from jlora.layers.wrap.wrapped import WrappedModel, own_order_of
 from jlora.manager.blocks import Block, Chunk, Packing, Row, bits_of
@@ -43,7 +43,7 @@ class _Piece(NamedTuple):
 
 def pack_modules(
     where: str,
-    modules: dict[str, LoRA],
+    modules: dict[str, Layer],
     placed: Mapping[str, Place],
     wrapped: WrappedModel,
     chunks: Sequence[Chunk],
@@ -85,7 +85,7 @@ def pack_modules(
     return tuple(itertools.chain(*filled)), packing.blocks
 
 
-def _held(module: LoRA, site: Site, row: int, shared: bool) -> list[tuple[Site, range]]:
+def _held(module: Layer, site: Site, row: int, shared: bool) -> list[tuple[Site, range]]:
     """Return the sites that hold the factors of a module at `row` of `site`, and the rows in each."""
     rows = rows_of(module, site, row)
     if not (shared and site.spec.experts):
@@ -94,9 +94,9 @@ def _held(module: LoRA, site: Site, row: int, shared: bool) -> list[tuple[Site, 
     return [(half, rows if half.spec.experts else range(layer, layer + 1)) for half in site.shared]
 
 
-def _is_shared(where: str, module: LoRA, site: Site, row: int, first: int, count: int) -> bool:
+def _is_shared(where: str, module: Layer, site: Site, row: int, first: int, count: int) -> bool:
     """Return whether the experts of a module share the factor that the shared slots of the site hold once."""
-    if not site.shared or isinstance(module, ModuleLoRA):
+    if not site.shared or not isinstance(module, ExpertsLoRA):
         return False
     a, b = (module.b, module.a) if is_exchanged(where, module, site, first, count) else (module.a, module.b)
     return len(b if site.shared[0].spec.experts else a) == 1
@@ -105,7 +105,7 @@ def _is_shared(where: str, module: LoRA, site: Site, row: int, first: int, count
 def _pieces(
     where: str,
     name: str,
-    module: LoRA,
+    module: Layer,
     wrapped: WrappedModel,
     site: Site,
     first: int,
@@ -115,7 +115,7 @@ def _pieces(
 
     Pieces of experts have the names that checkpoints give to the module of each expert.
     """
-    if isinstance(module, ModuleLoRA):
+    if not isinstance(module, ExpertsLoRA):
         return [_Piece(name, [name], first, count, module.a[None], module.b.T[None])]
     spec = site.spec
     assert spec.experts is not None
@@ -155,7 +155,7 @@ def _columns(b: np.ndarray, positions: np.ndarray, own: Sequence[range]) -> np.n
 def _fill(
     where: str,
     name: str,
-    module: LoRA,
+    module: Layer,
     wrapped: WrappedModel,
     site: Site,
     row: int,

@@ -27,7 +27,6 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import safetensors
 from flax import nnx
 
 from jlora._compat import explicit_transfers
@@ -164,8 +163,6 @@ def _save_adapter(packed: PackedAdapter, sites: Sequence[Site], weights: Path) -
             read = {*opened.modules, *opened.heads}
     except (LoRAError, TypeError, ValueError) as error:
         raise LoRAError(f"{where}: {error}") from error
-    except safetensors.SafetensorError as error:
-        raise OSError(f"{part / WEIGHTS_FILE}: {error}") from error
     if changed := read ^ adapter.layers.keys():
         raise LoRAError(f"{where}: PEFT's files cannot hold these names of modules: {sorted(changed)!r:.500}")
     for name in (CONFIG_FILE, WEIGHTS_FILE):

@@ -8,11 +8,9 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
-import numpy as np
-
-from jlora.adapters import Adapter, ModuleLoRA
+from jlora.adapters import Adapter
 from jlora.adapters.adapter import open_adapter
-from jlora.adapters.lora import LoRA
+from jlora.adapters.lora import Layer
 from jlora.adapters.resolve import AdapterFolder
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterMismatchError
@@ -56,8 +54,8 @@ def pack_files(
         own = own_experts(adapter.modules, placed)
         adapter = opened.read(own, allow_nonfinite=config.allow_nonfinite)
     warnings = without_effect(adapter, placed, wrapped, own)
-    modules, adapter = _modules(adapter), replace(adapter, modules={}, heads={})
-    return _pack(where, adapter, modules, placed, warnings, request, wrapped, index, pool)
+    layers, adapter = adapter.layers, adapter.with_layers({})
+    return _pack(where, adapter, layers, placed, warnings, request, wrapped, index, pool)
 
 
 def pack_in_memory(
@@ -76,7 +74,7 @@ def pack_in_memory(
     index = read_as(where, adapter, index)
     placed = place(where, adapter, index)
     warnings = without_effect(adapter, placed, wrapped)
-    return _pack(where, adapter, _modules(adapter), placed, warnings, None, wrapped, index, pool)
+    return _pack(where, adapter, adapter.layers, placed, warnings, None, wrapped, index, pool)
 
 
 def check_variant(where: str, config: LoRAConfig, adapter: Adapter) -> None:
@@ -105,24 +103,10 @@ def _check_request(where: str, request: LoRARequest, adapter: Adapter) -> None:
         )
 
 
-def _modules(adapter: Adapter) -> dict[str, LoRA]:
-    """Return the modules of an adapter, with each saved head as the two factors that its site holds."""
-    heads = {
-        name: ModuleLoRA(
-            a=head.weight,
-            b=np.zeros((1, head.outputs), np.float32) if head.bias is None else head.bias[None],
-            alpha=1.0,
-            scaling=1.0,
-        )
-        for name, head in adapter.heads.items()
-    }
-    return {**adapter.modules, **heads}
-
-
 def _pack(
     where: str,
     adapter: Adapter,
-    modules: dict[str, LoRA],
+    layers: dict[str, Layer],
     placed: Mapping[str, Place],
     warnings: list[str],
     request: LoRARequest | None,
@@ -130,12 +114,12 @@ def _pack(
     index: SiteIndex,
     pool: SlotArrays,
 ) -> PackedAdapter:
-    """Cast and pack the modules of an adapter, and log its warnings.
+    """Cast and pack the layers of an adapter, and log its warnings.
 
-    The modules are removed from `modules`, so that their memory is freed early.
+    They are removed from `layers`, so that their memory is freed early.
     """
     warnings = [*check_base_weights(where, adapter.base_weights, wrapped, index), *warnings]
-    placements, blocks = pack_modules(where, modules, placed, wrapped, pool.chunks)
+    placements, blocks = pack_modules(where, layers, placed, wrapped, pool.chunks)
     if warnings:
         _log.warning("%s: %s", where, "; ".join(warnings))
     return PackedAdapter(
@@ -144,7 +128,7 @@ def _pack(
         ranks=rank_table(pool.sites, placements),
         rank=largest_rank(placements),
         life=LifeCycle(blocks),
-        about=replace(adapter, modules={}, base_weights={}, config=None),
+        about=replace(adapter.with_layers({}), base_weights={}, config=None),
         request=None if request is None else replace(request, load_inplace=False),
         key=None if request is None else adapter.fingerprint,  # arrays in memory can differ from the files
         in_place=request is not None and request.load_inplace,

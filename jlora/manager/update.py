@@ -127,9 +127,9 @@ def updated(
     if on_device and plan is not None and plan.names == names and plan.shapes == shapes:
         written = _blocks_on_device(where, plan, arrays, {}, allow_nonfinite)
         return packed.with_values((*_untouched(packed.blocks, plan.rows), *written)), written
-    had = {placement.module: placement for placement in packed.placements}
+    had = {placement.module: placement for placement in packed.placements if placement.site.kind != "head"}
     try:
-        parts = _parts(names, where, tuple(packed.saved_outputs))
+        parts = _parts(names, where)
     except AdapterMismatchError as error:
         raise AdapterMismatchError(f"{error}. {_taken(packed)}") from error
     news = [_check(where, had.get(module), packed, module, keys, arrays) for module, keys in parts.items()]
@@ -177,8 +177,8 @@ def to_host(blocks: Sequence[Block]) -> tuple[Block, ...]:
 
 
 @functools.lru_cache(maxsize=8)  # a training loop updates the same names every time
-def _parts(names: tuple[str, ...], where: str, heads: tuple[str, ...]) -> Mapping[str, Mapping[str, str]]:
-    return sorted_keys(names, where, heads)
+def _parts(names: tuple[str, ...], where: str) -> Mapping[str, Mapping[str, str]]:
+    return sorted_keys(names, where)
 
 
 def _taken(packed: PackedAdapter, module: str = "") -> str:
@@ -189,7 +189,7 @@ def _taken(packed: PackedAdapter, module: str = "") -> str:
     return (
         "update_adapter takes the tensor names of PEFT's files, MODULE.lora_A.weight and MODULE.lora_B.weight "
         "(MODULE.lora_embedding_A and _B for an embedding), with or without the prefix base_model.model., where MODULE "
-        f"is one of {', '.join(near)}{more}"
+        f"is one of {', '.join(near)}{more}; load_inplace=True replaces all weights"
     )
 
 
@@ -209,10 +209,6 @@ def _check(
     if placement is None:
         raise AdapterMismatchError(f"{at}: the adapter has no such module. {_taken(packed, module)}")
     site = placement.site
-    if site.kind == "head":
-        raise AdapterMismatchError(
-            f"{at}: a saved head is not changed by update_adapter; load the adapter anew with load_inplace=True"
-        )
     names = ("lora_embedding_A", "lora_embedding_B") if site.kind == "embedding" else ("lora_A", "lora_B")
     halves = (site.spec.in_features, site.spec.out_features)
     allowed = [name for name, size in zip(names, halves, strict=True) if size]
@@ -415,12 +411,12 @@ def _assemble(shape: _Shape, given: Sequence[jax.Array], old: Sequence[Any]) -> 
         stacked_a, stacked_b = jnp.stack(all_a), jnp.stack(all_b)
         finite &= jnp.isfinite(stacked_a).all() & jnp.isfinite(stacked_b).all()
         step = rank_step(spec)
-        stacked_a, stacked_b = _stored(stacked_a, spec.in_blocks), _stored(stacked_b, spec.out_blocks)
+        stacked_a, stacked_b = stored(stacked_a, spec.in_blocks), stored(stacked_b, spec.out_blocks)
         made.append([(stacked_a[:, :, s : s + step], stacked_b[:, s : s + step]) for s in starts])
     return made, finite
 
 
-def _stored(factors: jax.Array, blocks: Sequence[tuple[int, int]]) -> jax.Array:
+def stored(factors: jax.Array, blocks: Sequence[tuple[int, int]]) -> jax.Array:
     """Return factors [..., features] in the stored order of features (see `SlotSpec.in_blocks`)."""
     if not blocks:
         return factors

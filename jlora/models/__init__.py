@@ -17,6 +17,7 @@ from jlora.models.generation import check_context as check_context
 from jlora.models.generation import compiled_variants as compiled_variants
 from jlora.models.generation import generate as generate
 from jlora.models.json_file import ModelError as ModelError
+from jlora.models.pooling import Pooling as Pooling
 from jlora.models.quantized import QuantizedLinear as QuantizedLinear
 from jlora.models.sampling import HOTTEST as HOTTEST
 from jlora.models.sampling import Sampling as Sampling

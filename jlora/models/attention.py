@@ -184,7 +184,9 @@ class Attention(nnx.Module):
                 out = kernels.decode_attention(q[:, 0], cache.keys, cache.values, begin, here + 1, sinks)
                 return self.o_proj(out.reshape(batch, 1, -1)), cache
         kept = None if cache is None else LayerCache(cache.keys[:, :extent], cache.values[:, :extent])
-        library = self.library(q.dtype) if length > 1 else None
+        # A forward without a cache may be differentiated, which the sums that sinks need cannot be.
+        differentiable = cache is not None or sinks is None
+        library = self.library(q.dtype) if length > 1 and differentiable else None
         if library is not None:
             start = jnp.asarray(positions[:, 0])
             count = None if end is None else end - start

@@ -61,6 +61,7 @@ def from_pretrained(
 
     Of a multimodal Gemma 3, the text model is loaded.
     `architectures` of its configuration says whether it is a language model, a sequence classifier or the trunk alone.
+    With a Pooling module in `modules.json`, it is an embedding model (`DecoderConfig.pooling`).
     Experts may be stored one by one or all in one tensor. Experts in mxfp4 are converted to `dtype`. The files are
     memory-mapped, and one parameter at a time is moved to the device. On a mesh, one shard at a time is moved to the
     devices that hold it, and a process reads only the shards of its own devices.
@@ -214,6 +215,8 @@ def _open(folder: Path, config: DecoderConfig, stack: contextlib.ExitStack) -> d
         )
     if config.tie_word_embeddings:
         _drop_tied_copy(tensors, folder)
+    if config.pooling is not None:  # it may be stored as a language model
+        tensors.pop("lm_head.weight", None)
     return tensors
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from jlora.models.json_file import Fields, ModelError, read_json
+from jlora.models.pooling import Pooling, read_pooling
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 ModelType = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "gemma3_text"]
@@ -126,6 +127,7 @@ class DecoderConfig:
       moe: The layers with experts, None for a dense model.
       num_labels: None for a language model, with logits over the vocabulary. Otherwise the number of outputs of the
         classifier `score` in its place, 0 for the hidden states alone.
+      pooling: Of an embedding model, the pooling of its hidden states; None for another model.
       quantization: How the kernels of projections are stored, None for the dtype of the model. "int8" and "fp8" have a
         scale for each output column, and include the lm_head. "fp8_blocks" has one for 128 x 128 values, as Qwen3's
         fp8 checkpoints, and leaves out the lm_head.
@@ -157,6 +159,7 @@ class DecoderConfig:
     sliding_windows: tuple[int | None, ...] | None = None
     moe: MoEConfig | None = None
     num_labels: int | None = None
+    pooling: Pooling | None = None
     quantization: Quantization | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -181,7 +184,10 @@ class DecoderConfig:
 
 
 def read_config(path: Path) -> DecoderConfig:
-    """Read `config.json`, and the `eos_token_id` of `generation_config.json` beside it, which precedes its own.
+    """Read `config.json` and the files beside it.
+
+    These are the `eos_token_id` of `generation_config.json`, which precedes its own, and the files of
+    sentence-transformers. With a pooling, the checkpoint is read as a trunk, without logits.
 
     Raises:
       ModelError: The file is missing or not a JSON object, or a field has a value that the decoder does not support.
@@ -192,6 +198,11 @@ def read_config(path: Path) -> DecoderConfig:
     if generation.is_file():
         found = _parse_eos(Fields(read_json(generation), str(generation)))
         config = replace(config, eos_token_ids=found or config.eos_token_ids)
+    if not config.num_labels and (pooling := read_pooling(path.parent)) is not None:
+        longest = min(config.max_position_embeddings, pooling.max_length or config.max_position_embeddings)
+        config = replace(
+            config, pooling=pooling, num_labels=0, tie_word_embeddings=False, max_position_embeddings=longest
+        )
     return config
 
 
@@ -210,6 +221,8 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> DecoderC
     activation, known = ("hidden_activation", "gelu_pytorch_tanh") if gemma else ("hidden_act", "silu")
     if raw.get(activation, known) != known:
         raise fields.fail(activation, f"must be {known!r}, got {raw[activation]!r:.80}")
+    if raw.get("is_causal") is False:
+        raise fields.fail("is_causal", "must be true: each token sees only itself and those before it")
     for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention") if gemma else ():
         if raw.get(name):
             raise fields.fail(name, f"is not supported, got {raw[name]!r:.80}")

@@ -21,6 +21,7 @@ from jlora.models.json_file import ModelError
 from jlora.models.moe import MoE
 from jlora.models.partition import Dispatch, Partition, padded, width
 from jlora.models.parts import MLP, RMSNorm, linear
+from jlora.models.pooling import pool
 from jlora.models.quantized import BLOCK
 from jlora.models.rope import rotations
 
@@ -208,17 +209,19 @@ class Decoder(nnx.Module):
         return self._outputs(self._hidden(tokens))
 
     def pooled(self, tokens: Int[Array, "B L"], lengths: Int[Array, "B"]) -> Float[Array, "B outputs"]:
-        """Return the output at the last token of each sequence.
+        """Return the output at the last token of each sequence, or its embedding.
 
-        This is the float32 score [B, labels] of a classifier, the hidden state [B, E] of a trunk, and the float32
-        logits [B, V] of a language model.
+        This is the float32 embedding [B, E] of a model with `DecoderConfig.pooling`, the float32 score [B, labels] of a
+        classifier, the hidden state [B, E] of another trunk, and the float32 logits [B, V] of a language model.
 
         Args:
           tokens: [B, L] token ids. A sequence shorter than L is padded on the right with any token.
           lengths: [B] number of tokens of each sequence, from 1 to L.
         """
-        last = jax.vmap(lambda rows, index: rows[index])(self._hidden(tokens), lengths - 1)
-        return self._outputs(last)
+        hidden = self._hidden(tokens)
+        if self.config.pooling is not None:
+            return pool(hidden, lengths, self.config.pooling)
+        return self._outputs(jax.vmap(lambda rows, index: rows[index])(hidden, lengths - 1))
 
     def _hidden(self, tokens: Int[Array, "B L"]) -> Float[Array, "B L E"]:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -284,6 +287,7 @@ class Decoder(nnx.Module):
         """
         if self.config.num_labels is not None:
             kind = f"a classifier of {self.config.num_labels} labels" if self.config.num_labels else "a trunk"
+            kind = kind if self.config.pooling is None else "an embedding model"
             raise ModelError(f"this checkpoint is of {kind}, which has no logits and cannot generate; call `pooled`")
         if self.config.tie_word_embeddings:
             scores = self.model.embed_tokens.attend(hidden).astype(jnp.float32)

@@ -9,6 +9,7 @@ from jlora._hub import local_folder_of, reason_of
 from jlora.errors import printable
 from jlora.models.config import read_config
 from jlora.models.json_file import ModelError, read_json
+from jlora.models.pooling import MODULES, PROMPTS, SETTINGS
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -18,6 +19,8 @@ _OF_TEXT = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
     "generation_config.json",
 )
+# Of sentence-transformers, whose `modules.json` has the folder of the pooling.
+_OF_EMBEDDINGS = (MODULES, SETTINGS, PROMPTS, "*_Pooling/config.json")
 
 
 def model_folder(path: str | os.PathLike[str], revision: str | None = None) -> Path:
@@ -111,7 +114,7 @@ def _without_weights(repo_id: str, revision: str | None) -> Path:
     """Download the files of a model other than its weights, and refuse a model that the decoder does not serve."""
     from huggingface_hub import constants
 
-    folder = _snapshot(repo_id, [CONFIG, INDEX, *_OF_TEXT], revision)
+    folder = _snapshot(repo_id, [CONFIG, INDEX, *_OF_TEXT, *_OF_EMBEDDINGS], revision)
     if not (folder / CONFIG).is_file():
         if constants.HF_HUB_OFFLINE:  # older clients return an incomplete folder
             raise _failed(repo_id, revision, FileNotFoundError(f"{CONFIG} is missing"))

@@ -88,6 +88,21 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
       ModelError: The file is not a JSON object, repeats a field, nests too deep, or is larger than any checkpoint's.
     """
+    raw = _read(path)
+    if not isinstance(raw, dict):
+        raise ModelError(f"{path} must hold a JSON object, got {type(raw).__name__}")
+    return raw
+
+
+def read_json_list(path: Path) -> list[dict[str, Any]]:
+    """Read the JSON list of objects in a file. Errors are those of `read_json`."""
+    raw = _read(path)
+    if not isinstance(raw, list) or not all(isinstance(item, dict) for item in raw):
+        raise ModelError(f"{path} must hold a JSON list of objects, got {raw!r:.80}")
+    return raw
+
+
+def _read(path: Path) -> Any:
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -108,8 +123,6 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path} is not valid JSON for a model: it nests more than {_MAX_DEPTH} levels deep") from None
     except ValueError as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ModelError(f"{path} must hold a JSON object, got {type(raw).__name__}")
     return raw
 
 

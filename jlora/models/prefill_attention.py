@@ -12,6 +12,7 @@ causal if the queries too are read backwards.
 
 from collections.abc import Callable
 from functools import reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +25,10 @@ from jlora.pallas.gpus import MIN_CAPABILITY, current_gpu
 _LANES = 128  # of a TPU: sizes of blocks are multiples
 _BLOCKS = (512, 256, _LANES)  # numbers of queries or keys in a block of splash attention, best first
 
-# (q, k, v, causal, window, lengths) -> out [B, L, H, D] and the logarithms [B, H, L] of the sums of exp(score). Causal
-# query i sees keys 0..i, and no key but the latest `window`. `lengths` [B] is the number of keys of each sequence.
-Kernel = Callable[[jax.Array, jax.Array, jax.Array, bool, int | None, jax.Array | None], tuple[jax.Array, jax.Array]]
+# (q, k, v, causal, window, lengths, alone) -> out [B, L, H, D] and the logarithms [B, H, L] of the sums of exp(score).
+# Causal query i sees keys 0..i, and no key but the latest `window`. `lengths` [B] is the number of keys of a sequence.
+# With `alone` the logarithms are None, and out has a gradient.
+Kernel = Callable[[jax.Array, jax.Array, jax.Array, bool, int | None, jax.Array | None, bool], tuple[jax.Array, Any]]
 
 
 def kernel_of(platform: str, dtype: DType, width: int) -> Kernel | None:
@@ -75,14 +77,16 @@ def attend(
     if count is not None:
         k, v = (_first(rows, count) for rows in (k, v))
     within = None if window is None or window >= length else window
-    parts = [kernel(q, k, v, True, within, None)]
+    alone = sinks is None and (past is None or window == 1)
+    out, sums = kernel(q, k, v, True, within, None, alone)
+    if sums is None:
+        return out
+    parts = [(out, sums)]
     if past is not None and window != 1:
         parts.append(_of_past(q, past, start, window, kernel))
     logits = [sums for _, sums in parts]
     if sinks is not None:
         logits.append(jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, None], logits[0].shape))
-    if len(logits) == 1:
-        return parts[0][0]
     total = _no_gradient(reduce(jnp.logaddexp, logits))
     added = jnp.zeros(q.shape, jnp.float32)
     for out, sums in parts:
@@ -101,12 +105,12 @@ def _of_past(
     """Return attention to the rows before `start`, and the logarithms of its sums."""
     if window is None or window >= past[0].shape[1]:
         keys, values = (_first(rows, start) for rows in past)
-        return kernel(q, keys, values, False, None, start)
+        return kernel(q, keys, values, False, None, start, False)
     length, size = q.shape[1], window - 1
     latest = jnp.maximum(start[:, None] - 1 - jnp.arange(size, dtype=start.dtype)[None], 0)
     count = jnp.minimum(start, size)
     keys, values = (_first(jax.vmap(lambda own, places: own[places])(rows, latest), count) for rows in past)
-    out, sums = kernel(_resized(q, 1, size)[:, ::-1], keys, values, True, None, count)
+    out, sums = kernel(_resized(q, 1, size)[:, ::-1], keys, values, True, None, count, False)
     return _resized(out[:, ::-1], 1, length), _resized(sums[:, :, ::-1], 2, length, -jnp.inf)
 
 
@@ -133,11 +137,12 @@ def _(*_: object) -> tuple[jax.Array, jax.Array]:
 
 
 def cudnn(
-    q: jax.Array, k: jax.Array, v: jax.Array, causal: bool, window: int | None, lengths: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
+    q: jax.Array, k: jax.Array, v: jax.Array, causal: bool, window: int | None, lengths: jax.Array | None, alone: bool
+) -> tuple[jax.Array, Any]:
     """Run cuDNN's attention, a `Kernel`."""
     if lengths is None:
-        return cudnn_attention(q, k, v, causal=causal, window=window)
+        out, sums = cudnn_attention(q, k, v, causal=causal, window=window)
+        return out, None if alone else sums
     # cuDNN does not document a length of 0. Row 0 takes its place, and a weight of 0 hides the result.
     out, sums = cudnn_attention(q, k, v, causal=causal, window=window, lengths=jnp.maximum(lengths, 1))
     return out, jnp.where(lengths[:, None, None] > 0, sums, -jnp.inf)
@@ -150,10 +155,14 @@ def splash(
     causal: bool,
     window: int | None,
     lengths: jax.Array | None,
+    alone: bool,
     *,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """Run JAX's splash attention, a `Kernel`. `interpret` runs it in the Pallas interpreter, for tests."""
+) -> tuple[jax.Array, Any]:
+    """Run JAX's splash attention, a `Kernel`. `interpret` runs it in the Pallas interpreter, for tests.
+
+    The library has a gradient only where it does not return the sums.
+    """
     from jax.experimental.pallas.ops.tpu import splash_attention as library  # slow import, needed on TPUs only
 
     batch, length, heads, width = q.shape
@@ -167,18 +176,27 @@ def splash(
     block_q, block_kv = (next(block for block in _BLOCKS if size % block == 0) for size in shape)
     kernel = library.make_splash_mha_single_device(
         library.MultiHeadMask([mask] * heads),
-        block_sizes=library.BlockSizes(block_q=block_q, block_kv=block_kv),
-        save_residuals=True,
+        block_sizes=library.BlockSizes(
+            block_q=block_q,
+            block_kv=block_kv,
+            block_q_dkv=block_q,
+            block_kv_dkv=block_kv,
+            block_kv_dkv_compute=block_kv,
+            block_q_dq=block_q,
+            block_kv_dq=block_kv,
+        ),
+        save_residuals=not alone,
         interpret=interpret,
     )
 
-    def run() -> tuple[jax.Array, jax.Array]:
+    def run() -> tuple[jax.Array, Any]:
         segments = None
         if lengths is not None:
             beyond = jnp.arange(keys)[None] >= lengths[:, None]
             segments = library.SegmentIds(jnp.zeros((batch, queries), jnp.int32), beyond.astype(jnp.int32))
-        out, (sums,) = jax.vmap(kernel)(q, k, v, segments)
-        return out[:, :, :length].swapaxes(1, 2), sums[:, :, :length]
+        found: Any = jax.vmap(kernel)(q, k, v, segments)
+        out, sums = (found, None) if alone else (found[0], found[1][0][:, :, :length])
+        return out[:, :, :length].swapaxes(1, 2), sums
 
     def nothing() -> tuple[jax.Array, jax.Array]:
         return jnp.zeros((batch, length, heads, width), q.dtype), jnp.full((batch, heads, length), -jnp.inf)

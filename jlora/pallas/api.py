@@ -26,7 +26,8 @@ before the product with b, so that b is stored as the adapter's file has it. `sh
 Rows without a group and slices of rank 0 keep the base, bitwise. Without a base the result is the delta alone. It is
 -0.0 in these rows and slices, so that adding it to a base changes no bit there.
 
-Ranks and scales are constants of the gradients.
+Ranks and scales are constants of the gradients, which are those of reverse mode only. A group without rows has zero
+gradients, and so have ranks from the true rank on. Under `jax.checkpoint`, h of `add_lora` has the name "lora_h".
 
 `batch_invariant` fixes all sizes that decide the order of a sum: the rows of a tile, the blocks and parts of K, and the
 number of launches. They then follow K, N, R and dtypes alone. The kernels of a backend give a row's delta the same bits
@@ -38,7 +39,7 @@ tried.
 import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -95,9 +96,10 @@ def shrink(
     base, b = _like((rows, n * rank)), _like((groups, rank, n * rank))
     check_invariant("shrink", batch_invariant, plan)
     kernels = choose("shrink", backend, base, x, a, b, (rank,) * n, batch_invariant)
-    if kernels is None or rows == 0:
+    if rows == 0:
         return xla.shrink(x, a, plan, ranks=ranks, x_rows=x_rows)
-    return gradients.shrink(_run(kernels.shrink, batch_invariant), x, a, plan, ranks, x_rows)
+    run, backward = _pass(kernels, "shrink", batch_invariant)
+    return gradients.shrink(run, backward, x, a, plan, ranks, x_rows)
 
 
 @_qwix.unintercepted
@@ -109,7 +111,6 @@ def expand(
     slice_sizes: Sequence[int],
     base: Float[jax.Array, "M N"] | None = None,
     ranks: Float[jax.Array, "G n 2"] | None = None,
-    row_scales: Float[jax.Array, "M"] | None = None,
     batch_invariant: bool = False,
     backend: Backend = "auto",
 ) -> Float[jax.Array, "M N"]:
@@ -123,9 +124,7 @@ def expand(
       base: [M, N] to add the delta to. The sum is computed in float32 and rounded once to base.dtype. None returns the
         delta alone.
       ranks: [G, n, 2] as for `shrink`. Entries of b past the rank, rounded up to 16, are never used. The scale
-        multiplies h in float32. None means rank R and scale 1 everywhere.
-      row_scales: [M] float32, a factor of the delta of each row, multiplied with the scale. It is a constant of the
-        gradients. A row of factor 0 may lose the sign of a zero; a plan without the row leaves it unchanged.
+        multiplies h in float32, with that of the row (`Plan.scaled`). None means rank R and scale 1 everywhere.
       batch_invariant: As for `add_lora`.
       backend: As for `shrink`.
 
@@ -141,15 +140,15 @@ def expand(
         raise LoRAError(f"expand: h must be [n, M, R] = [{len(sizes)}, {plan.num_rows}, {b.shape[1]}], got {h.shape}")
     check_base("expand", base, plan, b.shape[2])
     ranks = check_ranks("expand", ranks, (b.shape[0], len(sizes)))
-    row_scales = _check_row_scales("expand", row_scales, plan)
     (n, rows, rank), groups = h.shape, b.shape[0]
     out = _like((rows, b.shape[2]), b.dtype) if base is None else base
     check_invariant("expand", batch_invariant, plan)
     x, a = _like((rows, n * rank)), _like((groups, n, rank, n * rank))
     kernels = choose("expand", backend, out, x, a, b, sizes, batch_invariant)
-    if kernels is None or rows == 0:
-        return xla.expand(h, b, plan, slice_sizes=sizes, base=base, ranks=ranks, row_scales=row_scales)
-    return gradients.expand(_run(kernels.expand, batch_invariant), sizes, h, b, plan, base, ranks, row_scales)
+    if rows == 0:
+        return xla.expand(h, b, plan, slice_sizes=sizes, base=base, ranks=ranks)
+    run, backward = _pass(kernels, "expand", batch_invariant)
+    return gradients.expand(run, backward, sizes, h, b, plan, base, ranks)
 
 
 @_qwix.unintercepted
@@ -163,7 +162,6 @@ def add_lora(
     slice_sizes: Sequence[int] | None = None,
     ranks: Float[jax.Array, "G n 2"] | None = None,
     x_rows: Int[jax.Array, "M"] | None = None,
-    row_scales: Float[jax.Array, "M"] | None = None,
     batch_invariant: bool = False,
     backend: Backend = "auto",
 ) -> Float[jax.Array, "M N"]:
@@ -183,7 +181,6 @@ def add_lora(
         unchanged. Entries of a and b past the rank, rounded up to 16, are never used and may be NaN. None means rank R
         and scale 1 everywhere.
       x_rows: [M] as for `shrink`.
-      row_scales: [M] as for `expand`.
       batch_invariant: Compute a row's delta with the same bits for any number of rows, mix and slots (see above). The
         plan must be made for it, and the result may take longer.
       backend: "auto" chooses by platform. A named backend is used, or raises with the reason why it cannot be.
@@ -202,17 +199,13 @@ def add_lora(
     sizes = _check_pair("add_lora", a, b, plan, x.shape[1], slice_sizes)
     check_base("add_lora", base, plan, b.shape[2])
     ranks = check_ranks("add_lora", ranks, a.shape[:2])
-    row_scales = _check_row_scales("add_lora", row_scales, plan)
     check_invariant("add_lora", batch_invariant, plan)
     if plan.num_rows == 0:
         return jnp.zeros((0, b.shape[2])) if base is None else base
     out = _like((plan.num_rows, b.shape[2])) if base is None else base
     kernels = choose("add_lora", backend, out, x, a, b, sizes, batch_invariant)
-    if kernels is None:
-        options = {"ranks": ranks, "x_rows": x_rows, "row_scales": row_scales}
-        return xla.add_lora(base, x, a, b, plan, slice_sizes=sizes, **options)
-    run = _run(kernels.add_lora, batch_invariant)
-    return gradients.add_lora(run, sizes, base, x, a, b, plan, ranks, x_rows, row_scales)
+    run, backward = _pass(kernels, "add_lora", batch_invariant)
+    return gradients.add_lora(run, backward, sizes, base, x, a, b, plan, ranks, x_rows)
 
 
 def unsupported_reason(
@@ -279,8 +272,12 @@ def choose(
     return _kernels(backend)
 
 
-def _run(kernel: Callable[..., jax.Array], batch_invariant: bool) -> Callable[..., jax.Array]:
-    return functools.partial(kernel, batch_invariant=True) if batch_invariant else kernel
+def _pass(kernels: ModuleType | None, op: str, batch_invariant: bool) -> tuple[Callable[..., Any], ModuleType]:
+    """Return the forward function of a backend and the module of its backward pass; None means XLA."""
+    if kernels is None:
+        return getattr(xla, op), xla
+    run = getattr(kernels, op)
+    return functools.partial(run, batch_invariant=True) if batch_invariant else run, kernels.backward
 
 
 def check_invariant(op: str, batch_invariant: bool, plan: Plan) -> None:
@@ -361,17 +358,6 @@ def check_ranks(op: str, ranks, shape: tuple[int, ...]) -> Float[jax.Array, "G n
             f"got {ranks.dtype}{list(ranks.shape)}"
         )
     return jax.lax.stop_gradient(jnp.asarray(ranks))
-
-
-def _check_row_scales(op: str, row_scales, plan: Plan) -> Float[jax.Array, "M"] | None:
-    if row_scales is None:
-        return None
-    if row_scales.shape != (plan.num_rows,) or row_scales.dtype != jnp.float32:
-        raise LoRAError(
-            f"{op}: row_scales must be float32 [M] = [{plan.num_rows}] (the plan's rows), "
-            f"got {row_scales.dtype}{list(row_scales.shape)}"
-        )
-    return jax.lax.stop_gradient(jnp.asarray(row_scales))
 
 
 def check_float(op: str, name: str, array) -> None:

@@ -4,14 +4,14 @@ It is made once a step and shared by every layer.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from jlora._typing import Backend
 from jlora.errors import LoRAError
@@ -41,6 +41,7 @@ class Plan:
       tiles_used: [1] number of tiles to process, from the first on. All non-empty tiles are among them.
       num_groups, tile_m: Static sizes.
       experts: Static number of groups that share a slot, group = slot * experts + expert. 1 without experts.
+      row_scales: [M] float32, the factor of each row; None if all are 1 (`scaled`).
     """
 
     row_order: Int[jax.Array, "M"]
@@ -53,6 +54,28 @@ class Plan:
     num_groups: int
     tile_m: int
     experts: int = 1
+    row_scales: Float[jax.Array, "M"] | None = None
+
+    def scaled(self, row_scales: Float[jax.Array | np.ndarray, "M"] | None) -> "Plan":
+        """Return the plan with a factor of the delta of each row, which `expand` multiplies with the scale.
+
+        It is a constant of the gradients. A row of factor 0 may lose the sign of a zero; a plan without the row leaves
+        it unchanged.
+
+        Args:
+          row_scales: [M] float32; None for 1.
+
+        Raises:
+          LoRAError: It has another shape or dtype.
+        """
+        if row_scales is None:
+            return self
+        if row_scales.shape != (self.num_rows,) or row_scales.dtype != jnp.float32:
+            raise LoRAError(
+                f"row_scales must be float32 [M] = [{self.num_rows}] (the plan's rows), got "
+                f"{row_scales.dtype}{list(row_scales.shape)}"
+            )
+        return replace(self, row_scales=jax.lax.stop_gradient(jnp.asarray(row_scales)))
 
     @property
     def num_rows(self) -> int:
@@ -74,7 +97,7 @@ class Plan:
 
 INVARIANT_TILE_M = 16  # of plans for any number of rows: the fewest rows of a matrix unit
 _COMPARED_AT_ONCE = 1 << 22  # comparisons of a search: covers every dense plan, for example 8192 rows and 512 tiles
-_LEAVES = ("row_order", "row_slot", "tile_rows", "tile_group", "tile_start", "tile_end", "tiles_used")
+_LEAVES = ("row_order", "row_slot", "tile_rows", "tile_group", "tile_start", "tile_end", "tiles_used", "row_scales")
 
 
 _STATIC = ("num_groups", "tile_m", "experts")
@@ -183,7 +206,7 @@ def _build(ids, counts, single: bool, num_rows: int, num_groups: int, tile_m: in
 
     # 2. Assign tile t to the first leader whose tiles end past t.
     t = jnp.arange(max_tiles(num_rows, tile_m, max_active), dtype=jnp.int32)
-    run, used = _interval(tiles_end, t)
+    run, used = interval(tiles_end, t)
     start = run_start[run] + (t - (tiles_end[run] - tiles[run])) * tile_m
     tile_start = jnp.where(used, start, num_rows)
     tile_end = jnp.where(used, jnp.minimum(start + tile_m, group_end[run]), num_rows)
@@ -194,12 +217,12 @@ def _build(ids, counts, single: bool, num_rows: int, num_groups: int, tile_m: in
     if single:
         row_order = order
     else:
-        run, used = _interval(run_end, p)
+        run, used = interval(run_end, p)
         first_row = (jnp.cumsum(counts) - counts)[order]
         row_order = jnp.where(used, first_row[run] + p - run_start[run], p)
 
     # 4. Non-empty tiles cover the sorted rows without gaps, so p belongs to the first tile that ends past p.
-    tile, _ = _interval(tile_end, p)
+    tile, _ = interval(tile_end, p)
     inside = (tile_start[tile] <= p) & (p < tile_end[tile])
     slot = jnp.where(inside, tile * tile_m + p - tile_start[tile], len(t) * tile_m)
     row_slot = jnp.zeros(num_rows, jnp.int32).at[row_order].set(slot, unique_indices=True)
@@ -209,11 +232,74 @@ def _build(ids, counts, single: bool, num_rows: int, num_groups: int, tile_m: in
     return Plan(row_order, row_slot, rows.reshape(-1), tile_group, tile_start, tile_end, tiles_used, num_groups, tile_m)
 
 
-def _interval(ends, values):
-    """Return the index of the interval that contains each value, and whether there is one; `ends` must rise.
+class Segments(NamedTuple):
+    """Consecutive rows of one group, for sums over the rows of every group.
+
+    Attributes:
+      order: [M] rows sorted by group; those without a group come last.
+      pieces: [4, S] group of each segment, its sorted positions from a first to before a last, and its slot. A group of
+        up to `length` rows is one segment, of slot -1. The segments of a longer one have slots of their own. Rows
+        without a group are segments of group `num_groups`.
+      long: [3, L] groups of several segments, the first slot of each, and the number of its segments, `num_groups` and
+        0 past the last one.
+      slots: Static bound on the number of slots.
+    """
+
+    order: Int[jax.Array, "M"]
+    pieces: Int[jax.Array, "4 S"]
+    long: Int[jax.Array, "3 L"]
+    slots: int
+
+
+def bounds(plan: Plan) -> tuple[Int[jax.Array, "M"], Int[jax.Array, "ends"]]:
+    """Return the rows sorted by group, and the sorted position before which each group ends.
+
+    Rows without a group come last, as group G.
+    """
+    order, group = plan.row_order, plan.row_groups
+    if plan.experts > 1 and plan.num_tiles == plan.num_rows:  # the plan may be unsorted
+        order = jnp.argsort(group, stable=True).astype(jnp.int32)
+    return order, _count_up_to(group[order], jnp.arange(plan.num_groups + 1, dtype=jnp.int32))
+
+
+def segments(plan: Plan, length: int) -> Segments:
+    """Cut the rows of every group into segments of at most `length` rows."""
+    groups, rows = plan.num_groups, plan.num_rows
+    ids = jnp.arange(groups + 1, dtype=jnp.int32)
+    order, end = bounds(plan)
+    start = jnp.concatenate([jnp.zeros(1, jnp.int32), end[:-1]])
+    count = jnp.maximum(1, -(-(end - start) // length))
+    count_end = jnp.cumsum(count)
+    several = (count > 1) & (ids < groups)
+    slots = jnp.cumsum(jnp.where(several, count, 0))
+
+    s = jnp.arange(groups + 1 + rows // length, dtype=jnp.int32)
+    own, used = interval(count_end, s)
+    nth = s - (count_end - count)[own]
+    first = jnp.where(used, start[own] + nth * length, rows)
+    last = jnp.where(used, jnp.minimum(first + length, end[own]), rows)
+    slot = jnp.where(several[own], (slots - count)[own] + nth, -1)
+    pieces = jnp.stack([jnp.where(used, own, groups), first, last, jnp.where(used, slot, -1)])
+
+    most = rows // (length + 1)
+    place = jnp.where(several, jnp.cumsum(several) - 1, most)
+    long = [
+        jnp.full(most, empty, jnp.int32).at[place].set(v, mode="drop")
+        for v, empty in ((ids, groups), (slots - count, 0), (count, 0))
+    ]
+    return Segments(order, pieces.astype(jnp.int32), jnp.stack(long), most + rows // length if most else 0)
+
+
+def interval(ends, values):
+    """Return the index of the interval that contains each value, and whether there is one; `ends` must rise."""
+    index = _count_up_to(ends, values)
+    return jnp.minimum(index, len(ends) - 1), index < len(ends)
+
+
+def _count_up_to(ends, values):
+    """Return the number of `ends`, which must rise, that are at most each value.
 
     For few pairs, comparing all of them is one pass. A binary search is a chain of gathers.
     """
     method = "compare_all" if len(ends) * len(values) <= _COMPARED_AT_ONCE else "scan_unrolled"
-    index = jnp.searchsorted(ends, values, side="right", method=method).astype(jnp.int32)
-    return jnp.minimum(index, len(ends) - 1), index < len(ends)
+    return jnp.searchsorted(ends, values, side="right", method=method).astype(jnp.int32)

@@ -5,11 +5,16 @@ with the number of tiles (rows and active groups), not of slots. JAX differentia
 vmap, scan and remat.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
 from jlora.pallas.plan import Plan
+
+H = "lora_h"  # name of h for the policies of `jax.checkpoint`
 
 
 def shrink(
@@ -33,10 +38,9 @@ def expand(
     slice_sizes: tuple[int, ...],
     base: Float[jax.Array, "M N"] | None,
     ranks: Float[jax.Array, "G n 2"] | None,
-    row_scales: Float[jax.Array, "M"] | None = None,
 ) -> Float[jax.Array, "M N"]:
     """Implement `jlora.ops.expand`."""
-    delta = to_rows(_expand_tiles(to_slice_tiles(h, plan), b, plan, slice_sizes, ranks, row_scales), plan)
+    delta = to_rows(_expand_tiles(to_slice_tiles(h, plan), b, plan, slice_sizes, ranks), plan)
     return _added(base, delta, plan, slice_sizes, ranks, b.dtype)
 
 
@@ -50,12 +54,124 @@ def add_lora(
     slice_sizes: tuple[int, ...],
     ranks: Float[jax.Array, "G n 2"] | None,
     x_rows: Int[jax.Array, "M"] | None = None,
-    row_scales: Float[jax.Array, "M"] | None = None,
-) -> Float[jax.Array, "M N"]:
-    """Implement `jlora.ops.add_lora`; the rank-R intermediate stays in tile space."""
-    h = _shrink_tiles(to_tiles(x, plan, x_rows), a, plan, ranks)
-    delta = to_rows(_expand_tiles(h, b, plan, slice_sizes, ranks, row_scales), plan)
-    return _added(base, delta, plan, slice_sizes, ranks, jnp.float32)
+    keep_h: bool = False,
+) -> Any:
+    """Implement `jlora.ops.add_lora`; the rank-R intermediate stays in tile space.
+
+    With `keep_h`, return the result and h [1, M, n * R], for `expand_grads`.
+    """
+    h, kept = _shrink_tiles(to_tiles(x, plan, x_rows), a, plan, ranks), None
+    if keep_h:
+        rows = to_rows(jnp.moveaxis(h, 1, 2), plan)
+        kept = checkpoint_name(rows.reshape(1, plan.num_rows, -1), H)
+        h = to_slice_tiles(jnp.moveaxis(kept.reshape(rows.shape), 1, 0), plan)
+    delta = to_rows(_expand_tiles(h, b, plan, slice_sizes, ranks), plan)
+    out = _added(base, delta, plan, slice_sizes, ranks, jnp.float32)
+    return (out, kept) if keep_h else out
+
+
+def expand_grads(
+    h: Float[jax.Array, "P M nR"],
+    dout: Float[jax.Array, "M N"],
+    b: Float[jax.Array, "G R N"],
+    plan: Plan,
+    ranks: Float[jax.Array, "G n 2"] | None,
+    slice_sizes: tuple[int, ...],
+) -> tuple[Float[jax.Array, "M nR"], Float[jax.Array, "G R N"]]:
+    """Return dh = s dout bᵀ in float32, of the rows with a group, and db = (s h)ᵀ dout, summed over each group's rows.
+
+    h is a sum of P parts. s is the scale of the row's group and slice times the row's own.
+    """
+    (groups, rank, _), n = b.shape, len(slice_sizes)
+    ranks = all_ranks(groups, n, rank) if ranks is None else ranks
+    edges = [sum(slice_sizes[:i]) for i in range(n + 1)]
+
+    def tile(group, rows, live):
+        below = _ranks_below(rank, ranks[group])
+        taken = live[:, None] & below.reshape(1, -1)  # [tile_m, n * R]
+        scale = jnp.repeat(ranks[group, :, 1], rank)[None]
+        scale = scale if plan.row_scales is None else scale * plan.row_scales[rows, None]
+        values = jnp.where(live[:, None], dout[rows].astype(jnp.float32), 0)
+        scaled = jnp.where(taken, h[:, rows].astype(jnp.float32).sum(0) * scale, 0)
+        dh, db = [], []
+        for i in range(n):
+            columns, own = values[:, edges[i] : edges[i + 1]], slice(i * rank, (i + 1) * rank)
+            factor = jnp.where(below[i, :, None], b[group, :, edges[i] : edges[i + 1]].astype(jnp.float32), 0)
+            dh.append(_dot(columns, factor.T))
+            db.append(_dot(scaled[:, own].T, columns))
+        return jnp.where(taken, jnp.concatenate(dh, axis=1) * scale, 0), jnp.concatenate(db, axis=1)
+
+    return _by_tile(tile, plan, b)
+
+
+def shrink_grads(
+    dh: Float[jax.Array, "M nR"],
+    x: Float[jax.Array, "T K"],
+    a: Float[jax.Array, "G n R K"],
+    plan: Plan,
+    ranks: Float[jax.Array, "G n 2"] | None,
+    x_rows: Int[jax.Array, "M"] | None,
+) -> tuple[Float[jax.Array, "T K"], Float[jax.Array, "G n R K"]]:
+    """Return dx = dh a and da = dhᵀ x, summed over each group's rows. dh need not be finite past the rank."""
+    groups, n, rank, k = a.shape
+    ranks = all_ranks(groups, n, rank) if ranks is None else ranks
+
+    def tile(group, rows, live):
+        below = _ranks_below(rank, ranks[group]).reshape(n * rank, 1)
+        factor = jnp.where(below, a[group].reshape(n * rank, k).astype(jnp.float32), 0)
+        h = jnp.where(live[:, None] & below.T, dh[rows].astype(jnp.float32), 0)
+        source = rows if x_rows is None else jnp.where(live, x_rows[rows], 0)
+        values = jnp.where(live[:, None], x[source].astype(jnp.float32), 0)
+        return _dot(h, factor).astype(x.dtype), _dot(h.T, values).reshape(n, rank, k)
+
+    dx, da = _by_tile(tile, plan, a)
+    return dx if x_rows is None else sum_by_source(dx, x_rows, plan, len(x)).astype(x.dtype), da
+
+
+def _by_tile(run, plan: Plan, factor):
+    """Run `run(group, rows, live)` on each tile, and return its first results as rows and the sums of its second.
+
+    The sums over the tiles of a group are float32, and are rounded to the dtype of the factor [G, ...]. Only that of
+    the current group is kept in float32.
+    """
+    last_row = plan.num_rows - 1
+    order = jnp.argsort(jnp.where(plan.tile_start < plan.tile_end, plan.tile_group, plan.num_groups), stable=True)
+    groups = jnp.where(plan.tile_start < plan.tile_end, plan.tile_group, plan.num_groups)[order]
+    rows = plan.tile_rows.reshape(plan.num_tiles, plan.tile_m)[order]
+
+    def step(carry, tile):
+        total, grad, before = carry
+        group, rows = tile
+        group = jnp.where(group < plan.num_groups, group, before)  # an empty tile adds zeros
+        out, added = run(group, jnp.minimum(rows, last_row), rows <= last_row)
+        total = jnp.where(group == before, total, 0) + added
+        grad = jax.lax.dynamic_update_index_in_dim(grad, total.astype(grad.dtype), group, 0)
+        return (total, grad, group), out
+
+    zeros = jnp.zeros(factor.shape[1:], jnp.float32), jnp.zeros_like(factor), jnp.int32(0)
+    (_, grad, _), tiles = jax.lax.scan(step, zeros, (groups, rows))
+    return to_rows(tiles[jnp.argsort(order)], plan), grad
+
+
+def sum_by_source(rows, x_rows, plan: Plan, sources: int):
+    """Add the row of each m, in order, to row x_rows[m]: [M, K] -> float32 [sources, K].
+
+    Each round adds one more row to every source, so no two rows are added to the same place at once.
+    """
+    source = jnp.where(has_group(plan), x_rows, sources)
+    order = jnp.argsort(source, stable=True)
+    edges = jnp.searchsorted(source[order], jnp.arange(sources + 1))
+    start, count = edges[:-1], jnp.diff(edges)
+
+    def add(j, total):
+        row = order[jnp.minimum(start + j, len(order) - 1)]
+        return total + jnp.where((j < count)[:, None], rows[row].astype(jnp.float32), 0)
+
+    return jax.lax.fori_loop(0, jnp.max(count), add, jnp.zeros((sources, rows.shape[1]), jnp.float32))
+
+
+def _dot(x, y):
+    return jnp.dot(x, y, precision="highest")
 
 
 def to_tiles(rows, plan: Plan, sources=None):
@@ -123,12 +239,20 @@ def mask_ranks(h, plan: Plan, ranks):
     return h if ranks is None else jnp.where(_below_rank(h.shape[-1], plan, ranks)[:, :, None, :], h, 0)
 
 
-def scale_tiles(h, plan: Plan, ranks, row_scales):
+def mask_rows(h, plan: Plan, ranks):
+    """Zero [n, M, R] in rows without a group and from each row's true rank on."""
+    if ranks is None:
+        return jnp.where(has_group(plan)[None, :, None], h, 0)
+    rank = jnp.where(has_group(plan)[None], ranks[plan.tile_group[tile_of_rows(plan)], :, 0].T, 0)  # [n, M]
+    return jnp.where(jnp.arange(h.shape[2], dtype=jnp.float32)[None, None] < rank[..., None], h, 0)
+
+
+def scale_tiles(h, plan: Plan, ranks):
     """Multiply [T, n, tile_m, R] by the scales of groups and slices and of rows, and zero it from the true rank on."""
     if ranks is not None:
         h = h * ranks[plan.tile_group][:, :, 1, None, None]
-    if row_scales is not None:
-        h = h * to_tiles(row_scales, plan)[:, None, :, None]
+    if plan.row_scales is not None:
+        h = h * to_tiles(plan.row_scales, plan)[:, None, :, None]
     return mask_ranks(h, plan, ranks)
 
 
@@ -137,9 +261,14 @@ def _below_rank(rank: int, plan: Plan, ranks):
     return jnp.arange(rank, dtype=jnp.float32)[None, None, :] < ranks[plan.tile_group][:, :, :1]
 
 
-def _expand_tiles(h_tiles, b, plan: Plan, slice_sizes, ranks, row_scales=None):
+def _ranks_below(rank: int, ranks):
+    """Return [n, R] of one group's ranks [n, 2]: True below the true rank."""
+    return jnp.arange(rank, dtype=jnp.float32)[None] < ranks[:, :1]
+
+
+def _expand_tiles(h_tiles, b, plan: Plan, slice_sizes, ranks):
     """Multiply [T, n, t, R] x [G, R, N] -> [T, t, N] float32."""
-    h_tiles = scale_tiles(h_tiles, plan, ranks, row_scales)
+    h_tiles = scale_tiles(h_tiles, plan, ranks)
     parts = [
         jnp.einsum("tmr,trn->tmn", h_tiles[:, i], columns, precision="highest")
         for i, columns in enumerate(take_b(b, plan, slice_sizes, ranks))

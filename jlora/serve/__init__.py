@@ -1,5 +1,6 @@
 """Continuous batching for requests that each have their own adapter. Needs no HTTP package."""
 
+from jlora.serve.client import push as push
 from jlora.serve.engine.engine import Engine as Engine
 from jlora.serve.engine.generation import Generation as Generation
 from jlora.serve.engine.model import ServableModel as ServableModel

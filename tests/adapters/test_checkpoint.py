@@ -5,15 +5,11 @@ import numpy as np
 import pytest
 
 from jlora import LoRAError
-from jlora.adapters import Adapter
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageError
 from tests.adapters.conftest import PREFIX, Q, V, lora_tensors
+from tests.adapters.reading import load_all_ways as load
 
 EMBED, HEAD = "model.embed_tokens", "lm_head"
-
-
-def load(folder, **options):
-    return Adapter.from_pretrained(folder, **options)
 
 
 # ---- read

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 from jlora.adapters import Adapter, ExpertsLoRA, ModuleLoRA, decide_exchanged
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 from tests.adapters.conftest import PREFIX
+from tests.adapters.reading import load_all_ways
 
 MLP = "model.layers.0.mlp"
 EXPERTS = f"{MLP}.experts"
@@ -82,7 +83,7 @@ def load_of(folder_of):
 
     def load(found, *, load_options=None, **fields):
         fields = {"r": R, "target_modules": []} | fields
-        return Adapter.from_pretrained(folder_of(found, **fields), **(load_options or {}))
+        return load_all_ways(folder_of(found, **fields), **(load_options or {}))
 
     return load
 

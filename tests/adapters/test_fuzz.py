@@ -61,8 +61,11 @@ def load(folder, config: bytes, tensors: bytes) -> Adapter | None:
         os.utime(file, (1, 1))  # a file of just now would be waited for
     try:
         adapter = Adapter.from_pretrained(folder, name="fuzzed")
-    except LoRAError:
+    except LoRAError as error:
+        with pytest.raises(type(error)):
+            Adapter.from_bytes(tensors, config, name="fuzzed")
         return None
+    assert Adapter.from_bytes(tensors, config, name="fuzzed").modules.keys() == adapter.modules.keys()
     assert adapter.modules
     for lora in adapter.modules.values():
         assert lora.a.shape[0] == lora.b.shape[1] == lora.rank >= 1

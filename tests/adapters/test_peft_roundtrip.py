@@ -381,3 +381,18 @@ def test_modules_to_save_of_peft_by_the_end_of_a_name(tmp_path):
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["head"], task_type="CAUSAL_LM")
     trained(llama(), config).save_pretrained(tmp_path)
     assert Adapter.from_pretrained(tmp_path).saved_outputs == {"lm_head": 37}
+
+
+def test_a_state_dict_of_a_live_model(tmp_path):
+    """PEFT's configuration holds sets and enumerations, and its state dict is what its folder has."""
+    model = trained(llama(), peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], use_dora=True))
+    tensors = {name: tensor.numpy() for name, tensor in peft.get_peft_model_state_dict(model).items()}
+    found = Adapter.from_state_dict(tensors, model.peft_config["default"], name="live")
+    model.save_pretrained(tmp_path)
+    expected = Adapter.from_pretrained(tmp_path)
+    assert found.modules.keys() == expected.modules.keys()
+    assert found.use_dora
+    for name, lora in expected.modules.items():
+        for part in ("a", "b", "magnitude"):
+            np.testing.assert_array_equal(getattr(found.modules[name], part), getattr(lora, part))
+        assert (found.modules[name].alpha, found.modules[name].scaling) == (lora.alpha, lora.scaling)

@@ -9,6 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from jlora.adapters import Adapter, ModuleLoRA, SavedHead
 from jlora.errors import AdapterFormatError, AdapterMismatchError
+from tests.adapters.reading import load_all_ways
 
 LORA = {
     "base_model.model.model.layers.0.q_proj.lora_A.weight": np.ones((2, 6), np.float32),
@@ -29,7 +30,7 @@ def load(tmp_path):
     def of(tensors, **fields):
         (tmp_path / "adapter_config.json").write_text(json.dumps(CONFIG | fields))
         save_file({**LORA, **tensors}, tmp_path / "adapter_model.safetensors")
-        return Adapter.from_pretrained(tmp_path, name="sql")
+        return load_all_ways(tmp_path, name="sql")
 
     return of
 

@@ -25,7 +25,8 @@ from jlora.cli.commands import run
 for command in json.loads(sys.argv[1]):
     print(run(command), flush=True)
 """
-READ = {"config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+POOLING = ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json", "config_sentence_transformers.json")
+READ = {"config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", *POOLING}
 SHARDS = {"model.safetensors.index.json", "part-0.safetensors", "part-1.safetensors"}
 INSPECT = ["inspect", SORT, "--model", "team/demo"]
 
@@ -42,6 +43,9 @@ def hub(tmp_path_factory):
         (folder / "README.md").write_text("words")
         (folder / "chat_template.jinja").write_text("{{ messages }}")
         (folder / "tokenizer_config.json").write_text("{}")
+        (folder / "1_Pooling").mkdir()
+        for file in POOLING:
+            (folder / file).write_text("[]" if file == "modules.json" else "{}")
         (folder / "onnx").mkdir()
         (folder / "onnx" / "model.safetensors").write_bytes(b"another format")
     split(repos["sharded"])

@@ -32,9 +32,10 @@ from jlora.serve import SamplingParams
 from jlora.serve.engine.steps import Steps
 from jlora.serve.http.app import build_app
 from tests.cli.test_commands import error_of
-from tests.models import goldens
+from tests.models import checkpoints, goldens
 from tests.models.test_checkpoint import edit, multimodal
 from tests.serve.client import ask
+from tests.serve.embedding import tokenizer, write_modules
 
 MODEL = str(DEMO / "model")
 SORT = str(DEMO / "adapters" / "sort")
@@ -311,6 +312,28 @@ def test_gemma_with_the_client_of_openai(served, tmp_path):
             assert answer.choices[0].finish_reason == ("length" if length == 12 else "stop")
     finally:
         assert service.engine.close(60)
+
+
+def test_an_embedding_checkpoint(served, tmp_path, capsys):
+    """It takes no cache. What a tokenizer was saved with, padding and a maximal length, changes no text."""
+    checkpoints.write(tmp_path, checkpoints.DENSE["qwen3-tied"] | {"max_position_embeddings": 4096})
+    write_modules(tmp_path)
+    saved = tokenizer()
+    saved.enable_truncation(4)
+    saved.enable_padding(length=6)
+    saved.save(str(tmp_path / "tokenizer.json"))
+    service = served(*SMALL, model=str(tmp_path)).service
+    assert service.engine.embeds
+    assert service.max_model_len == 64
+    assert service.engine.encode("planet") == tokenizer().encode("planet").ids
+    assert "cache 0.0 KiB" in capsys.readouterr().err
+    (tmp_path / "tokenizer_config.json").write_text('{"add_eos_token": true}')
+    served(*SMALL, model=str(tmp_path))  # its tokenizer adds it
+    plain = json.loads((tmp_path / "tokenizer.json").read_text()) | {"post_processor": None}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(plain))
+    capsys.readouterr()
+    status, line = error_of(capsys, ["serve", str(tmp_path)])
+    assert (status, "add_eos_token is true, and tokenizer.json adds no token at the end" in line) == (1, True)
 
 
 @pytest.mark.slow

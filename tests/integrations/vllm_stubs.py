@@ -91,6 +91,15 @@ class LoRARequest:
     load_inplace: bool = False
 
 
+@dataclasses.dataclass
+class LoadLoRAAdapterRequest:
+    """The fields of vLLM's request over HTTP."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
 class LoRAAdapterNotFoundError(Exception):
     """Stands for vLLM's."""
 
@@ -118,15 +127,24 @@ def _gen_lora_extra_hash_keys(request: Any) -> list[Any]:
     return [("lora", lora.lora_name, lora.lora_path)] if lora else []
 
 
+def generate_block_hash_extra_keys(request: Any, start_token_idx: int, end_token_idx: int, start_mm_idx: int) -> Any:
+    """Return the keys of one block: vLLM looks up the function that an integration may have replaced."""
+    kv_cache_utils = importlib.import_module("vllm.v1.core.kv_cache_utils")
+    keys = [*kv_cache_utils._gen_lora_extra_hash_keys(request), *getattr(request, "other_keys", ())]
+    return tuple(keys) or None, start_mm_idx
+
+
 def install() -> None:
     """Let `tpu_inference` be imported in this process."""
     sys.meta_path.append(_Finder())
-    real = {
-        "vllm.lora.request": LoRARequest,
-        "vllm.exceptions": LoRAAdapterNotFoundError,
-        "vllm.v1.engine.core": EngineCore,
-        "vllm.v1.executor.abstract": Executor,
-        "vllm.v1.core.kv_cache_utils": _gen_lora_extra_hash_keys,
-    }
-    for name, part in real.items():
+    real = [
+        ("vllm.lora.request", LoRARequest),
+        ("vllm.entrypoints.serve.lora.protocol", LoadLoRAAdapterRequest),
+        ("vllm.exceptions", LoRAAdapterNotFoundError),
+        ("vllm.v1.engine.core", EngineCore),
+        ("vllm.v1.executor.abstract", Executor),
+        ("vllm.v1.core.kv_cache_utils", _gen_lora_extra_hash_keys),
+        ("vllm.v1.core.kv_cache_utils", generate_block_hash_extra_keys),
+    ]
+    for name, part in real:
         setattr(importlib.import_module(name), part.__name__, part)

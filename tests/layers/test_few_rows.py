@@ -117,6 +117,7 @@ def called(monkeypatch):
 
     monkeypatch.setattr(few_rows, "product_in_parts", spy)
     monkeypatch.setattr(triton, "add_lora", add_lora)
+    monkeypatch.setattr(triton, "backward", xla)
     return calls
 
 

@@ -429,6 +429,14 @@ def test_heads_of_a_mapped_name(saved):
     jlora.LoRAManager(Classifier(), replace(config, saved_heads=saved), **options).add_adapter(adapter)
 
 
+def test_two_heads_of_one_layer():
+    adapter = jlora.Adapter.from_arrays("a", {}, alpha=1, heads={"score": head_of(3, 1), "classifier": head_of(2, 2)})
+    config = jlora.LoRAConfig(max_loras=1, max_lora_rank=1, saved_heads={"score": 3})
+    manager = jlora.LoRAManager(Classifier(), config, name_map={"^classifier$": "score"})
+    with pytest.raises(jlora.AdapterMismatchError, match="classifier: fills slice 0 of 'score', which score fills too"):
+        manager.add_adapter(adapter)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jlora
 from tests.manager.test_names import Merged, factors, make_manager, placed
@@ -53,3 +54,15 @@ def test_scaling_zero_serves_the_bits_of_the_base(world):
     }
     world.manager.add_adapter(jlora.Adapter(name="z", modules=modules))
     np.testing.assert_array_equal(world.serve(["z", None, "z"]), world.serve([None] * 3))
+
+
+@pytest.mark.parametrize(
+    ("path", "rows", "said"),
+    [("self_attn", 3, True), ("self_attn", 5, False), ("self_attn", 24, False), ("mlp", 3, False)],
+)
+def test_one_head_of_an_attention_b_is_refused_as_maxtexts(rng, tmp_path, path, rows, said):
+    model = nnx.Dict({path: Merged()})
+    jlora.Adapter(name="x", modules={f"{path}.proj": factors(rng, 2, 3, rows)}).save_pretrained(tmp_path)
+    with pytest.raises(jlora.AdapterMismatchError, match=f"{path}.proj: A and B have shapes") as raised:
+        make_manager(model).add_adapter(jlora.LoRARequest("x", str(tmp_path)))
+    assert ("one head of 4, as MaxText exports them" in str(raised.value)) == said

@@ -1,5 +1,7 @@
 """Attention by a library: its two parts, splash attention interpreted and compiled for TPUs, and cuDNN's calls."""
 
+import re
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -18,7 +20,7 @@ from tests.pallas.lowering import for_gpu
 NAN = float("nan")
 
 
-def plain(q, k, v, causal, window, lengths):
+def plain(q, k, v, causal, window, lengths, alone):
     """A kernel with what the libraries offer and no more.
 
     Masked values are multiplied by weights of 0, the results of no keys and of more than there are may be NaN.
@@ -37,7 +39,7 @@ def plain(q, k, v, causal, window, lengths):
         sums = jnp.where((lengths > 0)[:, None, None], sums, -jnp.inf)
         sums = jnp.where((lengths > k.shape[1])[:, None, None], NAN, sums)
         out = jnp.where((lengths > 0)[:, None, None, None], out, jnp.asarray(NAN, out.dtype))
-    return out, sums
+    return out, None if alone else sums
 
 
 def expected(q, k, v, start, count, past, sinks, window):
@@ -109,9 +111,28 @@ def test_splash_attention(rng, window, sinks, capacity):
 def test_splash_attention_of_new_sequences_reads_no_cache(rng):
     """The rows before the start are behind a condition, which holds for none of these sequences."""
     q, k = (jnp.asarray(rng.normal(size=(2, 4, 2, 8)), jnp.bfloat16) for _ in range(2))
-    out, sums = splash(q, k, k, False, None, jnp.zeros(2, jnp.int32), interpret=True)
+    out, sums = splash(q, k, k, False, None, jnp.zeros(2, jnp.int32), False, interpret=True)
     assert np.isneginf(sums).all()
     assert not np.asarray(out, np.float32).any()
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_splash_attention_has_a_gradient(rng, window):
+    """A decoder that is trained attends to new tokens only. Padding gives and takes no gradient."""
+    shapes = (2, 12, 4, 16), (2, 12, 2, 16), (2, 12, 2, 16), (2, 12, 4, 16)
+    q, k, v, weights = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
+    start, count = jnp.zeros(2, jnp.int32), jnp.array([12, 7], jnp.int32)
+    weights = jnp.where((np.arange(12) < np.array([[12], [7]]))[..., None, None], weights, jnp.bfloat16(0))
+
+    def gradients(kernel):
+        def total(q, k, v):
+            out = attend(q, k, v, start, count, None, None, window=window, kernel=kernel)
+            return (out.astype(jnp.float32) * weights.astype(jnp.float32)).sum()
+
+        return [np.asarray(found, np.float32) for found in jax.grad(total, (0, 1, 2))(q, k, v)]
+
+    for found, want in zip(gradients(partial(splash, interpret=True)), gradients(plain), strict=True):
+        np.testing.assert_allclose(found, want, atol=0.02 * np.abs(want).max())
 
 
 def test_a_gradient_through_two_parts_is_refused():
@@ -141,6 +162,7 @@ def test_which_platforms_and_shapes_have_a_library(monkeypatch):
     assert kernel_of("tpu", "float32", 128) is None
 
 
+NO_SINKS = {"sinks": False, "sliding_windows": None}
 CONFIG = DecoderConfig(
     vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16, sliding_windows=(None, 9), sinks=True, max_position_embeddings=64,
@@ -186,7 +208,7 @@ def test_a_decoder_gives_the_same_logits_by_a_library(use):
     runs = use(plain)
     for found, expected in zip(answers(model, NAN), want, strict=True):
         np.testing.assert_allclose(found, expected, atol=0.02 * np.abs(expected).max())
-    assert len(runs) == 2 + 4 + 4  # one part without a cache, two with it, and one program for each chunk
+    assert len(runs) == 4 + 4  # two parts with a cache, and one program for each chunk
 
 
 @pytest.mark.mesh
@@ -254,6 +276,28 @@ def test_splash_attention_compiles_for_tpus(chip, batch, length, capacity, heads
     assert "splash_mha_fwd_residuals" in text
     assert "splash_mha_fwd_segmented_residuals" in text
     assert program.memory_analysis().temp_size_in_bytes < 1 << 30
+
+
+@pytest.mark.usefixtures("as_users_compile", "without_cache")
+@pytest.mark.parametrize(
+    ("fields", "kernels"),
+    [({"sliding_windows": (None, 9)}, 2), pytest.param({"sinks": True}, 0, marks=pytest.mark.slow)],
+    ids=["windows", "sinks"],
+)
+def test_a_decoder_has_a_gradient_on_tpus(monkeypatch, fields, kernels):
+    """Compiled ahead of time. Sinks need the sums of the scores, of which splash attention has no gradient."""
+    monkeypatch.setattr(attention, "platform", lambda: "tpu")
+    of = partial(operand_of, "v6e")
+    model = nnx.eval_shape(lambda: Decoder(replace(CONFIG, **NO_SINKS | fields), dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    graphdef, params = nnx.split(model)
+
+    def loss(params, tokens):
+        return jax.nn.log_softmax(nnx.merge(graphdef, params)(tokens)).mean()
+
+    args = jax.tree.map(lambda leaf: of(leaf.shape, leaf.dtype), (params, jax.ShapeDtypeStruct((2, 256), "int32")))
+    text = jax.jit(jax.grad(loss)).lower(*args).compile().as_text()
+    for name in ("fwd", "dq", "dkv"):
+        assert len(re.findall(rf"^ *%splash_mha_{name}_\S+ = .* custom-call\(", text, re.MULTILINE)) == kernels
 
 
 def test_scores_over_the_limit_are_computed_in_blocks(rng, monkeypatch):

@@ -49,6 +49,10 @@ def interpret(monkeypatch):
             fixed = {"tiles": tiles[name]} if name in tiles else {}
             kernel = partial(getattr(module, function), interpret=interpret_of(backend))
             monkeypatch.setattr(module, function, wrap(name, partial(kernel, **fixed)))
+        for module, backend in ((triton.backward, "triton"), (mosaic_tpu.backward, "mosaic_tpu")):
+            for name in ("shrink_grads", "expand_grads"):
+                kernel = partial(getattr(module, name), interpret=interpret_of(backend))
+                monkeypatch.setattr(module, name, kernel)
         return calls
 
     return start

@@ -19,7 +19,7 @@ from tests.pallas.lowering import lowered_text
 from tests.pallas.running import interpret_of
 from tests.pallas.scales import with_scales
 from tests.pallas.test_moe import routed
-from tests.pallas.test_ranks import MOSAIC, TRITON, XLA, run_of
+from tests.pallas.test_ranks import MOSAIC, TRITON, XLA, backward_of, run_of
 from tests.pallas.test_xla import close
 
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("quickly_compiled")]
@@ -77,7 +77,7 @@ def test_add_lora(operands, backend, row_scales):
     base, x, a, b, plan = operands
     base = base.at[:, ::2].set(-0.0)
     run = jax.jit(run_of(backend, "add_lora"), static_argnames="slice_sizes")
-    got = run(base, x, a, b, plan, slice_sizes=SIZES, ranks=with_scales(RANKS, SCALES), row_scales=row_scales)
+    got = run(base, x, a, b, plan.scaled(row_scales), slice_sizes=SIZES, ranks=with_scales(RANKS, SCALES))
     want = reference(base, x, a, b, row_scales=row_scales)
     for m in range(ROWS):  # rows differ by orders of magnitude
         close(got[m], want[m], 2e-6)
@@ -87,15 +87,15 @@ def test_add_lora(operands, backend, row_scales):
 @THINNED_BACKENDS
 def test_shrink_is_unscaled_and_expand_scales(operands, backend):
     base, x, a, b, plan = operands
-    ranks = with_scales(RANKS, SCALES)
+    ranks, scaled_plan = with_scales(RANKS, SCALES), plan.scaled(ROW_SCALES)
     shrink = jax.jit(run_of(backend, "shrink"))
-    h = shrink(x, a, plan, ranks=ranks)
+    h = shrink(x, a, scaled_plan, ranks=ranks)
     np.testing.assert_array_equal(h, shrink(x, a, plan, ranks=with_scales(RANKS)))
     row_ranks = np.where(OWNED[:, None], RANKS[np.where(OWNED, IDS, 0)], 0).T
     h = jnp.where(np.arange(RANK) < row_ranks[..., None], h, jnp.nan)
     expand = jax.jit(run_of(backend, "expand"), static_argnames="slice_sizes")
     for given in (base, None):
-        got = expand(h, b, plan, slice_sizes=SIZES, base=given, ranks=ranks, row_scales=ROW_SCALES)
+        got = expand(h, b, scaled_plan, slice_sizes=SIZES, base=given, ranks=ranks)
         want = reference(np.zeros_like(base) if given is None else given, x, a, b, row_scales=ROW_SCALES)
         for m in range(ROWS):
             close(got[m], want[m], 2e-6)
@@ -120,8 +120,7 @@ def test_a_delta_alone(operands, backend, dtype):
     base, x, a, b = (v.astype(dtype) for v in arrays)
     base = base.at[:, ::2].set(-0.0)
     run = jax.jit(run_of(backend, "add_lora"), static_argnames="slice_sizes")
-    options = {"slice_sizes": SIZES, "ranks": with_scales(RANKS, SCALES), "row_scales": jnp.asarray(ROW_SCALES)}
-    delta = run(None, x, a, b, plan, **options)
+    delta = run(None, x, a, b, plan.scaled(ROW_SCALES), slice_sizes=SIZES, ranks=with_scales(RANKS, SCALES))
     assert delta.dtype == jnp.float32
     want = reference(np.zeros_like(base), x, a, b, row_scales=ROW_SCALES)
     for m in range(ROWS):
@@ -141,19 +140,15 @@ def dense(base, x, a, b, scales, row_scales):
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["", "delta"])
-@pytest.mark.parametrize("backend", [XLA, TRITON])
+@BACKENDS
 def test_gradients(operands, backend, alone):
-    """The kernels share one backward pass: Triton's stands for both."""
     base, x, a, b, plan = operands
-    ranks, run = with_scales(RANKS, SCALES), run_of(backend, "add_lora")
+    ranks, run, backward = with_scales(RANKS, SCALES), run_of(backend, "add_lora"), backward_of(backend)
+    plan = plan.scaled(ROW_SCALES)
 
     def call(base, *v):
         own = None if alone else base
-        if backend == "xla":
-            options = {"ranks": ranks, "row_scales": jnp.asarray(ROW_SCALES), "backend": "xla"}
-            out = api.add_lora(own, *v, plan, slice_sizes=SIZES, **options)
-        else:
-            out = gradients.add_lora(run, SIZES, own, *v, plan, ranks, row_scales=jnp.asarray(ROW_SCALES))
+        out = gradients.add_lora(run, backward, SIZES, own, *v, plan, ranks)
         return base + out if alone else out
 
     cotangent = jnp.asarray(np.random.default_rng(1).normal(size=base.shape), jnp.float32)
@@ -165,18 +160,15 @@ def test_gradients(operands, backend, alone):
         close(have, np.asarray(expected, np.float64), 1e-5)
 
 
-@pytest.mark.parametrize("backend", [XLA, TRITON])
+@BACKENDS
 def test_gradients_of_expand(operands, backend):
     base, x, a, b, plan = operands
-    ranks, run = with_scales(RANKS, SCALES), run_of(backend, "expand")
+    ranks, run, backward = with_scales(RANKS, SCALES), run_of(backend, "expand"), backward_of(backend)
+    plan = plan.scaled(ROW_SCALES)
     h = jax.jit(partial(api.shrink, backend="xla"))(x, a, plan, ranks=ranks)
 
     def call(h, b):
-        if backend == "xla":
-            return api.expand(
-                h, b, plan, slice_sizes=SIZES, ranks=ranks, row_scales=jnp.asarray(ROW_SCALES), backend="xla"
-            )
-        return gradients.expand(run, SIZES, h, b, plan, None, ranks, jnp.asarray(ROW_SCALES))
+        return gradients.expand(run, backward, SIZES, h, b, plan, None, ranks)
 
     def plain(h, b):
         """`dense` from h on."""
@@ -197,9 +189,8 @@ def test_ranks_and_scales_are_constants_of_gradients(operands):
     base, x, a, b, plan = operands
 
     def loss(ranks, row_scales):
-        return api.add_lora(
-            base, x, a, b, plan, slice_sizes=SIZES, ranks=ranks, row_scales=row_scales, backend="xla"
-        ).sum()
+        scaled_plan = plan.scaled(row_scales)
+        return api.add_lora(base, x, a, b, scaled_plan, slice_sizes=SIZES, ranks=ranks, backend="xla").sum()
 
     for gradient in jax.jit(jax.grad(loss, (0, 1)))(with_scales(RANKS, SCALES), jnp.asarray(ROW_SCALES)):
         assert not np.asarray(gradient).any()
@@ -209,10 +200,10 @@ def test_one_launch_of_experts():
     d = routed(23, 23, 4, 3, 6, 5, 20, (11, 8))
     scales = np.random.default_rng(0).choice([-2, 1 / 64, 3], d["ranks"].shape).astype(np.float32)
     rows = np.random.default_rng(1).normal(size=len(d["group"])).astype(np.float32)
-    plan = ops.make_plan(d["group"], num_groups=18, tile_m=16)
+    plan = ops.make_plan(d["group"], num_groups=18, tile_m=16).scaled(rows)
     got = triton_fused.add_lora(
         d["base"], d["x"], d["a"], d["b"], plan, slice_sizes=(11, 8), ranks=with_scales(d["ranks"], scales),
-        x_rows=d["token"], row_scales=jnp.asarray(rows), block_n=16, block_k=16, interpret=interpret_of("triton"),
+        x_rows=d["token"], block_n=16, block_k=16, interpret=interpret_of("triton"),
     )  # fmt: skip
     a, b = scaled(d["a"], d["b"], np.asarray(d["ranks"]), scales, (11, 8))
     delta = oracle.lora_delta(np.asarray(d["x"])[d["token"]], d["group"], a, b, (11, 8))
@@ -227,14 +218,20 @@ def test_one_launch_of_experts():
         ({"ranks": jnp.asarray(RANKS)}, r"ranks must be .* got int32\[4, 2\]"),
         ({"ranks": jnp.zeros((4, 2, 2), jnp.int32)}, r"ranks must be .* got int32\[4, 2, 2\]"),
         ({"ranks": jnp.zeros((4, 2, 2), jnp.bfloat16)}, r"ranks must be .* got bfloat16\[4, 2, 2\]"),
-        ({"row_scales": jnp.zeros(ROWS - 1)}, r"row_scales must be float32 \[M\] = \[13\]"),
-        ({"row_scales": jnp.zeros(ROWS, jnp.bfloat16)}, r"row_scales must be float32 .* got bfloat16"),
     ],
 )
 def test_wrong_scales_are_refused(operands, given, message):
     base, x, a, b, plan = operands
     with pytest.raises(LoRAError, match=message):
         api.add_lora(base, x, a, b, plan, slice_sizes=SIZES, **given)
+
+
+def test_wrong_factors_of_rows_are_refused(operands):
+    *_, plan = operands
+    with pytest.raises(LoRAError, match=r"row_scales must be float32 \[M\] = \[13\]"):
+        plan.scaled(jnp.zeros(ROWS - 1))
+    with pytest.raises(LoRAError, match=r"row_scales must be float32 .* got bfloat16"):
+        plan.scaled(jnp.zeros(ROWS, jnp.bfloat16))
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["", "delta"])
@@ -247,8 +244,8 @@ def test_lowers_for_cuda(dtype, alone):
     args = *(struct(shape, dtype) for shape in shapes), *floats, struct((64,), "int32")
 
     def run(base, x, a, b, row_scales, ranks, ids):
-        plan = api.make_plan(ids, num_groups=8, backend="triton")
-        options = {"slice_sizes": (512, 256), "ranks": ranks, "row_scales": row_scales, "backend": "triton"}
+        plan = api.make_plan(ids, num_groups=8, backend="triton").scaled(row_scales)
+        options = {"slice_sizes": (512, 256), "ranks": ranks, "backend": "triton"}
         return api.add_lora(None if alone else base, x, a, b, plan, **options)
 
     text = lowered_text(run, args, "cuda")

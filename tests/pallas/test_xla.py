@@ -180,3 +180,15 @@ def test_bad_shapes_raise(change, message):
     }  # fmt: skip
     with pytest.raises(LoRAError, match=message):
         api.add_lora(**{**args, **change})
+
+
+def test_gradients_need_no_float32_array_of_all_groups():
+    """float16, because XLA computes updates of bfloat16 arrays in float32 on a CPU."""
+    base, x, a, b, ids, _ = problem(0, 32, 512, (256,), 8, 128, dtype="float16")
+    plan = make_plan(ids, num_groups=128, tile_m=8)
+
+    def backward(base, x, a, b, plan):
+        return jax.vjp(lambda *v: api.add_lora(base, *v, plan, backend="xla"), x, a, b)[1](base)
+
+    memory = jax.jit(backward).lower(base, x, a, b, plan).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < a.nbytes + b.nbytes

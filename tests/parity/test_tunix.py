@@ -191,6 +191,22 @@ def test_batches_mix_adapters_of_files_and_of_the_trainer(world):
     assert len(traces) == 1
 
 
+def test_a_live_model_is_pushed_and_its_checkpoint_read(world, tmp_path):
+    from tunix.sft.checkpoint_manager import CheckpointManager
+
+    checkpoints = CheckpointManager(str(tmp_path / "run"))
+    for step, name in enumerate(world.trained):
+        checkpoints.save(step, world.trained[name], save_only_lora_params=True, force=True)
+    checkpoints.close()
+    manager = tunix.lora_manager(world.read(), jlora.LoRAConfig(max_loras=2, max_lora_rank=8))
+    tunix.push(world.trained["one"], manager, "pushed", alpha=ALPHA)
+    manager.add_adapter(tunix.from_orbax(tmp_path / "run", alpha=ALPHA, name="read"))
+    with manager.prepare(["pushed", "read", None, "read"]) as batch, jlora.use(batch):
+        found = logits(manager.model)
+    expected = [world.peft_logits(name)[i] for i, name in enumerate(("one", "two", None, "two"))]
+    close(found, np.stack(expected))
+
+
 class Characters:
     """A tokenizer with one token for each character."""
 

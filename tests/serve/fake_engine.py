@@ -3,11 +3,13 @@
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
+import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from jlora.adapters import Adapter
 from jlora.config import LoRARequest
 from jlora.errors import AdapterFormatError, AdapterNotFoundError, LoRAUsageError
 from jlora.manager.report import AdapterInfo, Stats
@@ -19,6 +21,7 @@ from jlora.serve.engine.request import (
     EngineStats,
     Piece,
     RegisteredLoRA,
+    SamplingParams,
     TokenLogprob,
 )
 
@@ -68,7 +71,8 @@ class FakeEngine:
       script: events that replace every answer; None for no replacement.
       refuse: exception that `submit` raises; None for none.
       hold: True to give no answers. The test puts events into `generations`.
-      broken: end of a path -> exception that loading it raises.
+      broken: end of a path ("memory" of an upload) -> exception that loading it raises.
+      uploaded: adapters that were loaded from memory.
       gate: event that loads wait for.
       encoded: pairs of (text, with special tokens) that were tokenized.
     """
@@ -81,10 +85,13 @@ class FakeEngine:
         self.script = self.refuse = None
         self.hold = False
         self.broken = {}
+        self.uploaded = []
         self.gate = threading.Event()
         self.gate.set()
         self.pinned = set()
         self.ready = True
+        self.embeds = False
+        self.asked = []
         self.closed = False
         self.calls = Counter()
         self.encoded = []
@@ -113,6 +120,15 @@ class FakeEngine:
                 generation.put(event)
         return generation
 
+    def embed(self, prompts, *, dimensions, lora, timeout):
+        """Answer with (number of tokens, index, 0.1) of each prompt."""
+        self.asked.append((prompts, dimensions, lora, timeout))
+        generations = []
+        for i, prompt in enumerate(prompts):
+            self.script = [Piece("", (), finish_reason="stop", embedding=np.array([len(prompt), i, 0.1], np.float32))]
+            generations.append(self.submit(prompt, SamplingParams(), lora=lora, timeout=timeout))
+        return generations
+
     def answer(self, text, params):
         letters = text[: params.max_tokens]
         for i, letter in enumerate(letters):
@@ -125,16 +141,21 @@ class FakeEngine:
                 logprobs = (TokenLogprob(token, -0.25, top, offset=i),)
             yield Piece(letter, (token,), logprobs, finish)
 
-    def add_lora(self, request, *, timeout=None, path=None, parent=None):
+    def add_lora(self, adapter, *, load_inplace=False, timeout=None, path=None, parent=None):
         self.calls["add"] += 1
         self.gate.wait(10)
+        memory = isinstance(adapter, Adapter)
+        request = LoRARequest(adapter.name, "memory") if memory else adapter
+        request = replace(request, load_inplace=load_inplace or request.load_inplace)
         if request.name in self.loras and not request.load_inplace:
             raise AdapterExistsError(request.name)
-        for path, error in self.broken.items():
-            if request.path.endswith(path):
+        for end, error in self.broken.items():
+            if request.path.endswith(end):
                 raise error
+        if memory:
+            self.uploaded.append(adapter)
         self.loras[request.name] = request
-        self.shown[request.name] = RegisteredLoRA(path or request.path, int(time.time()), parent)
+        self.shown[request.name] = RegisteredLoRA(request.path if path is None else path, int(time.time()), parent)
 
     def remove_lora(self, name):
         self.calls["remove"] += 1
@@ -207,7 +228,7 @@ def fake_manager(engine):
     stats = Stats(host_loads=5, host_evictions=1, slot_loads=4, slot_evictions=2, slot_hits=30, compilations=1,
                   registered=2, active=2, leased=1, unevictable=0, slot_bytes=1000, host_bytes=2000, open_leases=3,
                   load_seconds=((0.5,), (4, 1), 3.5), swap_seconds=((0.001,), (4, 0), 0.002))  # fmt: skip
-    config = SimpleNamespace(max_loras=4)
+    config = SimpleNamespace(max_loras=4, allow_nonfinite=False)
     return SimpleNamespace(stats=lambda: stats, config=config, list_adapters=engine.resident)
 
 

@@ -72,7 +72,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif repo in self.server.gated and self.headers.get("Authorization") != "Bearer secret":
             self.send(403, b"{}", {"X-Error-Code": "GatedRepo"}, body)
         else:
-            file = folder / rest[2]  # after resolve/REVISION
+            file = folder.joinpath(*rest[2:])  # after resolve/REVISION
             if not file.is_file():
                 return self.send(404, b"{}", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT}, body)
             half = repo in self.server.halves and file.suffix == ".safetensors"

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +17,8 @@ import jlora
 from jlora.integrations.vllm_jax.worker import WorkerLoRAs, lora_manager
 
 Function = Callable[..., Any]
-_KNOWN = "tpu-inference 0.32 and vLLM 0.32 or 0.33"
+_Known = dict[int, tuple[int, tuple[int, ...]]]  # vLLM's number of an adapter -> reloads, invocation tokens
+_RELEASES = "tpu-inference 0.32 and vLLM 0.32 or 0.33"
 
 
 def install() -> None:
@@ -26,8 +27,7 @@ def install() -> None:
     Raises:
       LoRAError: one of them is missing or has other parameters.
     """
-    from tpu_inference.models.common import model_loader  # type: ignore[import-not-found]
-    from tpu_inference.models.common.interface import ModelInterface  # type: ignore[import-not-found]
+    from tpu_inference.models.common import interface, model_loader  # type: ignore[import-not-found]
     from tpu_inference.runner.lora_utils import LoraUtils  # type: ignore[import-not-found]
     from tpu_inference.worker.tpu_worker import TPUWorker  # type: ignore[import-not-found]
     from vllm.v1.core import kv_cache_utils  # type: ignore[import-not-found]
@@ -35,7 +35,8 @@ def install() -> None:
     from vllm.v1.executor.abstract import Executor  # type: ignore[import-not-found]
 
     of_step = "num_scheduled_tokens_per_req total_num_scheduled_tokens padded_total_num_scheduled_tokens"
-    versions = Counter[int]()
+    blocks = "request start_token_idx end_token_idx start_mm_idx"
+    known: _Known = defaultdict(lambda: (0, ()))
     of_device = "self tpu_process_bounds tpu_chips_per_process_bounds tpu_visible_chips"
     hooks: list[tuple[Any, str, str, Callable[[Function], Function]]] = [
         (TPUWorker, "init_device", of_device, _join_hosts),
@@ -45,34 +46,39 @@ def install() -> None:
         (LoraUtils, "extract_lora_metadata", "self", _step_batch),
         (TPUWorker, "add_lora", "self lora_request", _return_errors),
         (Executor, "add_lora", "self lora_request", _raise_errors),
-        (EngineCore, "add_lora", "self lora_request", functools.partial(_count_reloads, versions)),
-        (kv_cache_utils, "_gen_lora_extra_hash_keys", "request", functools.partial(_cache_key, versions)),
+        (EngineCore, "add_lora", "self lora_request", functools.partial(_note_loads, known)),
+        (kv_cache_utils, "_gen_lora_extra_hash_keys", "request", lambda theirs: theirs),  # which the next one calls
+        (kv_cache_utils, "generate_block_hash_extra_keys", blocks, functools.partial(_block_keys, known)),
     ]
-    for owner, name, parameters, _ in hooks:
-        check_parameters(owner, name, parameters)
-    fields = {field.name for field in dataclasses.fields(ModelInterface)}
-    if missing := {"compute_logits_fn", "state_leaves", "lora_manager", "model"} - fields:
-        raise _drift(f"{ModelInterface.__module__}.ModelInterface", f"has no {', '.join(sorted(missing))}")
+    moved = [found for owner, name, parameters, _ in hooks if (found := drift(owner, name, parameters))]
+    interfaces = interface.ModelInterface, interface.MultiModalInterface
+    fields = {field.name for cls in interfaces for field in dataclasses.fields(cls)}
+    read = {"compute_logits_fn", "state_leaves", "lora_manager", "model", "multimodal_fns", "embed_input_ids_fn"}
+    if missing := read - fields:
+        moved.append(f"{interface.__name__}.ModelInterface has no {', '.join(sorted(missing))}")
+    if moved:
+        raise _drift("; ".join(moved))
     for owner, name, _, make in hooks:
         theirs = getattr(owner, name)
         setattr(owner, name, functools.wraps(theirs)(make(theirs)))
+    TPUWorker.jlora_stage = _stage
 
 
-def check_parameters(owner: Any, name: str, parameters: str) -> None:
-    """Raise `LoRAError` unless a function of a module or class has these parameters, separated by spaces."""
+def drift(owner: Any, name: str, parameters: str) -> str | None:
+    """Return how a function of a module or class differs from one with these parameters, separated by spaces."""
     label = f"{owner.__module__}.{owner.__name__}" if inspect.isclass(owner) else owner.__name__
     function = getattr(owner, name, None)
     if function is None:
-        raise _drift(f"{label}.{name}", "does not exist")
+        return f"{label}.{name} does not exist"
     found = list(inspect.signature(function).parameters)
     if found != parameters.split():
-        raise _drift(f"{label}.{name}", f"takes ({', '.join(found)}), not ({', '.join(parameters.split())})")
+        return f"{label}.{name} takes ({', '.join(found)}), not ({', '.join(parameters.split())})"
+    return None
 
 
-def _drift(what: str, found: str) -> jlora.LoRAError:
-    """Return the error for a part of vLLM or tpu-inference that is not as the plugin expects."""
+def _drift(moved: str) -> jlora.LoRAError:
     return jlora.LoRAError(
-        f"{what} {found}: jlora's plugin for vLLM JAX fits {_KNOWN}. Install one of them, or report it (docs/vllm.md). "
+        f"{moved}: jlora's plugin for vLLM JAX fits {_RELEASES}. Install one of them, or report it (docs/vllm.md). "
         "VLLM_PLUGINS, the list of the plugins to load, starts vLLM without this one if jlora_vllm_jax is not in it"
     )
 
@@ -122,14 +128,16 @@ def _serve_model(theirs: Function) -> Function:
         if loras is None:
             return interface
         loras.bind(interface.state_leaves)
+        images = interface.multimodal_fns
+        images = dataclasses.replace(images, embed_input_ids_fn=_embeddings(images.embed_input_ids_fn, loras))
         logits = _Logits(interface.compute_logits_fn, loras)
-        return dataclasses.replace(interface, lora_manager=loras, compute_logits_fn=logits)
+        return dataclasses.replace(interface, lora_manager=loras, compute_logits_fn=logits, multimodal_fns=images)
 
     return get_flax_model
 
 
 def take_metadata(model: Any, loras: WorkerLoRAs) -> None:
-    """Make a model serve the LoRA metadata that its calls get, and its logits that beside the hidden states.
+    """Make a model serve the LoRA metadata of its calls, and of its logits and embeddings that beside an argument.
 
     Raises:
       LoRAError: the calls of the model get no LoRA metadata.
@@ -137,11 +145,12 @@ def take_metadata(model: Any, loras: WorkerLoRAs) -> None:
     cls: Any = type(model)
     parameters = list(inspect.signature(cls.__call__).parameters)
     if "_lora_metadata" not in parameters:
-        raise _drift(f"{cls.__name__}.__call__", "has no parameter _lora_metadata")
+        raise _drift(f"{cls.__name__}.__call__ has no parameter _lora_metadata")
     place = parameters.index("_lora_metadata") - 1
 
-    def call(self: Any, *args: Any) -> Any:
-        with loras.scope(args[place]):
+    def call(self: Any, caches: Any, input_ids: Any, attention: Any, embeddings: Any, *rest: Any) -> Any:
+        args = (caches, input_ids, attention, embeddings, *rest)
+        with loras.scope(args[place], embedded=embeddings is not None):
             return cls.__call__(self, *args)
 
     def compute_logits(self: Any, hidden_states: Any) -> Any:
@@ -149,7 +158,15 @@ def take_metadata(model: Any, loras: WorkerLoRAs) -> None:
         with loras.scope(metadata):
             return cls.compute_logits(self, hidden_states)
 
-    body = {"__call__": call, "compute_logits": compute_logits, "jlora_loras": loras, "__module__": cls.__module__}
+    def embed_input_ids(self: Any, input_ids: Any, embeddings: Any = None, *, is_multimodal: Any = None) -> Any:
+        if not isinstance(is_multimodal, tuple):  # inside a call
+            return cls.embed_input_ids(self, input_ids, embeddings, is_multimodal=is_multimodal)
+        is_multimodal, metadata = is_multimodal
+        with loras.scope(metadata):
+            return cls.embed_input_ids(self, input_ids, embeddings, is_multimodal=is_multimodal)
+
+    body: dict[str, Any] = {"__call__": call, "compute_logits": compute_logits, "embed_input_ids": embed_input_ids}
+    body |= {"jlora_loras": loras, "__module__": cls.__module__}
     object.__setattr__(model, "__class__", type(cls)(f"{cls.__name__}WithLoRA", (cls,), body))
 
 
@@ -164,6 +181,16 @@ class _Logits:
 
     def lower(self, leaves: Any, hidden: Any, lora_metadata: Any = None) -> Any:
         return self._theirs.lower(leaves, (hidden, self._loras.metadata(hidden.shape[0])), None)
+
+
+def _embeddings(theirs: Function, loras: WorkerLoRAs) -> Function:
+    """Hand the metadata of embeddings to tpu-inference's jitted function beside an argument, a pytree for it."""
+
+    def embed_input_ids(leaves: Any, input_ids: Any, embeddings: Any = None, is_multimodal: Any = None) -> Any:
+        metadata = loras.embedding_metadata(input_ids.shape[0])
+        return theirs(leaves, input_ids, embeddings, is_multimodal=(is_multimodal, metadata))
+
+    return embed_input_ids
 
 
 def _start_step(theirs: Function) -> Function:
@@ -207,40 +234,65 @@ def _return_errors(theirs: Function) -> Function:
     return add_lora
 
 
+def _stage(self: Any, *args: Any) -> str | None:
+    """Keep an adapter without files in a worker, or drop it. Return the message of an error, as `_return_errors`."""
+    loras = self.model_runner.lora_manager
+    if not isinstance(loras, WorkerLoRAs):
+        return "an upload needs --enable-lora and a JAX model, and this one keeps vLLM's own LoRA or has none"
+    try:
+        return loras.stage(*args)
+    except Exception as error:
+        return str(error)
+
+
 def _raise_errors(theirs: Function) -> Function:
     """Raise the first error that workers returned for a load."""
 
-    def add_lora(self: Any, lora_request: Any) -> bool:
+    def add_lora(self: Any, lora_request: Any) -> Any:
         answers = self.collective_rpc("add_lora", args=(lora_request,))
         if errors := [answer for answer in answers if isinstance(answer, str)]:
             raise jlora.LoRAError(errors[0])
-        return all(answers)
+        return all(answers) and answers[0]
 
     return add_lora
 
 
-def _count_reloads(versions: Counter[int], theirs: Function) -> Function:
-    """Count the in-place reloads of each adapter in the engine, whose scheduler hashes the blocks of the cache."""
+def _note_loads(known: _Known, theirs: Function) -> Function:
+    """Count the in-place reloads of each adapter in the engine, and keep the invocation tokens from its workers."""
 
     def add_lora(self: Any, lora_request: Any) -> bool:
         added = theirs(self, lora_request)
-        versions[lora_request.lora_int_id] += lora_request.load_inplace
-        return added
+        reloads, _ = known[lora_request.lora_int_id]
+        called = () if isinstance(added, bool) else tuple(added)
+        known[lora_request.lora_int_id] = reloads + lora_request.load_inplace, called
+        return bool(added)
 
     return add_lora
 
 
-def _cache_key(versions: Counter[int], theirs: Function) -> Function:
-    """Add id and version of an adapter to its key, so that other weights never hit the blocks of earlier ones."""
+def _block_keys(known: _Known, theirs: Function) -> Function:
+    """Add id and version of an adapter to the keys of a block: other weights never hit the blocks of earlier ones.
 
-    def gen_lora_extra_hash_keys(request: Any) -> list[Any]:
-        keys = theirs(request)
-        if not keys:
-            return keys
-        number = request.lora_request.lora_int_id
-        return [*keys, ("jlora", number, versions[number])]
+    The blocks before the invocation of an aLoRA adapter are the base model's. In the keys of the others is its first
+    token, which depends on later blocks too.
+    """
+    from vllm.v1.core import kv_cache_utils  # type: ignore[import-not-found]
 
-    return gen_lora_extra_hash_keys
+    def generate_block_hash_extra_keys(request: Any, start: int, end: int, image: int) -> Any:
+        keys, image = theirs(request, start, end, image)
+        if request.lora_request:
+            number, prompt = request.lora_request.lora_int_id, request.prompt_token_ids or ()
+            reloads, called = known[number]
+            if getattr(request, "jlora_prompt", None) != len(prompt):  # it grows in streaming sessions
+                request.jlora_prompt, request.jlora_first = len(prompt), jlora.active_from(prompt, called)
+            own = kv_cache_utils._gen_lora_extra_hash_keys(request)
+            if end <= request.jlora_first:
+                keys = tuple(key for key in keys if key not in own) or None
+            else:
+                keys = (*keys, ("jlora", number, reloads, request.jlora_first))
+        return keys, image
+
+    return generate_block_hash_extra_keys
 
 
 @functools.cache

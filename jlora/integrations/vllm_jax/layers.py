@@ -58,6 +58,16 @@ def describe_layers(model: nnx.Module, vllm_config: Any, mesh: Any) -> None:
     jlora.register_layer(JaxEmbed, functools.partial(_embed, sizes))
 
 
+def language_model(model: nnx.Module) -> tuple[str, list[str]]:
+    """Return the path of the language model's table, and the paths of the towers and connectors beside that model."""
+    paths = [path for path, _ in nnx.iter_modules(model)]
+    tables = (path for path in sorted(paths, key=len) if path and path[-1] in ("embed_tokens", "embed"))
+    table = next(tables, ("embed_tokens",))
+    above = [table[:depth] for depth in range(len(table))]
+    beside = [path for path in paths if path[:-1] in above[:-1] and path not in (*above, ("lm_head",))]
+    return ".".join(map(str, table)), [".".join(map(str, path)) for path in beside]
+
+
 @dataclass(frozen=True)
 class _Sizes:
     """Sizes of a model and of its checkpoint.

@@ -1,14 +1,17 @@
 """vLLM's LoRA protocol of a worker, over one `jlora.LoRAManager`."""
 
 import contextlib
+import dataclasses
+import json
 from collections.abc import Generator, Iterable, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
 from flax import nnx
 
 import jlora
-from jlora.integrations.vllm_jax.layers import PACKED_MODULES, describe_layers
+from jlora.integrations.vllm_jax.layers import PACKED_MODULES, describe_layers, language_model
 
 Adapters: TypeAlias = Sequence[str | jlora.LoRARequest | None]
 
@@ -27,7 +30,7 @@ def lora_manager(model: nnx.Module, vllm_config: Any, mesh: Any) -> jlora.LoRAMa
     """
     additional = vllm_config.additional_config or {}
     refusals = {
-        "multimodal models": getattr(vllm_config.model_config, "is_multimodal_model", False),
+        "--enable-tower-connector-lora": getattr(vllm_config.lora_config, "enable_tower_connector_lora", False),
         "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
         "prefill context parallelism": mesh.shape.get("pcp", 1) > 1,
         "additional_config enable_continue_decode": additional.get("enable_continue_decode", False),
@@ -48,9 +51,14 @@ def lora_manager(model: nnx.Module, vllm_config: Any, mesh: Any) -> jlora.LoRAMa
         "target_modules": theirs.target_modules,
     }
     describe_layers(model, vllm_config, mesh)
-    # Llama's table has a name of its own.
-    name_map = {r"^model\.embed_tokens$": "model.embed"} if hasattr(getattr(model, "model", None), "embed") else None
-    config = jlora.LoRAConfig(**(options | additional.get("jlora", {})))
+    table, towers = language_model(model)
+    options |= additional.get("jlora", {})
+    options["exclude_modules"] = [*towers, *(options.get("exclude_modules") or ())] or None
+    # Adapters have names of a model for text, or of one with towers in old or new spelling. Llama's table is `embed`.
+    text, trunk = r"^(?:model\.|language_model\.)+", table[: table.rfind(".") + 1]
+    name_map = {rf"{text}embed_tokens$": table, rf"{text}(?=layers\.|embed_tokens|per_layer)": trunk}
+    name_map |= {rf"^model\.(?={tower}\b)": "" for tower in towers}
+    config = jlora.LoRAConfig(**options)
     # With prompt logprobs the heads too get all rows of a step. A batch of logits alone has no token counts.
     groups = {"*": "packed"}
     return jlora.LoRAManager(model, config, packed_modules=PACKED_MODULES, name_map=name_map, row_groups=groups)
@@ -65,6 +73,7 @@ class WorkerLoRAs:
     Attributes:
       manager: the manager of the model.
       heads: paths of the wrapped layers that run with the logits, and not with the model's own call.
+      tables: paths of the wrapped layers that do not run in that call if it gets embeddings, of images among others.
     """
 
     def __init__(self, manager: jlora.LoRAManager, max_requests: int):
@@ -80,9 +89,15 @@ class WorkerLoRAs:
             for layer in manager.layers()
             if layer.reason is None and (layer.path.endswith(".attend") or layer.path.rpartition(".")[2] == "lm_head")
         )
+        paths = [layer.path for layer in manager.layers()]
+        self.tables = tuple(path for path in paths if path.rpartition(".")[2] in ("embed_tokens", "embed"))
         self._max_requests = max_requests
+        self._staged: dict[str, jlora.Adapter] = {}  # path -> adapter without files
+        self._calls: dict[int, tuple[int, ...]] = {}  # vLLM's number -> invocation tokens of an aLoRA adapter
         self._names: dict[int, str] = {}  # vLLM's number -> name in the manager
         self._row_adapters: Adapters = ()  # of the requests of the step
+        self._row_first: Sequence[int] = ()  # 0 for each of them whose last row its adapter changes
+        self._rows = 0  # of the step
         self._step: jlora.LoRABatch | None = None
         self._open: list[jlora.LoRABatch] = []  # the batch of the step and those of its logits, or of a warm-up
         self._all_rows = False  # the step computes logits of every token
@@ -95,8 +110,8 @@ class WorkerLoRAs:
         self._places = [places[id(array)] for array in jax.tree.leaves(self.manager.slots)]
 
     @contextlib.contextmanager
-    def scope(self, metadata: Any) -> Generator[None]:
-        """Serve the batch of a step or of its logits in the layers called inside.
+    def scope(self, metadata: Any, *, embedded: bool = False) -> Generator[None]:
+        """Serve the batch of a step (`embedded`: of rows that are embeddings) or of its logits in layers inside.
 
         Raises:
           LoRAError: the metadata is not what `metadata` returned, or as `jlora.use`.
@@ -104,7 +119,8 @@ class WorkerLoRAs:
         if not isinstance(metadata, dict) or len(metadata) != 1:
             raise jlora.LoRAError("a step of a model with LoRA got no LoRA metadata, so it would serve the base model")
         ((kind, batch),) = metadata.items()
-        with jlora.use(batch, without=self.heads if kind == "step" else ["*"]):
+        without = (*self.heads, *(self.tables if embedded else ())) if kind == "step" else ["*"]
+        with jlora.use(batch, without=without):
             yield
 
     # --- steps --------------------------------------------------------------------------------------------------
@@ -125,11 +141,12 @@ class WorkerLoRAs:
         """
         # With counts of 0, vLLM makes no tuple of the adapter of each token.
         numbers, _, requests = runner.input_batch.make_lora_inputs([0] * len(counts))
+        first = self._first_rows(runner, numbers, requests) if self.manager.config.activated else ()
         known = {request.lora_int_id: self._names.get(request.lora_int_id) or _own(request) for request in requests}
         adapters = [known[int(number)] if number else None for number in numbers]
         self._all_rows = bool(runner.input_batch.num_prompt_logprobs)
         self._close()
-        self._prepare(adapters, counts, padded_total)
+        self._prepare(adapters, counts, padded_total, first)
         self._names.update((request.lora_int_id, _own(request).name) for request in requests)
         slots = self.manager.slots
         if self._current[0] is not slots or self._current[1] is not runner.state_leaves:
@@ -150,16 +167,40 @@ class WorkerLoRAs:
             raise jlora.LoRAError("a step of a model with LoRA was not prepared, so it would serve the base model")
         if logits_rows is None or self._all_rows:
             return {"step" if logits_rows is None else "logits": self._step}
-        rest = logits_rows - len(self._row_adapters)
-        self._open.append(self.manager.prepare([*self._row_adapters, *[None] * rest]))
-        return {"logits": self._open[-1]}
+        return {"logits": self._batch(self._row_adapters, self._row_first, logits_rows, length=1)}
 
-    def _prepare(self, adapters: "Adapters", counts: Sequence[int], rows: int) -> None:
-        rest = self._max_requests - len(adapters)
-        counts = [*map(int, counts), *[0] * rest]
-        self._step = self.manager.prepare([*adapters, *[None] * rest], counts, pad_to=rows)
-        self._open.append(self._step)
-        self._row_adapters = adapters
+    def embedding_metadata(self, rows: int) -> dict[str, jlora.LoRABatch]:
+        """Return the LoRA metadata of the embeddings of a step with this number of rows."""
+        if rows != self._rows and not self._row_adapters:  # a warm-up, which prepares no step for them
+            self._prepare((), (), rows)
+        return {"embeddings": self.metadata()["step"]}
+
+    def _first_rows(self, runner: Any, numbers: Sequence[int], requests: Iterable[Any]) -> list[int]:
+        """Return the first row of each request of a step on which its adapter acts."""
+        for request in requests:
+            if request.lora_int_id not in self._calls:
+                self._load(request)
+        found = [0] * len(numbers)
+        for i, number in enumerate(map(int, numbers)):
+            if number and self._calls[number]:
+                state = runner.requests[runner.input_batch.req_ids[i]]
+                if not hasattr(state, "jlora_first"):
+                    state.jlora_first = jlora.active_from(state.prompt_token_ids, self._calls[number])
+                found[i] = max(0, state.jlora_first - int(runner.input_batch.num_computed_tokens_cpu[i]))
+        return found
+
+    def _prepare(self, adapters: "Adapters", counts: Sequence[int], rows: int, first: Sequence[int] = ()) -> None:
+        lengths = [*map(int, counts), *[0] * (self._max_requests - len(adapters))]
+        self._step = self._batch(adapters, first, self._max_requests, token_counts=lengths, pad_to=rows)
+        self._row_adapters, self._rows = adapters, rows
+        self._row_first = [0 if row < n else jlora.NOWHERE for row, n in zip(first, counts, strict=False)]
+
+    def _batch(self, adapters: "Adapters", first: Sequence[int], size: int, **shape: Any) -> jlora.LoRABatch:
+        """Open a batch of `size` sequences. Those after `adapters` have none."""
+        if self.manager.config.activated:
+            shape["active_from"] = [*first, *[0] * (size - len(first))]
+        self._open.append(self.manager.prepare([*adapters, *[None] * (size - len(adapters))], **shape))
+        return self._open[-1]
 
     def _close(self) -> None:
         """End the leases of the last step, which has been dispatched, or of a warm-up."""
@@ -177,23 +218,42 @@ class WorkerLoRAs:
         self._all_rows = False
         self._prepare((), (), len(mapping.index_mapping))
 
-    def add_adapter(self, request: Any) -> bool:
-        """Load an adapter, or with `load_inplace` replace it.
+    def add_adapter(self, request: Any) -> bool | tuple[int, ...]:
+        """Load an adapter, or with `load_inplace` replace it. Return the invocation tokens of an aLoRA adapter or True.
 
         Raises:
           LoRAAdapterNotFoundError: vLLM's own, if there is no such folder or repository.
-          LoRAError: as `jlora.LoRAManager.add_adapter`. The adapter that was loaded before is kept.
+          LoRAError: as `jlora.LoRAManager.add_adapter`, or other invocation tokens. The earlier adapter is kept.
         """
         self._close()  # a reload waits for batches with the earlier weights
-        own = _own(request)
+        return self._load(request) or True
+
+    def _load(self, request: Any) -> tuple[int, ...]:
+        """Load an adapter and return its invocation tokens, which never change for one of vLLM's numbers."""
+        own, number, staged = _own(request), request.lora_int_id, self._staged.get(request.lora_path)
         try:
-            self.manager.add_adapter(own)
+            called = _called(own, staged) if self.manager.config.activated and number in self._calls else None
+            if called is not None and called != self._calls[number]:
+                raise jlora.AdapterMismatchError(
+                    f"adapter {request.lora_name!r}: its alora_invocation_tokens were {[*self._calls[number]]} and are "
+                    f"{[*called]}, and the prefix cache has blocks by the former; unload it first"
+                )
+            adapter = own if staged is None else dataclasses.replace(staged, name=own.name)
+            self.manager.add_adapter(adapter, load_inplace=own.load_inplace)
         except jlora.AdapterNotFoundError as error:
             from vllm.exceptions import LoRAAdapterNotFoundError  # type: ignore[import-not-found]
 
             raise LoRAAdapterNotFoundError(request.lora_name, request.lora_path) from error
-        self._names[request.lora_int_id] = own.name
-        return True
+        self._names[number] = own.name
+        info = self.manager.list_adapters([own.name])[own.name]
+        return self._calls.setdefault(number, info.invocation_tokens or ())
+
+    def stage(self, path: str, weights: bytes | None = None, config: bytes = b"") -> None:
+        """Keep an adapter without files until it is loaded by this path, or drop it. Raises as `Adapter.from_bytes`."""
+        self._staged.pop(path, None)
+        if weights is not None:
+            nonfinite = self.manager.config.allow_nonfinite
+            self._staged[path] = jlora.Adapter.from_bytes(weights, config, name=path, allow_nonfinite=nonfinite)
 
     def remove_adapter(self, adapter_id: int) -> bool:
         """Remove an adapter from the host cache and its slot; False if it is not loaded."""
@@ -237,3 +297,13 @@ def _own(request: Any) -> jlora.LoRARequest:
     """Return vLLM's request as one of jlora."""
     name = f"{request.lora_name}@{request.lora_int_id}"
     return jlora.LoRARequest(name, path=request.lora_path, load_inplace=request.load_inplace)
+
+
+def _called(request: jlora.LoRARequest, staged: jlora.Adapter | None) -> tuple[int, ...] | None:
+    """Return the invocation tokens of an adapter that is not loaded yet; None if its load will fail."""
+    if staged is not None:
+        return staged.invocation_tokens
+    with contextlib.suppress(ValueError, TypeError, AttributeError, OSError):
+        config = json.loads(Path(jlora.local_folder(request), "adapter_config.json").read_bytes())
+        return tuple(config.get("alora_invocation_tokens") or ())
+    return None

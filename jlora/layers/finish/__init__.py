@@ -1,6 +1,6 @@
 """The finishers, each in a file of its own: what follows the product of a layer and its LoRA.
 
-To add one, write its file, name it in `FINISHERS`, and add its switch to `LoRAConfig`.
+To add one, write its file, and name it in `FINISHERS`.
 """
 
 from jlora.config import LoRAConfig
@@ -12,4 +12,4 @@ FINISHERS = (SCALE_COLUMNS,)  # in the order in which they run
 
 def chosen(config: LoRAConfig) -> tuple[Finisher, ...]:
     """Return the finishers that the configuration switches on."""
-    return tuple(finisher for finisher in FINISHERS if getattr(config, finisher.option))
+    return tuple(each for each in FINISHERS if all(getattr(config, extra.option) for extra in each.extras))

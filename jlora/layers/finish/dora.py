@@ -32,4 +32,4 @@ def _scale_columns(
     return jnp.where(scales == 1, y, bias + scales * (y - bias))
 
 
-SCALE_COLUMNS = Finisher(MAGNITUDE.option, (MAGNITUDE,), linear=True, apply=_scale_columns)
+SCALE_COLUMNS = Finisher((MAGNITUDE,), linear=True, apply=_scale_columns)

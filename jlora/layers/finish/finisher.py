@@ -19,7 +19,7 @@ class Apply(Protocol):
         x: Float[Array, "M K"],
         base: Float[Array, "M N"],
         bias: Float[Array, "N"] | None,
-        extras: Sequence[Float[Array, "S ..."]],
+        extras: Sequence[Float[Array, "S N"]],
         slots: Int[Array, "M"],
     ) -> Float[Array, "M N"]:
         """Return the finished rows in float32. Rows without an adapter must have the bits of `y`.
@@ -42,14 +42,12 @@ class Finisher:
     """A function that follows the sum of base output and delta in linear layers without experts.
 
     Attributes:
-      option: the field of `LoRAConfig` that switches it on.
-      extras: the arrays that it reads.
+      extras: the arrays that it reads, at least one. The `LoRAConfig` that serves them switches it on.
       linear: True if the sum of its results for partial sums is its result for their sum. Others are not applied to the
         shards of a row-parallel layer.
       apply: the function.
     """
 
-    option: str
     extras: tuple[Extra, ...]
     linear: bool
     apply: Apply

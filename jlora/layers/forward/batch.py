@@ -180,7 +180,7 @@ class LoRABatch:
     @property
     def can_activate(self) -> bool:
         """True if `activate` is possible: the manager has `LoRAConfig(activated=True)`, and rows are not packed."""
-        return self.layout.sites.activated and self.sequences.packed is None
+        return self.layout.sites.config.activated and self.sequences.packed is None
 
     def activate(self, first_rows: FirstRows, *, length: int | None = None) -> "LoRABatch":
         """Return the same batch for another forward, as `prepare(..., active_from=first_rows, length=length)` would.

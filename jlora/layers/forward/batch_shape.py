@@ -97,7 +97,7 @@ def batch_shape(
       LoRAUsageError: a value has the wrong type or sign, the values disagree, or `sites` have no such row group or no
         first active rows.
     """
-    if active_from is not None and not sites.activated:
+    if active_from is not None and not sites.config.activated:
         raise LoRAUsageError(f"{call}: active_from needs LoRAConfig(activated=True)")
     if num_sequences < 1:
         raise LoRAUsageError(f"{call} needs at least one sequence")
@@ -132,7 +132,7 @@ def shape_of_all(
     If batches have first active rows and this one declares the rows that they count, it has them too. A step that was
     compiled for it then serves batches with inactive rows.
     """
-    counted = sites.activated and (token_counts, length) != (None, None)
+    counted = sites.config.activated and (token_counts, length) != (None, None)
     first = [0] * num_sequences if counted else None
     return batch_shape(call, num_sequences, token_counts, pad_to, length, first, items, sites)
 

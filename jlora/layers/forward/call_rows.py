@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax.extend.core
 from jaxtyping import Array, Float, Int
@@ -18,25 +18,7 @@ from jlora.layers.site import Site, SlotSpec
 from jlora.pallas.plan import Plan
 
 T = TypeVar("T")
-
-
-class AdapterRows(NamedTuple):
-    """The rows of one call of a layer, for one adapter of each entry.
-
-    Attributes:
-      plan: plan of the rows for the layer's own slots.
-      shared: plans of the rows for the slots of each site in `site.shared`.
-      scales: float32 in the shape of the rows, the factor of each row; None if all are 1.
-    """
-
-    plan: Plan
-    shared: tuple[Plan, ...]
-    scales: Float[Array, "..."] | None
-
-    @property
-    def flat_scales(self) -> Float[Array, "M"] | None:
-        """The factors as a vector."""
-        return None if self.scales is None else self.scales.reshape(-1)
+Plans: TypeAlias = tuple[Plan, ...]  # of the rows of one adapter of each entry, for each site in `Site.with_shared`
 
 
 @dataclass(frozen=True)
@@ -46,12 +28,12 @@ class CallRows:
     Attributes:
       layout: how the rows map to the row space of the layer.
       sharding: how the rows are split over the mesh.
-      adapters: the first adapter of each entry, then the second of each, and so on.
+      adapters: plans of the first adapter of each entry, then of the second of each, and so on.
     """
 
     layout: RowLayout
     sharding: RowSharding
-    adapters: tuple[AdapterRows, ...]
+    adapters: tuple[Plans, ...]
 
     def slots(self, none: int) -> list[Int[Array, "..."]]:
         """Return the slot of each row for each adapter, `none` without one, as `RowLayout.slots`."""
@@ -87,20 +69,14 @@ class Rows:
         check_mesh(site)
         sharding = row_sharding(site, layout, base)
         adapters = range(len(self._space.entries.slots))
-        return CallRows(layout, sharding, tuple([self._rows_of(i, site, layout, sharding) for i in adapters]))
 
-    def _rows_of(self, adapter: int, site: Site, layout: RowLayout, sharding: RowSharding) -> AdapterRows:
-        """Return the rows of a call for one adapter of each entry."""
+        def plan(spec: SlotSpec, adapter: int) -> Plan:
+            make = partial(plan_of, site, spec, layout, sharding, adapter, self._num_sequences)
+            return self._kept((adapter, plan_key(site, spec, layout, sharding)), layout, make)
 
-        def make_plan(spec: SlotSpec) -> Plan:
-            return plan_of(site, spec, layout, sharding, adapter, self._num_sequences)
-
-        plan, *shared = (
-            self._kept((adapter, plan_key(site, each.spec, layout, sharding)), layout, partial(make_plan, each.spec))
-            for each in site.with_shared
+        return CallRows(
+            layout, sharding, tuple([tuple([plan(each.spec, i) for each in site.with_shared]) for i in adapters])
         )
-        key = "scales", adapter, layout.key, layout.shape
-        return AdapterRows(plan, tuple(shared), self._kept(key, layout, partial(layout.scales, adapter)))
 
     def _kept(self, key: Hashable, layout: RowLayout, make: Callable[[], T]) -> T:
         """Return what `make` returns, computed once and shared by all layers with the same key."""

@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int, Integer
 
 from jlora.errors import LoRAError
-from jlora.layers.forward.call_rows import AdapterRows, CallRows
+from jlora.layers.forward.call_rows import CallRows, Plans
 from jlora.layers.forward.context import staged
 from jlora.layers.forward.merged_columns import merged_columns
 from jlora.layers.forward.mesh import experts_reached, on_mesh, reached, split_of
@@ -68,7 +68,7 @@ class SlotFactors(NamedTuple):
       a: [S, (E,) n, R, K].
       b: [S, (E,) R, N].
       ranks: float32 [S, (E,) n, 2], true ranks and scales.
-      extras: the arrays of the finishers, float32 [S, ...].
+      extras: the arrays of the finishers, float32 [S, N].
     """
 
     a: Array
@@ -157,9 +157,9 @@ def add_delta(
     sharding = split_of(site.spec)
     sums = () if experts_reached(site) else sharding.experts
     complete = not reached(site)  # in the calling code; inside `local` it always is
-    if not complete and (unfit := [finisher.option for finisher in site.spec.finishers if not finisher.linear]):
+    if not complete and (unfit := [each for each in site.spec.finishers if not each.linear]):
         raise LoRAError(
-            f"{site.path}: LoRAConfig.{unfit[0]} is not served inside a jax.shard_map over "
+            f"{site.path}: LoRAConfig.{unfit[0].extras[0].option} is not served inside a jax.shard_map over "
             f"{' and '.join(map(repr, sharding.ins))}, where the output of the layer is a partial sum; call the layer "
             "outside"
         )
@@ -168,7 +168,7 @@ def add_delta(
         base: Array,
         x: Array,
         own: SlotFactors,
-        adapters: Sequence[AdapterRows],
+        adapters: Sequence[Plans],
         expert: Array | None,
         x_rows: Array | None,
         shared: Sequence[Factor],
@@ -192,7 +192,7 @@ def add_delta(
         lead = rows.sharding.axes
         of_base, of_x = partition(*lead, sharding.outs), partition(*lead, sharding.ins)
         of_x = of_x if x_rows is None else partition(*[()] * (x.ndim - 1), sharding.ins)
-        of_own, of_rows = factor_specs(site.spec), adapter_specs(site, rows, sums)
+        of_own, of_rows = factor_specs(site.spec), plan_specs(rows, sums)
         of_shared = [_shared_specs(each.spec) for each in site.shared]
         of_bias = partition(sharding.outs)
         specs = (of_base, of_x, of_own, of_rows, whole, whole, of_shared, of_bias)
@@ -226,25 +226,23 @@ def add_lookup(
             "outside, or leave it out with LoRAConfig.exclude_modules"
         )
 
-    def local(
-        base: Array, tokens: Array, ids: Sequence[Array], own: SlotFactors, adapters: Sequence[AdapterRows]
-    ) -> Array:
+    def local(base: Array, tokens: Array, ids: Sequence[Array], own: SlotFactors, adapters: Sequence[Plans]) -> Array:
         flat = base.reshape(-1, base.shape[-1])
         found = tokens.reshape(-1)
         found = jnp.where(found < 0, found + spec.vocab, found)  # negative ids count from the end, as in the table
         size = own.a.shape[-1]
         column = found - lax.axis_index(sharding.ins) * size if sharding.ins else found
 
-        def add(total: Array, adapter: AdapterRows, slots: Array) -> Array:
+        def add(total: Array, plans: Plans, slots: Array) -> Array:
             # Rows without an adapter read a column of an arbitrary slot here; `expand` has no tile for them.
             slots = jnp.repeat(slots.reshape(-1), len(column) // max(1, slots.size)).clip(0, site.spec.num_slots - 1)
             h = own.a.at[slots, 0, :, column].get(mode="clip").astype(jnp.float32)  # [M, R]
             if sharding.ins:
                 h = jnp.where(((column >= 0) & (column < size))[:, None], h, 0)
             h = (h if spec.scale == 1 else h * spec.scale)[None]
-            return _expand_whole(site, site.spec, total, h, own.second, adapter, complete=True)
+            return _expand_whole(site, site.spec, total, h, own.second, plans[0], complete=True)
 
-        out = _summed_adapters(flat, [partial(add, adapter=a, slots=s) for a, s in zip(adapters, ids, strict=True)])
+        out = _summed_adapters(flat, [partial(add, plans=a, slots=s) for a, s in zip(adapters, ids, strict=True)])
         if spec.rows < spec.vocab:
             out = jnp.where((found < spec.rows)[:, None], out, flat)
         return out.reshape(base.shape)
@@ -255,7 +253,7 @@ def add_lookup(
         lead = rows.sharding.axes
         of_base, of_rows = partition(*lead, sharding.outs), partition(*lead)
         of_ids = partition(*lead[: ids[0].ndim])
-        specs = of_base, of_rows, of_ids, factor_specs(site.spec), adapter_specs(site, rows)
+        specs = of_base, of_rows, of_ids, factor_specs(site.spec), plan_specs(rows)
         mapped = on_mesh(sharding, local, specs, of_base)
         return mapped(base, tokens, ids, slot_factors(layer, site), rows.adapters)
 
@@ -269,7 +267,7 @@ def add_rows(
     base: Array,
     x: Array,
     own: SlotFactors,
-    adapters: Sequence[AdapterRows],
+    adapters: Sequence[Plans],
     *,
     complete: bool,
     x_rows: Array | None = None,
@@ -297,12 +295,12 @@ def add_rows(
     rows = rows if columns is None else columns.take(rows)
     bias = bias if columns is None or bias is None else columns.take(bias)
     add = partial(_add_adapter, site, x=x, own=own, shared=shared, complete=complete, x_rows=x_rows)
-    adds = [partial(add, adapter=adapter) for adapter in adapters]
+    adds = [partial(add, plans=plans) for plans in adapters]
     if site.spec.finishers:  # XLA computes them and the sums in one pass
         y, extras = rows.astype(jnp.float32), iter(own.extras)
         for add in adds:
             y = y + add(None)
-        slots = adapters[0].plan.row_groups  # an adapter that brings extras is the only one of its rows
+        slots = adapters[0][0].row_groups  # an adapter that brings extras is the only one of its rows
         for finisher in site.spec.finishers:
             y = finisher.apply(y, x, rows, bias, [next(extras) for _ in finisher.extras], slots)
         out = y.astype(rows.dtype)
@@ -328,7 +326,7 @@ def _add_adapter(
     x: Array,
     own: SlotFactors,
     shared: Sequence[Factor],
-    adapter: AdapterRows,
+    plans: Plans,
     complete: bool,
     x_rows: Array | None,
 ) -> Array:
@@ -340,21 +338,20 @@ def _add_adapter(
     by_itself = not sharding.ins or not complete
     if by_itself and merged.sizes is not None and not sharding.a[2] and sharding.b[2] == sharding.outs:
         rows = add_lora(
-            rows, x, own.a, own.b, adapter.plan,
-            slice_sizes=merged.sizes, ranks=own.ranks, x_rows=x_rows, row_scales=adapter.flat_scales, **_options(site),
+            rows, x, own.a, own.b, plans[0],
+            slice_sizes=merged.sizes, ranks=own.ranks, x_rows=x_rows, **options(site),
         )  # fmt: skip
     else:
-        h = _shrink_own(site, site.spec, x, own.first, adapter.plan, x_rows)
-        rows = _expand_whole(site, site.spec, rows, h, own.second, adapter, complete=complete)
+        h = _shrink_own(site, site.spec, x, own.first, plans[0], x_rows)
+        rows = _expand_whole(site, site.spec, rows, h, own.second, plans[0], complete=complete)
     if shared:  # a row's adapter is in slots of one kind, and the other kind leaves the row unchanged
         of_a, of_b = (each.spec for each in site.shared)
-        h = _shrink_own(site, of_a, x, shared[0], adapter.shared[0], x_rows)
-        adapter = adapter._replace(plan=adapter.shared[1])
-        rows = _expand_whole(site, of_b, rows, h, shared[1], adapter, complete=complete)
+        h = _shrink_own(site, of_a, x, shared[0], plans[1], x_rows)
+        rows = _expand_whole(site, of_b, rows, h, shared[1], plans[2], complete=complete)
     return rows
 
 
-def _options(site: Site) -> dict[str, Any]:
+def options(site: Site) -> dict[str, Any]:
     """Return the options of the ops that are the same for all calls of a layer."""
     return {"backend": site.backend, "batch_invariant": site.batch_invariant}
 
@@ -374,7 +371,7 @@ def _shrink_own(site: Site, slots: SlotSpec, x: Array, first: Factor, plan: Plan
         # The scales beside the ranks do not matter here, because only `expand` uses them.
         first_rank = (lax.axis_index(axes) * size).astype(ranks.dtype)
         ranks = ranks.at[..., 0].set(jnp.clip(ranks[..., 0] - first_rank, 0, size))
-    return shrink(x, a, plan, ranks=ranks, x_rows=x_rows, **_options(site))
+    return shrink(x, a, plan, ranks=ranks, x_rows=x_rows, **options(site))
 
 
 def _expand_whole(
@@ -383,7 +380,7 @@ def _expand_whole(
     rows: Array | None,
     h: Array,
     second: Factor,
-    adapter: AdapterRows,
+    plan: Plan,
     *,
     complete: bool,
 ) -> Array:
@@ -397,11 +394,11 @@ def _expand_whole(
     if complete or further:
         h = summed(h, sharding.ins)
     if not further:
-        return _expand_merged(site, slots, rows, h, second, adapter)
+        return _expand_merged(site, slots, rows, h, second, plan)
     count = second.array.shape[-1]
     start = lax.axis_index(further) * count
     part = lax.dynamic_slice_in_dim(rows, start, count, axis=1)
-    part = _expand_merged(site, slots, part, h, second, adapter)
+    part = _expand_merged(site, slots, part, h, second, plan)
     if complete:
         return _gathered(part, further, 1)
     return lax.dynamic_update_slice_in_dim(rows, part, start, axis=1)
@@ -413,7 +410,7 @@ def _expand_merged(
     rows: Array,
     h: Array,
     second: Factor,
-    adapter: AdapterRows,
+    plan: Plan,
 ) -> Array:
     """Call `expand` on the columns of the output slices that this shard holds."""
     merged, (b, ranks) = merged_columns(slots), second
@@ -422,10 +419,7 @@ def _expand_merged(
         table = jnp.asarray(merged.table)
         ids = table[lax.axis_index(split_of(slots).b[2]) if len(table) > 1 else 0]
         h, ranks, sizes = h[ids], ranks[:, ids], (merged.size,) * len(merged.table[0])
-    return expand(
-        h, b, adapter.plan,
-        slice_sizes=sizes, base=rows, ranks=ranks, row_scales=adapter.flat_scales, **_options(site),
-    )  # fmt: skip
+    return expand(h, b, plan, slice_sizes=sizes, base=rows, ranks=ranks, **options(site))
 
 
 def _real(sharding: KernelSharding, axes: Names, blocks: Blocks) -> Bool[Array, "1 own"] | None:
@@ -447,7 +441,7 @@ def factor_specs(slots: SlotSpec) -> SlotFactors:
     sharding = split_of(slots)
     own = ((),) if slots.experts is None else ((), sharding.experts)
     specs = partition(*own, *sharding.a[1:]), partition(*own, *sharding.b[1:]), partition(*own)
-    of_extras = [partition((), *split) for split in slots.splits(sharding)]
+    of_extras = [partition((), sharding.outs)] * len(slots.extras)
     return SlotFactors(*cast("Any", (*specs, of_extras)))
 
 
@@ -457,11 +451,9 @@ def _shared_specs(slots: SlotSpec) -> Factor:
     return specs.second if 1 in slots.factors else specs.first
 
 
-def adapter_specs(site: Site, rows: CallRows, experts: Names = ()) -> Sequence[AdapterRows]:
-    """Return the PartitionSpecs of `rows.adapters`. Plans are split over the shards of rows or over `experts`."""
-    of_plan = partition((*rows.sharding.names, *experts))
-    specs = of_plan, (of_plan,) * len(site.shared), partition(*rows.sharding.axes)
-    return (AdapterRows(*cast("Any", specs)),) * len(rows.adapters)
+def plan_specs(rows: CallRows, experts: Names = ()) -> PartitionSpec:
+    """Return the PartitionSpec of `rows.adapters`, whose plans are split over the shards of rows or over `experts`."""
+    return partition((*rows.sharding.names, *experts))
 
 
 def summed(array: Array, axes: Names) -> Array:

@@ -11,8 +11,8 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jlora.errors import LoRAError
-from jlora.layers.forward.call_rows import AdapterRows
-from jlora.layers.forward.delta import SlotFactors, adapter_specs, factor_specs, slot_factors, summed
+from jlora.layers.forward.call_rows import Plans
+from jlora.layers.forward.delta import SlotFactors, factor_specs, options, plan_specs, slot_factors, summed
 from jlora.layers.forward.mesh import on_mesh, reached, split_of
 from jlora.layers.forward.scope import Scope
 from jlora.layers.site import Site
@@ -48,11 +48,9 @@ def replace_rows(
         )
     sharding, columns = split_of(site.spec), max(base.shape[-1], site.spec.max_rank)
 
-    def local(base: Array, x: Array, ids: Array, own: SlotFactors, adapter: AdapterRows) -> Array:
+    def local(base: Array, x: Array, ids: Array, own: SlotFactors, plans: Plans) -> Array:
         flat, inputs = base.reshape(-1, base.shape[-1]), x.reshape(-1, x.shape[-1]).astype(own.a.dtype)
-        h = shrink(
-            inputs, own.a, adapter.plan, ranks=own.ranks, backend=site.backend, batch_invariant=site.batch_invariant
-        )
+        h = shrink(inputs, own.a, plans[0], ranks=own.ranks, **options(site))
         slots = jnp.repeat(ids.reshape(-1), len(flat) // max(1, ids.size))
         outputs = own.ranks[:, 0, 0].at[slots].get(mode="fill", fill_value=0)[:, None]
         bias = own.b[:, :, 0].astype(jnp.float32).at[slots].get(mode="fill", fill_value=0)
@@ -62,13 +60,12 @@ def replace_rows(
         return out.reshape(*base.shape[:-1], columns)
 
     with jax.named_scope("saved_head"):
-        lead, adapter = rows.sharding.axes, rows.adapters[0]
+        lead = rows.sharding.axes
         ids = rows.slots(site.spec.num_slots)[0]
         of_rows, of_x = partition(*lead, ()), partition(*lead, sharding.ins)
-        of_adapter = adapter_specs(site, rows)[0]
-        specs = of_rows, of_x, partition(*lead[: ids.ndim]), factor_specs(site.spec), of_adapter
+        specs = of_rows, of_x, partition(*lead[: ids.ndim]), factor_specs(site.spec), plan_specs(rows)
         mapped = on_mesh(sharding, local, specs, of_rows)
-        return mapped(base, x, ids, slot_factors(layer, site), adapter)
+        return mapped(base, x, ids, slot_factors(layer, site), rows.adapters[0])
 
 
 def _widened(rows: Float[Array, "M N"], columns: int) -> Float[Array, "M columns"]:

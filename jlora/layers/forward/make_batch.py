@@ -29,8 +29,8 @@ def make_batch(
     """Return a batch with its arrays on the device or the mesh.
 
     Args:
-      entries: the distinct entries of the batch, each of at most `sites.adapters` adapters. With the stamp 0 every copy
-        of the model is accepted.
+      entries: the distinct entries of the batch, each of at most `max_adapters_per_sequence` adapters. With the stamp
+        0 every copy of the model is accepted.
       index: the entry of each sequence.
       shape: the shape of the batch.
       sites: the sites of the model.
@@ -38,10 +38,11 @@ def make_batch(
       none: the slot of rows without an adapter.
       unserved: the sites that serve no adapter.
     """
-    padded = [[*entry, *[(none, 0, 1.0)] * ((sites.adapters or 1) - len(entry))] for entry in entries]
+    most = sites.config.max_adapters_per_sequence
+    padded = [[*entry, *[(none, 0, 1.0)] * ((most or 1) - len(entry))] for entry in entries]
     values = np.array(padded).take(index, 0).transpose(2, 1, 0)
     slots, stamps = values[:2].astype(np.int32, "C")
-    scales = None if sites.adapters is None else values[2].astype(np.float32, "C")
+    scales = None if most is None else values[2].astype(np.float32, "C")
     spaces = fill_spaces(shape, slots, stamps, scales, none=none, one_each=not sites.rows_declared)
     own, undecided = weakref.ref(lease), lease.needs_first_rows
     layout = Layout(sites, shape.num_sequences, unserved, undecided=undecided, lease=own)

@@ -59,16 +59,22 @@ def plan_of(
             backend=site.backend,
         )
 
+    scales = layout.scales(adapter)
     if not sharding.split:
-        return make(*layout.runs(adapter, spec.num_slots))
+        return make(*layout.runs(adapter, spec.num_slots)).scaled(_flat(scales))
     kernel = split_of(spec)
     rows = math.prod(size // kernel.size(names) for size, names in zip(layout.shape, sharding.axes, strict=True))
 
-    def local(slots: Array) -> Plan:
-        return make(slots.reshape(-1), rows // max(1, slots.size))
+    def local(slots: Array, scales: Array | None) -> Plan:
+        return make(slots.reshape(-1), rows // max(1, slots.size)).scaled(_flat(scales))
 
     ids = layout.slots(adapter, spec.num_slots)
-    return on_mesh(kernel, local, (partition(*sharding.axes[: ids.ndim]),), partition(sharding.names))(ids)
+    specs = partition(*sharding.axes[: ids.ndim]), partition(*sharding.axes)
+    return on_mesh(kernel, local, specs, partition(sharding.names))(ids, scales)
+
+
+def _flat(scales: Array | None) -> Array | None:
+    return None if scales is None else scales.reshape(-1)
 
 
 def _plan_of_experts(
@@ -87,7 +93,7 @@ def _plan_of_experts(
     assert index is not None
     table = table if spec.first_slot == 0 else table - spec.first_slot
 
-    def make(table: Array, index: Array, expert: Array) -> Plan:
+    def make(table: Array, index: Array, expert: Array, scales: Array | None) -> Plan:
         groups = own
         if spec.experts is None:  # one group for each slot; rows of experts on other shards still get none
             expert, groups = jnp.where((expert >= 0) & (expert < own), 0, -1), 1
@@ -100,13 +106,12 @@ def _plan_of_experts(
             max_active=num_sequences * groups,
             batch_invariant=site.batch_invariant,
             backend=site.backend,
-        )
+        ).scaled(scales)
 
-    def local(table: Array, index: Array, expert: Array) -> Plan:
-        return make(table, index, expert - lax.axis_index(sharding.experts) * own)
+    def local(table: Array, index: Array, expert: Array, scales: Array | None) -> Plan:
+        return make(table, index, expert - lax.axis_index(sharding.experts) * own, scales)
 
-    operands = table, index, jnp.asarray(row_map.expert)
+    operands = table, index, jnp.asarray(row_map.expert), _flat(layout.scales(adapter))
     if not sharding.experts or experts_reached(site):  # inside a shard, its own experts are numbered from 0
         return make(*operands)
-    whole = PartitionSpec()
-    return on_mesh(sharding, local, (whole, whole, whole), partition(sharding.experts))(*operands)
+    return on_mesh(sharding, local, (PartitionSpec(),) * 4, partition(sharding.experts))(*operands)

@@ -14,15 +14,8 @@ from jlora import _qwix
 from jlora._compat import promote_dtype
 from jlora.errors import LoRAError
 from jlora.layers.einsum import EinsumAxes, EinsumRows
-from jlora.layers.forward.call_rows import AdapterRows
-from jlora.layers.forward.delta import (
-    SlotFactors,
-    adapter_specs,
-    add_rows,
-    factor_specs,
-    slot_factors,
-    summed,
-)
+from jlora.layers.forward.call_rows import Plans
+from jlora.layers.forward.delta import SlotFactors, add_rows, factor_specs, plan_specs, slot_factors, summed
 from jlora.layers.forward.mesh import on_mesh, reached
 from jlora.layers.forward.scope import Scope
 from jlora.layers.forward.stamps import check_stamps
@@ -89,14 +82,14 @@ def row_parallel_output(
     for i, names in enumerate(call.sharding.axes):
         of_x[axes.x[i]] = of_y[axes.y[i]] = names
 
-    def local(x: Array, kernel: Array, slots: SlotFactors, adapters: Sequence[AdapterRows]) -> Array:
+    def local(x: Array, kernel: Array, slots: SlotFactors, adapters: Sequence[Plans]) -> Array:
         base = found.compute(x.astype(found.x.dtype), kernel).transpose(axes.y)
         rows = base.reshape(*base.shape[: axes.lead], -1)
         out = add_rows(site, spec, rows, _flat(x, axes), slots, adapters, complete=False).reshape(base.shape)
         return summed(out.transpose([axes.y.index(i) for i in range(out.ndim)]), sharding.ins)
 
     with jax.named_scope("lora"):
-        specs = partition(*of_x), partition(*of_kernel), factor_specs(site.spec), adapter_specs(site, call)
+        specs = partition(*of_x), partition(*of_kernel), factor_specs(site.spec), plan_specs(call)
         out = on_mesh(sharding, local, specs, partition(*of_y))(x, kernel, slot_factors(layer, site), call.adapters)
     if found.out_sharding is not None:
         out = jax.sharding.reshard(out, found.out_sharding)

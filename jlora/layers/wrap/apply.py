@@ -69,15 +69,15 @@ def wrap_model(
         `skip` is no list of regular expressions; `row_groups` maps no names to names, or one of them matches no layer.
       LoRAError: the model is wrapped already; the slots do not fit in memory.
     """
-    wrapped = WrappedModel(model, skip_patterns(skip))
+    wrapped = WrappedModel(model, config, skip_patterns(skip))
     row_groups = _checked_groups(row_groups)
-    plans = choose(wrapped, config, packed_modules, row_groups)
+    plans = choose(wrapped, packed_modules, row_groups)
     load(config.backend)
     device = _device_of([found for found, _ in plans])
     every = [each for _, sites in plans for site in sites for each in site.with_all]
     arrays = {site: values for site, values in _allocate(every, make, device)}
     groups = frozenset(row_groups.values()) - OF_SEQUENCES
-    wrapped.sites = _model_sites(wrapped, plans, device, config, groups)
+    wrapped.sites = _model_sites(wrapped, plans, device, groups)
     kept = [(f.module, type(f.module), dict(vars(f.module))) for f, _ in plans]
     try:
         for found, sites in plans:
@@ -102,8 +102,8 @@ def wrap_model(
 
 def survey(model: nnx.Module, config: LoRAConfig, skip: Sequence[str] = ()) -> WrappedModel:
     """Return the result of `wrap_model` without changing the model, whose parameters may be shapes alone."""
-    wrapped = WrappedModel(model, skip_patterns(skip))
-    plans = choose(wrapped, config, None, {})
+    wrapped = WrappedModel(model, config, skip_patterns(skip))
+    plans = choose(wrapped, None, {})
     wrapped.modules = {site: found.module for found, sites in plans for one in sites for site in one.with_all}
     return wrapped
 
@@ -137,18 +137,16 @@ def _model_sites(
     wrapped: WrappedModel,
     plans: Sequence[tuple[Found, list[Site]]],
     device: Device | None,
-    config: LoRAConfig,
     groups: frozenset[str],
 ) -> ModelSites:
     sites = [site for _, own in plans for site in own]
     names = {name for site in sites for name in (*site.aliases, *site.parts)}
     return ModelSites(
+        wrapped.sites.config,
         tuple(sites),
         frozenset({*wrapped.unwrapped, *names}),
         sites[0].spec.sharding,
         device,
-        adapters=config.max_adapters_per_sequence,
-        activated=config.activated,
         groups=groups,
         intercepted=any(_qwix.is_intercepted(found.module) for found, _ in plans),
     )

@@ -77,7 +77,7 @@ class _Context:
 
 
 def choose(
-    wrapped: WrappedModel, config: LoRAConfig, packed_modules: PackedModules | None, row_groups: Mapping[str, str]
+    wrapped: WrappedModel, packed_modules: PackedModules | None, row_groups: Mapping[str, str]
 ) -> list[tuple[Found, list[Site]]]:
     """Return the layers to wrap with the sites of each. The model is not changed.
 
@@ -88,7 +88,7 @@ def choose(
       LoRAError: the model is wrapped already, no layer of it can serve LoRA, or as in `_mesh_of`.
       LoRAUsageError: a configured name matches no layer, or only layers that cannot be wrapped, or as in `_mesh_of`.
     """
-    model = wrapped.model
+    model, config = wrapped.model, wrapped.sites.config
     packed = packed_modules_of(model, packed_modules)
     everything = discover(model, lambda aliases: exclusion(config, (*aliases, *part_names(aliases, packed))))
     for found in everything:
@@ -143,7 +143,7 @@ def choose(
         raise LoRAError(f"{type(model).__name__} has no layer that can serve LoRA{_listed(others, wrapped.unwrapped)}")
     _stamp(plans)
     every = [site for _, sites in plans for site in sites]
-    wrapped.saved_heads, wrapped.headless = config.saved_heads or {}, context.headless
+    wrapped.headless = context.headless
     _check_saved_heads(wrapped, every)
     attends = [name for name in wrapped.unwrapped if name.endswith(".attend") and name not in others]
     wrapped_names = {alias for site in every for alias in site.aliases}
@@ -155,7 +155,7 @@ def choose(
 def _check_saved_heads(wrapped: WrappedModel, sites: Sequence[Site]) -> None:
     """Raise `LoRAUsageError` if a name in `saved_heads` matches no layer that an adapter can replace."""
     able = [alias for site in sites if site.head is not None for alias in site.aliases]
-    for name in wrapped.saved_heads:
+    for name in wrapped.sites.config.saved_heads or ():
         if not matching([name], able):
             reasons = {**wrapped.unwrapped, **wrapped.headless}
             why = next((f"; {path!r}: {reasons[path]}" for path in reasons if matching([name], [path])), None)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jlora.config import LoRAConfig
 from jlora.errors import LoRAError
 from jlora.layers.base_kernel import arrays_of, can_dequantize, dequantized, kernel_of
 from jlora.layers.forward.experts import product_of
@@ -72,23 +73,21 @@ class WrappedModel:
     Attributes:
       model: the model.
       modules: Site -> layer.
-      sites: shared by all layers and batches; set when the model is wrapped.
+      sites: shared by all layers and batches; without any site until the model is wrapped.
       unwrapped: path -> the reason why that module takes no adapter.
       others: the paths in `unwrapped` that `layers` returns: modules with variables, and uses of a table.
       unserved: the layers that serve no adapter. Replaced as a whole, only by `set_unserved`.
-      saved_heads: `LoRAConfig.saved_heads`, or {}.
       headless: name of a wrapped layer -> the reason why no saved head can replace it.
       classes: id of a layer -> its class before wrapping.
       skip: patterns of checkpoint modules that this process lacks on purpose.
       skipped: checkpoint name -> the `skip` pattern that matched it, collected from loaded adapters.
     """
 
-    def __init__(self, model: nnx.Module, skip: tuple[re.Pattern[str], ...] = ()):
+    def __init__(self, model: nnx.Module, config: LoRAConfig, skip: tuple[re.Pattern[str], ...] = ()):
         self.model = model
         self.modules: dict[Site, nnx.Module] = {}
-        self.sites = ModelSites((), frozenset(), None, None)
+        self.sites = ModelSites(config)
         self.unwrapped: dict[str, str] = {}
-        self.saved_heads: Mapping[str, int] = {}
         self.headless: Mapping[str, str] = {}
         self.skip = skip
         self.skipped: dict[str, str] = {}

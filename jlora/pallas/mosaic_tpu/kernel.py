@@ -335,7 +335,7 @@ def _shrink(s: Sizes, place, group, row_scales, x, a, h, first):
             own = (lane >= p * s.rank) & (lane < p * s.rank + rank)
             owner, scales = jnp.where(own, g, owner), jnp.where(own, scale, scales)
         scales = scales if row_scales is None else scales * row_scales[...]
-        part = jnp.where(group[...] == owner, scales * _dot(x[...], a[i], transpose=True), 0.0)
+        part = jnp.where(group[...] == owner, scales * dot(x[...], a[i], transpose=True), 0.0)
         before = jnp.where(first & mine, 0.0, h[i])
         h[i] = before + part
 
@@ -346,7 +346,7 @@ def _expand(s: Sizes, place, group, h, b, out, n_tile, tainted):
     rank_row = jax.lax.broadcasted_iota(jnp.int32, (s.width, 1), 0)
 
     def add(i, touched, weights):
-        total = (out[...].astype(jnp.float32) + _dot(h[i].astype(b.dtype), weights)).astype(out.dtype)
+        total = (out[...].astype(jnp.float32) + dot(h[i].astype(b.dtype), weights)).astype(out.dtype)
         if any(edge % s.tile_n for edge in s.edges[1:-1]):
             touched &= (column >= s.edges[i]) & (column < s.edges[i + 1])
         out[...] = jnp.where(touched, total, out[...])
@@ -386,7 +386,7 @@ def _has_nonfinite(ref):
     return jnp.max(jnp.where((found & carry) != 0, 1, 0))
 
 
-def _dot(left, right, transpose=False):
+def dot(left, right, transpose=False):
     """Return the float32 product: exact products of bfloat16, full precision for float32."""
     dtype = left.dtype if left.dtype == right.dtype else jnp.dtype(jnp.float32)
     if transpose and right.shape[0] == 1:  # a vector, which Mosaic multiplies and sums in float32 only

@@ -23,14 +23,17 @@ nearly all groups have none.
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Int
 
 from jlora.errors import LoRAError
 from jlora.pallas import xla
+from jlora.pallas.mosaic_tpu import backward as backward
 from jlora.pallas.mosaic_tpu.kernel import LANES, NOBODY, Sizes, call, overlaps
 from jlora.pallas.mosaic_tpu.schedule import visits
 from jlora.pallas.plan import Plan
@@ -51,17 +54,29 @@ def add_lora(
     slice_sizes: tuple[int, ...],
     ranks: Float[jax.Array, "G n 2"] | None,
     x_rows: Int[jax.Array, "M"] | None = None,
-    row_scales: Float[jax.Array, "M"] | None = None,
     batch_invariant: bool = False,
     interpret: bool | pltpu.InterpretParams = False,
-) -> Float[jax.Array, "M N"]:
-    """Implement `jlora.ops.add_lora`. The result takes the place of `base` if `base` may be overwritten.
+    keep_h: bool = False,
+) -> Any:
+    """Implement `jlora.ops.add_lora`. With `keep_h`, return the result and h [1, M, n * R], from a pass of its own.
+
+    The result takes the place of `base` if `base` may be overwritten.
 
     Between shrink and expand the intermediate is rounded to bfloat16 if b is bfloat16, as in PEFT.
 
     Raises:
       LoRAError: `unsupported_reason` returns a reason.
     """
+    if keep_h:
+        options: dict[str, Any] = {
+            "ranks": ranks,
+            "x_rows": x_rows,
+            "batch_invariant": batch_invariant,
+            "interpret": interpret,
+        }
+        h = jnp.moveaxis(shrink(x, a, plan, **options), 0, 1).reshape(1, plan.num_rows, -1)
+        h = checkpoint_name(h, xla.H)
+        return add_lora(base, x, a, b, plan, slice_sizes=slice_sizes, **options), h
     base = jnp.full((plan.num_rows, b.shape[2]), -0.0) if base is None else base
     reason = unsupported_reason(base, x, a, b, slice_sizes=slice_sizes, batch_invariant=batch_invariant)
     if reason is not None:
@@ -72,7 +87,7 @@ def add_lora(
         ranks = xla.all_ranks(s.groups, len(s.slices), s.rank)
     if plan.experts > 1:  # an expert's groups may all have the same place in a bundle, so sort rows
         s = replace(s, by_group=True)
-    group, order = _row_groups(plan), plan.row_order
+    group, order, row_scales = _row_groups(plan), plan.row_order, plan.row_scales
     if not s.by_group:
         x = x if x_rows is None else x[x_rows]
         return _call(s, base, x, a, b, group, ranks, row_scales, interpret)
@@ -109,6 +124,7 @@ def shrink(
     """Implement `jlora.ops.shrink` by the fused kernel, expanding by the identity, which is exact."""
     groups, n, rank, _ = a.shape
     ranks = None if ranks is None else ranks.at[..., 1].set(1)  # h is scaled by `expand`
+    plan = replace(plan, row_scales=None)
     identity = jnp.tile(jnp.eye(rank), (groups, 1, n))
     zeros, sizes = jnp.zeros((plan.num_rows, n * rank)), (rank,) * n
     h = add_lora(
@@ -126,7 +142,6 @@ def expand(
     slice_sizes: tuple[int, ...],
     base: Float[jax.Array, "M N"] | None,
     ranks: Float[jax.Array, "G n 2"] | None,
-    row_scales: Float[jax.Array, "M"] | None = None,
     batch_invariant: bool = False,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[jax.Array, "M N"]:
@@ -140,8 +155,8 @@ def expand(
     x = jnp.moveaxis(h.astype(jnp.float32), 0, 1).reshape(rows, n * rank)
     base = jnp.full((rows, b.shape[2]), -0.0, b.dtype) if base is None else base
     return add_lora(
-        base, x, identity, b, plan, slice_sizes=slice_sizes, ranks=ranks, row_scales=row_scales,
-        batch_invariant=batch_invariant, interpret=interpret,
+        base, x, identity, b, plan, slice_sizes=slice_sizes, ranks=ranks, batch_invariant=batch_invariant,
+        interpret=interpret,
     )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ def suits(plan: Plan, a, slice_sizes: tuple[int, ...]) -> bool:
 
 
 def add_lora(
-    base, x, a, b, plan: Plan, *, slice_sizes, ranks, x_rows=None, row_scales=None, block_n: int | None = None,
+    base, x, a, b, plan: Plan, *, slice_sizes, ranks, x_rows=None, block_n: int | None = None,
     block_k: int = BLOCK_K, interpret: bool = False,
 ):  # fmt: skip
     """Implement `jlora.ops.add_lora` for R up to `MAX_RANK`."""
@@ -62,7 +62,7 @@ def add_lora(
         name="lora_fused",
     )(
         plan.tiles_used, plan.tile_group, plan.tile_rows, plan.tile_start, plan.tile_end, ranks, x,
-        a.reshape(groups, n * rank, k), b, base, x_rows, row_scales,
+        a.reshape(groups, n * rank, k), b, base, x_rows, plan.row_scales,
     )  # fmt: skip
 
 

@@ -14,15 +14,18 @@ on the program that computes it, nor on the other rows of the batch. There are n
 """
 
 from functools import partial, reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jaxtyping import Float, Int
 
 from jlora.pallas.gpus import GPU, MIN_CAPABILITY, current_gpu
 from jlora.pallas.plan import Plan
 from jlora.pallas.tiles import GPUProblem, GPUTiles, ItemSizes, gpu_tiles, rank_block, too_large
+from jlora.pallas.triton import backward as backward
 from jlora.pallas.triton import fused
 from jlora.pallas.triton.parts import (
     WAIT_FOR_RANK,
@@ -39,9 +42,10 @@ from jlora.pallas.triton.parts import (
     scale_of,
     share_out,
     store,
+    sum_parts,
     tiles_used,
 )  # fmt: skip
-from jlora.pallas.xla import all_ranks, has_group, tile_of_rows
+from jlora.pallas.xla import H, all_ranks, has_group, mask_rows
 
 MAX_RANK = 512
 # Most rows for which XLA adds the delta. With more, the delta's bytes cost as much as they save. Qwen2.5-7B on an H100:
@@ -94,10 +98,7 @@ def shrink(
     tiles = tiles or gpu_tiles(problem_of(plan, x, a, b, n, batch_invariant), gpu)
     ranks = all_ranks(groups, n, rank) if ranks is None else ranks
     parts = _shrink(x, a, plan, ranks, x_rows, tiles, jnp.dtype(jnp.float32), interpret)
-    h = jnp.moveaxis(add_in_order(parts).reshape(-1, *a.shape[1:3]), 1, 0)
-    group = plan.tile_group[tile_of_rows(plan)]
-    rank = jnp.where(has_group(plan), ranks[group, :, 0].T, 0)  # [n, M]
-    return jnp.where(jnp.arange(h.shape[2], dtype=jnp.float32)[None, None] < rank[..., None], h, 0)
+    return mask_rows(jnp.moveaxis(add_in_order(parts).reshape(-1, *a.shape[1:3]), 1, 0), plan, ranks)
 
 
 def expand(
@@ -108,7 +109,6 @@ def expand(
     slice_sizes: tuple[int, ...],
     base: Float[jax.Array, "M N"] | None,
     ranks: Float[jax.Array, "G n 2"] | None,
-    row_scales: Float[jax.Array, "M"] | None = None,
     batch_invariant: bool = False,
     tiles: GPUTiles | None = None,
     gpu: GPU | None = None,
@@ -122,7 +122,7 @@ def expand(
     tiles = tiles or gpu_tiles(problem_of(plan, x, a, b, len(slice_sizes), batch_invariant), gpu)
     h = jnp.moveaxis(h, 0, 1).reshape(1, plan.num_rows, -1)
     dtype = b.dtype if base is None else base.dtype
-    total = _expand(base, h, b, plan, ranks, row_scales, slice_sizes, tiles, b.dtype, dtype, interpret)
+    total = _expand(base, h, b, plan, ranks, slice_sizes, tiles, b.dtype, dtype, interpret)
     return jnp.where(has_group(plan)[:, None], total, -0.0) if base is None else total
 
 
@@ -136,28 +136,36 @@ def add_lora(
     slice_sizes: tuple[int, ...],
     ranks: Float[jax.Array, "G n 2"] | None,
     x_rows: Int[jax.Array, "M"] | None = None,
-    row_scales: Float[jax.Array, "M"] | None = None,
     batch_invariant: bool = False,
     tiles: GPUTiles | None = None,
     gpu: GPU | None = None,
     interpret: bool = False,
-) -> Float[jax.Array, "M N"]:
+    keep_h: bool = False,
+) -> Any:
     """Implement `jlora.ops.add_lora` in two launches for any number of slices.
 
-    A handful of experts' rows take one launch (`fused`), but not with `batch_invariant` or without a base.
+    A handful of experts' rows take one launch (`fused`), but not with `batch_invariant`, `keep_h` or without a base.
+    With `keep_h`, return the result and the partial sums of h, for `expand_grads`.
     """
     groups, n, rank, _ = a.shape
     ranks = all_ranks(groups, n, rank) if ranks is None else ranks
-    if tiles is None and base is not None and not batch_invariant and fused.suits(plan, a, slice_sizes):
+    in_one = base is not None and not batch_invariant and not keep_h
+    if tiles is None and in_one and fused.suits(plan, a, slice_sizes):
         return fused.add_lora(
-            base, x, a, b, plan, slice_sizes=slice_sizes, ranks=ranks, x_rows=x_rows, row_scales=row_scales,
-            interpret=interpret,
-        )  # fmt: skip
+            base, x, a, b, plan, slice_sizes=slice_sizes, ranks=ranks, x_rows=x_rows, interpret=interpret
+        )
     tiles = tiles or gpu_tiles(problem_of(plan, x, a, b, n, batch_invariant), gpu)
     h = shrink_parts(x, a, b, plan, ranks, tiles, x_rows=x_rows, interpret=interpret)
+    h = checkpoint_name(h, H) if keep_h else h
+    out = _add_delta(base, x, a, b, h, plan, ranks, slice_sizes, tiles, batch_invariant, interpret)
+    return (out, h) if keep_h else out
+
+
+def _add_delta(base, x, a, b, h, plan: Plan, ranks, slice_sizes, tiles, batch_invariant, interpret):
+    """Return base + the delta of h, or the delta alone in float32."""
     whole = partial(
         expand_parts, x=x, a=a, h=h, b=b, plan=plan, ranks=ranks, slice_sizes=slice_sizes, tiles=tiles,
-        row_scales=row_scales, interpret=interpret,
+        interpret=interpret,
     )  # fmt: skip
     separate = plan.num_rows <= SEPARATE_ROWS and plan.experts == 1 and not batch_invariant
     if base is not None and not separate:
@@ -180,15 +188,12 @@ def shrink_parts(x, a, b, plan: Plan, ranks, tiles: GPUTiles, *, x_rows=None, in
     return _shrink(x, a, plan, ranks, x_rows, tiles, h_dtype(x, a, b), interpret)
 
 
-def expand_parts(
-    base, x, a, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles, *, row_scales=None, out_dtype=None,
-    interpret: bool,
-):  # fmt: skip
+def expand_parts(base, x, a, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles, *, out_dtype=None, interpret: bool):
     """Add the delta of `shrink_parts` to base, in its place. If base is None, return the delta in `out_dtype`.
 
     The rows without a group of a delta are undefined.
     """
-    options = row_scales, slice_sizes, tiles, dot_dtype(x, a, b), out_dtype if base is None else base.dtype
+    options = slice_sizes, tiles, dot_dtype(x, a, b), out_dtype if base is None else base.dtype
     return _expand(base, h, b, plan, ranks, *options, interpret)
 
 
@@ -213,7 +218,7 @@ def _shrink(x, a, plan: Plan, ranks, x_rows, tiles: GPUTiles, dtype, interpret: 
 
 
 @partial(jax.jit, static_argnames=("slice_sizes", "tiles", "dtype", "out_dtype", "interpret"))
-def _expand(base, h, b, plan: Plan, ranks, row_scales, slice_sizes, tiles: GPUTiles, dtype, out_dtype, interpret: bool):
+def _expand(base, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles, dtype, out_dtype, interpret: bool):
     """Add the delta of h [split_k, M, n * R] to base, as `expand_parts` does. `dtype` is that of the products."""
     units = plan.num_tiles * sum(pl.cdiv(size, tiles.block_n) for size in slice_sizes)  # an upper bound
     return pl.pallas_call(
@@ -224,7 +229,7 @@ def _expand(base, h, b, plan: Plan, ranks, row_scales, slice_sizes, tiles: GPUTi
         compiler_params=compiler_params(tiles.warps, tiles.stages),
         interpret=interpret,
         name="lora_expand",
-    )(plan.tiles_used, plan.tile_group, plan.tile_rows, ranks, h, b, base, row_scales)
+    )(plan.tiles_used, plan.tile_group, plan.tile_rows, ranks, h, b, base, plan.row_scales)
 
 
 def _shrink_kernel(
@@ -384,21 +389,6 @@ def _columns(ranks_ref, group, first, size: int, rank: int):
         return r, r < end, first < end
     read = (r % rank < rank_of(ranks_ref, group, jnp.minimum(r // rank, n - 1))) & (r < n * rank)
     return r, read, jnp.max(read.astype(jnp.int32)) > 0
-
-
-def sum_parts(h_ref, first, rows, r, live, rank: int, true_rank, scale):
-    """Add the partial sums of h in order, times `scale_of` -> [tile_m, block_r] float32, zero from the true rank on.
-
-    Entries from the true rank on were never written. They are dropped after the load, because a mask on the load would
-    prevent wide loads.
-    """
-    mask = live & (r < rank)[None, :] if rank % len(r) else live
-    columns = (first + r)[None, :]
-    parts = [load(h_ref, (jnp.int32(p), rows[:, None], columns), mask) for p in range(h_ref.shape[0])]
-    total = parts[0].astype(jnp.float32)
-    for part in parts[1:]:
-        total += part.astype(jnp.float32)
-    return jnp.where((r < true_rank)[None, :], total * scale, 0)
 
 
 def column_chunks(slice_sizes, block_n: int, used, programs: int):

@@ -115,6 +115,21 @@ def scale_of(ranks_ref, group, i, row_scales_ref, rows):
     return scale * load(row_scales_ref, (rows,), rows < row_scales_ref.shape[0])[:, None]
 
 
+def sum_parts(h_ref, first, rows, r, live, rank: int, true_rank, scale):
+    """Add the partial sums of h in order, times `scale_of` -> [tile_m, block_r] float32, zero from the true rank on.
+
+    Entries from the true rank on were never written. They are dropped after the load, because a mask on the load would
+    prevent wide loads.
+    """
+    mask = live & (r < rank)[None, :] if rank % len(r) else live
+    columns = (first + r)[None, :]
+    parts = [load(h_ref, (jnp.int32(p), rows[:, None], columns), mask) for p in range(h_ref.shape[0])]
+    total = parts[0].astype(jnp.float32)
+    for part in parts[1:]:
+        total += part.astype(jnp.float32)
+    return jnp.where((r < true_rank)[None, :], total * scale, 0)
+
+
 def load(ref, index, mask, other=0):
     """Load ref[index] where the mask, broadcast to the shape of the index, is True, and `other` elsewhere."""
     shape = jnp.broadcast_shapes(*(jnp.shape(part) for part in index))

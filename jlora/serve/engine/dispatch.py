@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -36,10 +37,10 @@ _ROWS_A_PROMPT = 8  # one more prompt is prefilled between two decode steps for 
 
 
 @dataclass(frozen=True)
-class _Drawn:
-    """A dispatched step whose tokens have not been read; pairs of (index among its tokens, sequence)."""
+class Drawn:
+    """A dispatched step whose results have not been read; pairs of (index among its results, sequence)."""
 
-    chosen: Chosen
+    chosen: Any  # `Chosen`, or the embeddings [B, E]
     sequences: tuple[tuple[int, Sequence], ...]
 
 
@@ -80,7 +81,7 @@ class Dispatcher:
         self._stale = False  # True if the running rows have changed since
         self._active = jnp.zeros(steps.rows, bool)
         self._how = How()
-        self._drawn: deque[_Drawn] = deque()
+        self._drawn: deque[Drawn] = deque()
         self._looked, self._told = 0.0, False
         self.failure: LoRAError | None = None
         self.thread = threading.Thread(target=self._work, name="jlora-serve-steps", daemon=True)
@@ -129,8 +130,7 @@ class Dispatcher:
         if looked:
             self._looked, self._told = now, False
             self._look()
-        busy = self._fill_some()
-        busy |= self._decode()
+        busy = self._step()
         while len(self._drawn) > busy:
             self._read(self._drawn.popleft())
         if busy:
@@ -140,6 +140,11 @@ class Dispatcher:
         else:
             self._signal.wait(_OFTEN if self._told else _POLL if len(self._queue) else _IDLE)
         return True
+
+    def _step(self) -> bool:
+        """Dispatch the steps of one iteration. Returns False if there are none."""
+        busy = self._fill_some()
+        return self._decode() or busy
 
     def _begun(self) -> list[Sequence]:
         """Return the sequences that have a row."""
@@ -208,14 +213,14 @@ class Dispatcher:
         sequence.drawn = 1
         self._rows[sequence.row] = sequence
         self._stale = True
-        self._drawn.append(_Drawn(chosen, ((0, sequence),)))
+        self._drawn.append(Drawn(chosen, ((0, sequence),)))
         return True
 
-    def _begin(self) -> Sequence | None:
-        """Take the next request that can begin, and give it a row and its adapter a slot."""
+    def _begin(self, fits: Callable[[Sequence], bool] = lambda one: True) -> Sequence | None:
+        """Take the next request that can begin, if it `fits`, and give it a row and its adapter a slot."""
         while len(self._queue) and None in self._rows:
             sequence = self._queue.next(self._loras.slots(self._running()), self._loras.loaded)
-            if sequence is None:
+            if sequence is None or not fits(sequence):
                 return None
             try:
                 sequence.batch = self._manager.prepare([sequence.lora], timeout=0)
@@ -262,7 +267,7 @@ class Dispatcher:
             return True
         for _, one in running:
             one.drawn += 1
-        self._drawn.append(_Drawn(chosen, tuple(running)))
+        self._drawn.append(Drawn(chosen, tuple(running)))
         return True
 
     def _compose(self) -> None:
@@ -293,9 +298,9 @@ class Dispatcher:
 
     # --- results ------------------------------------------------------------------------------------------------
 
-    def _read(self, drawn: _Drawn) -> None:
+    def _read(self, drawn: Drawn) -> None:
         try:
-            chosen = drawn.chosen.read()
+            chosen: Chosen = drawn.chosen.read()
         except Exception as error:  # later steps depend on this one, so their tokens are lost too
             self._failed(error, [one for _, one in drawn.sequences], lost=True)
             return

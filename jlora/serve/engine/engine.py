@@ -5,12 +5,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, cast
 
-from jlora import LoRAManager, LoRARequest
+from jlora import Adapter, LoRAManager, LoRARequest
 from jlora.errors import LoRAError, LoRAUsageError
+from jlora.models import Pooling
 from jlora.serve.engine.detokenizer import Detokenizer, silent_tokens
 from jlora.serve.engine.dispatch import Dispatcher
+from jlora.serve.engine.embedding import EmbeddingDispatcher, EmbeddingSteps
 from jlora.serve.engine.generation import Generation
 from jlora.serve.engine.loras import Loras
 from jlora.serve.engine.metrics import EngineMetrics
@@ -24,7 +26,7 @@ from jlora.serve.engine.request import (
     SamplingParams,
 )
 from jlora.serve.engine.resolvers import Resolve
-from jlora.serve.engine.sequence import Sequence, check_params, room_for, seed_of
+from jlora.serve.engine.sequence import Sequence, check_params, check_tokens, room_for, seed_of
 from jlora.serve.engine.steps import Steps
 from jlora.serve.engine.writer import TokenEvent, TokenWriter
 
@@ -45,7 +47,8 @@ class Engine:
     The model must be on devices of this process. Ray Serve runs replicas (`examples/ray_serve`).
 
     Args:
-      model: a `jlora.serve.ServableModel`, such as `jlora.models.Decoder`.
+      model: a `jlora.serve.ServableModel`, such as `jlora.models.Decoder`. If its `config.pooling` is set, the engine
+        embeds prompts by its `pooled`, and generates nothing.
       manager: the model's manager, which compiles the steps (`manager.jit`). Adapters may also be added to it directly.
       tokenizer: a `tokenizers.Tokenizer`; None for prompts and completions of token ids only.
       options: sizes and limits.
@@ -74,7 +77,9 @@ class Engine:
         self._longest = options.max_model_len or longest
         if self._longest > longest:
             raise LoRAUsageError(f"max_model_len={self._longest} is more than the model's context of {longest}")
-        self._steps = Steps(
+        self._pooling: Pooling | None = getattr(model.config, "pooling", None)
+        kind, dispatcher = (Steps, Dispatcher) if self._pooling is None else (EmbeddingSteps, EmbeddingDispatcher)
+        self._steps = kind(
             model, manager, rows=options.max_num_seqs, max_model_len=self._longest, chunk=options.max_num_batched_tokens
         )
         self._vocab = int(model.config.vocab_size)
@@ -84,8 +89,8 @@ class Engine:
         self._writer = TokenWriter(self._metrics, self._ended)
         most = math.ceil(options.max_waiting * _WAIT_FOR_NAMES)
         self._loras = Loras(manager, lambda: self._dispatcher.wake(), resolve, most, self._fail)
-        self._dispatcher = Dispatcher(
-            manager, self._steps, self._loras, self._writer, self._metrics, options.max_wait_ratio
+        self._dispatcher = dispatcher(
+            manager, cast(Any, self._steps), self._loras, self._writer, self._metrics, options.max_wait_ratio
         )
         self._changed = threading.Condition()
         self._open: set[Sequence] = set()  # requests that have not ended
@@ -97,6 +102,11 @@ class Engine:
     def max_model_len(self) -> int:
         """Positions of a sequence, prompt and completion."""
         return self._longest
+
+    @property
+    def embeds(self) -> bool:
+        """True if the engine takes `embed`, False if it takes `submit`."""
+        return self._pooling is not None
 
     def start(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Allocate the cache, compile every shape, and start the threads. Returns once requests can be served.
@@ -176,10 +186,74 @@ class Engine:
           EngineBusyError: too many requests wait.
           EngineClosedError: the engine does not accept requests.
         """
+        if self.embeds:
+            raise LoRAUsageError("the model embeds texts (modules.json) and cannot generate; use embed")
         tokens = self._tokens(prompt)
         limit = check_params(params, tokens, self._vocab, self._longest)
         if params.stop and self._tokenizer is None:
             raise LoRAUsageError("stop strings need an engine with a tokenizer; use stop_token_ids")
+        return self._queue(tokens, params, limit, lora, timeout)
+
+    def embed(
+        self,
+        prompts: Seq[str | Seq[int]],
+        *,
+        dimensions: int | None = None,
+        lora: str | LoRARequest | None = None,
+        timeout: float | None = None,
+    ) -> list[Generation]:
+        """Submit the prompts of one request to an embedding model. Returns at once.
+
+        The result of each has an `embedding` and no text. They begin in the order of their lengths. Limits of waiting
+        requests apply to the first of them alone, so a request of many prompts is not refused half way.
+
+        Args:
+          prompts: texts, or token ids of each.
+          dimensions: number of values of an embedding, which is cut, and normalised again if the model normalises it;
+            None for all.
+          lora: the adapter, as in `submit`.
+          timeout: as in `submit`.
+
+        Raises:
+          LoRAUsageError: the model has no embeddings; a prompt is wrong or too long; `dimensions` is out of range.
+          AdapterNotFoundError, EngineBusyError, EngineClosedError: as in `submit`.
+        """
+        if not isinstance(self._steps, EmbeddingSteps):
+            raise LoRAUsageError("the model generates text and has no embeddings (modules.json); use submit")
+        width = self._steps.width
+        if dimensions is not None and not 1 <= dimensions <= width:
+            raise LoRAUsageError(f"dimensions must be from 1 to {width}, the model's width, got {dimensions}")
+        tokens: list[list[int]] = []
+        for i, prompt in enumerate(prompts):
+            try:
+                tokens.append(self._tokens(prompt))
+                room_for(tokens[i], self._longest, 0)
+                check_tokens(tokens[i], self._vocab)
+            except LoRAUsageError as error:
+                raise LoRAUsageError(f"input {i}: {error}") from None
+        found: dict[int, Generation] = {}
+        try:
+            with self._changed:
+                for i in sorted(range(len(tokens)), key=lambda i: len(tokens[i])):
+                    params, limit = SamplingParams(), dimensions or width
+                    found[i] = self._queue(tokens[i], params, limit, lora, timeout, limited=not found)
+        except BaseException:
+            for generation in found.values():
+                generation.cancel()
+            raise
+        return [found[i] for i in range(len(tokens))]
+
+    def _queue(
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        limit: int,
+        lora: str | LoRARequest | None,
+        timeout: float | None,
+        *,
+        limited: bool = True,
+    ) -> Generation:
+        """Queue a checked prompt; without `limited`, whatever the number of waiting requests."""
         seconds = self.options.request_timeout if timeout is None else timeout
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         detokenizer = Detokenizer(self._tokenizer, params.stop, self._silent)
@@ -191,7 +265,7 @@ class Engine:
                 raise EngineClosedError(f"the engine takes no requests: it is {self._state}")
             if self._dispatcher.failure is not None:
                 raise self._dispatcher.failure
-            waiting = sum(one.row < 0 for one in self._open)
+            waiting = sum(one.row < 0 for one in self._open) if limited else 0
             if waiting >= self.options.max_waiting:
                 raise EngineBusyError(
                     f"{waiting} requests wait already (max_waiting={self.options.max_waiting})",
@@ -213,7 +287,7 @@ class Engine:
                 detokenizer=detokenizer,
                 arrived=arrived,
             )
-            self._loras.wanted(sequence)
+            self._loras.wanted(sequence, limited=limited)
             self._open.add(sequence)
             self._dispatcher.submit(sequence)
         with self._metrics.lock:
@@ -221,7 +295,7 @@ class Engine:
         return answer
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Return the token ids of a prompt, as `submit` computes them.
+        """Return the token ids of a prompt, as `submit` and `embed` compute them.
 
         Args:
           text: the prompt.
@@ -230,6 +304,7 @@ class Engine:
         Raises:
           LoRAUsageError: the engine has no tokenizer, or the text cannot be tokenized.
         """
+        text = text if self._pooling is None else self._pooling.prompt + text
         if self._tokenizer is None:
             raise LoRAUsageError("a prompt of text needs an engine with a tokenizer; give token ids")
         try:
@@ -240,7 +315,7 @@ class Engine:
     def _tokens(self, prompt: str | Seq[int]) -> list[int]:
         if isinstance(prompt, str):
             return self.encode(prompt)
-        room_for(prompt, self._longest)  # check the length before iterating
+        room_for(prompt, self._longest, 0 if self.embeds else 1)  # check the length before iterating
         return [int(token) if hasattr(token, "dtype") else token for token in prompt]
 
     def _fail(self, sequence: Sequence, error: LoRAError) -> None:
@@ -260,23 +335,30 @@ class Engine:
     # --- adapters -----------------------------------------------------------------------------------------------
 
     def add_lora(
-        self, request: LoRARequest, *, timeout: float | None = None, path: str | None = None, parent: str | None = None
+        self,
+        adapter: LoRARequest | Adapter,
+        *,
+        load_inplace: bool = False,
+        timeout: float | None = None,
+        path: str | None = None,
+        parent: str | None = None,
     ) -> None:
         """Load an adapter. With `load_inplace` it replaces one of its name; running sequences keep the old version.
 
         Args:
-          request: the adapter to load.
+          adapter: a request for a folder or repository, or an adapter in memory.
+          load_inplace: replace an adapter of the same name, as the field of a request.
           timeout: seconds to wait; None for no limit.
-          path: displayed as its source; None for the request's.
+          path: displayed as its source; None for the request's, and for none of an adapter in memory.
           parent: the base model name that it is listed under; None for the first.
 
         Raises:
-          AdapterExistsError: the name is loaded, and the request has no `load_inplace`.
+          AdapterExistsError: the name is loaded, and `load_inplace` is not set.
           LoRAError: an error of `LoRAManager.add_adapter`.
           EngineClosedError: the engine is closed.
         """
         self._check_open()
-        self._loras.add(request, timeout, path, parent)
+        self._loras.add(adapter, load_inplace, timeout, path, parent)
 
     def remove_lora(self, name: str) -> None:
         """Unload an adapter. Returns at once, and the name is refused from now on.

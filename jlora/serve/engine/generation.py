@@ -101,6 +101,7 @@ class Generation:
             logprobs=tuple(one for piece in self._pieces for one in piece.logprobs),
             finish_reason=finish,
             prompt_tokens=self._prompt_tokens,
+            embedding=self._pieces[-1].embedding,
         )
 
     def cancel(self) -> None:

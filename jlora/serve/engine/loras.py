@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from jlora import AdapterInfo, LoRAManager, LoRARequest
+from jlora import Adapter, AdapterInfo, LoRAManager, LoRARequest
 from jlora.errors import AdapterInUseError, AdapterNotFoundError, LoRAError, NoFreeSlotError
 from jlora.serve.engine.request import AdapterExistsError, EngineBusyError, RegisteredLoRA
 from jlora.serve.engine.resolvers import Resolve, check_name, resolved
@@ -101,23 +101,32 @@ class Loras:
 
     # --- changes, on any thread ---------------------------------------------------------------------------------
 
-    def add(self, request: LoRARequest, timeout: float | None, path: str | None, parent: str | None) -> None:
+    def add(
+        self,
+        adapter: LoRARequest | Adapter,
+        load_inplace: bool,
+        timeout: float | None,
+        path: str | None,
+        parent: str | None,
+    ) -> None:
         """Load an adapter; see `Engine.add_lora`."""
-        name, listed = request.name, None
+        name, source, listed = adapter.name, "", None
+        if isinstance(adapter, LoRARequest):
+            source, load_inplace = adapter.path, load_inplace or adapter.load_inplace
         with self._record(name) as record:
             inplace = self._info(name) is not None
             known = inplace and not record.removed
-            if known and not request.load_inplace:
+            if known and not load_inplace:
                 raise AdapterExistsError(
                     f"adapter {name!r} is loaded already; unload it first, or say load_inplace to replace it"
                 )
             record.adding += 1
         try:
             # A plain load would return the old version from host memory, so replace it in place, without a gap.
-            loaded = self._manager.add_adapter(request, load_inplace=inplace, timeout=timeout)
+            loaded = self._manager.add_adapter(adapter, load_inplace=inplace, timeout=timeout)
             if not loaded and not known:
                 raise AdapterExistsError(f"adapter {name!r} was loaded by another call meanwhile")
-            listed = RegisteredLoRA(path or request.path, int(time.time()), parent)
+            listed = RegisteredLoRA(path or source, int(time.time()), parent)
         finally:
             with self._record(name) as record:
                 record.adding -= 1
@@ -191,8 +200,10 @@ class Loras:
 
     # --- waiting requests, on any thread ------------------------------------------------------------------------
 
-    def wanted(self, sequence: Sequence) -> None:
+    def wanted(self, sequence: Sequence, *, limited: bool = True) -> None:
         """Count a request that waits for its adapter. If the name is unknown, start to resolve it.
+
+        Without `limited`, any number may wait for the resolver.
 
         Raises:
           AdapterNotFoundError: the name is unknown and cannot be resolved, or it is being unloaded.
@@ -204,7 +215,7 @@ class Loras:
         with self._record(name) as record:
             if self._resolve is not None and sequence.request is None and self._info(name) is None:
                 check_name(name)
-                self._look_up(name, record, sequence)
+                self._look_up(name, record, sequence, limited)
             elif sequence.request is None or record.removed:
                 self._check(name, record)
             record.waiting += 1
@@ -225,11 +236,11 @@ class Loras:
                 record.retry_at = 0.0
                 self._let_go(name, record)
 
-    def _look_up(self, name: str, record: _Record, sequence: Sequence) -> None:
+    def _look_up(self, name: str, record: _Record, sequence: Sequence, limited: bool) -> None:
         if record.source is not None:  # being loaded
             sequence.request = record.source
             return
-        if self._unresolved >= self._most:
+        if limited and self._unresolved >= self._most:
             raise EngineBusyError(f"{self._unresolved} requests wait for names that are looked up", _RETRY)
         if record.unresolved is None:
             if self._threads < _RESOLVERS:

@@ -5,6 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jlora.errors import LoRAUsageError
@@ -85,6 +86,17 @@ def context_of(model: Any) -> int:
             f"{type(model).__name__} has no config with vocab_size, max_position_embeddings and eos_token_ids; see "
             "jlora.serve.ServableModel"
         ) from None
+
+
+def check_place(model: Any, manager: Any) -> None:
+    """Raise LoRAUsageError if the model is not the manager's, or is on devices of several processes."""
+    if manager.model is not model:
+        raise LoRAUsageError("the manager serves another model than the engine was given")
+    if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(nnx.state(model)) if isinstance(leaf, jax.Array)):
+        raise LoRAUsageError(
+            "an engine serves from one process, and the model lies on devices of several; step it in a loop of "
+            "your own, as examples/serve_multihost.py does"
+        )
 
 
 def cache_axes(model: ServableModel) -> list[tuple[int, int]]:

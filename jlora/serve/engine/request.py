@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
 from jlora import AdapterInfo, HistogramCounts
 from jlora.errors import LoRAError
 
@@ -88,12 +90,14 @@ class Piece:
       tokens: the new tokens; a token's text may come with a later piece.
       logprobs: one for each token, if requested.
       finish_reason: set on the last piece only; "stop", "length", or "abort" after `cancel`.
+      embedding: float32 [E] on the last piece of `Engine.embed`.
     """
 
     text: str
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
+    embedding: np.ndarray | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,7 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...]
     finish_reason: FinishReason
     prompt_tokens: int
+    embedding: np.ndarray | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

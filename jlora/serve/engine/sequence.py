@@ -24,7 +24,7 @@ class Sequence:
       prompt: token ids.
       params: sampling parameters.
       seed: seed of the request, else a random one; 64 bits.
-      limit: the most new tokens.
+      limit: the most new tokens; of an embedding, its number of values.
       stops: token ids that end it.
       lora: adapter name; None for the base model.
       request: source of the adapter, used if the name is unknown. The resolver may set it.
@@ -80,20 +80,26 @@ class Sequence:
         return len(self.prompt) + self.drawn
 
 
-def room_for(prompt: Seq[int], longest: int) -> int:
+def room_for(prompt: Seq[int], longest: int, least: int = 1) -> int:
     """Return the most tokens that a completion may have. Reads only the prompt's length, which may be in the millions.
 
     Raises:
-      LoRAUsageError: the prompt is empty or leaves no room within `longest`, the engine's `max_model_len`.
+      LoRAUsageError: the prompt is empty or leaves no room for `least` tokens within `longest`, the engine's
+        `max_model_len`.
     """
     if not len(prompt):
         raise LoRAUsageError("the prompt has no tokens")
     room = longest - len(prompt)
-    if room < 1:
-        raise LoRAUsageError(
-            f"the prompt has {len(prompt)} tokens, and with at least one new one it must fit max_model_len={longest}"
-        )
+    if room < least:
+        more = ", and with at least one new one it" if least else "; it"
+        raise LoRAUsageError(f"the prompt has {len(prompt)} tokens{more} must fit max_model_len={longest}")
     return room
+
+
+def check_tokens(prompt: Seq[int], vocab: int) -> None:
+    """Check that a prompt holds token ids. Raises LoRAUsageError."""
+    if any(isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab for token in prompt):
+        raise LoRAUsageError(f"the prompt must hold token ids from 0 to {vocab - 1}")
 
 
 def check_params(params: SamplingParams, prompt: Seq[int], vocab: int, longest: int) -> int:
@@ -103,8 +109,7 @@ def check_params(params: SamplingParams, prompt: Seq[int], vocab: int, longest: 
       LoRAUsageError: the prompt or a parameter is wrong, or they do not fit `longest`, the engine's `max_model_len`.
     """
     room = room_for(prompt, longest)
-    if any(isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab for token in prompt):
-        raise LoRAUsageError(f"the prompt must hold token ids from 0 to {vocab - 1}")
+    check_tokens(prompt, vocab)
     limit = room if params.max_tokens is None else _integer("max_tokens", params.max_tokens, 1)
     if limit > room:
         raise LoRAUsageError(

@@ -29,7 +29,7 @@ import jlora
 from jlora._threads import elapsed
 from jlora.errors import LoRAUsageError
 from jlora.models import HOTTEST, Sampling, choose, likeliest
-from jlora.serve.engine.model import ServableModel, cache_axes, row_of, with_row
+from jlora.serve.engine.model import ServableModel, cache_axes, check_place, row_of, with_row
 from jlora.serve.engine.request import MAX_LOGPROBS, SamplingParams, TokenLogprob
 
 _log = logging.getLogger("jlora.serve")
@@ -124,20 +124,13 @@ class Steps:
                 f"an engine takes an nnx.Module with config, init_cache and extend (jlora.serve.ServableModel), got "
                 f"{type(model).__name__}"
             )
-        if manager.model is not model:
-            raise LoRAUsageError("the manager serves another model than the engine was given")
+        check_place(model, manager)
         self.rows = rows
         self.chunk = min(chunk, max_model_len)
         self.capacity = math.ceil(max_model_len / self.chunk) * self.chunk
         live = getattr(model, "reads_what_is_live", False)
-        self.extents = [self.capacity] if live else _doubled(_LEAST_EXTENT, self.capacity)
+        self.extents = [self.capacity] if live else doubled(_LEAST_EXTENT, self.capacity)
         self._model, self._manager = model, manager
-        leaves = jax.tree.leaves(nnx.state(model))
-        if not all(leaf.is_fully_addressable for leaf in leaves if isinstance(leaf, jax.Array)):
-            raise LoRAUsageError(
-                "an engine serves from one process, and the model lies on devices of several; step it in a loop of "
-                "your own, as examples/serve_multihost.py does"
-            )
         self._axes = cache_axes(model)
         knows_extent = "extent" in inspect.signature(model.extend).parameters
 
@@ -258,8 +251,8 @@ class Steps:
         """
         count = min(self.chunk, length - start)
         if start:
-            return count, self.chunk, _least(_doubled(self.chunk, self.capacity), start + self.chunk)
-        padded = _least(self._firsts(), count)
+            return count, self.chunk, smallest(doubled(self.chunk, self.capacity), start + self.chunk)
+        padded = smallest(self._firsts(), count)
         return count, padded, padded
 
     def _firsts(self) -> list[int]:
@@ -299,7 +292,7 @@ class Steps:
           live: number of positions of the longest active row, including its last token.
           how: variant of the choice.
         """
-        logits, cache = self._run(self._decode, batch, extent=_least(self.extents, live))
+        logits, cache = self._run(self._decode, batch, extent=smallest(self.extents, live))
         rows = self._held()[1]
         self._state = (cache, rows)  # the rows are not donated yet, so the state survives if `pick` raises
         tokens, rows = self._pick(logits, rows, active, sampled=how.sampled, ranked=how.ranked)
@@ -330,13 +323,7 @@ class Steps:
     # --- warm-up ------------------------------------------------------------------------------------------------
 
     def warm(self, progress: Callable[[int, int], None]) -> None:
-        """Allocate the state and compile every variant, by running each with a free slot and without adapters.
-
-        The log names each step as it begins, and its seconds so far every 10 seconds.
-
-        Args:
-          progress: called with (steps done, steps in all), first with 0 steps done.
-        """
+        """Allocate the state and compile every variant, by running each with a free slot and without adapters."""
         chunks = {self.chunk_of(0, size)[1:]: (0, size) for size in self._firsts()}
         for start in range(self.chunk, self.capacity, self.chunk):
             chunks.setdefault(self.chunk_of(start, self.capacity)[1:], (start, start + 1))
@@ -372,18 +359,29 @@ class Steps:
         ]
         # On a mesh they run twice, since equal shardings may have different representations after another step.
         calls = [("the state on the device", self.reset), *calls * (1 if self._everywhere() is None else 2)]
-        progress(0, len(calls))
-        for done, (step, call) in enumerate(calls, 1):
-            about = f"warm-up {done} of {len(calls)}: {step}"
-            _log.info("%s", about)
-            with elapsed(partial(_log.info, "%s: %.0f s so far", about)):
-                call()
-                jax.block_until_ready(self._state)
-            progress(done, len(calls))
+        run_each(calls, progress, lambda: self._state)
         self.reset()
 
 
-def _doubled(least: int, most: int) -> list[int]:
+def run_each(
+    calls: Sequence[tuple[str, Callable[[], Any]]], progress: Callable[[int, int], None], state: Callable[[], Any]
+) -> None:
+    """Run the described calls of a warm-up, waiting for the arrays of `state()` after each.
+
+    The log names each call as it begins, and its seconds so far every 10 seconds. `progress` is called with (calls
+    done, calls in all), first with 0 calls done.
+    """
+    progress(0, len(calls))
+    for done, (step, call) in enumerate(calls, 1):
+        about = f"warm-up {done} of {len(calls)}: {step}"
+        _log.info("%s", about)
+        with elapsed(partial(_log.info, "%s: %.0f s so far", about)):
+            call()
+            jax.block_until_ready(state())
+        progress(done, len(calls))
+
+
+def doubled(least: int, most: int) -> list[int]:
     """Return `most`, preceded by the powers of two times `least` that are below it."""
     sizes: list[int] = []
     while least < most:
@@ -392,7 +390,8 @@ def _doubled(least: int, most: int) -> list[int]:
     return [*sizes, most]
 
 
-def _least(sizes: Sequence[int], enough: int) -> int:
+def smallest(sizes: Sequence[int], enough: int) -> int:
+    """Return the first of ascending sizes that is at least `enough`."""
     return next(size for size in sizes if size >= enough)
 
 

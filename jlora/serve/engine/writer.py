@@ -9,6 +9,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+
 from jlora.errors import LoRAError
 from jlora.serve.engine.metrics import EngineMetrics
 from jlora.serve.engine.request import FinishReason, Piece, TokenLogprob
@@ -22,12 +24,14 @@ class TokenEvent(NamedTuple):
 
     Attributes:
       end: the finish reason, or the error that ends the sequence.
+      embedding: float32 [E] of its prompt.
     """
 
     sequence: Sequence
     token: int | None = None
     logprob: TokenLogprob | None = None
     end: FinishReason | LoRAError | None = None
+    embedding: np.ndarray | None = None
 
 
 class TokenWriter:
@@ -80,7 +84,7 @@ class TokenWriter:
             end = "stop"
         tokens = () if event.token is None else (event.token,)
         logprobs = () if event.logprob is None else (replace(event.logprob, offset=offset),)
-        piece = Piece(text, tokens, logprobs, end)
+        piece = Piece(text, tokens, logprobs, end, event.embedding)
         if end is None:
             sequence.answer.put(piece)
         else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from jlora import LoRARequest
+from jlora import Adapter, LoRARequest
 from jlora.errors import LoRAError, printable
 from jlora.serve.engine.engine import Engine
 from jlora.serve.engine.resolvers import LONGEST_NAME, below, listed
@@ -107,28 +107,38 @@ class Adapters:
         if printable(name) != name or len(name) > LONGEST_NAME:
             raise invalid_input(f"lora_name {name!r:.80} must be printable, and of at most {LONGEST_NAME} characters")
 
-    def load(self, request: LoRARequest, path: str, timeout: float | None, parent: str | None = None) -> None:
+    def load(
+        self,
+        adapter: LoRARequest | Adapter,
+        path: str,
+        timeout: float | None,
+        parent: str | None = None,
+        *,
+        load_inplace: bool = False,
+    ) -> None:
         """Load an adapter, so that requests may name it. Blocks.
 
         Args:
-          request: the adapter to load.
+          adapter: a request for a folder or repository, or an adapter in memory.
           path: displayed as its source.
           timeout: seconds to wait; None for no limit.
           parent: the base model name that it is listed under; None for the first.
+          load_inplace: replace an adapter of the same name, as the field of a request.
 
         Raises:
-          AdapterExistsError: the name is loaded, and the request has no `load_inplace`.
+          AdapterExistsError: the name is loaded, and `load_inplace` is not set.
           LoRAError: it cannot be loaded, and all stays as it was; or the change could not be saved.
         """
-        with self._turn(request.name):
+        with self._turn(adapter.name):
             started = time.monotonic()
-            self._engine.add_lora(request, timeout=timeout, path=path, parent=parent)
+            self._engine.add_lora(adapter, load_inplace=load_inplace, timeout=timeout, path=path, parent=parent)
             seconds = time.monotonic() - started
             self.changed()
-        log_event("loaded", adapter=request.name, path=path, seconds=round(seconds, 3))
-        own = [file for file in _OF_TOKENIZERS if os.path.isfile(os.path.join(request.path, file))]
+        log_event("loaded", adapter=adapter.name, path=path, seconds=round(seconds, 3))
+        folder = adapter.path if isinstance(adapter, LoRARequest) else None
+        own = [file for file in _OF_TOKENIZERS if folder and os.path.isfile(os.path.join(folder, file))]
         if own:
-            log_event("adapter's own tokenizer or template is ignored", adapter=request.name, files=own)
+            log_event("adapter's own tokenizer or template is ignored", adapter=adapter.name, files=own)
 
     def unload(self, name: str) -> None:
         """Refuse new requests for an adapter from now on. Blocks.

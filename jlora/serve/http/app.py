@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import jlora
 from jlora.serve.http.errors import BAD_REQUEST, INTERNAL, NOT_FOUND, ApiError
-from jlora.serve.http.generate import chat_completions, completions
+from jlora.serve.http.generate import chat_completions, completions, embeddings
 from jlora.serve.http.log import log, log_event
 from jlora.serve.http.lora import list_models, load_adapter, pin_adapter, show_model, unload_adapter
 from jlora.serve.http.prometheus import metrics
@@ -37,6 +37,7 @@ def build_app(service: Service) -> ASGIApp:
     routes = [
         users("/v1/completions", completions, method="POST"),
         users("/v1/chat/completions", chat_completions, method="POST"),
+        users("/v1/embeddings", embeddings, method="POST"),
         users("/v1/models", list_models),
         users("/v1/models/{name:path}", show_model),
         admins("/v1/load_lora_adapter", load_adapter),

@@ -5,12 +5,17 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from email.message import Message
+from email.parser import BytesHeaderParser
 from typing import Any, NoReturn, TypeAlias, cast
 
 from starlette.requests import Request
 
 from jlora.errors import printable
 from jlora.serve.http.errors import BAD_REQUEST, ApiError
+
+_MOST_PARTS = 16  # of a form
+_LONGEST_HEAD = 8192  # bytes of the headers of a part
 
 Json: TypeAlias = dict[str, Any] | list[Any] | str | int | float | bool | None
 
@@ -21,19 +26,23 @@ class Limits:
 
     Attributes:
       body_bytes: size of a body. A larger one is refused from its Content-Length, or once the limit is exceeded.
+      upload_bytes: size of a body with an adapter.
       header_seconds: until all headers are received.
       body_seconds: until the whole body is received.
       send_seconds: for the client to accept more of a response.
-      load_seconds: for an adapter to load.
+      load_seconds: for an adapter to load, and for an upload to be received.
       sequences: number of prompts times completions of each.
+      embeddings: number of inputs of a request for embeddings.
     """
 
     body_bytes: int = 8 * 2**20
+    upload_bytes: int = 2**30
     header_seconds: float = 15.0
     body_seconds: float = 30.0
     send_seconds: float = 60.0
     load_seconds: float = 600.0
     sequences: int = 128
+    embeddings: int = 2048
 
 
 async def read_object(request: Request, limits: Limits, kind: str) -> dict[str, Json]:
@@ -41,35 +50,87 @@ async def read_object(request: Request, limits: Limits, kind: str) -> dict[str, 
     return parse_body(await read_body(request, limits, kind), kind)
 
 
-async def read_body(request: Request, limits: Limits, kind: str = BAD_REQUEST) -> bytes:
+def media_type(request: Request) -> str:
+    """Return the content type of a request without parameters, in lower case."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+async def read_body(request: Request, limits: Limits, kind: str = BAD_REQUEST) -> bytearray:
     """Read the body of a request with content type application/json.
 
     Raises:
-      ApiError: 400 for another content type, 408 for a timeout, 413 for a body that is too long.
-      ClientDisconnect: the client disconnected.
+      ApiError: 400 for another content type, or an error of `receive_body`.
     """
-    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    media = media_type(request)
     if media != "application/json":  # browsers send other types across origins without a preflight
         raise ApiError(400, kind, f"the content type must be application/json, got {media[:80] or 'none'!r}")
+    return await receive_body(request, limits.body_bytes, limits.body_seconds)
+
+
+async def receive_body(request: Request, most: int, seconds: float, flag: str = "") -> bytearray:
+    """Read the body of a request into memory.
+
+    Args:
+      request: the request.
+      most: largest number of bytes.
+      seconds: until the whole body is received.
+      flag: flag of `jlora serve` that sets `most`, for messages.
+
+    Raises:
+      ApiError: 408 for a timeout, 413 for a body that is too long.
+      ClientDisconnect: the client disconnected.
+    """
+    by = f" ({flag})" if flag else ""
+    message = f"the body is longer than {most} bytes, the most that this server takes{by}"
+    too_long = ApiError(413, "RequestTooLargeError", message)
     length = request.headers.get("content-length", "0")
-    if not (length.isascii() and length.isdigit()) or int(length[:20]) > limits.body_bytes:
-        raise _too_long(limits)
-    parts: list[bytes] = []
-    size = 0
+    if not (length.isascii() and length.isdigit()) or int(length[:20]) > most:
+        raise too_long
+    body = bytearray()
     try:
-        async with asyncio.timeout(limits.body_seconds):
+        async with asyncio.timeout(seconds):
             async for part in request.stream():
-                size += len(part)
-                if size > limits.body_bytes:
-                    raise _too_long(limits)
-                parts.append(part)
+                body += part
+                if len(body) > most:
+                    raise too_long
     except TimeoutError:
-        message = f"the body did not come within {limits.body_seconds:g} seconds"
-        raise ApiError(408, "RequestTimeoutError", message) from None
-    return b"".join(parts)
+        raise ApiError(408, "RequestTimeoutError", f"the body did not come within {seconds:g} seconds") from None
+    return body
 
 
-def parse_body(body: bytes, kind: str = BAD_REQUEST) -> dict[str, Json]:
+def parse_form(body: bytearray, content_type: str, kind: str = BAD_REQUEST) -> dict[str, memoryview]:
+    """Return the parts of a multipart/form-data body (RFC 7578) by name, as views of the body.
+
+    Raises:
+      ApiError: 400 if the body is malformed or cut short, or two parts have one name.
+    """
+    about = Message()
+    about["content-type"] = content_type
+    boundary = about.get_boundary("").encode("latin-1", "replace")
+    delimiter = b"\r\n--" + boundary
+    if not boundary or not body.startswith(delimiter[2:]):
+        raise ApiError(400, kind, "the body: does not begin with the boundary of the content type multipart/form-data")
+    parts: dict[str, memoryview] = {}
+    at = len(delimiter) - 2
+    while body.startswith(b"\r\n", at) and len(parts) < _MOST_PARTS:
+        head = body.find(b"\r\n\r\n", at, at + _LONGEST_HEAD)
+        end = -1 if head < 0 else body.find(delimiter, head + 4)
+        if end < 0:
+            break
+        name = (
+            BytesHeaderParser().parsebytes(bytes(body[at + 2 : head])).get_param("name", header="content-disposition")
+        )
+        if not isinstance(name, str) or name in parts:
+            found = "without a name" if name is None else f"{name!r:.80}, which is given twice"
+            raise ApiError(400, kind, f"the body: holds a part {found}")
+        parts[name] = memoryview(body)[head + 4 : end]
+        at = end + len(delimiter)
+    if not body.startswith(b"--", at):
+        raise ApiError(400, kind, f"the body: is cut short, or malformed, after its part {list(parts)[-1:]}")
+    return parts
+
+
+def parse_body(body: bytes | bytearray, kind: str = BAD_REQUEST) -> dict[str, Json]:
     """Parse the JSON object of a body.
 
     Raises:
@@ -101,11 +162,6 @@ def parse_body(body: bytes, kind: str = BAD_REQUEST) -> dict[str, Json]:
         found_kind = kinds.get(type(found), "a number")
         raise ApiError(400, kind, f"the body: must hold a JSON object, found {found_kind}")
     return cast("dict[str, Json]", found)
-
-
-def _too_long(limits: Limits) -> ApiError:
-    message = f"the body is longer than {limits.body_bytes} bytes, the most that this server takes"
-    return ApiError(413, "RequestTooLargeError", message)
 
 
 class RequestFields:

@@ -1,4 +1,4 @@
-"""The completion endpoints: submit to the engine, receive events on the event loop, cancel on a disconnect."""
+"""Completions and embeddings: submit to the engine, receive events on the event loop, cancel on a disconnect."""
 
 import asyncio
 import time
@@ -16,8 +16,8 @@ from jlora.serve.engine.generation import Event, Generation
 from jlora.serve.engine.request import Piece, SamplingParams
 from jlora.serve.http.body import Json, Limits, parse_body, read_body
 from jlora.serve.http.errors import bad_request, of_generation
-from jlora.serve.http.protocol import ApiRequest, read_chat, read_completion
-from jlora.serve.http.responses import Choice, ResponseWriter, to_event, usage_of
+from jlora.serve.http.protocol import ApiRequest, read_chat, read_completion, read_embeddings
+from jlora.serve.http.responses import Choice, ResponseWriter, embeddings_body, to_event, usage_of
 from jlora.serve.http.service import LoopBridge, Service
 
 Read = Callable[[dict[str, Json], Limits], ApiRequest]
@@ -32,6 +32,11 @@ async def completions(service: Service, request: Request) -> Response:
 async def chat_completions(service: Service, request: Request) -> Response:
     """`POST /v1/chat/completions`."""
     return await _answer(service, request, read_chat)
+
+
+async def embeddings(service: Service, request: Request) -> Response:
+    """`POST /v1/embeddings`."""
+    return await _answer(service, request, read_embeddings)
 
 
 async def _answer(service: Service, request: Request, read: Read) -> Response:
@@ -62,18 +67,29 @@ async def _answer(service: Service, request: Request, read: Read) -> Response:
     except LoRAError as error:
         raise of_generation(error, api_request.model) from None
     run.end()
-    return JSONResponse(writer.whole(run.choices, run.usage()))
+    if api_request.encoding is None:
+        return JSONResponse(writer.whole(run.choices, run.usage()))
+    write = partial(embeddings_body, api_request.model, run.choices, run.usage(), api_request.encoding)
+    return Response(await service.work(write), media_type="application/json")
 
 
 def _submit(service: Service, api_request: ApiRequest) -> list[Generation]:
     """Submit all sequences of a request. If one is refused, cancel the others."""
+    embed = api_request.encoding is not None
+    if service.engine.embeds != embed:
+        able = "generates text and cannot embed: its folder has no modules.json with a Pooling module"
+        able = able if embed else "embeds texts (/v1/embeddings) and cannot generate"
+        raise bad_request(f"model {service.names[0]!r} {able}", "model")
     prompts = api_request.prompts or (_rendered(service, api_request),)
     lora = None if api_request.model in service.names else api_request.model
+    # Encoded once for all `n` completions. A chat template writes the special tokens itself.
+    encoded = (_encode(service, one, special=not api_request.chat) if isinstance(one, str) else one for one in prompts)
+    if embed:
+        dimensions, timeout = api_request.dimensions, api_request.timeout
+        return service.engine.embed(list(encoded), dimensions=dimensions, lora=lora, timeout=timeout)
     generations: list[Generation] = []
     try:
-        for prompt in prompts:
-            # Encoded once for all `n` completions. A chat template writes the special tokens itself.
-            tokens = _encode(service, prompt, special=not api_request.chat) if isinstance(prompt, str) else prompt
+        for tokens in encoded:
             for i in range(api_request.n):
                 params = _with_seed(api_request.params, i)
                 generations.append(service.engine.submit(tokens, params, lora=lora, timeout=api_request.timeout))
@@ -193,7 +209,11 @@ class Run:
             if choice.finish_reason is None:
                 generation.cancel()
         usage = self.usage()
-        self._note |= {"prompt_tokens": usage["prompt_tokens"], "tokens": usage["completion_tokens"]}
+        self._note["prompt_tokens"] = usage["prompt_tokens"]
+        if self.api_request.encoding is not None:
+            self._note["inputs"] = len(self.choices)
+            return
+        self._note["tokens"] = usage["completion_tokens"]
         self._note["finish"] = [choice.finish_reason for choice in self.choices]
 
 

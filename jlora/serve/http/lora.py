@@ -7,10 +7,17 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from jlora import LoRARequest
-from jlora.errors import AdapterNotFoundError, AdapterUnavailableError, LoRAError, NoFreeSlotError
+from jlora import Adapter, LoRARequest
+from jlora.errors import (
+    AdapterFormatError,
+    AdapterMismatchError,
+    AdapterNotFoundError,
+    AdapterUnavailableError,
+    LoRAError,
+    NoFreeSlotError,
+)
 from jlora.serve.engine.request import AdapterExistsError, EngineClosedError
-from jlora.serve.http.body import RequestFields, read_object
+from jlora.serve.http.body import Json, RequestFields, media_type, parse_form, read_object, receive_body
 from jlora.serve.http.errors import (
     INTERNAL,
     INVALID_INPUT,
@@ -24,6 +31,7 @@ from jlora.serve.http.log import log
 from jlora.serve.http.service import Service
 
 _LONGEST_PATH = 4096
+_WEIGHTS, _CONFIG = "adapter_model", "adapter_config"  # parts of an upload: the files of a folder
 
 
 async def list_models(service: Service, request: Request) -> Response:
@@ -42,16 +50,73 @@ async def show_model(service: Service, request: Request) -> Response:
 
 
 async def load_adapter(service: Service, request: Request) -> Response:
-    """Handle `POST /v1/load_lora_adapter`."""
-    _check_sources(service)
+    """Handle `POST /v1/load_lora_adapter`: JSON with the path of an adapter, or a form with its files."""
+    if media_type(request) == "multipart/form-data":
+        async with service.uploads:
+            return await _upload_adapter(service, request)
+    if not service.adapters.sources:
+        upload = "; an upload in multipart/form-data needs neither" if service.administration else ""
+        raise _closed(f"the server was started without --lora-root DIR or --lora-hub-repos REPO{upload}")
     fields = RequestFields(await read_object(request, service.limits, INVALID_INPUT), INVALID_INPUT)
     name, path = fields.text("lora_name", _LONGEST_PATH), fields.text("lora_path", _LONGEST_PATH)
     if name is None or path is None:
         missing = "lora_name" if name is None else "lora_path"
         raise invalid_input(f"{missing} is missing: an adapter is loaded by lora_name and lora_path", missing)
-    inplace, stacked = fields.flag("load_inplace"), fields.take("is_3d_lora_weight")
+    stacked = fields.take("is_3d_lora_weight")
     if stacked is not None and not isinstance(stacked, bool):
         raise fields.fail("is_3d_lora_weight", "true or false")
+
+    def find() -> LoRARequest:
+        return LoRARequest(name, service.adapters.sources.find(path), is_3d_lora_weight=stacked)
+
+    return await _load(service, fields, name, path, find)
+
+
+async def _upload_adapter(service: Service, request: Request) -> Response:
+    """Load an adapter from the bytes of its files. They are kept in memory only."""
+    if not service.administration:
+        raise _closed(
+            "adapters are uploaded with a key of administrators, and the server was started without --admin-api-key KEY"
+        )
+    limits = service.limits
+    body = await receive_body(request, limits.upload_bytes, limits.load_seconds, "--max-upload-bytes")
+    form = await service.work(lambda: parse_form(body, request.headers["content-type"], INVALID_INPUT))
+    if missing := [field for field in (_WEIGHTS, _CONFIG) if field not in form]:
+        found = f"an upload has lora_name, {_WEIGHTS} and {_CONFIG}, found {list(form)!r:.200}"
+        raise invalid_input(f"{missing[0]} is missing: {found}", missing[0])
+    weights, config = form.pop(_WEIGHTS), form.pop(_CONFIG)
+    fields = RequestFields({field: _value(field, text) for field, text in form.items()}, INVALID_INPUT)
+    name = fields.required("lora_name", _LONGEST_PATH)
+    allow_nonfinite = service.manager.config.allow_nonfinite
+
+    def read() -> Adapter:
+        return Adapter.from_bytes(weights, config, name=name, allow_nonfinite=allow_nonfinite)
+
+    return await _load(service, fields, name, "", read)
+
+
+def _value(field: str, text: memoryview) -> Json:
+    """Return the value of a text field of a form."""
+    try:
+        value = str(text, "utf-8")
+    except UnicodeDecodeError:
+        raise invalid_input(f"{field[:80]!r} must be a text in UTF-8", field[:80]) from None
+    return {"true": True, "false": False}.get(value.lower(), value) if field == "load_inplace" else value
+
+
+async def _load(
+    service: Service, fields: RequestFields, name: str, path: str, find: Callable[[], LoRARequest | Adapter]
+) -> Response:
+    """Load an adapter, with the fields that all forms of the request have.
+
+    Args:
+      service: the service.
+      fields: the fields that are not yet read.
+      name: name of the adapter.
+      path: displayed as its source.
+      find: returns the adapter. Called on a thread.
+    """
+    inplace = fields.flag("load_inplace")
     based_on = fields.take("base_model_name")  # sent by llm-d's former sidecar; "" if unknown
     if based_on not in (None, "", service.root, *service.names):
         raise fields.fail("base_model_name", f"the model that is served, {service.names[0]!r}")
@@ -62,10 +127,9 @@ async def load_adapter(service: Service, request: Request) -> Response:
         service.adapters.catch_up()
         if not inplace and name in service.engine.list_loras():  # checked first, as its folder may be gone
             raise AdapterExistsError(name)
-        found = service.adapters.sources.find(path)
-        wanted = LoRARequest(name, found, load_inplace=inplace, is_3d_lora_weight=stacked)
         parent = based_on if based_on in service.names else None
-        service.adapters.load(wanted, path, service.limits.load_seconds, parent)
+        seconds = service.limits.load_seconds
+        service.adapters.load(find(), path, seconds, parent, load_inplace=inplace)
 
     try:
         await service.load(load)
@@ -77,16 +141,19 @@ async def load_adapter(service: Service, request: Request) -> Response:
         raise ApiError(404, NOT_FOUND, f"adapter '{name}' cannot be loaded: {error}", "lora_path") from None
     except (EngineClosedError, NoFreeSlotError) as error:
         raise ApiError(503, UNAVAILABLE, str(error), retry_after=1) from None
-    except LoRAError as error:  # the adapter exists but cannot be served; vLLM returns 500 too
+    except LoRAError as error:
         about = str(error) if repr(name) in str(error) else f"adapter {name!r}: {error}"
         log.warning("a load failed: %s", about)
+        if not path and isinstance(error, AdapterFormatError | AdapterMismatchError):  # the fault is in the body
+            raise ApiError(400, INVALID_INPUT, f"cannot be loaded: {about}", logged=True) from None
+        # The adapter exists but cannot be served; vLLM returns 500 too.
         raise ApiError(500, INTERNAL, f"cannot be loaded: {about}", logged=True) from None
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 
 async def unload_adapter(service: Service, request: Request) -> Response:
     """Handle `POST /v1/unload_lora_adapter`."""
-    _check_sources(service)
+    _check_open(service)
     name = await _read_name(service, request, "lora_int_id")
     await _change(service, name, partial(service.adapters.unload, name))
     return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
@@ -94,17 +161,15 @@ async def unload_adapter(service: Service, request: Request) -> Response:
 
 async def pin_adapter(service: Service, request: Request, *, pin: bool) -> Response:
     """Handle `POST /v1/pin_lora_adapter` and `/v1/unpin_lora_adapter`."""
-    if not (service.administration or service.adapters.sources):
-        raise _closed("the server was started without --lora-root DIR, --lora-hub-repos REPO or --admin-api-key KEY")
+    _check_open(service)
     name = await _read_name(service, request)
-
     await _change(service, name, partial(service.adapters.pin, name, pin))
     return PlainTextResponse(f"Success: LoRA adapter '{name}' {'pinned' if pin else 'unpinned'} successfully.")
 
 
-def _check_sources(service: Service) -> None:
-    if not service.adapters.sources:
-        raise _closed("the server was started without --lora-root DIR or --lora-hub-repos REPO")
+def _check_open(service: Service) -> None:
+    if not (service.administration or service.adapters.sources):
+        raise _closed("the server was started without --lora-root DIR, --lora-hub-repos REPO or --admin-api-key KEY")
 
 
 def _closed(why: str) -> ApiError:

@@ -1,4 +1,4 @@
-"""Requests of `/v1/completions` and `/v1/chat/completions`: fields, their ranges, and those refused by name."""
+"""Requests of completions, chats and embeddings: fields, their ranges, and those refused by name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -71,6 +71,12 @@ _UNSERVED_BY_CHAT: Mapping[str, tuple[Json, ...]] = {
     "include_reasoning": (True, False),
     "mm_processor_kwargs": (),
 }
+_UNSERVED_BY_EMBEDDINGS: Mapping[str, tuple[Json, ...]] = {
+    "add_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "priority": (0,),
+    "messages": (),
+}
 # Template variables that have request fields of their own, or are not supported.
 _NOT_FOR_TEMPLATES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 # Empty fields of an earlier response that openai's client sends back.
@@ -91,6 +97,8 @@ class ApiRequest:
       stream: send events as they arrive.
       include_usage: end the stream with an event of token counts.
       timeout: seconds; None for the server's own.
+      encoding: of a request for embeddings of the prompts, "float" or "base64"; None for completions.
+      dimensions: of embeddings, the number of values; None for the model's.
     """
 
     model: str
@@ -102,6 +110,8 @@ class ApiRequest:
     stream: bool
     include_usage: bool
     timeout: float | None
+    encoding: str | None = None
+    dimensions: int | None = None
 
     @property
     def chat(self) -> bool:
@@ -113,7 +123,7 @@ def read_completion(body: dict[str, Json], limits: Limits) -> ApiRequest:
     """Parse a request of `/v1/completions`. Raises `ApiError` (400)."""
     fields = RequestFields(body)
     model = fields.required("model", _LONGEST_NAME)
-    prompts = _prompts(fields, limits)
+    prompts = _prompts(fields, "prompt", limits.sequences)
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
     max_tokens = fields.integer("max_tokens", 1, _INT32)
     params = _sampling(fields, 16 if max_tokens is None else max_tokens, logprobs)
@@ -145,6 +155,24 @@ def read_chat(body: dict[str, Json], limits: Limits) -> ApiRequest:
         fields.only(name, *accepted)
     fields.finish()
     return ApiRequest(model, (), messages, template, params, **common)
+
+
+def read_embeddings(body: dict[str, Json], limits: Limits) -> ApiRequest:
+    """Parse a request of `/v1/embeddings`. Raises `ApiError` (400)."""
+    fields = RequestFields(body)
+    model = fields.required("model", _LONGEST_NAME)
+    prompts = _prompts(fields, "input", limits.embeddings)
+    encoding = fields.take("encoding_format")
+    if encoding not in (None, "float", "base64"):
+        raise fields.fail("encoding_format", "'float' or 'base64'")
+    dimensions = fields.integer("dimensions", 1, _INT32)
+    timeout = fields.number("timeout", 0, _LONGEST_SECONDS, open_below=True)
+    fields.ignore(_IGNORED)
+    for name, accepted in _UNSERVED_BY_EMBEDDINGS.items():
+        fields.only(name, *accepted)
+    fields.finish()
+    encoding = encoding or "float"
+    return ApiRequest(model, prompts, (), {}, SamplingParams(), 1, False, False, timeout, encoding, dimensions)
 
 
 def _template(fields: RequestFields) -> dict[str, Any]:
@@ -206,24 +234,22 @@ def _sampling(fields: RequestFields, max_tokens: int | None, logprobs: int | Non
     )
 
 
-def _prompts(fields: RequestFields, limits: Limits) -> tuple[Prompt, ...]:
-    value = fields.take("prompt")
+def _prompts(fields: RequestFields, name: str, most: int) -> tuple[Prompt, ...]:
+    value = fields.take(name)
     if value is None:
-        raise bad_request("prompt is missing", "prompt")
+        raise bad_request(f"{name} is missing", name)
     if isinstance(value, str) and value:
         return (value,)
     items = cast("list[Json]", value) if isinstance(value, list) else []
     if items and _are_tokens(items):
         return (tuple(cast("list[int]", items)),)
-    if 0 < len(items) <= limits.sequences:
+    if 0 < len(items) <= most:
         if all(isinstance(item, str) and item for item in items):
             return tuple(cast("list[str]", items))
         if all(isinstance(item, list) and item and _are_tokens(cast("list[Json]", item)) for item in items):
             return tuple(tuple(item) for item in cast("list[list[int]]", items))
-    expected = (
-        f"a text, a list of token ids, or a list of 1 to {limits.sequences} of one of the two, none of them empty"
-    )
-    raise fields.fail("prompt", expected)
+    expected = f"a text, a list of token ids, or a list of 1 to {most} of one of the two, none of them empty"
+    raise fields.fail(name, expected)
 
 
 def _are_tokens(items: list[Json]) -> bool:

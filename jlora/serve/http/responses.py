@@ -1,5 +1,6 @@
-"""Response bodies of both APIs: whole responses, and events of a stream."""
+"""Response bodies of all APIs: whole responses, and events of a stream."""
 
+import base64
 import json
 import re
 import time
@@ -8,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 from uuid import uuid4
+
+import numpy as np
 
 from jlora.serve.engine.request import Piece, TokenLogprob
 
@@ -74,6 +77,7 @@ class Choice:
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     finish_reason: str | None = None
     begun: bool = False
+    embedding: np.ndarray | None = None
 
     def add(self, piece: Piece) -> None:
         """Append a piece."""
@@ -81,6 +85,7 @@ class Choice:
         self.tokens += len(piece.tokens)
         self.logprobs += piece.logprobs
         self.finish_reason = piece.finish_reason
+        self.embedding = piece.embedding
 
 
 class ResponseWriter:
@@ -161,6 +166,18 @@ class ResponseWriter:
     def _entry(self, token: int, value: float) -> dict[str, Any]:
         text, raw = self._texts.of(token)
         return {"token": text, "logprob": _logprob(value), "bytes": list(raw)}
+
+
+def embeddings_body(model: str, choices: Sequence[Choice], usage: dict[str, int], encoding: str) -> bytes:
+    """Return the body of a response with embeddings. They are encoded one by one, so that other threads run."""
+    items: list[str] = []
+    for i, choice in enumerate(choices):
+        found = np.asarray(choice.embedding, "<f4")
+        value = base64.b64encode(found.tobytes()).decode() if encoding == "base64" else found.tolist()
+        items.append(_encode({"object": "embedding", "index": i, "embedding": value}))
+    tokens = {name: usage[name] for name in ("prompt_tokens", "total_tokens")}
+    head = _encode({"object": "list", "model": model, "usage": tokens})
+    return f'{head[:-1]},"data":[{",".join(items)}]}}'.encode()
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:

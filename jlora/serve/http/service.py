@@ -24,6 +24,8 @@ from jlora.serve.http.template import ChatTemplate
 T = TypeVar("T")
 Phase = Literal["warming", "serving", "closing", "failed"]
 
+_UPLOADS = 4  # adapters in bodies that are received and loaded at a time, for their memory; others wait
+
 
 class Keys:
     """API keys of users, who may request completions, and of administrators, who may also change adapters.
@@ -88,7 +90,8 @@ class Service:
       chat: the model's chat template; None without one.
       keys: keys of clients.
       limits: limits of client requests.
-      administration: True if adapters may be pinned over HTTP. They may be loaded if `adapters` has sources.
+      administration: True if administrators have a key, so that adapters may be uploaded. They may be loaded from a
+        path if `adapters` has sources, and unloaded and pinned in both cases.
       state: phase of the server.
       progress: (steps done, steps in all) of the warm-up.
       step_started: start of the current step of the warm-up, `time.monotonic()` in seconds.
@@ -117,6 +120,7 @@ class Service:
         # the threads that wait; the manager limits the loads.
         self._workers = ThreadPoolExecutor(4, thread_name_prefix="jlora-http")
         self._loaders = ThreadPoolExecutor(32, thread_name_prefix="jlora-http-load")
+        self.uploads = asyncio.Semaphore(_UPLOADS)
         self._bridge: LoopBridge | None = None
         self._calls: set[Future[Any]] = set()  # queued or running on a thread
 

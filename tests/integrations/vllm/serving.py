@@ -70,6 +70,16 @@ class Server:
         body = {"model": name or str(self.model), "prompt": list(prompt), "max_tokens": tokens, "temperature": 0}
         return self.post("/v1/completions", {**body, "ignore_eos": True, "logprobs": 1, "return_token_ids": True})
 
+    def chat(self, name: str | None, text: str, image: str | None, tokens: int) -> httpx.Response:
+        """Ask for an answer to an image, if there is one, and a text."""
+        content: list[dict[str, Any]] = [{"type": "text", "text": text}]
+        if image is not None:
+            content.insert(0, {"type": "image_url", "image_url": {"url": image}})
+        body = {"model": name or str(self.model), "messages": [{"role": "user", "content": content}], "temperature": 0}
+        body |= {"max_completion_tokens": tokens, "ignore_eos": True, "logprobs": True, "top_logprobs": 1}
+        body |= {"return_token_ids": True}
+        return self.post("/v1/chat/completions", body)
+
     def check(self, name: str | None, adapter: Path | None, prompt: Sequence[int], tokens: int = 12) -> None:
         """Compare a greedy answer, and the log-probability of each of its tokens, with merged weights."""
         response = self.complete(name, prompt, tokens)

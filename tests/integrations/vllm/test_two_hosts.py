@@ -21,6 +21,8 @@ if importlib.util.find_spec("tpu_inference") is None:
     pytest.skip("needs vLLM and tpu-inference (make test-vllm)", allow_module_level=True)
 import psutil
 
+import jlora
+from jlora.serve import push
 from tests.integrations.vllm.checkpoints import save_adapter, save_model
 from tests.integrations.vllm.hosts import two_hosts
 from tests.integrations.vllm.serving import Server, environment, serve
@@ -55,6 +57,7 @@ def served(tmp_path: Path) -> Iterator[Slice]:
     with two_hosts(tmp_path, environment(tmp_path)) as (variables, nodes):
         flags = ["--tensor-parallel-size=2", "--max-loras=2"]
         flags.append(f"--additional-config={json.dumps({'jlora': {'process_timeout': TIMEOUT}})}")
+        variables["VLLM_PLUGINS"] = "jlora_vllm_jax,jlora_vllm_jax_upload,register_layers,without_tpu"
         with serve(model, tmp_path, *flags, **variables) as server:
             yield Slice(server, [tmp_path / f"home{i}" for i in range(2)], nodes)
 
@@ -100,6 +103,16 @@ def test_two_hosts_load_swap_reload_and_fail_together(served: Slice, tmp_path: P
     shutil.rmtree(served.homes[1] / "same")
     assert server.load("same", Path("~/same"), load_inplace=True).status_code >= 400
     server.check("same", adapters["d"], prompt(2))
+
+    # Bytes reach both hosts, and a refusal leaves both as they are.
+    push(server.url, jlora.Adapter.from_pretrained(adapters["a"]), admin_key="", name="pushed")
+    server.check("pushed", adapters["a"], prompt(4))
+    push(server.url, jlora.Adapter.from_pretrained(adapters["b"]), admin_key="", name="pushed")
+    server.check("pushed", adapters["b"], prompt(4))
+    large = jlora.Adapter.from_pretrained(save_adapter(tmp_path / "large", 9, rank=16))
+    with pytest.raises(jlora.LoRAError, match="rank 16"):
+        push(server.url, large, admin_key="", name="pushed")
+    server.check("pushed", adapters["b"], prompt(4))
 
     # A host that is lost ends the server.
     served.worker(1).send_signal(signal.SIGKILL)

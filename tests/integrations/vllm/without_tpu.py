@@ -10,6 +10,7 @@ These functions of tpu-inference 0.32 read or need a TPU. Each is replaced by on
 - `layers.common.utils.cpu_mesh` takes the first CPU device, which is the first host's where CPUs are the slice.
 - `compiler_options` has flags that only the compiler for TPUs knows (`xla_tpu_*`).
 - `ragged_paged_attention` is a Pallas kernel of Mosaic. `attention` below reads and writes the same paged cache.
+- `sharded_flash_attention` makes one too, which `tower_attention` stands for.
 
 All else is theirs: platform, configuration, executors, workers, scheduler, block tables, input batch, sampler, model.
 """
@@ -65,6 +66,17 @@ def attention(
     return out.astype(queries.dtype), flat.reshape(cache.shape)
 
 
+def tower_attention(*, sm_scale: float = 1.0, **_: Any) -> Any:
+    """Return attention between the rows of each segment, for towers."""
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: Any) -> jax.Array:
+        seen = (segments.q[:, :, None] == segments.kv[:, None])[:, None]
+        scores = jnp.where(seen, jnp.einsum("bnth,bnsh->bnts", q, k) * sm_scale, -1e30)
+        return jnp.einsum("bnts,bnsh->bnth", jax.nn.softmax(scores), v)
+
+    return attend
+
+
 def mesh(axis_shapes: Any, axis_names: Any, *, devices: Any = None) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(np.array(devices).reshape(axis_shapes), axis_names)
 
@@ -99,6 +111,7 @@ def register() -> None:
         (utils, "hbm_usage_bytes", memory),
         (utils, "general_device_put", put_copy),
         (attention_interface, "ragged_paged_attention", attention),
+        (attention_interface, "sharded_flash_attention", tower_attention),
     ]:
         getattr(module, name)  # an error names it where tpu-inference has changed
         setattr(module, name, instead)

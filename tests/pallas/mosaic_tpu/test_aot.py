@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import jlora
 from benchmarks.aot_tpu import VMEM_MIB, compile_add_lora, compile_experts, experts_layers, good, operand_of
 from benchmarks.moe_specs import MODELS, Experts
 from benchmarks.specs import PROJECTIONS
+from jlora import ops
 
 # The figures are those of optimised programs.
 pytestmark = pytest.mark.usefixtures("as_users_compile", "without_cache")
@@ -72,6 +74,24 @@ def test_compiles_rank_one():
     facts = compile_add_lora("v5e", 64, 4096, (4096, 1024, 1024), 1, groups=8)
     assert facts["in_place"]
     assert 0 < facts["vmem_bytes"] < 8 << 20
+
+
+@pytest.mark.parametrize(
+    ("chip", "dtype", "slices"),
+    [("v5e", "bfloat16", (1024,)), pytest.param("tpu7x", "float32", (4096, 1024, 1000), marks=slow)],
+)
+def test_compiles_gradients(chip, dtype, slices):
+    """The shrink of the forward pass, one kernel for each slice of b, and one for a."""
+    shapes = (512, sum(slices)), (512, 4096), (8, len(slices), 16, 4096), (8, 16, sum(slices))
+    operands = [operand_of(chip, shape, dtype) for shape in shapes]
+
+    def run(dout, x, a, b, ids):
+        plan = ops.make_plan(ids, num_groups=8, backend="mosaic_tpu")
+        call = partial(ops.add_lora, dout, plan=plan, slice_sizes=slices, backend="mosaic_tpu")
+        return jax.vjp(call, x, a, b)[1](dout)
+
+    text = jax.jit(run).lower(*operands, operand_of(chip, (512,), "int32")).compile().as_text()
+    assert text.count('custom_call_target="tpu_custom_call"') == 2 + len(slices)
 
 
 QWEN3, GPT_OSS, MIXTRAL = (MODELS[name] for name in ("qwen3-30b-a3b", "gpt-oss-20b", "mixtral-8x7b"))

@@ -90,6 +90,7 @@ def test_documented_figures_are_the_servers():
         f"up to {MAX_LOGPROBS}, in each API's own form",
         "for at most 2 seconds and 4 Mi characters",
         f"`--max-loras` is {flags['--max-loras']} by default",
+        f"`--max-upload-bytes` ({int(flags['--max-upload-bytes']) // 2**30} GiB)",
         f"`--gpu-memory-utilization` ({flags['--gpu-memory-utilization']})",
         f"The server listens on {flags['--host']} unless",
         "at most 1,000 in all. `/status.json` shows 200",

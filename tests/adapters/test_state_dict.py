@@ -1,0 +1,131 @@
+"""Adapters from state dicts and from bytes. `load_all_ways` compares both with folders in other tests."""
+
+import json
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jlora import Adapter, AdapterFormatError, LoRAUsageError
+from tests.adapters.conftest import BASE, PREFIX, Q, lora_tensors
+from tests.adapters.reading import load_all_ways, state_dict
+
+KEY = f"{PREFIX}{Q}.lora_A.weight"
+
+
+def load(tensors=None, config=None, **options):
+    tensors = lora_tensors({Q: 4}) if tensors is None else tensors
+    return Adapter.from_state_dict(tensors, BASE if config is None else config, **{"name": "sql", **options})
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_jax_arrays(dtype):
+    tensors = {name: jnp.asarray(value, dtype) for name, value in lora_tensors({Q: 4}).items()}
+    lora = load(tensors).modules[Q]
+    assert lora.a.dtype == np.dtype(dtype)
+    np.testing.assert_array_equal(lora.a, np.asarray(tensors[KEY]))
+
+
+def test_mixed_dtypes_and_memory_orders():
+    tensors = lora_tensors({Q: 4})
+    other = KEY.replace("lora_A", "lora_B")
+    tensors = {
+        KEY: np.asfortranarray(tensors[KEY].astype(ml_dtypes.bfloat16)),
+        other: tensors[other].astype(np.float64)[::-1],
+    }
+    lora = load(tensors).modules[Q]
+    for found, given in ((lora.a, tensors[KEY]), (lora.b, tensors[other])):
+        assert found.dtype == given.dtype
+        np.testing.assert_array_equal(found, given)
+
+
+def test_values_are_copied():
+    tensors = lora_tensors({Q: 4})
+    before = tensors[KEY].copy()
+    adapter = load(tensors)
+    tensors[KEY][:] = 0
+    np.testing.assert_array_equal(adapter.modules[Q].a, before)
+    assert not adapter.modules[Q].a.flags.writeable
+
+
+@pytest.mark.parametrize(
+    ("value", "cause"),
+    [
+        ([[1.0]], "is of type list; expected a NumPy or JAX array"),
+        (np.ones((4, 6), np.int32), "has dtype int32; expected one of float16, bfloat16, float32, float64"),
+        (np.ones((4, 6), object), "has dtype object"),
+        (jnp.ones((4, 6), jnp.float8_e4m3fn), "has dtype float8_e4m3fn"),
+    ],
+)
+def test_other_arrays_are_refused_by_name(value, cause):
+    with pytest.raises(AdapterFormatError, match=rf"adapter 'sql': tensors: tensor '{KEY}' .*{cause}"):
+        load(lora_tensors({Q: 4}) | {KEY: value})
+
+
+def test_torch_tensors():
+    torch = pytest.importorskip("torch")
+    given = {name: torch.tensor(value) for name, value in lora_tensors({Q: 4}).items()}
+    np.testing.assert_array_equal(load(given).modules[Q].a, given[KEY].numpy())
+    for wrong in (given[KEY].bfloat16(), given[KEY].requires_grad_()):
+        with pytest.raises(AdapterFormatError, match=rf"'{KEY}' .torch.Tensor. cannot be read .*detach"):
+            load(given | {KEY: wrong})
+
+
+def test_configurations_as_peft_holds_them():
+    """PEFT keeps targets in sets, and its `to_dict` returns them."""
+    fields = BASE | {"target_modules": {"q_proj"}, "exclude_modules": frozenset()}
+    for config in (fields, SimpleNamespace(to_dict=lambda: fields)):
+        assert list(load(config=config).modules) == [Q]
+
+
+@pytest.mark.parametrize(
+    ("config", "cause"),
+    [
+        (BASE | {"r": object()}, "config: is not JSON: it holds object"),
+        (BASE | {"lora_alpha": float("nan")}, "config: holds NaN"),
+        (BASE | {"r": 0}, "config: field 'r' must be a positive integer"),
+    ],
+)
+def test_configurations_that_are_no_json_are_refused(config, cause):
+    with pytest.raises(AdapterFormatError, match=f"adapter 'sql': {cause}"):
+        load(config=config)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cause"),
+    [
+        ({"config": "adapter_config.json"}, "config must hold the fields of adapter_config.json"),
+        ({"name": ""}, "name must be a non-empty string"),
+        ({"dtype": "int8"}, "dtype must be one of"),
+    ],
+)
+def test_wrong_arguments(arguments, cause):
+    with pytest.raises(LoRAUsageError, match=cause):
+        load(**arguments)
+
+
+def test_every_problem_is_reported():
+    tensors = lora_tensors({Q: 3}) | {"nonsense": np.ones(2, np.float32)}
+    with pytest.raises(AdapterFormatError) as raised:
+        load(tensors, BASE | {"lora_alpha": "x"})
+    assert len(raised.value.problems) == 3
+
+
+def test_bytes_are_those_of_the_saved_files(folder_of, tmp_path):
+    adapter = load_all_ways(folder_of())
+    weights, config = adapter.to_bytes()
+    adapter.save_pretrained(tmp_path / "saved")
+    assert weights == (tmp_path / "saved/adapter_model.safetensors").read_bytes()
+    assert config == (tmp_path / "saved/adapter_config.json").read_bytes()
+    again = Adapter.from_bytes(memoryview(weights), bytearray(config), name="again")
+    assert (again.name, again.fingerprint) == ("again", None)
+    assert weights == safetensors.numpy.save(state_dict(weights), metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("weights", [b"", b"PK\x03\x04" + bytes(99), b"\x80\x02}q\x00(X\x01" + bytes(99)])
+def test_bytes_of_other_formats_are_refused(weights):
+    with pytest.raises(AdapterFormatError, match=r"adapter_model.safetensors: is not a whole safetensors file"):
+        Adapter.from_bytes(weights, json.dumps(BASE).encode(), name="sql")

@@ -1,0 +1,479 @@
+"""Training of several adapters in one step, against each adapter trained alone in plain JAX; publication of weights."""
+
+import functools
+from dataclasses import replace
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+import jlora
+from jlora.models import Decoder, DecoderConfig, MoEConfig
+from tests.layers.expert_models import HIDDEN, Scanned, Seams, reference
+from tests.layers.merging import Target, make_dora
+from tests.layers.mesh_models import some_devices
+from tests.manager import tiny
+from tests.manager.test_shared_experts import ADAPTERS, plain
+
+TOKENS = np.random.default_rng(0).integers(0, tiny.VOCAB, (6, 5)).astype(np.int32)
+QUERY, VALUE, HEAD = "layers.0.q_proj", "layers.1.v_proj", "lm_head"
+# Adapter -> its modules and their ranks.
+RANKS = {
+    "wide": dict.fromkeys(tiny.MODULES, 4),
+    "query": {QUERY: 2, VALUE: 1},
+    "mixed": {"embed": 3, QUERY: 1, "layers.0.k_proj": 4, HEAD: 2},
+}
+SCALING = 1.5
+
+
+@pytest.fixture(autouse=True)
+def defaults_of_jax():
+    """The promotion of dtypes and ranks that optax needs."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def fresh(name: str, seed: int = 0) -> jlora.Adapter:
+    rng = np.random.default_rng((seed, *name.encode()))
+    modules = {}
+    for module, rank in RANKS[name].items():
+        k, n, kind = tiny.MODULES[module]
+        a, b = (rng.normal(0, 0.3, shape).astype(np.float32) for shape in ((rank, k), (n, rank)))
+        modules[module] = jlora.ModuleLoRA(a=a, b=b, kind=kind, alpha=SCALING * rank, scaling=SCALING)
+    return jlora.Adapter(name=name, modules=modules)
+
+
+def served(names=RANKS, slots: int = 3, **options) -> jlora.LoRAManager:
+    config = jlora.LoRAConfig(max_loras=slots, max_lora_rank=tiny.MAX_RANK, max_cpu_loras=8, **options)
+    manager = jlora.LoRAManager(tiny.Model(), config)
+    for name in names:
+        manager.add_adapter(fresh(name))
+    return manager
+
+
+def answer_loss(logits, tokens):
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return losses.sum(axis=1), jnp.full(len(tokens), float(tokens.shape[1] - 1))
+
+
+def loss(model, batch, tokens):
+    with jlora.use(batch):
+        return answer_loss(model(tokens[:, :-1]), tokens)
+
+
+def plain_logits(model: tiny.Model, factors, tokens):
+    """Return the logits of the model with `factors` (module -> A, B), without jlora."""
+
+    def delta(name, x):
+        a, b = factors[name]
+        return SCALING * (x @ a.T) @ b.T
+
+    table = model.embed.embedding[...]
+    x = table[tokens]
+    if "embed" in factors:
+        x += delta("embed", jax.nn.one_hot(tokens, tiny.VOCAB))
+    for i, layer in enumerate(model.layers):
+        y = x @ layer.qkv_proj.kernel[...]
+        for part, (start, stop) in tiny.PARTS.items():
+            if (name := f"layers.{i}.{part}") in factors:
+                y = y.at[..., start:stop].add(delta(name, x))
+        y = y[..., :16] + jnp.concatenate([y[..., 16:24], -y[..., 24:]], axis=-1)
+        out = y @ layer.o_proj.kernel[...] + layer.o_proj.bias[...].reshape(1, 1, -1)
+        x = x + out + (delta(f"layers.{i}.o_proj", y) if f"layers.{i}.o_proj" in factors else 0)
+    return x @ table.T + (delta(HEAD, x) if HEAD in factors else 0)
+
+
+def alone(name: str, optimizer, runs):
+    """Train one adapter in plain JAX on the sequences of each run. Return the losses and the factors."""
+    model = tiny.Model()
+    factors = {module: (jnp.asarray(m.a), jnp.asarray(m.b)) for module, m in fresh(name).modules.items()}
+    state, losses = optimizer.init(factors), []
+
+    @jax.jit
+    def step(factors, state, tokens):
+        def mean(factors):
+            summed, weights = answer_loss(plain_logits(model, factors, tokens[:, :-1]), tokens)
+            return summed.sum() / weights.sum()
+
+        value, gradients = jax.value_and_grad(mean)(factors)
+        updates, state = optimizer.update(gradients, state, factors)
+        return optax.apply_updates(factors, updates), state, value
+
+    for rows in runs:
+        factors, state, value = step(factors, state, TOKENS[rows])
+        losses.append(float(value))
+    return losses, factors
+
+
+def clipped():
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 8)
+    return optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(schedule, weight_decay=0.1))
+
+
+def test_each_adapter_learns_as_if_alone():
+    """Clipping, schedules and counts are those of one adapter, and a step without it changes none of them.
+
+    There are more adapters than slots.
+    """
+    manager = served(slots=2)
+    shared = clipped()
+    optimizers = {"wide": shared, "query": optax.sgd(0.3, momentum=0.9), "mixed": shared}
+    trainer = manager.trainer(chex.assert_max_traces(loss, n=1), optimizers)
+    runs = [["wide", "query", None, "wide", "query", "query"], ["mixed", "query", None, "mixed", None, "query"]] * 3
+    losses, rows = {name: [] for name in RANKS}, {name: [] for name in RANKS}
+    for names in runs:
+        with manager.prepare(names) as batch:
+            found = trainer.step(batch, TOKENS)
+        assert found.keys() == set(names) - {None}
+        for name, value in found.items():
+            losses[name].append(float(value))
+            rows[name].append(np.flatnonzero([each == name for each in names]))
+    for name, optimizer in optimizers.items():
+        want, factors = alone(name, optimizer, rows[name])
+        np.testing.assert_allclose(losses[name], want, rtol=1e-5)
+        trained = trainer.adapter(name).modules
+        assert trained.keys() == factors.keys()
+        for module, (a, b) in factors.items():
+            np.testing.assert_allclose(trained[module].a, a, atol=2e-5)
+            np.testing.assert_allclose(trained[module].b, b, atol=2e-5)
+
+
+def test_an_optimizer_moves_only_the_values_of_an_adapter():
+    """One that moves every value, whatever its gradient, leaves absent targets and ranks zero, and idle adapters."""
+    manager = served()
+    add_one = optax.stateless(lambda updates, params: jax.tree.map(jnp.ones_like, updates))
+    trainer = manager.trainer(loss, dict.fromkeys(RANKS, add_one))
+    with manager.prepare(["query", "mixed"] * 3) as batch:
+        trainer.step(batch, TOKENS)
+    (group,) = trainer.state.values()
+    moved = {name: 0.0 for name in RANKS}
+    for array in group["factors"].values():
+        for name, own in zip(trainer.names, array, strict=True):
+            moved[name] += np.asarray(own, np.float64).sum()
+    for name in RANKS:
+        modules = fresh(name).modules.values()
+        before = sum(m.a.sum(dtype=np.float64) + m.b.sum(dtype=np.float64) for m in modules)
+        values = 0 if name == "wide" else sum(m.a.size + m.b.size for m in modules)
+        assert moved[name] - before == pytest.approx(values, abs=1e-3)
+
+
+# --- Publication ----------------------------------------------------------------------------------------------------
+
+
+@jax.jit
+def forward(model, tokens, batch):
+    with jlora.use(batch):
+        return model(tokens)
+
+
+def check_served(manager, name: str, adapter: jlora.Adapter) -> None:
+    """Check that the manager serves and exports these weights of an adapter."""
+    manager.activate_adapter(name)
+    exported = manager.export_adapter(name).modules
+    for module, want in adapter.modules.items():
+        np.testing.assert_array_equal(exported[module].a, want.a)
+        np.testing.assert_array_equal(exported[module].b, want.b)
+    with manager.prepare([name, None]) as batch:
+        found = forward(manager.model, TOKENS[:2], batch)
+    want = tiny.expected(tiny.Model(), adapter, TOKENS[0])
+    np.testing.assert_allclose(found[0], want, atol=1e-5 * np.abs(want).max())
+
+
+def test_a_published_step_is_neither_undone_nor_mixed_with_others(tmp_path):
+    """Eviction, repair of slots, an export and a save keep the published step, and steps of training none of them."""
+    manager = served(slots=1)
+    trainer = manager.trainer(loss, {"query": optax.sgd(0.5)})
+
+    def step():
+        with manager.prepare(["query", None]) as batch:
+            trainer.step(batch, TOKENS[:2])
+
+    step()
+    check_served(manager, "query", fresh("query"))  # not yet published
+    assert trainer.publish() == {"query": 1}
+    published = trainer.adapter("query")
+    assert not np.array_equal(published.modules[QUERY].b, fresh("query").modules[QUERY].b)
+    check_served(manager, "query", published)
+    step()
+    check_served(manager, "query", published)
+    manager.activate_adapter("wide")  # evicts it from the only slot
+    assert manager.list_adapters()["query"].slot is None
+    check_served(manager, "query", published)
+    old = jax.tree.map(jnp.copy, manager.slots)
+    assert trainer.publish("query") == {"query": 2}
+    latest = trainer.adapter("query")
+    nnx.update(manager.model, old)  # a state of the first step; `prepare` repairs the slots
+    check_served(manager, "query", latest)
+    for array in jax.tree.leaves(manager.slots):
+        array.delete()
+    check_served(manager, "query", latest)
+    manager.save(tmp_path)
+    step()
+    other = served(names=())
+    other.restore(tmp_path)
+    check_served(other, "query", latest)
+    restarted = manager.trainer(loss, {"query": optax.sgd(0.5)})
+    np.testing.assert_array_equal(restarted.adapter("query").modules[QUERY].a, latest.modules[QUERY].a)
+
+
+@pytest.mark.slow
+def test_200_rounds_of_training_publication_and_sampling():
+    """No program is compiled, each sample is of the step just published, and no array is left behind."""
+    manager = served(slots=2)
+    trainer = manager.trainer(chex.assert_max_traces(loss, n=1), dict.fromkeys(RANKS, optax.sgd(0.05)))
+    names, base = [name for name in RANKS for _ in range(2)], tiny.Model()
+
+    @manager.jit
+    @chex.assert_max_traces(n=1)
+    def sample(model, tokens, batch):
+        with jlora.use(batch):
+            return jax.nn.log_softmax(model(tokens))
+
+    arrays = host_bytes = 0
+    for i in range(200):
+        for name in RANKS:
+            with manager.prepare([name] * 2) as batch:
+                trainer.step(batch, TOKENS[:2])
+        assert trainer.publish() == dict.fromkeys(RANKS, i + 1)
+        for served_now in (names[:4], [*names[4:], None, None]):
+            with manager.prepare(served_now) as batch:
+                assert batch.versions == tuple(None if name is None else i + 1 for name in served_now)
+                found = np.asarray(sample(manager.model, TOKENS[:4], batch))
+            row = i % 4  # of the step just published
+            adapter = None if served_now[row] is None else trainer.adapter(served_now[row])
+            want = jax.nn.log_softmax(tiny.expected(base, adapter, TOKENS[row]).astype(np.float32))
+            np.testing.assert_allclose(found[row], want, atol=1e-4)
+        if i == 20:
+            arrays, host_bytes = len(jax.live_arrays()), manager.stats().host_bytes
+    assert len(jax.live_arrays()) <= arrays + 8
+    assert manager.stats().host_bytes == host_bytes
+
+
+# --- Checkpoints ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.optimised
+def test_a_resumed_run_is_bitwise_an_uninterrupted_one(tmp_path):
+    optimizers = {"wide": clipped(), "query": optax.inject_hyperparams(optax.adam)(learning_rate=0.1)}
+
+    def run(trainer, manager, steps):
+        for i in range(steps):
+            with manager.prepare(["wide", "query" if i % 2 else None] * 3) as batch:
+                trainer.step(batch, TOKENS)
+
+    manager = served()
+    trainer = manager.trainer(loss, optimizers)
+    run(trainer, manager, 4)
+    with ocp.CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(4, args=ocp.args.StandardSave(trainer.state))
+    run(trainer, manager, 4)
+
+    other = served()
+    resumed = other.trainer(loss, optimizers)
+    with ocp.CheckpointManager(tmp_path) as checkpoints:
+        resumed.state = checkpoints.restore(4, args=ocp.args.StandardRestore(resumed.state))
+    run(resumed, other, 4)
+    jax.tree.map(np.testing.assert_array_equal, resumed.state, trainer.state)
+
+
+# --- Other models ---------------------------------------------------------------------------------------------------
+
+DENSE = DecoderConfig(
+    vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
+)  # fmt: skip
+MIXTURE = replace(DENSE, moe=MoEConfig(num_experts=4, experts_per_token=2, intermediate_size=16, layers=(True,)))
+INT8 = replace(DENSE, quantization="int8")
+SIZES = {
+    "self_attn.q_proj": (32, 32), "self_attn.k_proj": (32, 16), "self_attn.v_proj": (32, 16),
+    "self_attn.o_proj": (32, 32), "mlp.down_proj": (48, 32),
+    **{f"mlp.experts.{e}.gate_proj": (32, 16) for e in range(4)},
+}  # fmt: skip
+
+
+def decoder_of(config, dtype="float32", mesh=None) -> Decoder:
+    return Decoder(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0), mesh=mesh)
+
+
+def decoder_run(model, ranks, *, steps=3, **options):
+    """Train two adapters of a decoder. Return the losses of each step, the manager, the trainer and the tokens."""
+    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=4, **options))
+    for name, targets in ranks.items():
+        rng = np.random.default_rng(len(name))
+        arrays = {
+            f"model.layers.0.{target}": tuple(
+                rng.normal(0, 0.2, shape).astype(np.float32)
+                for shape in ((rank, SIZES[target][0]), (SIZES[target][1], rank))
+            )
+            for target, rank in targets.items()
+        }
+        manager.add_adapter(jlora.Adapter.from_arrays(name, arrays, alpha=4))
+    trainer = manager.trainer(loss, {name: optax.adam(0.003) for name in ranks})
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, trainer.state)
+    tokens = np.random.default_rng(1).integers(0, 32, (4, 9)).astype(np.int32)
+    losses = []
+    for _ in range(steps):
+        with manager.prepare(["one", "other", "one", None]) as batch:
+            losses.append({name: float(value) for name, value in trainer.step(batch, tokens).items()})
+    # With another sharding, the next step would be compiled again.
+    assert jax.tree.map(lambda leaf: leaf.sharding, trainer.state) == shardings
+    return losses, manager, trainer, tokens
+
+
+ATTENTION = {"one": {"self_attn.q_proj": 3, "self_attn.v_proj": 1}, "other": dict.fromkeys(tuple(SIZES)[:5], 4)}
+EXPERTS = {"one": {**dict.fromkeys(tuple(SIZES)[5:], 2), "self_attn.k_proj": 1}, "other": {"self_attn.o_proj": 3}}
+
+
+def check_next_loss(manager, trainer, tokens):
+    """Check that the slots have the losses of the trainer's next step after a publication."""
+    trainer.publish()
+
+    @manager.jit
+    def of_rows(model, batch, tokens):
+        summed, weights = loss(model, batch, tokens)
+        return summed, weights
+
+    with manager.prepare(["one", "other", "one", None]) as batch:
+        summed, weights = map(np.asarray, of_rows(manager.model, batch, tokens))
+        following = {name: float(value) for name, value in trainer.step(batch, tokens).items()}
+    served = {"one": (summed[0] + summed[2]) / (weights[0] + weights[2]), "other": summed[1] / weights[1]}
+    assert served == pytest.approx(following, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_experts():
+    """The losses fall, and the published weights have the loss of the next step."""
+    losses, manager, trainer, tokens = decoder_run(decoder_of(MIXTURE), EXPERTS)
+    assert all(losses[0][name] > losses[1][name] > losses[2][name] for name in EXPERTS)
+    check_next_loss(manager, trainer, tokens)
+
+
+@pytest.mark.slow
+def test_stacked_layers_and_experts_that_share_factors():
+    """The loss of a step is that of the weights exported before it, merged in NumPy."""
+    model, names = Scanned(Seams, nnx.Rngs(0)), ["full", "s", "t", "s"]
+    sizes = {"max_loras": 4, "expert_slots": {"per_expert": 2, "shared": 2}}
+    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_lora_rank=4, max_cpu_loras=8, **sizes))
+    for name in set(names):
+        manager.add_adapter(ADAPTERS[name])
+    x = np.random.default_rng(0).normal(size=(4, 2, HIDDEN)).astype(np.float32)
+
+    def loss(model, batch, x):
+        with jlora.use(batch):
+            return jnp.square(model(x)).sum((1, 2)), jnp.ones(len(x))
+
+    trainer = manager.trainer(loss, dict.fromkeys(ADAPTERS.keys() - {"dense"}, optax.adam(0.01)))
+    before = {}
+    for _ in range(3):
+        weights = {name: plain(trainer.adapter(name)) for name in trainer.names}
+        with manager.prepare(names) as batch:
+            losses = trainer.step(batch, x)
+        for name in trainer.names:
+            rows = x[[each == name for each in names]]
+            want = np.mean([np.square(reference(model, row, [weights[name]] * 2)).sum() for row in rows])
+            assert float(losses[name]) == pytest.approx(want, rel=1e-4)
+            assert losses[name] < before.get(name, np.inf)
+        before = losses
+    published = {name: trainer.adapter(name).modules for name in trainer.publish()}
+    for name, modules in published.items():
+        manager.activate_adapter(name)
+        for module, served in manager.export_adapter(name).modules.items():
+            np.testing.assert_array_equal(served.a, modules[module].a)
+            np.testing.assert_array_equal(served.b, modules[module].b)
+
+
+@pytest.mark.parametrize(
+    ("base", "tolerance"), [pytest.param("bfloat16", 1e-3, marks=pytest.mark.slow), ("int8", 1e-5)]
+)
+def test_bases_of_few_bits(base, tolerance):
+    """Each has the losses of a float32 model of the same weights, and the trained factors are float32."""
+    model, twin = (
+        decoder_of(DENSE if base == "bfloat16" else INT8, base if base == "bfloat16" else "float32"),
+        decoder_of(DENSE),
+    )
+    for path, variable in nnx.to_flat_state(nnx.state(twin, nnx.Param)):
+        layer = functools.reduce(
+            lambda node, key: node[key] if isinstance(key, int) else getattr(node, key), path[:-1], model
+        )
+        exact = layer.dequantized() if hasattr(layer, "dequantized") else getattr(layer, path[-1])[...]
+        variable[...] = jnp.asarray(exact, jnp.float32)
+    losses, manager, trainer, tokens = decoder_run(model, ATTENTION)
+    want, *_ = decoder_run(twin, ATTENTION)
+    for step, expected in zip(losses, want, strict=True):
+        assert step == pytest.approx(expected, rel=tolerance)
+    assert {array.dtype for group in trainer.state.values() for array in group["factors"].values()} == {
+        jnp.dtype("float32")
+    }
+    check_next_loss(manager, trainer, tokens)
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize(("config", "ranks", "options"), [
+    (DENSE, ATTENTION, {}), (DENSE, ATTENTION, {"fully_sharded": True}), (INT8, ATTENTION, {}), (MIXTURE, EXPERTS, {}),
+], ids=["dense", "fully-sharded", "int8", "experts"])  # fmt: skip
+def test_eight_devices_train_as_one(config, ranks, options):
+    """Four shards have two key heads, so each has a copy, whose gradients are added up."""
+    types = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=types, devices=some_devices(8))
+    want, _, one, _ = decoder_run(decoder_of(config), ranks)
+    found, manager, trainer, tokens = decoder_run(decoder_of(config, mesh=mesh), ranks, **options)
+    for step, expected in zip(found, want, strict=True):
+        assert step == pytest.approx(expected, rel=1e-5)
+    assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(trainer.state))
+    for name in ranks:
+        trained, expected = trainer.adapter(name).modules, one.adapter(name).modules
+        for module, each in expected.items():
+            np.testing.assert_allclose(trained[module].a, each.a, atol=1e-4)
+            np.testing.assert_allclose(trained[module].b, each.b, atol=1e-4)
+    check_next_loss(manager, trainer, tokens)
+
+
+# --- Refusals -------------------------------------------------------------------------------------------------------
+
+
+def test_adapters_that_are_not_trained_are_refused():
+    manager = served(dora=True, saved_heads={"o_proj": 16})
+    head = jlora.SavedHead(np.ones((16, 16), np.float32), np.ones(16, np.float32))
+    manager.add_adapter(replace(fresh("query"), name="head", heads={"layers.0.o_proj": head}))
+    with pytest.raises(jlora.LoRAUsageError, match=r"'head': layers\.0\.o_proj has a saved head, and only A and B"):
+        manager.trainer(loss, {"head": optax.sgd(0.1)})
+    manager.add_adapter(make_dora("dora", [Target(QUERY, 16, 16, "")], 2))
+    with pytest.raises(jlora.LoRAUsageError, match=r"'dora': layers\.0\.q_proj has DoRA, and only A and B are trained"):
+        manager.trainer(loss, {"dora": optax.sgd(0.1)})
+    rng = np.random.default_rng(0)
+    whole = {"layers.0.qkv_proj": tuple(rng.normal(size=size).astype(np.float32) for size in ((2, 16), (32, 2)))}
+    manager.add_adapter(jlora.Adapter.from_arrays("whole", whole, alpha=2))
+    with pytest.raises(jlora.LoRAUsageError, match=r"one factor A for 3 slices of 'layers\.0\.qkv_proj'"):
+        manager.trainer(loss, {"whole": optax.sgd(0.1)})
+    with pytest.raises(jlora.AdapterNotFoundError, match="'missing'"):
+        manager.trainer(loss, {"missing": optax.sgd(0.1)})
+    with pytest.raises(jlora.LoRAUsageError, match="at least one"):
+        manager.trainer(loss, {})
+
+
+def test_batches_that_cannot_be_trained_are_refused():
+    manager = served(max_adapters_per_sequence=2)
+    trainer = manager.trainer(loss, {"query": optax.sgd(0.1)})
+    before = jax.device_get(trainer.state)
+    mixed = manager.prepare([jlora.Mix({"query": 1.0, "wide": 0.5})] * 6)
+    with mixed as batch, pytest.raises(jlora.LoRAUsageError, match="a sequence has several adapters"):
+        trainer.step(batch, TOKENS)
+    with pytest.raises(jlora.LoRAUsageError, match="open batch"):
+        trainer.step(batch, TOKENS)
+    with pytest.raises(jlora.LoRAUsageError, match="'wide' is not trained here; the trainer has query"):
+        trainer.tensors("wide")
+    with manager.hold("query") as handle:
+        trainer.publish()
+        both = manager.prepare(["query", handle] * 3)
+        with both as batch, pytest.raises(jlora.LoRAUsageError, match="'query': the batch has two versions"):
+            trainer.step(batch, TOKENS)
+    manager.add_adapter(replace(fresh("wide"), name="query"), load_inplace=True)
+    other = manager.prepare(["query"] * 6)
+    with other as batch, pytest.raises(jlora.LoRAUsageError, match="'query' was replaced by one of other modules"):
+        trainer.step(batch, TOKENS)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state), before)

@@ -1,0 +1,217 @@
+"""Embeddings in the engine: any adapters in one step, against models with merged weights."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tokenizers")
+
+import jax
+import jax.numpy as jnp
+
+import jlora
+from jlora.errors import AdapterNotFoundError, LoRAUsageError
+from jlora.models import from_pretrained
+from jlora.serve import Engine, EngineBusyError, EngineClosedError, EngineOptions, RequestTimeoutError, StepFailedError
+from tests.models import checkpoints
+from tests.models.test_checkpoint import edit
+from tests.serve.client import until
+from tests.serve.conftest import compilations
+from tests.serve.embedding import tokenizer, write_modules
+
+NAMES = ("a", "b", "c", "called")
+CALL = (7, 9)
+LENGTHS = (1, 3, 33, 40, 64, 5, 17, 30)
+
+
+def lora_of(name):
+    """Return the factors of an adapter: layer -> (a, b)."""
+    rng = np.random.default_rng(NAMES.index(name))
+    shapes = {"self_attn.v_proj": (32, 32), "mlp.down_proj": (32, 48)}
+    return {
+        f"model.layers.{layer}.{module}": (rng.normal(size=(2, k)) * k**-0.5, 2 * rng.normal(size=(n, 2)))
+        for layer in range(2)
+        for module, (n, k) in shapes.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("embedding")
+    checkpoints.write(root, checkpoints.DENSE["mistral"])
+    prompts = {"prompts": {"d": "in: "}, "default_prompt_name": "d"}
+    write_modules(root, "mean", prompts=prompts)
+    return root
+
+
+@pytest.fixture(scope="module")
+def oracle(folder, tmp_path_factory):
+    """A function that computes the embedding of one prompt with a model whose weights have the adapter."""
+    models = {None: from_pretrained(folder)}
+    for name in NAMES:
+        merged = tmp_path_factory.mktemp(name)
+        checkpoints.write(merged, checkpoints.DENSE["mistral"])
+        write_modules(merged, "mean")
+        deltas = {f"{path}.weight": (b @ a).astype(np.float32) for path, (a, b) in lora_of(name).items()}
+        edit(merged, lambda tensors, d=deltas: tensors.update({n: tensors[n] + delta for n, delta in d.items()}))
+        models[name] = from_pretrained(merged)
+    step = jax.jit(lambda model, ids, length: model.pooled(ids[None], length[None])[0])
+
+    def embedding(name, ids):
+        return np.asarray(step(models[name], jnp.asarray(np.resize(ids, 80)), jnp.asarray(len(ids))))
+
+    return embedding
+
+
+def adapter_of(name, **fields):
+    factors = {path: [each.astype(np.float32) for each in pair] for path, pair in lora_of(name).items()}
+    modules = {path: jlora.ModuleLoRA(a=a, b=b, alpha=2, scaling=1.0) for path, (a, b) in factors.items()}
+    return jlora.Adapter(name=name, modules=modules, **fields)
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
+    """Two slots for four adapters, one of them activated; steps of at most 128 tokens."""
+    model = from_pretrained(folder)
+    config = jlora.LoRAConfig(max_loras=2, max_lora_rank=2, max_cpu_loras=8, activated=True, allow_nonfinite=True)
+    manager = jlora.LoRAManager(model, config)
+    for name in NAMES:
+        manager.add_adapter(adapter_of(name, **({"invocation_tokens": CALL} if name == "called" else {})))
+    options = EngineOptions(max_num_seqs=3, max_num_batched_tokens=128, max_waiting=8)
+    engine = Engine(model, manager, tokenizer=tokenizer(), options=options)
+    engine.start()
+    yield engine
+    assert engine.close(60)
+
+
+def prompt_of(length, seed=0):
+    return np.random.default_rng([length, seed]).integers(30, 100, length).tolist()
+
+
+def results(generations):
+    return [one.result(60).embedding for one in generations]
+
+
+def test_mixed_adapters_and_lengths(engine, oracle):
+    """Nothing compiles after the start, and each text has the embedding of its own adapter."""
+    compiled = compilations(engine)
+    assert compiled == 2 * 4  # 1 or 3 prompts of 32 tokens, 1 or 2 of 64; with and without adapters
+    names = [None, "a", "b", "c"]
+    prompts = {name: [prompt_of(length, i) for length in LENGTHS] for i, name in enumerate(names)}
+    under_way = []
+    for name in names:
+        until(lambda: engine.stats().waiting < 8)
+        under_way.append((name, engine.embed(prompts[name], lora=name)))
+    for name, generations in under_way:
+        for prompt, found in zip(prompts[name], results(generations), strict=True):
+            assert found.dtype == np.float32
+            np.testing.assert_allclose(found, oracle(name, prompt), atol=2e-6)
+    assert compilations(engine) == compiled
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.generated_tokens, stats.failed_steps) == (0, 0, 0, 0)
+    assert stats.by_lora["a"] == len(LENGTHS)
+    until(lambda: not engine._manager.leases())
+
+
+def test_one_text_with_the_default_prompt(engine, oracle):
+    (generation,) = engine.embed(["planet"], lora="b")
+    found = generation.result(60)
+    ids = tokenizer().encode("in: planet").ids
+    np.testing.assert_allclose(found.embedding, oracle("b", ids), atol=2e-6)
+    assert (found.text, found.tokens, found.finish_reason, found.prompt_tokens) == ("", (), "stop", len(ids))
+
+
+def test_activated_adapters(engine, oracle):
+    """Called by the first tokens, it changes all of them; not called, none."""
+    called, plain = [*CALL, *prompt_of(9)], prompt_of(11)
+    ours = results(engine.embed([called, plain, [*plain, *CALL]], lora="called"))
+    np.testing.assert_allclose(ours[0], oracle("called", called), atol=2e-6)
+    np.testing.assert_allclose(ours[1], oracle(None, plain), atol=2e-6)
+    last = [oracle(name, [*plain, *CALL]) for name in (None, "called")]
+    assert min(np.abs(ours[2] - each).max() for each in last) > 1e-4
+
+
+def test_dimensions(engine, oracle):
+    prompt = prompt_of(8)
+    whole = oracle("a", prompt)
+    for count in (1, 5, 32):
+        (found,) = results(engine.embed([prompt], dimensions=count, lora="a"))
+        np.testing.assert_allclose(found, whole[:count] / np.linalg.norm(whole[:count]), atol=2e-6)
+    for count in (0, 33):
+        with pytest.raises(LoRAUsageError, match=f"dimensions must be from 1 to 32, the model's width, got {count}"):
+            engine.embed([prompt], dimensions=count)
+
+
+def test_refused_prompts(engine):
+    for prompts, message in (
+        ([[1], prompt_of(65)], "input 1: the prompt has 65 tokens; it must fit max_model_len=64"),
+        ([[1], "a" * 64], "input 1: the prompt has 69 tokens; it must"),
+        ([[]], "input 0: the prompt has no tokens"),
+        ([[101]], "input 0: the prompt must hold token ids from 0 to 100"),
+    ):
+        with pytest.raises(LoRAUsageError, match=message):
+            engine.embed(prompts)
+    with pytest.raises(AdapterNotFoundError):
+        engine.embed([[1]] * 3, lora="unknown")
+    with pytest.raises(LoRAUsageError, match="cannot generate; use embed"):
+        engine.submit([1])
+    assert engine.stats().waiting == 0
+
+
+def test_a_request_of_many_prompts_is_admitted_whole(engine, oracle):
+    """It has more prompts than may wait, and the next request is refused. Cancelled ones leave no lease."""
+    prompts = [prompt_of(60, i) for i in range(200)]
+    generations = engine.embed(prompts, lora="a")
+    with pytest.raises(EngineBusyError):
+        engine.embed([[1]])
+    for one in generations[100:]:
+        one.cancel()
+    late = [one.result(60) for one in generations]
+    for i in (0, 99):
+        np.testing.assert_allclose(late[i].embedding, oracle("a", prompts[i]), atol=2e-6)
+    assert {one.finish_reason for one in late[:100]} == {"stop"}
+    assert late[199].finish_reason == "abort"
+    assert late[199].embedding is None
+    until(lambda: not engine._manager.leases())
+
+
+def test_an_adapter_of_nan_fails_alone(engine, oracle):
+    bad = adapter_of("a")
+    bad.modules["model.layers.0.mlp.down_proj"].a[0, 0] = np.nan
+    engine._manager.add_adapter(jlora.Adapter(name="nan", modules=bad.modules))
+    broken, fine = engine.embed([prompt_of(6)], lora="nan"), engine.embed([prompt_of(6)], lora="b")
+    with pytest.raises(StepFailedError, match="not finite numbers"):
+        broken[0].result(60)
+    np.testing.assert_allclose(fine[0].result(60).embedding, oracle("b", prompt_of(6)), atol=2e-6)
+
+
+def test_timeouts_and_replaced_adapters(engine, oracle):
+    (late,) = engine.embed([[1]], timeout=1e-9)
+    with pytest.raises(RequestTimeoutError):
+        late.result(60)
+    engine._manager.add_adapter(jlora.Adapter(name="late", modules=adapter_of("b").modules))
+    (before,) = results(engine.embed([prompt_of(6)], lora="late"))
+    engine.remove_lora("late")
+    with pytest.raises(AdapterNotFoundError):
+        engine.embed([[1]], lora="late")
+    np.testing.assert_allclose(before, oracle("b", prompt_of(6)), atol=2e-6)
+
+
+def test_a_closing_engine_finishes_its_prompts(folder):
+    model = from_pretrained(folder)
+    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=1))
+    engine = Engine(model, manager, options=EngineOptions(max_num_seqs=1))
+    with pytest.raises(EngineClosedError):
+        engine.embed([[1]])
+    engine.start()
+    generations = engine.embed([prompt_of(60, i) for i in range(50)])
+    assert engine.close(60)
+    assert all(one.result(0).finish_reason == "stop" for one in generations)
+
+
+def test_a_generating_engine_does_not_embed(tmp_path):
+    checkpoints.write(tmp_path, checkpoints.DENSE["mistral"])
+    model = from_pretrained(tmp_path)
+    engine = Engine(model, jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=1)))
+    assert not engine.embeds
+    with pytest.raises(LoRAUsageError, match="generates text and has no embeddings"):
+        engine.embed([[1]])

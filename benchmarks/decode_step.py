@@ -202,7 +202,7 @@ def timed(calls: dict, rounds: int, enqueue: int) -> dict:
 def fill_slots(manager: jlora.LoRAManager, rank: int) -> None:
     """Fill every slot with random bf16 values and the true rank, on the device."""
     key = jax.random.key(0)
-    for site, layer in manager._wrapped.modules.items():
+    for site, layer in manager._state.wrapped.modules.items():
         for name, fan_in in zip(site.attributes[:2], (site.spec.in_features, 16 * rank), strict=True):
             variable = getattr(layer, name)
             key, sub = jax.random.split(key)
@@ -254,10 +254,10 @@ def batch_of(manager: jlora.LoRAManager, slots: np.ndarray):
     The slots were filled without the manager, so the batch leases no adapter.
     """
     lease = Lease((), (None,) * len(slots), thread=0)
-    unserved, none = manager._wrapped.unserved.sites, manager.config.max_loras
+    unserved, none = manager._state.wrapped.unserved.sites, manager.config.max_loras
     shape = BatchShape(len(slots))
     entries = [[(slot, 0, 1.0) for slot in np.atleast_1d(own)] for own in slots]
-    index, sites = range(len(slots)), manager._wrapped.sites
+    index, sites = range(len(slots)), manager._state.wrapped.sites
     return batch_in_slots(entries, index, shape, sites, lease, none=none, unserved=unserved)
 
 

@@ -114,11 +114,11 @@ def steps_of(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh | None,
         with manager.prepare(["adapter0", None, "adapter1", "adapter0", None, "adapter1", "adapter1", None]) as batch:
             found["logits"] = logits_of((runs["prefill"], model, *inputs["prefill"][1], batch))
     fill_slots(manager, args.rank)
-    manager._pool._known = manager._pool.arrays()  # frees the empty slots
+    manager._state.pool._known = manager._state.pool.arrays()  # frees the empty slots
     for name, (_, given, sequences) in inputs.items():
         batch = make_batch(manager, sequences, min(args.adapters, sequences))
         made[name] = call_of(name, runs[name], model, *given, batch)
-    slots = [variable for layer in manager._wrapped.modules.values() for variable in swap_arrays(layer)]
+    slots = [variable for layer in manager._state.wrapped.modules.values() for variable in swap_arrays(layer)]
     return found | {"slot_bytes_of_a_device": bytes_by_device(slots)[jax.local_devices()[0]]}
 
 
@@ -209,8 +209,8 @@ def swaps(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh) -> dict[s
     for adapter in adapters(config, args.rank, 6):
         manager.add_adapter(adapter)
         names.append(adapter.name)
-    contents = [manager._cache.loaded[name] for name in names]
-    pool = manager._pool
+    contents = [manager._state.cache.loaded[name] for name in names]
+    pool = manager._state.pool
     hosts, alls, copies = [], [], []
     for i in range(48):  # alternating, since a machine is slower after idling
         host, whole = swap.timed(manager, lambda i=i: manager.prepare([names[i % 6]]))

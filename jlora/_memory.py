@@ -29,7 +29,7 @@ def staging_bytes() -> int:
     return 256 * 2**20 if most is None else min(256 * 2**20, most // 32)
 
 
-def pinned_bytes() -> int:
+def page_locked_bytes() -> int:
     """Return the largest number of bytes of adapters in page-locked memory: 4 GiB, at most 1/8 of the machine."""
     return min(4 * 2**30, machine_bytes() // 8)
 

@@ -33,9 +33,9 @@ def content_of(manager: jlora.LoRAManager, name: str) -> PackedAdapter:
 
 def waiting(manager: jlora.LoRAManager) -> int:
     """Return the number of calls that wait for a slot. No public call counts them."""
-    return len(manager._batches._queue)
+    return len(manager._state.queue)
 
 
 def write_programs(manager: jlora.LoRAManager) -> list[jax.stages.Compiled]:
     """Return the compiled programs that write slots. No public name leads to them."""
-    return [program.compiled for program in manager._pool._programs.values()]
+    return [program.compiled for program in manager._state.pool._programs.values()]

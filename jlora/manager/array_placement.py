@@ -80,7 +80,7 @@ def is_placed(array: Any, where: ArrayPlacement) -> bool:
     return array.devices() == {where} if isinstance(where, Device) else array.sharding == where
 
 
-def pinned(where: ArrayPlacement) -> Sharding:
+def page_locked(where: ArrayPlacement) -> Sharding:
     """Return the same placement in page-locked host memory."""
     if isinstance(where, Device):
         return SingleDeviceSharding(where, memory_kind="pinned_host")

@@ -90,7 +90,7 @@ class Block:
     b: Any
 
     @property
-    def held(self) -> list[Any]:
+    def factors(self) -> list[Any]:
         """A and B, or the only one of them that the sites hold."""
         return [(self.a, self.b)[j] for j in self.chunk.spec.factors]
 

@@ -86,12 +86,12 @@ def _slot(site: Site, slot: int, layer: nnx.Module) -> list[np.ndarray]:
     found: list[np.ndarray] = []
     for attribute, j in zip(site.attributes, spec.factors, strict=False):
         with explicit_transfers():
-            held = np.asarray(getattr(layer, attribute)[...][where])
-        held = held.reshape(math.prod(spec.rows), *held.shape[len(spec.rows) :])
+            array = np.asarray(getattr(layer, attribute)[...][where])
+        array = array.reshape(math.prod(spec.rows), *array.shape[len(spec.rows) :])
         if j == 0:
-            found.append(as_brought(held[:, :, : spec.max_rank], spec.in_features, spec.in_runs))
+            found.append(as_brought(array[:, :, : spec.max_rank], spec.in_features, spec.in_runs))
         else:
-            found.append(as_brought(held, spec.out_features, spec.out_runs))
+            found.append(as_brought(array, spec.out_features, spec.out_runs))
     return found
 
 

@@ -53,9 +53,9 @@ def check_base(packed: PackedAdapter, wrapped: WrappedModel) -> None:
         layer, spec = wrapped.modules[p.site], _linear(wrapped, p.site)
         if (reason := _unknown_bias(layer, p.site, spec)) is not None:
             raise AdapterMismatchError(f"adapter {packed.name!r}: {p.module}: DoRA is not served here: {reason}")
-        held = kernel_of(layer, spec)
-        if held is None or not held.exact or jnp.dtype(held.dtype).name not in _FLOATS:
-            found = "is not held by the layer" if held is None else f"is {held.array.dtype}"
+        kernel = kernel_of(layer, spec)
+        if kernel is None or not kernel.exact or jnp.dtype(kernel.dtype).name not in _FLOATS:
+            found = "is not held by the layer" if kernel is None else f"is {kernel.array.dtype}"
             raise AdapterMismatchError(
                 f"adapter {packed.name!r}: {p.module}: DoRA needs the base weight in floating point, and "
                 f"{p.site.path}.{spec.param} {found}"

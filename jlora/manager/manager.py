@@ -5,7 +5,6 @@ import operator
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -32,21 +31,20 @@ from jlora.layers.wrap.select import PackedModules
 from jlora.layers.wrap.wrapped import LayerInfo, WrappedModel
 from jlora.manager.batch_arguments import BatchArguments, Given, checked_names, given
 from jlora.manager.export import export
-from jlora.manager.host import Host
-from jlora.manager.host_cache import HostCache
-from jlora.manager.leases import AdapterHandle, LeaseInfo, Leases
-from jlora.manager.loader import Deadline, Load
-from jlora.manager.locks import Bell, StateLock
-from jlora.manager.multihost import coordinator_of
-from jlora.manager.names import NameMap, NameRules, SiteIndex, name_rules
+from jlora.manager.leases import AdapterHandle, LeaseInfo
+from jlora.manager.loading import add, load, prefetch, recall
+from jlora.manager.loads import Deadline, notify
+from jlora.manager.locks import StateLock
+from jlora.manager.multihost import peers_of
+from jlora.manager.names import NameMap, SiteIndex, name_rules
 from jlora.manager.packed_adapter import PackedAdapter
-from jlora.manager.prepare import Batches
+from jlora.manager.prepare import activate, prepare
 from jlora.manager.report import AdapterInfo, Level, Stats, records
-from jlora.manager.slot_arrays import SlotArrays
-from jlora.manager.slot_table import SlotTable
 from jlora.manager.snapshot import base_digest, restore, save
+from jlora.manager.state import State
 from jlora.manager.step import FlatModel, Step
 from jlora.manager.training import Loss, Optimizer, Trainer
+from jlora.manager.updating import update
 from jlora.manager.warmup import warm_up
 from jlora.verify.verify import Forward, VerifyReport, verify
 
@@ -112,14 +110,12 @@ class LoRAManager:
         unsupported sharding, or `name_map` or `row_groups` is invalid. The model is left unchanged.
     """
 
-    _wrapped: WrappedModel
-
     def __repr__(self) -> str:
-        if "_slots" not in vars(self):
+        if "_state" not in vars(self):
             return "LoRAManager(not initialized)"
         stats, config = self.stats(), self.config
         return (
-            f"LoRAManager({type(self.model).__name__}, {len(self._wrapped.modules)} layers, {stats.active} of "
+            f"LoRAManager({type(self.model).__name__}, {len(self._state.wrapped.modules)} layers, {stats.active} of "
             f"{config.max_loras} slots in use, {stats.registered} of {config.max_cpu_loras} adapters on the host)"
         )
 
@@ -136,65 +132,22 @@ class LoRAManager:
     ):
         self.model = model
         self.config = config
-        # Acquire in this order. `_step_lock` is held while slots are written and while a step of `jit` is dispatched.
-        # `_state_lock` is held only briefly, never while a file is read, arrays are cast or a program is compiled.
-        self._step_lock, self._state_lock = locks = threading.RLock(), StateLock()
-        self._coordinator = coordinator_of(model, config.process_timeout, *locks)
+        peers = peers_of(model, config.process_timeout, StateLock())
+        wrapped = None
         try:
-            with self._coordinator.turn("LoRAManager"):
-                rules, limits = self._wrap(packed_modules, name_map, skip, row_groups)
-            self._build(rules, limits, resolve)
+            with peers.turn("LoRAManager"):
+                rules = name_rules(name_map)  # first, so that an invalid name_map leaves the model unchanged
+                wrapped = wrap_model(model, config, packed_modules, skip, row_groups=row_groups)
+                own = (config.max_cpu_bytes or machine_bytes() // 2, staging_bytes())
+                limits = peers.agree(partial(_compared, wrapped, config), own)
+            smallest = [min(limit) for limit in zip(*limits, strict=True)]
+            self._state = State(config, wrapped, SiteIndex(wrapped, rules), resolve, peers, smallest)
         except BaseException:
-            if "_wrapped" in vars(self):
-                self._wrapped.unwrap()  # the caller has no manager to do it
+            if wrapped is not None:
+                wrapped.unwrap()  # the caller has no manager to do it
             raise
-
-    def _wrap(
-        self,
-        packed_modules: PackedModules | None,
-        name_map: NameMap | None,
-        skip: Sequence[str],
-        row_groups: Mapping[str, str] | None,
-    ) -> tuple[NameRules, list[int]]:
-        """Wrap the model, with the same slots in all processes.
-
-        Returns:
-          The name rules, and the smallest host cache size and `staging_bytes` over the processes.
-        """
-        config = self.config
-
-        def wrap() -> NameRules:
-            rules = name_rules(name_map)  # first, so that an invalid name_map leaves the model unchanged
-            self._wrapped = wrap_model(self.model, config, packed_modules, skip, row_groups=row_groups)
-            return rules
-
-        def same(_: NameRules) -> Any:
-            modules = self._wrapped.modules
-            slots = [(site.path, site.kind, site.slot_nbytes, site.spec.shapes, site.row_group) for site in modules]
-            # The modules are compared through the slots.
-            sizes = replace(config, max_cpu_bytes=None, target_modules=None, exclude_modules=None)
-            return [repr(sizes), repr(slots)]
-
-        own = (config.max_cpu_bytes or machine_bytes() // 2, staging_bytes())
-        rules, limits = self._coordinator.agree(wrap, same, lambda _: own)
-        return rules, [min(limit) for limit in zip(*limits, strict=True)]
-
-    def _build(self, rules: NameRules, limits: list[int], resolve: Callable[[LoRARequest], str] | None) -> None:
-        config, (memory, staging) = self.config, limits
-        self._index = index = SiteIndex(self._wrapped, rules)
-        self._changed = Bell()
-        self._counts: Counter[str] = Counter()
-        self._leases = Leases()
-        self._cache = HostCache(config.max_cpu_loras or config.max_loras, memory)
-        self._pool = SlotArrays(self._wrapped.modules, config.max_loras, staging)
-        self._slots = SlotTable(self._pool, self._cache, self._leases, self._counts)
-        of_host = (config, self._wrapped, index, self._cache, self._leases, self._slots, self._counts)
-        of_host = (*of_host, self._state_lock, self._changed)
-        self._host = Host(*of_host, resolve, self._coordinator)
-        of_batches = (self._wrapped, config, self._cache, self._leases, self._slots, self._state_lock, self._changed)
-        self._batches = Batches(*of_batches, self._host, self._coordinator)
-        self._flat = FlatModel(self.model)
-        self._state: tuple[list[jax.Array], nnx.State[Any, Any]] | None = None
+        self._flat = FlatModel(model)
+        self._slots: tuple[list[jax.Array], nnx.State[Any, Any]] | None = None
         self._shape: tuple[Any, list[int]] | None = None  # tree structure, and the array of each leaf
         self._base_digest: str | None = None
 
@@ -233,15 +186,13 @@ class LoRAManager:
             raise LoRAUsageError(f"add_adapter takes a LoRARequest or an Adapter, got {type(adapter).__name__}")
         if not isinstance(adapter.name, str) or not adapter.name:
             raise LoRAUsageError(f"an adapter's name must be a non-empty string, got {adapter.name!r}")
-        with self._coordinator.turn(f"add_adapter({adapter.name!r})"):
-            if isinstance(adapter, LoRARequest):
-                request = replace(adapter, load_inplace=True) if load_inplace else adapter
-                if not request.load_inplace and self._host.touch(request.name):
-                    return False
-                return self._host.load(request, deadline)
-            if not load_inplace and self._host.touch(adapter.name):
+        state, replaces = self._state, load_inplace or getattr(adapter, "load_inplace", False)
+        with state.peers.turn(f"add_adapter({adapter.name!r})"):
+            if not replaces and state.touch(adapter.name):
                 return False
-            return self._host.add(adapter, load_inplace, deadline)
+            if isinstance(adapter, LoRARequest):
+                return load(state, replace(adapter, load_inplace=replaces), deadline)
+            return add(state, adapter, replaces, deadline)
 
     def prefetch(self, request: LoRARequest | str) -> "Future[bool]":
         """Load an adapter in the background and move it to the device, so that the next `prepare` only writes it.
@@ -260,14 +211,15 @@ class LoRAManager:
           LoRAUsageError: the model is on devices of several processes.
         """
         self._check_call("prefetch")
-        self._coordinator.refuse("prefetch", "load adapters with add_adapter or prepare, in all processes at once")
+        state = self._state
+        state.peers.refuse("prefetch", "load adapters with add_adapter or prepare, in all processes at once")
         if isinstance(request, str):
-            with self._state_lock:
-                name, known = request, self._cache.known.get(request)
-                request = known or self._host.newest(name).request or LoRARequest(name, name)  # placeholder: not read
+            with state.lock:
+                name, known = request, state.cache.known.get(request)
+                request = known or state.newest(name).request or LoRARequest(name, name)  # placeholder: not read
         if not isinstance(request, LoRARequest):
             raise LoRAUsageError(f"prefetch takes a LoRARequest, got {type(request).__name__}")
-        return self._host.prefetch(request)
+        return prefetch(state, request)
 
     def update_adapter(self, name: str, arrays: Mapping[str, Any], *, timeout: float | None = None) -> int:
         """Replace weights of an adapter with new arrays, as a new version.
@@ -301,10 +253,10 @@ class LoRAManager:
           NoFreeSlotError: the new weights are larger, and the host cache has no room for them.
         """
         self._check_call("update_adapter", waits=True)
-        self._wrapped.check()
+        self._state.wrapped.check()
         deadline = self._deadline(timeout)
-        with self._coordinator.turn(f"update_adapter({name!r})"):
-            return self._host.update(name, arrays, deadline)
+        with self._state.peers.turn(f"update_adapter({name!r})"):
+            return update(self._state, name, arrays, deadline)
 
     def remove_adapter(self, name: str, *, timeout: float | None = None) -> bool:
         """Remove an adapter from its slot and from the host cache, pinned or not.
@@ -323,27 +275,16 @@ class LoRAManager:
         Raises:
           AdapterInUseError: open batches held the adapter for too long.
         """
-        deadline = self._deadline(timeout)
-
-        def decide() -> int | None:
-            if (packed := self._cache.loaded.get(name)) is None:
-                return None
-            self._host.check_free(packed, "removing", deadline)
-            return packed.version
-
-        def remove(_: int | None) -> tuple[bool, list[Load]]:
-            packed = self._cache.loaded.get(name)
-            loads = self._host.give_up(name)
-            found = self._cache.forget(name) or bool(loads)
-            if packed is not None:
-                self._slots.release(packed)
-                _log.info("removed %r", name)
-            return found, loads
-
-        with self._coordinator.turn(f"remove_adapter({name!r})"):
-            found, loads = self._host.commit(decide, remove, deadline, same=lambda version: [version])
-        for load in loads:
-            load.notify()
+        state, deadline = self._state, self._deadline(timeout)
+        with state.peers.turn(f"remove_adapter({name!r})"), state.lock:
+            packed = state.free(name, "removing", deadline)  # waits; the lock is released meanwhile
+            state.peers.agree([packed and packed.version])
+            with state.peers.change():
+                loads = state.give_up(name)
+                found = state.forget([name]) or bool(loads)
+        if packed is not None:
+            _log.info("removed %r", name)
+        notify(loads)
         return found
 
     def remove_oldest_adapter(self) -> bool:
@@ -352,14 +293,14 @@ class LoRAManager:
         Returns:
           True if an adapter was evicted, False if there is none.
         """
-
-        def evict(name: str | None) -> bool:
-            if name is not None:
-                self._host.evict(name)
+        state = self._state
+        with state.peers.turn("remove_oldest_adapter()"), state.lock:
+            name = next(state.cache.evictable(state.leases.leased()), None)
+            state.peers.agree([name])
+            with state.peers.change():
+                if name is not None:
+                    state.evict(name)
             return name is not None
-
-        with self._coordinator.turn("remove_oldest_adapter()"):
-            return self._coordinator.commit(self._host.oldest, evict, lambda name: [name])
 
     def remove_all_adapters(self, *, timeout: float | None = None) -> None:
         """Remove all adapters, including pinned and evicted ones.
@@ -372,26 +313,20 @@ class LoRAManager:
         Raises:
           AdapterInUseError: open batches held an adapter for too long. No adapter is removed.
         """
-        deadline = self._deadline(timeout)
+        state, deadline = self._state, self._deadline(timeout)
 
-        def decide() -> list[PackedAdapter]:
-            loaded = [*self._cache.loaded.values()]
-            for packed in loaded:
-                self._host.check_free(packed, "removing", deadline)
-            return loaded
+        def ready() -> list[int] | None:
+            loaded = [*state.cache.loaded.values()]
+            free = all(state.is_free(packed, "removing", deadline) for packed in loaded)
+            return [packed.version for packed in loaded] if free else None
 
-        def remove(loaded: list[PackedAdapter]) -> list[Load]:
-            loads = self._host.give_up()
-            for name in [*self._cache.known, *self._cache.loaded]:
-                self._cache.forget(name)
-            for packed in loaded:
-                self._slots.release(packed)
-            return loads
-
-        with self._coordinator.turn("remove_all_adapters()"):
-            loads = self._host.commit(decide, remove, deadline, same=lambda loaded: [c.version for c in loaded])
-        for load in loads:
-            load.notify()
+        with state.peers.turn("remove_all_adapters()"), state.lock:
+            versions = state.wait(ready, deadline.at)
+            state.peers.agree(versions)
+            with state.peers.change():
+                loads = state.give_up()
+                state.forget([*state.cache.known, *state.cache.loaded])
+        notify(loads)
 
     def list_adapters(
         self, names: Collection[str] | None = None, *, level: Level | None = None
@@ -412,8 +347,9 @@ class LoRAManager:
             raise LoRAUsageError(f'level must be "slot", "host", "evicted" or None, got {level!r}')
         if isinstance(names, str):
             raise LoRAUsageError(f"list_adapters takes names in a list, got {names!r}; write [{names!r}]")
-        with self._state_lock:
-            return records(names, level, self._cache, self._pool, self._leases)
+        state = self._state
+        with state.lock:
+            return records(names, level, state.cache, state.pool, state.leases)
 
     def export_adapter(self, name: str) -> Adapter:
         """Read an adapter from its slot, for example after training the slot arrays.
@@ -429,17 +365,18 @@ class LoRAManager:
           LoRAError: the adapter is in no slot.
           LoRAUsageError: the model is on devices of several processes.
         """
-        self._coordinator.refuse(
+        state = self._state
+        state.peers.refuse(
             f"export_adapter({name!r})",
             "a part of each slot is in each; train on the devices of one, or read the slot arrays "
             "(jax.experimental.multihost_utils)",
         )
-        with self._step_lock, self._state_lock:
-            packed = self._host.newest(name)
-            slot = self._pool.slot_of(packed)
+        with state.lock.writing:
+            packed = state.newest(name)
+            slot = state.pool.slot_of(packed)
             if slot is None:
                 raise LoRAError(f"adapter {name!r} is in no slot; activate_adapter it before training")
-            return export(packed, slot, self._wrapped.modules)
+            return export(packed, slot, state.wrapped.modules)
 
     # --- save and restore ---------------------------------------------------------------------------------------
 
@@ -465,7 +402,7 @@ class LoRAManager:
             whose scaling is not that of its alpha and rank. The earlier save is unchanged.
         """
         self._check_call("save")
-        save(self._saved_at("save", path), self._slots, self._cache, self._state_lock, self._base(), without)
+        save(self._state, self._saved_at("save", path), self._base(), without)
 
     def restore(self, path: str | os.PathLike[str]) -> frozenset[str]:
         """Restore the state that another manager saved.
@@ -492,19 +429,19 @@ class LoRAManager:
           LoRAUsageError: this manager has had adapters, or the model is on devices of several processes.
         """
         self._check_call("restore")
-        folder, locks = self._saved_at("restore", path), (self._step_lock, self._state_lock)
-        self._wrapped.check()
-        return restore(folder, self._host, self._slots, self._cache, locks, self._base())
+        folder = self._saved_at("restore", path)
+        self._state.wrapped.check()
+        return restore(self._state, folder, self._base())
 
     def _saved_at(self, what: str, path: str | os.PathLike[str]) -> Path:
-        self._coordinator.refuse(what, "such a model is neither saved nor restored")
+        self._state.peers.refuse(what, "such a model is neither saved nor restored")
         if not isinstance(path, str | os.PathLike) or not os.fspath(path):
             raise LoRAUsageError(f"{what} takes the path of a folder, got {path!r}")
         return Path(path).expanduser()
 
     def _base(self) -> str:
         if self._base_digest is None:
-            self._base_digest = base_digest(self.model, self._index.rules)
+            self._base_digest = base_digest(self.model, self._state.index.rules)
         return self._base_digest
 
     # --- slots --------------------------------------------------------------------------------------------------
@@ -521,8 +458,8 @@ class LoRAManager:
           NoFreeSlotError: every slot is pinned or held by an open batch.
         """
         self._check_call("activate_adapter", waits=True)
-        with self._coordinator.turn(f"activate_adapter({name!r})"):
-            return self._batches.activate(name, pin=False)
+        with self._state.peers.turn(f"activate_adapter({name!r})"):
+            return activate(self._state, name, pin=False)
 
     def deactivate_adapter(self, name: str, *, timeout: float | None = None) -> bool:
         """Remove an adapter from its slot. It stays in the host cache, unpinned.
@@ -537,23 +474,17 @@ class LoRAManager:
         Raises:
           AdapterInUseError: open batches held the adapter for too long.
         """
-        deadline = self._deadline(timeout)
-
-        def decide() -> int | None:
-            packed = self._cache.loaded.get(name)
-            if packed is None or packed not in self._pool.table:
-                return None
-            self._host.check_free(packed, "deactivating", deadline, handled=True)
-            return packed.version
-
-        def release(version: int | None) -> bool:
-            if version is not None:
-                self._cache.pins.discard(name)
-                self._slots.release(self._cache.loaded[name])
-            return version is not None
-
-        with self._coordinator.turn(f"deactivate_adapter({name!r})"):
-            return self._host.commit(decide, release, deadline, same=lambda version: [version])
+        state, deadline = self._state, self._deadline(timeout)
+        with state.peers.turn(f"deactivate_adapter({name!r})"), state.lock:
+            packed = state.free(name, "deactivating", deadline, of_handles=True)
+            if packed not in state.pool.table:
+                packed = None
+            state.peers.agree([packed and packed.version])
+            with state.peers.change():
+                if packed is not None:
+                    state.cache.pins.discard(name)
+                    state.slots.release(packed)
+            return packed is not None
 
     def pin_adapter(self, name: str) -> bool:
         """Pin an adapter, so that it is evicted neither from its slot nor from the host cache.
@@ -567,8 +498,8 @@ class LoRAManager:
           AdapterNotFoundError, NoFreeSlotError: as in `activate_adapter`.
         """
         self._check_call("pin_adapter", waits=True)
-        with self._coordinator.turn(f"pin_adapter({name!r})"):
-            self._batches.activate(name, pin=True)
+        with self._state.peers.turn(f"pin_adapter({name!r})"):
+            activate(self._state, name, pin=True)
         return True
 
     def unpin_adapter(self, name: str) -> bool:
@@ -580,10 +511,11 @@ class LoRAManager:
         Raises:
           AdapterNotFoundError: the name was not added.
         """
-        with self._coordinator.turn(f"unpin_adapter({name!r})"), self._state_lock:
-            if not self._cache.pinned(name):
-                self._host.newest(name)  # raises for an unknown name
-            return self._cache.unpin(name)
+        state = self._state
+        with state.peers.turn(f"unpin_adapter({name!r})", alone=True), state.lock:
+            if not state.cache.pinned(name):
+                state.newest(name)  # raises for an unknown name
+            return state.cache.unpin(name)
 
     @property
     def slots(self) -> nnx.State[Any, Any]:
@@ -594,15 +526,15 @@ class LoRAManager:
         Raises:
           LoRAError: the model was unwrapped.
         """
-        with self._state_lock:
-            arrays = self._pool.arrays()
-            if self._state is None or not all(map(operator.is_, arrays, self._state[0])):
-                self._state = (arrays, self._state_of(arrays))
-            return self._state[1]
+        with self._state.lock:
+            arrays = self._state.pool.arrays()
+            if self._slots is None or not all(map(operator.is_, arrays, self._slots[0])):
+                self._slots = (arrays, self._tree_of(arrays))
+            return self._slots[1]
 
-    def _state_of(self, arrays: list[jax.Array]) -> nnx.State[Any, Any]:
+    def _tree_of(self, arrays: list[jax.Array]) -> nnx.State[Any, Any]:
         """Return the slot arrays as a state. Walking the model takes milliseconds, so its structure is cached."""
-        self._wrapped.check()
+        self._state.wrapped.check()
         if self._shape is None:
             state = cast("nnx.State[Any, Any]", nnx.state(self.model, SlotParam))
             places = {id(array): i for i, array in enumerate(arrays)}
@@ -660,12 +592,12 @@ class LoRAManager:
           AdapterNotFoundError, AdapterFormatError, AdapterMismatchError: a request could not be loaded.
         """
         self._check_call("prepare", waits=True)
-        checked, sites = checked_names(names, self.config), self._wrapped.sites
-        shape = batch_shape(len(checked), token_counts, pad_to, length, active_from, items, sites)
+        checked, sites = checked_names(names, self.config), self._state.wrapped.sites
+        shape = batch_shape("prepare", len(checked), token_counts, pad_to, length, active_from, items, sites)
         args = BatchArguments(checked, shape)
         deadline = self._deadline(timeout).at
-        with self._coordinator.turn("prepare"):
-            return self._batches.prepare(args, deadline)
+        with self._state.peers.turn("prepare"):
+            return prepare(self._state, args, deadline)
 
     def hold(self, name: str) -> AdapterHandle:
         """Return a handle on the newest version of an adapter, to finish a sequence on the version it began with.
@@ -677,13 +609,10 @@ class LoRAManager:
           AdapterNotFoundError: the name was not added.
         """
         self._check_call("hold", waits=True)
-        self._wrapped.check()
-        with self._coordinator.turn(f"hold({name!r})"):
-            while True:
-                self._host.recall(name)
-                with self._state_lock:
-                    if name in self._cache.loaded:  # not evicted since
-                        return self._leases.hold(self._cache.loaded[name], self._changed.ring)
+        state = self._state
+        state.wrapped.check()
+        with state.peers.turn(f"hold({name!r})"), state.lock:
+            return state.leases.hold(recall(state, name), state.changed.ring)
 
     def handles(self, batch: LoRABatch) -> tuple[Given | None, ...]:
         """Return handles on the versions of an open batch, to finish its sequences on them in later batches.
@@ -698,12 +627,13 @@ class LoRAManager:
           LoRAUsageError: the batch is closed, of another manager, or from a traced function.
         """
         self._check_call("handles")
-        with self._coordinator.turn("handles"), self._state_lock:
+        state = self._state
+        with state.peers.turn("handles", alone=True), state.lock:
             lease = batch.lease
-            if lease is None or lease not in self._leases.open():
+            if lease is None or lease not in state.leases.open():
                 raise LoRAUsageError(f"handles takes an open batch of this manager, got {batch!r}")
             served = {(packed.name, packed.version): cast("PackedAdapter", packed) for packed in lease.adapters}
-            hold = partial(self._leases.hold, on_close=self._changed.ring)
+            hold = partial(state.leases.hold, on_close=state.changed.ring)
             return tuple(
                 given([(hold(served[name, version]), scale) for name, version, scale in parts or ()])
                 for parts in lease.parts
@@ -715,7 +645,7 @@ class LoRAManager:
         Those opened while the logger "jlora.leases" is enabled for DEBUG also have the stack of their `prepare`, which
         takes about 50 us a batch.
         """
-        return self._leases.infos()
+        return self._state.leases.infos()
 
     @overload
     def jit(self, step: Callable[..., Any], **options: Any) -> Step: ...
@@ -752,7 +682,7 @@ class LoRAManager:
         """
         if step is None:
             return partial(self.jit, **options)
-        return Step(step, options, self._flat, self._wrapped, self._slots, self._step_lock)
+        return Step(step, options, self._flat, self._state)
 
     def trainer(self, loss: Loss, optimizers: Mapping[str, Optimizer]) -> Trainer:
         """Return a trainer of several adapters, which begins with their weights in the host cache.
@@ -771,9 +701,10 @@ class LoRAManager:
           LoRAUsageError: no adapter is named, one has a saved head, DoRA, or one factor A for several output slices, or
             the model is on devices of several processes.
         """
-        self._coordinator.refuse("trainer", "train on the devices of one")
-        calls = self._pool.slot_of, self.prepare, self.update_adapter, self.jit
-        return Trainer(self._wrapped.modules, self.model, *calls, loss, optimizers)
+        state = self._state
+        state.peers.refuse("trainer", "train on the devices of one")
+        calls = state.pool.slot_of, self.prepare, self.update_adapter, self.jit
+        return Trainer(state.wrapped.modules, self.model, *calls, loss, optimizers)
 
     # --- life cycle ---------------------------------------------------------------------------------------------
 
@@ -805,16 +736,15 @@ class LoRAManager:
           items: as in `prepare`. Only the sizes with padding matter.
         """
         self._check_call("warmup")
-        shape = shape_of_all(num_sequences, token_counts, pad_to, length, items, self._wrapped.sites)
+        shape = shape_of_all("warmup", num_sequences, token_counts, pad_to, length, items, self._state.wrapped.sites)
         names, first = [None] * num_sequences, shape.active_from
         base_only = partial(self.prepare, names, token_counts, pad_to, length=length, active_from=first, items=items)
-        locks = (self._step_lock, self._state_lock)
         with elapsed(partial(_log.info, "warm-up of %d sequences: %.0f s so far", num_sequences)):
-            warm_up(step, shape, base_only, self._wrapped, self._slots, self._leases, locks)
+            warm_up(self._state, step, shape, base_only)
 
     def layers(self) -> tuple[LayerInfo, ...]:
         """Return a `LayerInfo` of each layer: path, sizes, and whether it is wrapped or the reason why not."""
-        return self._wrapped.layers()
+        return self._state.wrapped.layers()
 
     @property
     def unserved(self) -> Mapping[str, str]:
@@ -823,7 +753,7 @@ class LoRAManager:
         Initially it has the layers that are not wrapped, guessed layers, position tables, and the logits of an
         embedding that is not known to be the head. Only `verify` changes it; each step is then traced once more.
         """
-        return self._wrapped.unserved.reasons
+        return self._state.wrapped.unserved.reasons
 
     def verify(
         self,
@@ -867,36 +797,39 @@ class LoRAManager:
           LoRAUsageError: `forward` returns no rows of the batch.
         """
         self._check_call("verify")
-        self._wrapped.check()
+        wrapped = self._state.wrapped
+        wrapped.check()
         rows = num_sequences, token_counts, pad_to, length, items, batch_axis
-        report, reasons = verify(self._wrapped, forward, inputs, *rows, seed)
-        with self._state_lock:
-            self._wrapped.set_unserved(reasons)
+        report, reasons = verify(wrapped, forward, inputs, *rows, seed)
+        # In a turn, so that a batch on another thread agrees and is made with the same layers.
+        with self._state.peers.turn("verify", alone=True), self._state.lock:
+            wrapped.set_unserved(reasons)
         return report
 
     def stats(self) -> Stats:
         """Return counts since the manager was created, and its current sizes."""
-        with self._state_lock:
+        state = self._state
+        with state.lock:
             names = ("host_loads", "host_evictions", "slot_loads", "slot_evictions", "slot_hits")
             return Stats(
-                **{name: self._counts[name] for name in names},
-                compilations=self._pool.compilations,
-                registered=len(self._cache.loaded),
-                unevictable=len(self._cache.unevictable()),
-                active=self._slots.active,
-                leased=len({adapter.name for adapter in self._leases.leased()}),
-                slot_bytes=self._pool.slot_nbytes[0],
-                host_bytes=self._cache.nbytes,
-                open_leases=sum(1 for _ in self._leases.open()),
-                load_seconds=self._host.load_seconds.read(),
-                swap_seconds=self._slots.seconds.read(),
+                **{name: state.counts[name] for name in names},
+                compilations=state.pool.compilations,
+                registered=len(state.cache.loaded),
+                unevictable=len(state.cache.unevictable()),
+                active=state.slots.active,
+                leased=len({adapter.name for adapter in state.leases.leased()}),
+                slot_bytes=state.pool.slot_nbytes[0],
+                host_bytes=state.cache.nbytes,
+                open_leases=sum(1 for _ in state.leases.open()),
+                load_seconds=state.load_seconds.read(),
+                swap_seconds=state.slots.seconds.read(),
             )
 
     def _check_call(self, what: str, *, waits: bool = False) -> None:
         """Raise LoRAUsageError inside a traced function, and inside `resolve` for a call that may wait for a load."""
-        if waits and (load := self._host.loader.own) is not None:
+        if waits and (own := getattr(self._state.loads.own, "load", None)) is not None:
             raise LoRAUsageError(
-                f"LoRAManager.{what} was called inside resolve=, by the load of {load.request.name!r}: it could wait "
+                f"LoRAManager.{what} was called inside resolve=, by the load of {own.request.name!r}: it could wait "
                 "for that load, which waits for resolve. Return the folder there; load other adapters outside of it, "
                 "or with prefetch"
             )
@@ -911,7 +844,7 @@ class LoRAManager:
             return Deadline(None, threading.get_ident())
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
             raise LoRAUsageError(f"timeout must be None or seconds, got {timeout!r}")
-        self._coordinator.refuse("timeout=", "no call waits for open batches; close them first, and leave timeout out")
+        self._state.peers.refuse("timeout=", "no call waits for open batches; close them first, and leave timeout out")
         return Deadline(time.monotonic() + timeout)
 
     def unwrap(self) -> nnx.Module:
@@ -923,14 +856,24 @@ class LoRAManager:
         Raises:
           AdapterInUseError: a batch with adapters is open.
         """
-        with self._step_lock, self._state_lock:
-            for lease in self._leases.open():
+        state = self._state
+        with state.lock.writing:
+            for lease in state.leases.open():
                 names = ", ".join(repr(adapter.name) for adapter in lease.adapters) or "the base model alone"
                 if lease.adapters:
                     raise AdapterInUseError(f"a batch with {names} is open; close it before the model is unwrapped")
-            self._cache.clear()
-            self._batches.clear()
-            self._state = None
+            state.cache.clear()
+            state.kept.clear()
+            self._slots = None
             self._flat.clear()
-            self._wrapped.unwrap()
+            state.wrapped.unwrap()
             return self.model
+
+
+def _compared(wrapped: WrappedModel, config: LoRAConfig) -> list[str]:
+    """Return the description of a wrapped model that must be equal in all processes."""
+    modules = wrapped.modules
+    slots = [(site.path, site.kind, site.slot_nbytes, site.spec.shapes, site.row_group) for site in modules]
+    # The modules are compared through the slots.
+    sizes = replace(config, max_cpu_bytes=None, target_modules=None, exclude_modules=None)
+    return [repr(sizes), repr(slots)]

@@ -14,120 +14,48 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, cast
 
 import jax
 from flax import nnx
 
 from jlora._compat import Device, coordination
 from jlora.errors import LoRAError, LoRAUsageError, error_of
+from jlora.manager.locks import StateLock
 
-T = TypeVar("T")
-D = TypeVar("D")
-Lock: TypeAlias = AbstractContextManager[Any]
-
-FREE: Lock = nullcontext()
+_FREE = nullcontext()
 _LOOK_AGAIN = 0.5  # seconds between checks for a process that gave up
 _numbers: defaultdict[str, "itertools.count[int]"] = defaultdict(itertools.count)
 
 
-def itself(value: Any) -> Any:
-    return value
+class Peers:
+    """The processes that have devices of a model. With one, all methods return at once, and no message is sent.
 
-
-def _nothing(_: object) -> None:
-    pass
-
-
-class OneProcess:
-    """The coordinator of a model with all devices in this process. Calls run without messages.
+    Args:
+      ids: indices of the processes.
+      timeout: seconds to wait for the other processes.
+      lock: the state lock of the manager.
 
     Attributes:
       several: True if there is more than one process.
-    """
-
-    several = False
-
-    def __init__(self, step_lock: Lock, state_lock: Lock):
-        self._step_lock, self._state_lock = step_lock, state_lock
-
-    def turn(self, call: str) -> Lock:
-        """Return the context of one call of the manager. With several processes, calls run one at a time.
-
-        Args:
-          call: the call, for error messages.
-        """
-        return FREE
-
-    def agree(
-        self, act: Callable[[], T], same: Callable[[T], Any], own: Callable[[T], Any] = _nothing
-    ) -> tuple[T, list[Any]]:
-        """Call `act` in all processes and return its result once all results agree. Called without locks.
-
-        Args:
-          act: a function that may fail. If this raises, the caller must undo the changes of `act`.
-          same: returns the part of the result that must agree, as a JSON value. None skips the comparison.
-          own: returns a part of the result to send to the other processes, as a JSON value.
-
-        Returns:
-          The result, and the list of the values of `own`, in order of the processes.
-
-        Raises:
-          LoRAError: `act` failed in a process (with the class and message of the first failure), results or calls
-            differ, or a process did not respond in time.
-        """
-        result = act()
-        return result, [own(result)]
-
-    def commit(
-        self,
-        decide: Callable[[], D],
-        do: Callable[[D], T],
-        same: Callable[[D], Any] = itself,
-        *,
-        writes: bool = False,
-    ) -> T:
-        """Call `decide`, then `do` with its result, both under the state lock. Return the result of `do`.
-
-        With several processes, the decisions are compared in between (`agree`). If `do` then fails, all managers refuse
-        further calls.
-
-        Args:
-          decide: returns the decision, without side effects.
-          do: carries out the decision.
-          same: as in `agree`.
-          writes: also hold the step lock, because slots may be written.
-        """
-        with self._step_lock if writes else FREE, self._state_lock:
-            return do(decide())
-
-    def refuse(self, what: str, instead: str) -> None:
-        """Raise LoRAUsageError if there are several processes."""
-
-
-class SeveralProcesses:
-    """The coordinator of one of several processes. See `OneProcess`.
-
-    Args:
-      ids: indices of the processes that have devices of the model.
-      timeout: seconds to wait for the other processes.
-      step_lock: step lock of the manager, acquired before the state lock.
-      state_lock: state lock of the manager.
+      lock: as above.
 
     Raises:
-      LoRAError: `jax.distributed` is not initialized.
+      LoRAError: there are several processes, and `jax.distributed` is not initialized.
     """
 
-    several = True
-
-    def __init__(self, ids: list[int], timeout: float, step_lock: Lock, state_lock: Lock):
+    def __init__(self, ids: list[int], timeout: float, lock: StateLock):
+        self.several = len(ids) > 1
+        self.lock = lock
         self._ids = ids
         self._timeout = timeout
-        self._step_lock, self._state_lock = step_lock, state_lock
         self._me = jax.process_index()
         self._calls = threading.RLock()  # one call at a time: messages depend on the order of calls
         self._call = ""
         self._cut: str | None = None  # the call that was cut short, in any process
+        self._raised = False  # True if the call has raised the same error in all processes
+        if not self.several:
+            return
         self._rounds = itertools.count()
         self._before: str | None = None  # key of the last message, which others may not have read yet
         # Count before a failure is possible, so that the next manager has the same name in all processes.
@@ -141,59 +69,76 @@ class SeveralProcesses:
             )
         self._service = service
 
+    def turn(self, call: str, *, alone: bool = False) -> AbstractContextManager[None]:
+        """Return the context of one call of the manager. With several processes, calls run one at a time.
+
+        An error that is raised inside, before the processes have agreed, is raised in all of them.
+
+        Args:
+          call: the call, for error messages.
+          alone: True for a call in which processes never agree. An error is then raised in this process only.
+        """
+        return self._turn(call, alone) if self.several else _FREE
+
     @contextmanager
-    def turn(self, call: str) -> Generator[None, None, None]:
+    def _turn(self, call: str, alone: bool) -> Generator[None, None, None]:
         if not self._calls.acquire(timeout=self._timeout):
             raise LoRAError(f"{call}: {self._call} of another thread has not ended within {self._timeout:g} s")
         try:
             self._check()
-            self._call = call
+            self._call, self._raised = call, alone
             yield
-        except BaseException as raised:
-            if not isinstance(raised, Exception):  # such as Ctrl-C: the others may complete the change
-                self._cut_short()
+        except Exception as error:
+            if self._cut is None and not self._raised:
+                problems = error.problems if isinstance(error, LoRAError) else ()
+                self._settle({"error": [type(error).__name__, str(error), problems]}, error)
+            raise
+        except BaseException:  # such as Ctrl-C: the others may complete the change
+            self._cut_short()
             raise
         finally:
             self._calls.release()
 
-    def agree(
-        self, act: Callable[[], T], same: Callable[[T], Any], own: Callable[[T], Any] = _nothing
-    ) -> tuple[T, list[Any]]:
+    def agree(self, value: Any | Callable[[], Any], own: Any = None) -> list[Any]:
+        """Compare a value with those of the other processes. Other threads may take the state lock meanwhile.
+
+        They can only close batches, because calls run one at a time, and a decision stays valid if a batch is closed.
+
+        Args:
+          value: a JSON value, or a function that returns it. None sends no message; it must be None in all processes.
+          own: a JSON value that may differ.
+
+        Returns:
+          The values of `own`, in order of the processes.
+
+        Raises:
+          LoRAError: a process has raised an error (with its class and message), values or calls differ, or a process
+            did not respond in time.
+        """
+        if not self.several:
+            return [own]
         self._check()
-        try:
-            result = act()
-            compared = same(result)
-            mine = None if compared is None else {"same": compared, "own": own(result)}
-        except Exception as error:
-            problems = error.problems if isinstance(error, LoRAError) else ()
-            self._settle({"error": [type(error).__name__, str(error), problems]}, error)
-            raise
-        return result, [None] if mine is None else self._settle(mine, None)
+        if (compared := value() if callable(value) else value) is None:
+            return [own]
+        with self.lock.released():
+            return self._settle({"same": compared, "own": own}, None)
 
-    def commit(
-        self,
-        decide: Callable[[], D],
-        do: Callable[[D], T],
-        same: Callable[[D], Any] = itself,
-        *,
-        writes: bool = False,
-    ) -> T:
-        def decided() -> D:
-            with self._step_lock if writes else FREE, self._state_lock:
-                return decide()
+    def change(self) -> AbstractContextManager[None]:
+        """Return the context of a change that was agreed on. If it fails, all managers refuse further calls."""
+        return self._change() if self.several else _FREE
 
-        # The locks are free while messages are exchanged. Meanwhile other threads can only close batches, because
-        # calls run one at a time, and a decision stays valid if a batch is closed.
-        decision, _ = self.agree(decided, same)
+    @contextmanager
+    def _change(self) -> Generator[None, None, None]:
         try:
-            with self._step_lock if writes else FREE, self._state_lock:
-                return do(decision)
+            yield
         except BaseException:  # such as a device error in this process only
             self._cut_short()
             raise
 
     def refuse(self, what: str, instead: str) -> None:
-        raise LoRAUsageError(f"{what}: the model lies on devices of processes {self._ids}; {instead}")
+        """Raise LoRAUsageError if there are several processes."""
+        if self.several:
+            raise LoRAUsageError(f"{what}: the model lies on devices of processes {self._ids}; {instead}")
 
     def _check(self) -> None:
         """Raise LoRAError if any process may have missed a change."""
@@ -217,6 +162,7 @@ class SeveralProcesses:
         """Exchange messages and return the values of `own` of all processes, or raise the same error in all."""
         call = self._call
         messages = self._exchange({"call": call, **mine})
+        self._raised = True  # unless this returns
         for i, other in messages.items():
             if other["call"] != call:
                 raise LoRAError(
@@ -237,6 +183,7 @@ class SeveralProcesses:
                     f"{call}: process {first} has {one}, and process {i} {two}. Files must be the same everywhere, "
                     "and batches be closed between the same calls"
                 )
+        self._raised = False
         return [message["own"] for message in messages.values()]
 
     def _exchange(self, mine: dict[str, Any]) -> dict[int, Any]:
@@ -278,11 +225,8 @@ class SeveralProcesses:
                 raise
 
 
-Coordinator: TypeAlias = OneProcess | SeveralProcesses
-
-
-def coordinator_of(model: nnx.Module, timeout: float, step_lock: Lock, state_lock: Lock) -> Coordinator:
-    """Return the coordinator for the processes that have devices of a model.
+def peers_of(model: nnx.Module, timeout: float, lock: StateLock) -> Peers:
+    """Return the processes that have devices of a model. See `Peers` for `timeout` and `lock`.
 
     Raises:
       LoRAError: this process has none of the devices.
@@ -296,7 +240,7 @@ def coordinator_of(model: nnx.Module, timeout: float, step_lock: Lock, state_loc
             f"the model lies on devices of processes {ids}, and this is process {me}: only those that have some of its "
             "devices make a manager"
         )
-    return SeveralProcesses(ids, timeout, step_lock, state_lock) if len(ids) > 1 else OneProcess(step_lock, state_lock)
+    return Peers(ids, timeout, lock)
 
 
 def _where_they_differ(texts: list[str]) -> list[str]:

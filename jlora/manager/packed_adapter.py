@@ -1,5 +1,6 @@
 """The host copy of one version of an adapter: checked against the model, cast, packed and ready to transfer."""
 
+import copy
 import functools
 import hashlib
 import zlib
@@ -59,57 +60,94 @@ def largest_rank(placements: Iterable[Placement]) -> int:
 
 
 @dataclass(eq=False)
+class LifeCycle:
+    """The part of a packed adapter that changes while it is served. It is set under the state lock.
+
+    Attributes:
+      blocks: The factors, packed in the layout in which slots are written. The tuple is replaced, never mutated.
+        Experts on devices of other processes are zeros, which take no memory.
+      version: Version of the weights under the adapter's name, counted from 0; set when the host cache stores it.
+      on_host: False until the blocks of an update from device arrays are copied to the host.
+      copying: True during that copy. If the copy fails, the blocks stay on the device and the adapter in its slot.
+      staged: The blocks if they are already on the device, for the next write.
+    """
+
+    blocks: tuple[Block, ...]
+    version: int = 0
+    on_host: bool = True
+    copying: bool = False
+    staged: tuple[Block, ...] | None = None
+
+    @property
+    def page_locked(self) -> bool:
+        """True if the blocks are in page-locked host memory."""
+        return self.on_host and bool(self.blocks) and not isinstance(self.blocks[0].a, np.ndarray)
+
+
+@dataclass(frozen=True, eq=False)
 class PackedAdapter:
     """One version of one adapter. Compared by identity.
 
     Attributes:
       name: Name of the adapter.
-      version: Version of the weights under this name, counted from 0.
       placements: Destinations of its modules.
-      blocks: Its factors, packed in the layout in which slots are written. The tuple is replaced, never mutated.
-        Experts on devices of other processes are zeros, which take no memory.
       ranks: (true rank, scale) of each output slice of every site, in the order of the pool (`rank_table`).
       rank: The largest rank of a LoRA module.
+      life: Its blocks and version, and where the blocks are.
       extras: `Extra.name` -> values of a slot (`slot_values`), for the extras that its modules bring.
       about: The adapter without its arrays, for the metadata of an export.
       request: The request from which it is loaded again after an eviction, or None if it was not loaded from one.
       key: `Adapter.fingerprint` of its files, or None if its weights are from memory.
       in_place: True if it was loaded to replace the current weights. It is then a new version whatever its key.
-      on_host: False until the blocks of an update from device arrays are copied to the host.
-      copying: True during that copy. If the copy fails, the blocks stay on the device and the adapter in its slot.
-      ahead: Its blocks if they are already on the device, for the next write.
       update_plan: Plan of the last update from device arrays, reused for the same names and shapes.
       warnings: What the load found about parts without effect (`AdapterInfo.warnings`).
-      saved_outputs: Module name -> number of outputs of its saved head.
-      sites: The sites that it has weights for.
-      slots: The slots that can hold it, which are those common to all of its sites.
     """
 
     name: str
-    version: int
     placements: tuple[Placement, ...]
-    blocks: tuple[Block, ...]
     ranks: Float[np.ndarray, "slices 2"]
     rank: int
+    life: LifeCycle
     extras: Mapping[str, Float[np.ndarray, "values"]] = field(default_factory=dict[str, np.ndarray])
     about: Adapter | None = None
     request: LoRARequest | None = None
     key: str | None = None
     in_place: bool = False
-    on_host: bool = True
-    copying: bool = False
-    ahead: tuple[Block, ...] | None = None
     update_plan: Any = None
     warnings: tuple[str, ...] = ()
-    saved_outputs: dict[str, int] = field(init=False)
-    sites: frozenset[Site] = field(init=False)
-    slots: range = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.sites = _one_of(frozenset(placement.site for placement in self.placements))
-        self.saved_outputs = {p.module: p.rank for p in self.placements if p.site.kind == "head"}
+    @property
+    def version(self) -> int:
+        """Version of the weights."""
+        return self.life.version
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The factors."""
+        return self.life.blocks
+
+    @functools.cached_property
+    def saved_outputs(self) -> dict[str, int]:
+        """Module name -> number of outputs of its saved head."""
+        return {p.module: p.rank for p in self.placements if p.site.kind == "head"}
+
+    @functools.cached_property
+    def sites(self) -> frozenset[Site]:
+        """The sites that it has weights for."""
+        return _one_of(frozenset(placement.site for placement in self.placements))
+
+    @functools.cached_property
+    def slots(self) -> range:
+        """The slots that can hold it, which are those common to all of its sites."""
         of_sites = {site.spec.slots for site in self.sites}
-        self.slots = range(max((s.start for s in of_sites), default=0), min((s.stop for s in of_sites), default=0))
+        return range(max((s.start for s in of_sites), default=0), min((s.stop for s in of_sites), default=0))
+
+    def with_values(self, blocks: tuple[Block, ...]) -> "PackedAdapter":
+        """Return a version whose blocks were changed on the device, with the same modules and without a request."""
+        new = copy.copy(self)
+        # In place of `replace`, which drops the cached sets.
+        vars(new).update(request=None, key=None, warnings=(), life=LifeCycle(blocks, on_host=False))
+        return new
 
     @property
     def invocation_tokens(self) -> tuple[int, ...]:
@@ -123,11 +161,6 @@ class PackedAdapter:
             if extra.name in self.extras:
                 return f"a {extra.title} adapter"
         return "an adapter with a saved head" if self.saved_outputs else None
-
-    @property
-    def pinned(self) -> bool:
-        """True if its blocks are in page-locked host memory."""
-        return self.on_host and bool(self.blocks) and not isinstance(self.blocks[0].a, np.ndarray)
 
     @property
     def nbytes(self) -> int:

@@ -39,8 +39,8 @@ def compiled_write(parts: Key, stamps: tuple[int, ...], placements: tuple[ArrayP
     operands: list[tuple[jax.ShapeDtypeStruct, ...]] = []
     meshes: set[Any] = set()
     for spec, rows, count in parts:
-        held, step = spec.factors, rank_step(spec)
-        own = placements[len(arrays) : len(arrays) + len(held) * count]
+        factors, step = spec.factors, rank_step(spec)
+        own = placements[len(arrays) : len(arrays) + len(factors) * count]
         sharding = spec.sharding if as_sharded(spec, own) else None
         over, alone, of = (), (), (whole, whole)
         if sharding is not None:
@@ -49,10 +49,10 @@ def compiled_write(parts: Key, stamps: tuple[int, ...], placements: tuple[ArrayP
             of = of_blocks(spec, whole=not alone)
         meshes.add(None if sharding is None else sharding.mesh)
         writers.append(partial(_write_part, spec, count, over, alone, takes_kernels(a_device(placements[0]))))
-        factors = [j for j in held for _ in range(count)]
-        arrays += [_struct(spec.shapes[j], spec.dtype, where) for j, where in zip(factors, own, strict=True)]
+        of_arrays = [j for j in factors for _ in range(count)]
+        arrays += [_struct(spec.shapes[j], spec.dtype, where) for j, where in zip(of_arrays, own, strict=True)]
         blocks = (rows, spec.slices, step, spec.stored_in), (rows, step, spec.stored_out)
-        operands.append((*(_struct(blocks[j], spec.dtype, of[j]) for j in held), _struct((4,), "int32", whole)))
+        operands.append((*(_struct(blocks[j], spec.dtype, of[j]) for j in factors), _struct((4,), "int32", whole)))
 
     def write(arrays: Arrays, operands: Sequence[Arrays]) -> Arrays:
         written: list[jax.Array] = []

@@ -23,7 +23,7 @@ from jlora.manager.array_placement import (
     is_placed,
     of_blocks,
     own_device,
-    pinned,
+    page_locked,
     place_of,
     put_operands,
     refreshed,
@@ -62,7 +62,7 @@ class SlotArrays:
         copies of the model that missed a write.
       sites: the sites, in the order of the variables.
       chunks: how the rows of a slot are divided into blocks.
-      pins: True if page-locked host memory is available, which the device reads directly.
+      page_locks: True if page-locked host memory is available, which the device reads directly.
       joined: chunks that one program writes if an adapter has all of them; see `_joins`.
       max_bytes: as above.
       slot_nbytes: bytes of each slot over all layers. The first slots may also have expert weights.
@@ -95,7 +95,7 @@ class SlotArrays:
         self._known = [raw_value(v) for v in self._variables]
         self._placements = [place_of(array) for array in self._known]
         device = own_device(self._placements[0])
-        self.pins = device.platform != "cpu" and "pinned_host" in {m.kind for m in device.addressable_memories()}
+        self.page_locks = device.platform != "cpu" and "pinned_host" in {m.kind for m in device.addressable_memories()}
         dense = tuple(chunk for chunk in self.chunks if chunk.spec.experts is None and chunk.spec.whole)
         self.joined = dense if _joins(device) and len(dense) > 1 else ()
         self._renumbering = False  # True while stamps and `writes` may disagree
@@ -115,16 +115,16 @@ class SlotArrays:
         """Return the current arrays of the model: those of each site (`SlotSpec.held`), then the stamps."""
         return list(map(raw_value, self._variables))
 
-    def pin(self, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
+    def page_lock(self, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
         """Return the blocks in page-locked host memory, several times faster to move; unchanged if there is none."""
-        if not self.pins:
+        if not self.page_locks:
             return blocks
         arrays, targets = self._pieces(blocks)
         arrays = [
             array if is_placed(array, target) else jax.device_get(array)
             for array, target in zip(arrays, targets, strict=True)
         ]
-        moved = put(arrays, list(map(pinned, targets)))
+        moved = put(arrays, list(map(page_locked, targets)))
         jax.block_until_ready(moved)
         # JAX releases the arrays that it copied from at a collection, in any thread. Collect here, not during a step.
         gc.collect(0)
@@ -132,8 +132,8 @@ class SlotArrays:
 
     def slot_of(self, packed: PackedAdapter) -> int | None:
         """Return the clean slot that holds an adapter; None if there is none."""
-        for slot, held in enumerate(self.table):
-            if held is packed:
+        for slot, other in enumerate(self.table):
+            if other is packed:
                 return None if slot in self.dirty else slot
         return None
 
@@ -238,21 +238,21 @@ class SlotArrays:
           only: blocks to write, if the slot already holds the others; None writes all.
         """
         self.compile()
-        waves = self._waves(only or packed.ahead or packed.blocks)
+        waves = self._waves(only or packed.life.staged or packed.blocks)
         # Most adapters of a deployment have the same ranks, so the slot often has them already.
         values = {"ranks": packed.ranks.reshape(-1), **self._empty, **packed.extras}
         new = [table for table in self._tables if not self._holds(slot, table, values[table])]
         ready, tables = self.move(waves[0] if waves else [], [values[table] for table in new])
-        # Freeing these hundreds of buffers takes 0.2 ms. Defer it to the loader thread, or to the thread that copies an
+        # Freeing these hundreds of buffers takes 0.2 ms. Defer it to a loading thread, or to the thread that copies an
         # update to the host, if there is one.
-        spent = self._spent if packed.ahead is not None or packed.copying else []
+        spent = self._spent if packed.life.staged is not None or packed.life.copying else []
         self.dirty.add(slot)
         for table in new:
             self._tables[table][slot] = None
         self.table[slot] = packed
         for wave in itertools.count():
             for blocks in self._together(ready):
-                operands = [operand for block in blocks for operand in (*block.held, self._where(slot, block))]
+                operands = [operand for block in blocks for operand in (*block.factors, self._where(slot, block))]
                 spent.append(self._run(slot, self._job(blocks), operands, donate))
             if wave + 1 >= len(waves):
                 break
@@ -263,19 +263,18 @@ class SlotArrays:
             self._run(slot, self._table_job(table), [moved, self._index(slot, 0, 0, 0)], donate)
             self._tables[table][slot] = values[table]
         self.dirty.discard(slot)
-        packed.ahead = None
         # Keep the blocks until the write is done, because releasing arrays in use takes longer.
         self._in_flight.extend(ready)
 
     def _holds(self, slot: int, table: str, values: np.ndarray) -> bool:
         """Return True if a clean slot is known to hold these values of a table."""
-        held = None if slot in self.dirty else self._tables[table][slot]
-        return held is not None and np.array_equal(held, values)
+        written = None if slot in self.dirty else self._tables[table][slot]
+        return written is not None and np.array_equal(written, values)
 
     def _waves(self, blocks: Sequence[Block]) -> list[list[Block]]:
-        """Return the blocks in groups of at most `max_bytes`.
+        """Return the blocks in batches of at most `max_bytes`.
 
-        Wait for earlier writes first, if their blocks and the first group exceed this size together.
+        Wait for earlier writes first, if their blocks and the first batch exceed this size together.
         """
         waves: list[list[Block]] = []
         size = self.max_bytes + 1
@@ -304,14 +303,14 @@ class SlotArrays:
             self._in_flight.clear()
 
     def _together(self, blocks: Sequence[Block]) -> list[tuple[Block, ...]]:
-        """Group the blocks by program: one block of each `joined` chunk, from the same rank on, or a single block."""
-        groups: list[tuple[Block, ...]] = []
+        """Divide blocks into batches, one for each program: a block of each `joined` chunk, or a single block."""
+        batches: list[tuple[Block, ...]] = []
         for start in dict.fromkeys(block.start for block in blocks) if self.joined else ():
             of = {block.chunk: block for block in blocks if block.start == start and block.row is None}
             if of.keys() >= set(self.joined):
-                groups.append(tuple(of[chunk] for chunk in self.joined))
-        taken = {id(block) for group in groups for block in group}
-        return groups + [(block,) for block in blocks if id(block) not in taken]
+                batches.append(tuple(of[chunk] for chunk in self.joined))
+        taken = {id(block) for batch in batches for block in batch}
+        return batches + [(block,) for block in blocks if id(block) not in taken]
 
     def _where(self, slot: int, block: Block) -> jax.Array:
         row, owner = block.chunk.place(block.row)

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias, cast
 
@@ -26,7 +26,7 @@ _log = logging.getLogger("jlora")
 class SlotTable:
     """The slots of a manager.
 
-    All methods except `move_ahead` are called under the state lock. Methods that write also need the step lock.
+    All methods except `stage` are called under the state lock. Methods that write also need the step lock.
 
     Attributes:
       pool: the slot arrays.
@@ -44,7 +44,7 @@ class SlotTable:
         self._counts = counts
         self._used: dict[PackedAdapter, int] = {}  # tick of the last use of each adapter in a slot
         self._tick = 0
-        self._ahead: OrderedDict[PackedAdapter, None] = OrderedDict()  # on the device, in no slot yet
+        self._staged: dict[PackedAdapter, None] = {}  # on the device, in no slot yet; oldest first
 
     def alive(self) -> Callable[[PackedAdapter], bool]:
         """Return a predicate of adapters: True if a batch may still use the adapter.
@@ -57,7 +57,7 @@ class SlotTable:
     @property
     def copying(self) -> bool:
         """True if an adapter in a slot is being copied to the host; its slot can be evicted afterwards."""
-        return any(packed is not None and packed.copying for packed in self.pool.table)
+        return any(packed is not None and packed.life.copying for packed in self.pool.table)
 
     @property
     def active(self) -> int:
@@ -85,97 +85,115 @@ class SlotTable:
 
     def release(self, packed: PackedAdapter) -> None:
         """Remove an adapter from its slot, unless an open batch holds it there."""
-        packed.ahead = None
-        self._ahead.pop(packed, None)
+        self._unstage(packed)
         if packed in self._leases.leased():
             return
-        for slot, held in enumerate(self.pool.table):
-            if held is packed:
+        for slot, other in enumerate(self.pool.table):
+            if other is packed:
                 self.pool.clear(slot)
         self._used.pop(packed, None)
+
+    def _unstage(self, packed: PackedAdapter) -> None:
+        """Free the blocks of an adapter that were moved to the device before they were needed."""
+        packed.life.staged = None
+        self._staged.pop(packed, None)
 
     def _may_donate(self) -> bool:
         """Return True if no step can be using the slot arrays. Another thread with an open batch may be in its step."""
         return self.takes_turns or not self._leases.threads() - {threading.get_ident()}
 
-    def sweep(self) -> None:
-        """Repair the slots if necessary, and clear slots of adapters that no batch can use."""
+    def _heal(self) -> None:
+        """Repair the slots if necessary."""
         if not self.pool.intact():
             self.pool.heal(self.alive(), donate=self._may_donate())
-        alive = self.alive()
-        for slot, packed in enumerate(self.pool.table):
-            # A pinned name keeps its slot until the new version is written there.
-            if packed is not None and not alive(packed) and packed.name not in self._cache.pins:
-                self.pool.clear(slot)
-                self._used.pop(packed, None)
+            for packed in self.pool.table:
+                if packed is not None:
+                    self._unstage(packed)
+
+    def sweep(self) -> None:
+        """Repair the slots if necessary, and clear slots of adapters that no batch can use."""
+        self._heal()
+        for slot in self._dead():
+            self._used.pop(cast("PackedAdapter", self.pool.table[slot]), None)
+            self.pool.clear(slot)
         if len(self._used) > len(self.pool.table):  # a write failed, or its adapter was dropped
-            held = set(self.pool.table)
-            self._used = {packed: tick for packed, tick in self._used.items() if packed in held}
+            present = set(self.pool.table)
+            self._used = {packed: tick for packed, tick in self._used.items() if packed in present}
+
+    def _dead(self) -> list[int]:
+        """Return the slots of adapters that no batch can use."""
+        alive, pins, table = self.alive(), self._cache.pins, self.pool.table
+        # A pinned name keeps its slot until the new version is written there.
+        return [slot for slot, c in enumerate(table) if c is not None and not alive(c) and c.name not in pins]
 
     def plan(self, wanted: Sequence[PackedAdapter]) -> SlotPlan:
-        """Return the slots to write so that distinct adapters are all in slots.
+        """Return the slots to write so that distinct adapters are all in slots. Nothing is changed.
 
         Raises:
           NoFreeSlotError: the adapters do not fit.
         """
-        self.sweep()
         missing = [packed for packed in wanted if packed not in self.pool.table]
         if not missing:
             return {}
-        places = self._places(missing, wanted)
-        if None in places:
-            missing, places = self._make_room(missing, places, wanted)
-        if None in places:
+        slots_of = self._slots_for(missing, wanted)
+        if None in slots_of:
+            missing, slots_of = self._make_room(missing, slots_of, wanted)
+        if None in slots_of:
             raise NoFreeSlotError(self._no_room(missing, wanted))
-        return dict(zip(missing, cast("list[int]", places), strict=True))
+        return dict(zip(missing, cast("list[int]", slots_of), strict=True))
 
     def carry_out(self, plan: SlotPlan, wanted: Sequence[PackedAdapter]) -> None:
-        """Write the slots of a plan and mark a use of all wanted adapters."""
+        """Repair the slots, write those of a plan, and mark a use of all wanted adapters."""
+        self.sweep()
         for packed, slot in plan.items():
             self.write(slot, packed)
         self.hit(packed for packed in wanted if packed not in plan)
         for packed in plan:
             self.touch(packed)
 
-    def _places(self, missing: Sequence[PackedAdapter], wanted: Sequence[PackedAdapter]) -> list[int | None]:
+    def _slots_for(self, missing: Sequence[PackedAdapter], wanted: Sequence[PackedAdapter]) -> list[int | None]:
         """Return a slot for each missing adapter; None if no slot is left.
 
         An adapter takes the slot of its own older version, else a free slot (smallest first, then lowest index), else
         the least recently used slot. Adapters that fit into fewer slots are assigned first.
         """
         alive = self.alive()
-        stale = {c.name: slot for slot, c in enumerate(self.pool.table) if c is not None and not alive(c)}
-        places: dict[PackedAdapter, int | None] = {}
+        stale = {
+            c.name: slot
+            for slot, c in enumerate(self.pool.table)
+            if c is not None and not alive(c) and c.name in self._cache.pins
+        }
+        slots_of: dict[PackedAdapter, int | None] = {}
         for packed in missing:
             slot = stale.get(packed.name) if self._cache.newest(packed) else None
             if slot is not None and slot in packed.slots:
-                places[packed] = stale.pop(packed.name)
+                slots_of[packed] = stale.pop(packed.name)
         rest = sorted(self._free(), key=self.pool.slot_nbytes.__getitem__) + self._evictable(wanted)
         for packed in sorted(missing, key=lambda c: len(c.slots)):
-            if packed not in places:
+            if packed not in slots_of:
                 slot = next((s for s in rest if s in packed.slots), None)
-                places[packed] = slot
+                slots_of[packed] = slot
                 if slot is not None:
                     rest.remove(slot)
-        return [places[packed] for packed in missing]
+        return [slots_of[packed] for packed in missing]
 
     def _make_room(
-        self, missing: list[PackedAdapter], places: list[int | None], wanted: Sequence[PackedAdapter]
+        self, missing: list[PackedAdapter], slots_of: list[int | None], wanted: Sequence[PackedAdapter]
     ) -> tuple[list[PackedAdapter], list[int | None]]:
         """Move wanted adapters to other slots if more missing adapters fit then.
 
         Only adapters that fit into more slots are moved.
 
         Returns:
-          The adapters to write, with the moved ones, and their slots; `missing` and `places` if moving does not help.
+          The adapters to write, with the moved ones, and their slots; `missing` and `slots_of` if moving does not help.
         """
         table, leased = self.pool.table, self._leases.leased()
-        left = [packed.slots for packed, slot in zip(missing, places, strict=True) if slot is None]
-        held = {table.index(c): c for c in wanted if c in table and c not in leased}
-        movable = [c for at, c in held.items() if any(at in slots and len(slots) < len(c.slots) for slots in left)]
+        left = [packed.slots for packed, slot in zip(missing, slots_of, strict=True) if slot is None]
+        present = {table.index(c): c for c in wanted if c in table and c not in leased}
+        movable = [c for at, c in present.items() if any(at in slots and len(slots) < len(c.slots) for slots in left)]
         more = [*missing, *movable]
-        others = self._places(more, [c for c in wanted if c not in movable])
-        return (missing, places) if others.count(None) >= places.count(None) else (more, others)
+        others = self._slots_for(more, [c for c in wanted if c not in movable])
+        return (missing, slots_of) if others.count(None) >= slots_of.count(None) else (more, others)
 
     def _no_room(self, missing: Sequence[PackedAdapter], wanted: Sequence[PackedAdapter]) -> str:
         total, limits = len(self.pool.table), ["max_loras"]
@@ -192,7 +210,7 @@ class SlotTable:
         )
 
     def _free(self) -> list[int]:
-        return [slot for slot, packed in enumerate(self.pool.table) if packed is None]
+        return sorted([slot for slot, packed in enumerate(self.pool.table) if packed is None] + self._dead())
 
     def _evictable(self, wanted: Sequence[PackedAdapter]) -> list[int]:
         """Return the slots whose adapters may be evicted, least recently used first."""
@@ -200,7 +218,7 @@ class SlotTable:
         slots = {
             slot: self._used.get(packed, 0)
             for slot, packed in enumerate(self.pool.table)
-            if packed is not None and alive(packed) and packed not in busy and packed.on_host
+            if packed is not None and alive(packed) and packed not in busy and packed.life.on_host
             and not (packed.name in self._cache.pins and self._cache.newest(packed))
         }  # fmt: skip
         return sorted(slots, key=lambda slot: slots[slot])
@@ -210,8 +228,7 @@ class SlotTable:
 
         Only the blocks in `changed` differ between `new` and `old`.
         """
-        if not self.pool.intact():
-            self.pool.heal(self.alive(), donate=self._may_donate())
+        self._heal()
         slot = self.pool.slot_of(old)
         if slot is not None and not self.alive()(old):
             self.write(slot, new, changed)
@@ -228,9 +245,9 @@ class SlotTable:
         started = time.monotonic()
         victim = self.pool.table[slot]
         self.pool.write(slot, packed, donate=self._may_donate(), only=only)
-        self._ahead.pop(packed, None)
-        for other, held in enumerate(self.pool.table):
-            if held is packed and other != slot:  # it was moved to make room
+        self._unstage(packed)
+        for other, old in enumerate(self.pool.table):
+            if old is packed and other != slot:  # it was moved to make room
                 self.pool.clear(other)
         if victim is not None and victim is not packed:
             self._used.pop(victim, None)
@@ -247,23 +264,23 @@ class SlotTable:
             for site in self.pool.sites:
                 _log.debug("slot %d: %s %r", slot, "filled" if site in brought else "cleared", site.path)
 
-    def move_ahead(self, packed: PackedAdapter, lock: StateLock) -> None:
+    def stage(self, packed: PackedAdapter, lock: StateLock) -> None:
         """Move an adapter to the device before it is needed. Called on a loading thread, without locks.
 
         At most `SlotArrays.max_bytes` of such adapters are on the device; the oldest are dropped first.
         """
         size, most = sum(block.nbytes for block in packed.blocks), self.pool.max_bytes
         with lock:
-            if size > most or packed in self.pool.table or packed in self._ahead:
+            if size > most or packed in self.pool.table or packed in self._staged:
                 return
-            self._ahead[packed] = None
-            while sum(other.nbytes for other in self._ahead) > most and len(self._ahead) > 1:
-                self._ahead.popitem(last=False)[0].ahead = None
+            self._staged[packed] = None
+            while sum(other.nbytes for other in self._staged) > most and len(self._staged) > 1:
+                self._unstage(next(iter(self._staged)))
             self.pool.let_go()  # freed here, because no step waits for this thread
         moved, _ = self.pool.move(packed.blocks)
         jax.block_until_ready([array for block in moved for array in (block.a, block.b)])
         with lock:
-            if packed in self._ahead and packed not in self.pool.table:
-                packed.ahead = moved
+            if packed in self._staged and packed not in self.pool.table:
+                packed.life.staged = moved
             else:
-                self._ahead.pop(packed, None)
+                self._unstage(packed)

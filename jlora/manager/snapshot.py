@@ -19,7 +19,7 @@ import shutil
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import NoneType
@@ -45,12 +45,11 @@ from jlora.errors import (
 )
 from jlora.layers.site import Site
 from jlora.manager.export import export_blocks
-from jlora.manager.host import Host
 from jlora.manager.host_cache import HostCache
-from jlora.manager.loader import AT_ONCE
-from jlora.manager.locks import StateLock
-from jlora.manager.packed_adapter import PackedAdapter
-from jlora.manager.slot_table import SlotTable
+from jlora.manager.loading import page_locked, read, read_folder
+from jlora.manager.loads import AT_ONCE
+from jlora.manager.packed_adapter import LifeCycle, PackedAdapter
+from jlora.manager.state import State
 
 _log = logging.getLogger("jlora")
 
@@ -104,9 +103,7 @@ class _Snapshot:
 # --- saving -----------------------------------------------------------------------------------------------------------
 
 
-def save(
-    folder: Path, slots: SlotTable, cache: HostCache, state_lock: StateLock, base: str, without: Collection[str]
-) -> None:
+def save(state: State, folder: Path, base: str, without: Collection[str]) -> None:
     """See `LoRAManager.save`. `base` is the `base_digest` of the model."""
     weights = folder / _WEIGHTS
     try:
@@ -116,9 +113,9 @@ def save(
             _sync(one.parent)
         with open(folder / "lock", "ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # released at the latest when the process ends
-            with state_lock:
-                taken, loaded = _take(slots, cache, base, without)
-            files = {packed.name: _save_adapter(packed, slots.pool.sites, weights) for packed in loaded}
+            with state.lock:
+                taken, loaded = _take(state, base, without)
+            files = {packed.name: _save_adapter(packed, state.pool.sites, weights) for packed in loaded}
             adapters = [asdict(replace(entry, weights=files.get(entry.name))) for entry in taken.adapters]
             saved = {**vars(taken), "adapters": adapters}
             text = json.dumps({"format": _FORMAT, "sha256": _digest(saved), "saved": saved}, indent=1)
@@ -131,10 +128,9 @@ def save(
         raise LoRAError(f"{folder}: adapters could not be saved: {error}") from error
 
 
-def _take(
-    slots: SlotTable, cache: HostCache, base: str, without: Collection[str]
-) -> tuple[_Snapshot, list[PackedAdapter]]:
+def _take(state: State, base: str, without: Collection[str]) -> tuple[_Snapshot, list[PackedAdapter]]:
     """Return the current state, and its adapters without requests. Called under the state lock."""
+    cache = state.cache
     cached = {name: packed for name, packed in cache.loaded.items() if name not in without}
     known = {name: request for name, request in cache.known.items() if name not in without}
     requests = {**known, **{name: packed.request for name, packed in cached.items()}}
@@ -143,9 +139,9 @@ def _take(
         version, key = cache.last[name]
         warnings = cached[name].warnings if request is None else ()
         entries.append(_Entry(name, version, key, request, None, warnings, cache.pinned(name), name in cached))
-    in_slots = (packed.name for packed in slots.by_use() if cached.get(packed.name) is packed)
+    in_slots = (packed.name for packed in state.slots.by_use() if cached.get(packed.name) is packed)
     removed = {name: version for name, (version, _) in cache.last.items() if name not in requests}
-    taken = _Snapshot(base, layers_digest(slots), tuple(entries), tuple(in_slots), removed)
+    taken = _Snapshot(base, layers_digest(state.pool.sites), tuple(entries), tuple(in_slots), removed)
     return taken, [packed for packed in cached.values() if packed.request is None]
 
 
@@ -237,11 +233,11 @@ def _checksum(array: jax.Array) -> jax.Array:
     bits = _bits(array)
     sums: list[jax.Array] = []
     for seed in range(2):
-        place = jnp.zeros_like(bits)
+        position = jnp.zeros_like(bits)
         for axis, size in enumerate(bits.shape):
             index = jax.lax.iota(jnp.uint32, size) + jnp.uint32(0x9E3779B9 * (2 * axis + seed + 1) % 2**32)
-            place += jax.lax.broadcast_in_dim(_mixed(index), bits.shape, (axis,))
-        sums.append(jnp.sum(_mixed(bits ^ place), dtype=jnp.uint32))
+            position += jax.lax.broadcast_in_dim(_mixed(index), bits.shape, (axis,))
+        sums.append(jnp.sum(_mixed(bits ^ position), dtype=jnp.uint32))
     return jnp.stack(sums)
 
 
@@ -263,29 +259,22 @@ def _mixed(values: jax.Array) -> jax.Array:
     return values ^ (values >> 16)
 
 
-def layers_digest(slots: SlotTable) -> str:
+def layers_digest(sites: Sequence[Site]) -> str:
     """Return a SHA-256 digest of the sites. It differs between managers that pack the same files differently."""
-    sites = [
+    about = [
         (s.path, s.prefix, s.kind, s.spec.dtype, s.spec.in_features, s.spec.out_sizes, s.spec.rows, dict(s.parts))
-        for s in slots.pool.sites
+        for s in sites
     ]
-    return hashlib.sha256(json.dumps(sites).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
 
 # --- restoring --------------------------------------------------------------------------------------------------------
 
 
-def restore(
-    folder: Path,
-    host: Host,
-    slots: SlotTable,
-    cache: HostCache,
-    locks: tuple[AbstractContextManager[Any], StateLock],
-    base: str,
-) -> frozenset[str]:
+def restore(state: State, folder: Path, base: str) -> frozenset[str]:
     """See `LoRAManager.restore`. `base` is the `base_digest` of the model."""
-    step_lock, state_lock = locks
-    with state_lock:
+    cache = state.cache
+    with state.lock:
         _check_new(cache)
     saved = _read(folder)
     if saved.base != base:
@@ -293,20 +282,20 @@ def restore(
             f"{folder}: was saved beside another base model: its parameters have other names, shapes, dtypes or "
             "values, or name_map or skip are others. Restore it beside that model, or begin with an empty folder"
         )
-    same_layers = saved.layers == layers_digest(slots)
-    loaded = _load(folder, saved, same_layers, host, cache)
-    slots.pool.compile()
-    with step_lock, state_lock:
+    same_layers = saved.layers == layers_digest(state.pool.sites)
+    loaded = _load(state, folder, saved, same_layers)
+    state.pool.compile()
+    with state.lock.writing:
         _check_new(cache)
         try:
-            _fill_cache(saved, loaded, host, cache, same_layers)
-            _fill_slots(saved, loaded, slots)
+            _fill_cache(state, saved, loaded, same_layers)
+            _fill_slots(state, saved, loaded)
             for entry in saved.adapters:
                 if entry.name in loaded:
                     cache.loaded.move_to_end(entry.name)
         except BaseException:
             for packed in loaded.values():
-                slots.release(packed)
+                state.slots.release(packed)
             cache.clear()
             raise
         return frozenset(cache.last)
@@ -377,7 +366,7 @@ def _checked(found: Any, fields: Mapping[str, tuple[type, ...]], where: str) -> 
     return found
 
 
-def _read_weights(folder: Path, entry: _Entry, same_layers: bool, host: Host) -> PackedAdapter:
+def _read_weights(state: State, folder: Path, entry: _Entry, same_layers: bool) -> PackedAdapter:
     """Read a saved adapter without a request, and pack it into the blocks of this manager."""
     path = folder / _WEIGHTS / (entry.weights or "")
     where = f"adapter {entry.name!r}: {path}"
@@ -392,12 +381,10 @@ def _read_weights(folder: Path, entry: _Entry, same_layers: bool, host: Host) ->
         raise AdapterFormatError(f"{where}: cannot be read: {error}") from error
     if digest != entry.weights:
         raise AdapterFormatError(f"{where}: its SHA-256 is not the one that it is named by; it was changed since")
-    packed = host.read_folder(AdapterFolder(path, entry.name))
-    packed.warnings = entry.warnings
-    return packed
+    return replace(read_folder(state, AdapterFolder(path, entry.name)), warnings=entry.warnings)
 
 
-def _load(folder: Path, saved: _Snapshot, same_layers: bool, host: Host, cache: HostCache) -> dict[str, PackedAdapter]:
+def _load(state: State, folder: Path, saved: _Snapshot, same_layers: bool) -> dict[str, PackedAdapter]:
     """Load adapters until the host cache is full: adapters without requests, pinned ones, then the most recently used.
 
     An adapter that cannot be loaded from its request is left out. Its error is raised when it is used.
@@ -409,11 +396,11 @@ def _load(folder: Path, saved: _Snapshot, same_layers: bool, host: Host, cache: 
       NoFreeSlotError: there is no room for a pinned adapter or for an adapter without a request.
     """
 
-    def read(entry: _Entry) -> PackedAdapter | None:
+    def read_one(entry: _Entry) -> PackedAdapter | None:
         if entry.request is None:
-            return _read_weights(folder, entry, same_layers, host)
+            return _read_weights(state, folder, entry, same_layers)
         try:
-            return host.read(entry.request)
+            return read(state, entry.request)
         except Exception as error:
             _log.warning("restore: %r is loaded when it is used: %.500r", entry.name, error)
             return None
@@ -425,13 +412,13 @@ def _load(folder: Path, saved: _Snapshot, same_layers: bool, host: Host, cache: 
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="jlora-restore") as threads:
         for start in range(0, len(wanted), AT_ONCE):
             some = wanted[start : start + AT_ONCE]
-            for entry, packed in zip(some, threads.map(read, some), strict=True):
+            for entry, packed in zip(some, threads.map(read_one, some), strict=True):
                 if packed is None:
                     continue
                 nbytes += packed.nbytes
-                if cache.has_room(len(loaded) + 1, nbytes):
-                    packed.blocks = host.pinned(packed.blocks, loaded.values())
-                    loaded[entry.name] = packed
+                if state.cache.has_room(len(loaded) + 1, nbytes):
+                    blocks = page_locked(state, packed.blocks, loaded.values())
+                    loaded[entry.name] = replace(packed, life=LifeCycle(blocks))
                 elif entry.pinned or entry.request is None:
                     raise NoFreeSlotError(
                         f"{folder}: the host cache has no room for adapter {entry.name!r}, which is pinned or came "
@@ -442,10 +429,9 @@ def _load(folder: Path, saved: _Snapshot, same_layers: bool, host: Host, cache: 
     return loaded
 
 
-def _fill_cache(
-    saved: _Snapshot, loaded: Mapping[str, PackedAdapter], host: Host, cache: HostCache, same_layers: bool
-) -> None:
+def _fill_cache(state: State, saved: _Snapshot, loaded: Mapping[str, PackedAdapter], same_layers: bool) -> None:
     """Add the loaded adapters to the host cache, and the requests and versions of all names."""
+    cache = state.cache
     # Versions served after the save, such as before a crash, are unknown, but all are below the clock.
     cache.floor = time.time_ns() // 1000
     cache.last.update({name: (version, None) for name, version in saved.removed.items()})
@@ -455,13 +441,15 @@ def _fill_cache(
             cache.pin_when_loaded.add(entry.name)
         packed = loaded.get(entry.name)
         if packed is not None:
-            host.put(packed, (), entry.version if entry.request is None else cache.version(packed))
+            state.put(packed, version=entry.version if entry.request is None else None)
+            state.counts["host_loads"] += 1
         elif entry.request is not None:
             cache.known[entry.name] = entry.request
 
 
-def _fill_slots(saved: _Snapshot, loaded: Mapping[str, PackedAdapter], slots: SlotTable) -> None:
+def _fill_slots(state: State, saved: _Snapshot, loaded: Mapping[str, PackedAdapter]) -> None:
     """Write all pinned adapters into slots, then as many others as fit, from the most recently used one on."""
+    slots = state.slots
     fit = [loaded[entry.name] for entry in saved.adapters if entry.pinned and entry.name in loaded]
     plan = slots.plan(fit)
     for name in reversed(saved.slots):

@@ -19,7 +19,7 @@ from jlora.manager.base_weights import check_base_shapes, check_base_weights
 from jlora.manager.effect import without_effect
 from jlora.manager.fit import check_finite, describe, own_experts, place, read_as
 from jlora.manager.names import Place, SiteIndex
-from jlora.manager.packed_adapter import PackedAdapter, largest_rank
+from jlora.manager.packed_adapter import LifeCycle, PackedAdapter, largest_rank
 from jlora.manager.packing import pack_modules, rank_table
 from jlora.manager.slot_arrays import SlotArrays
 
@@ -124,11 +124,10 @@ def _pack(
         _log.warning("%s: %s", where, "; ".join(warnings))
     return PackedAdapter(
         name=adapter.name,
-        version=0,
         placements=placements,
-        blocks=blocks,
         ranks=rank_table(pool.sites, placements),
         rank=largest_rank(placements),
+        life=LifeCycle(blocks),
         about=replace(adapter.with_layers({}), base_weights={}, config=None),
         request=None if request is None else replace(request, load_inplace=False),
         key=None if request is None else adapter.fingerprint,  # arrays in memory can differ from the files

@@ -8,7 +8,6 @@ decoder of 28 layers.
 import inspect
 import operator
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from functools import partial, update_wrapper, wraps
 from itertools import chain
 from types import SimpleNamespace
@@ -22,8 +21,7 @@ from jlora.errors import LoRAUsageError
 from jlora.layers.forward.compiling import compiler_options
 from jlora.layers.forward.context import around, staged
 from jlora.layers.forward.forward_record import ForwardRecord
-from jlora.layers.wrap.wrapped import WrappedModel
-from jlora.manager.slot_table import SlotTable
+from jlora.manager.state import State
 
 _OTHER_MODEL = (
     "a step of LoRAManager.jit takes the model of its manager as its first argument, by position, and got {found}: "
@@ -123,9 +121,7 @@ class Step:
         function: Callable[..., Any],
         options: dict[str, Any],
         flat: FlatModel,
-        wrapped: WrappedModel,
-        slots: SlotTable,
-        lock: AbstractContextManager[Any],
+        state: State,
     ):
         _check_options(function, options)
         update_wrapper(self, function)
@@ -134,14 +130,14 @@ class Step:
         given = {name: value for name, value in given.items() if value is not None}
         self._options: dict[str, Any] = options | {"compiler_options": given}
         jax.jit(function, **self._options)  # raises for options that are unknown or do not fit the function
-        self._flat, self._wrapped, self._slots, self._lock = flat, wrapped, slots, lock
+        self._flat, self._state, self._lock = flat, state, state.lock.step
         self._own: Structure | None = None  # of the manager's model, at the first call
         self._programs: list[tuple[Structure, Any]] = []  # one, and those of the copies of `verify`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function on the model, the first of `args`."""
         with self._lock:
-            self._slots.takes_turns = True
+            self._state.slots.takes_turns = True
             program, values = self._read(*args[:1])
             return program(values, *args[1:], **kwargs)
 
@@ -159,12 +155,12 @@ class Step:
         """Return the compiled function of a list of values, and the values of the model."""
         if not trace_state_clean() and staged():
             raise LoRAUsageError(_NESTED)
-        if model is self._wrapped.model:
+        if model is self._state.wrapped.model:
             flat = self._flat
             values = flat.read()
             assert flat.structure is not None
             if flat.structure is not self._own:
-                self._wrapped.check()
+                self._state.wrapped.check()
                 if self._own is not None and self._own != flat.structure:
                     raise LoRAUsageError(_CHANGED.format(difference=self._own.difference(flat.structure)))
                 self._own = flat.structure

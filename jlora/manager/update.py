@@ -4,7 +4,6 @@ An update from device arrays is compiled for their names and shapes.
 """
 
 import collections
-import copy
 import difflib
 import functools
 import operator
@@ -26,7 +25,7 @@ from jlora.layers.site import SlotSpec
 from jlora.manager.array_placement import auto_axes, with_auto_axes
 from jlora.manager.blocks import Block, Chunk, Row, pack, rank_starts, rank_step, unpack
 from jlora.manager.casting import check_scaling, in_slot_dtype
-from jlora.manager.packed_adapter import PackedAdapter, Placement, largest_rank
+from jlora.manager.packed_adapter import LifeCycle, PackedAdapter, Placement, largest_rank
 from jlora.manager.packing import rank_table
 from jlora.manager.slot_arrays import SlotArrays
 
@@ -127,12 +126,7 @@ def updated(
     plan: _UpdatePlan | None = packed.update_plan
     if on_device and plan is not None and plan.names == names and plan.shapes == shapes:
         written = _blocks_on_device(where, plan, arrays, {}, allow_nonfinite)
-        same = copy.copy(packed)  # modules and slots are the same
-        same.blocks = (*_untouched(packed.blocks, plan.rows), *written)
-        same.request = same.key = same.ahead = None
-        same.on_host = same.copying = False
-        same.warnings = ()
-        return same, written
+        return packed.with_values((*_untouched(packed.blocks, plan.rows), *written)), written
     had = {placement.module: placement for placement in packed.placements if placement.site.kind != "head"}
     try:
         parts = _parts(names, where)
@@ -159,21 +153,18 @@ def updated(
             plan = None
     else:
         written = _assemble_on_host(where, news, old, ranks, pool, allow_nonfinite)
-    on_host = packed.on_host  # read before `blocks`, because a finished copy replaces `blocks` first
+    on_host = packed.life.on_host  # read before `blocks`, because a finished copy replaces `blocks` first
     kept: Sequence[Block] = _untouched(packed.blocks, rows)
     if not (on_device or on_host):
         kept = to_host(kept)
     new = replace(
         packed,
         placements=placements,
-        blocks=(*kept, *written),
         ranks=rank_table(pool.sites, placements),
         rank=largest_rank(placements),
         request=None,
         key=None,
-        on_host=not on_device,
-        copying=False,
-        ahead=None,
+        life=LifeCycle((*kept, *written), on_host=not on_device),
         update_plan=plan,
         warnings=(),
     )
@@ -220,10 +211,10 @@ def _check(
     site = placement.site
     names = ("lora_embedding_A", "lora_embedding_B") if site.kind == "embedding" else ("lora_A", "lora_B")
     halves = (site.spec.in_features, site.spec.out_features)
-    held = [name for name, size in zip(names, halves, strict=True) if size]
-    if unknown := parts.keys() - set(held):
+    allowed = [name for name, size in zip(names, halves, strict=True) if size]
+    if unknown := parts.keys() - set(allowed):
         hint = "" if site.spec.whole else " (what all experts share has the name without the number of one)"
-        raise AdapterMismatchError(f"{at}: expected {' and '.join(held)}, found {', '.join(sorted(unknown))}{hint}")
+        raise AdapterMismatchError(f"{at}: expected {' and '.join(allowed)}, found {', '.join(sorted(unknown))}{hint}")
     a, b = (arrays[parts[name]] if name in parts else None for name in names)
     for label, array in (("A", a), ("B", b)):
         shaped = hasattr(array, "shape") and hasattr(array, "dtype")
@@ -335,8 +326,8 @@ def _plan_update(
             parts.append((row not in old, tuple(_part(new) for new in by_row[row])))
         blocks.append((chunk, i, starts))
         groups.append((chunk.spec, starts, tuple(parts)))
-    place = {name: i for i, name in enumerate(names)}
-    shape = _shape(tuple(groups), tuple(place[key] for key in keys))
+    position = {name: i for i, name in enumerate(names)}
+    shape = _shape(tuple(groups), tuple(position[key] for key in keys))
     return _UpdatePlan(names, shapes, set(by_row), blocks, kept, shape)
 
 

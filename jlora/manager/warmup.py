@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -12,45 +11,35 @@ from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.forward.batch_shape import BatchShape
 from jlora.layers.forward.lease import Lease
 from jlora.layers.forward.make_batch import make_batch
-from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.manager.blocks import Block, Chunk, pack
-from jlora.manager.leases import Leases
-from jlora.manager.locks import StateLock
-from jlora.manager.packed_adapter import PackedAdapter
+from jlora.manager.packed_adapter import LifeCycle, PackedAdapter
 from jlora.manager.packing import rank_table
-from jlora.manager.slot_table import SlotTable
+from jlora.manager.state import State
 
 
 def warm_up(
-    step: Callable[[LoRABatch], Any] | None,
-    shape: BatchShape,
-    prepare: Callable[[], LoRABatch],
-    wrapped: WrappedModel,
-    slots: SlotTable,
-    leases: Leases,
-    locks: tuple[AbstractContextManager[Any], StateLock],
+    state: State, step: Callable[[LoRABatch], Any] | None, shape: BatchShape, base_only: Callable[[], LoRABatch]
 ) -> None:
-    """See `LoRAManager.warmup`. `prepare` returns a batch of the base model only."""
-    step_lock, state_lock = locks
-    pool = slots.pool
+    """See `LoRAManager.warmup`. `base_only` returns a batch of the base model only."""
+    pool, slots, wrapped = state.pool, state.slots, state.wrapped
     pool.compile()
     none = len(pool.table)
-    with step_lock, state_lock:
-        wrapped.check()
-        slots.sweep()
-        slot = next((slot for slot, packed in enumerate(pool.table) if packed is None), none)
-        blank = PackedAdapter("(warm-up)", 0, (), _blank_blocks(pool.chunks), rank_table(pool.sites, ()), 0)
-        lease = Lease([blank], ((),) * shape.num_sequences, threading.get_ident(), shape=shape)
-        leases.add(lease)
-        if slot < none:
-            slots.write(slot, blank)
+    blank = PackedAdapter("(warm-up)", (), rank_table(pool.sites, ()), 0, LifeCycle(_blank_blocks(pool.chunks)))
+    lease = Lease([blank], ((),) * shape.num_sequences, threading.get_ident(), shape=shape)
     try:
+        with state.lock.writing:
+            wrapped.check()
+            slots.sweep()
+            slot = next((slot for slot, packed in enumerate(pool.table) if packed is None), none)
+            state.leases.add(lease)
+            if slot < none:
+                slots.write(slot, blank)
         if step is not None:
             index, unserved = [0] * shape.num_sequences, wrapped.unserved.sites
             batch = make_batch([[(slot, 0, 1.0)]], index, shape, wrapped.sites, lease, none=none, unserved=unserved)
             jax.block_until_ready(step(batch))
-            with prepare() as base_only:
-                jax.block_until_ready(step(base_only))
+            with base_only() as batch:
+                jax.block_until_ready(step(batch))
     finally:
         lease.close()
 

@@ -95,7 +95,7 @@ def verify(
     """Return the report of `LoRAManager.verify`, and the reason for each wrapped site that serves no adapter."""
     if num_sequences is None:
         num_sequences = _count(inputs, token_counts, batch_axis)
-    shape = shape_of_all(num_sequences, token_counts, pad_to, length, items, wrapped.sites)
+    shape = shape_of_all("verify", num_sequences, token_counts, pad_to, length, items, wrapped.sites)
     layout = _RowOwners(shape, batch_axis)
     probe = _Probe(wrapped, forward, inputs, layout, seed)
     with opening(probe.record):  # layers that serve no adapter are recorded instead of raising

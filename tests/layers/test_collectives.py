@@ -185,7 +185,7 @@ def test_staged_blocks_are_split_like_the_slots():
     """Each device receives only the part of a block that its slots need. Staged blocks have no public name."""
     model = placed(Small(), mesh_of(t=4), SMALL)
     manager = make_manager(model, [ONE], max_lora_rank=RANK)
-    for block in manager._pool.move(content_of(manager, "one").blocks)[0]:
+    for block in manager._state.pool.move(content_of(manager, "one").blocks)[0]:
         of_a, of_b = LOCAL[False][block.chunk.sites[block.row or 0].path]
         assert {shard.data.shape[-1] for shard in block.a.addressable_shards} == {of_a[1]}
         assert {shard.data.shape[-1] for shard in block.b.addressable_shards} == {of_b[1]}

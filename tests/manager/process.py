@@ -37,7 +37,7 @@ from jlora.errors import (
     LoRAUsageError,
     NoFreeSlotError,
 )
-from jlora.manager.multihost import SeveralProcesses
+from jlora.manager.multihost import Peers
 from tests.layers import expert_models
 from tests.layers.expert_models import HIDDEN, INNER, LAYERS, Gathering, Model, reference
 from tests.layers.merging import assert_close, expected_rows, make_adapter, make_dora, merge
@@ -55,13 +55,13 @@ class Messages:
 
     def __init__(self) -> None:
         self.rounds = 0
-        exchange = SeveralProcesses._exchange
+        exchange = Peers._exchange
 
         def counted(*args):
             self.rounds += 1
             return exchange(*args)
 
-        SeveralProcesses._exchange = counted
+        Peers._exchange = counted
 
 
 class World:
@@ -291,6 +291,38 @@ def a_late_process_is_waited_for(world: World) -> None:
         threading.Timer(1.5, gate.set).start()
     assert manager.add_adapter(world.request("two"))
     world.check(["one", "two", None, "two"])
+    world.alike()
+
+
+@scenario
+def a_process_answers_while_it_waits_for_another(world: World) -> None:
+    manager = world.start()
+    manager.add_adapter(world.request("one"))
+    for call in (
+        lambda: manager.add_adapter(world.request("two")),
+        lambda: manager.activate_adapter("two"),
+        lambda: manager.deactivate_adapter("two"),
+    ):
+        if world.me == 1:
+            time.sleep(0.7)
+            assert call()
+            continue
+        waiting = threading.Thread(target=call)
+        waiting.start()
+        slowest = 0.0
+        while waiting.is_alive():
+            started = time.perf_counter()
+            assert manager.stats().registered in (1, 2)
+            assert "one" in manager.list_adapters()
+            slowest = max(slowest, time.perf_counter() - started)
+            time.sleep(0.01)
+        assert slowest < 0.1
+    world.check(["one", "two", None, "two"])
+    with manager.prepare(["one"]) as batch:  # an error in a call without an agreement is of one process
+        if world.me == 0:
+            batch.close()
+            with pytest.raises(LoRAUsageError, match="open batch"):
+                manager.handles(batch)
     world.alike()
 
 
@@ -677,16 +709,16 @@ class Cut:
     """The service of messages, with a KeyboardInterrupt before or after the nth message; as it was from then on."""
 
     def __init__(self, manager: jlora.LoRAManager, nth: int, after: bool):
-        self._coordinator, self._left, self._after = manager._coordinator, nth, after
-        self._service = manager._coordinator._service
-        self._coordinator._service = self
+        self._peers, self._left, self._after = manager._state.peers, nth, after
+        self._service = manager._state.peers._service
+        self._peers._service = self
 
     def key_value_set(self, *args: str) -> None:
         self._left -= 1
         if self._left:
             self._service.key_value_set(*args)
             return
-        self._coordinator._service = self._service
+        self._peers._service = self._service
         if self._after:
             self._service.key_value_set(*args)
             name, number, _ = args[0].rsplit("/", 2)
@@ -745,7 +777,7 @@ def a_manager_that_one_process_cannot_make(world: World) -> None:
             world.start(target_modules=targets)
     targets = ["up", "down"] if world.me == 0 else ["down", "up"]  # as of a set
     world.start(target_modules=targets, max_cpu_bytes=10_000 + world.me)
-    assert world.manager._cache._max_bytes == 10_000
+    assert world.manager._state.cache._max_bytes == 10_000
 
 
 @scenario
@@ -773,8 +805,8 @@ def other_orders_of_use(world: World) -> None:
     manager.add_adapter(world.request("three"))
     before = world.state()
     if world.me == 1:
-        manager._cache.loaded.move_to_end("one")
-        manager._slots.touch(manager._pool.table[0])
+        manager._state.cache.loaded.move_to_end("one")
+        manager._state.slots.touch(manager._state.pool.table[0])
     for attempt in (
         lambda: manager.add_adapter(world.request("four")),
         lambda: manager.activate_adapter("three"),

@@ -252,6 +252,18 @@ def test_a_failed_write_leaves_other_slots_alone(full, nth):
     check_everything(full)
 
 
+def test_a_batch_without_a_slot_repairs_none(full):
+    """Slots are written only once it is certain that all adapters of a batch fit."""
+    with full.manager.prepare([None, "b", None]):
+        with failing_write(full.manager, 2), pytest.raises(DeviceError):
+            full.manager.prepare(["c", None, None])
+        before = [array for _, array in full.slots()]
+        with pytest.raises(jlora.NoFreeSlotError):
+            full.manager.prepare(["c", "d", None])
+        assert all(old is new for old, (_, new) in zip(before, full.slots(), strict=True))
+    check_everything(full)
+
+
 @pytest.mark.parametrize("nth", range(1, WRITES // 2 + 1))
 def test_a_replacement_that_fails_to_be_written_is_written_by_the_next(full, nth):
     """The books change at once, the slot at the next `prepare`; never the old weights under the new version."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import jlora
 from jlora.manager.host_cache import HostCache
-from jlora.manager.packed_adapter import PackedAdapter
+from jlora.manager.packed_adapter import LifeCycle, PackedAdapter
 from tests.manager.test_prepare import in_time
 from tests.manager.tiny import MAX_RANK, MODULES, make_adapter, make_world, request, same, tensors
 from tests.records import on_host, slot_names
@@ -208,7 +208,7 @@ ENTRIES = st.lists(
 def packed(name: str, size: int, with_request: bool = True) -> PackedAdapter:
     """Return an adapter of 8 * `size` bytes."""
     source = jlora.LoRARequest(name, name) if with_request else None
-    return PackedAdapter(name, 0, (), (), np.zeros((size, 2), np.float32), 0, request=source)
+    return PackedAdapter(name, (), np.zeros((size, 2), np.float32), 0, LifeCycle(()), request=source)
 
 
 def cache_of(entries: list[Entry], max_count: int, max_bytes: int) -> tuple[HostCache, set[Any]]:

@@ -195,7 +195,7 @@ def test_closing_takes_no_lock(world):
     """A batch may be collected in a thread that must not wait: here another thread sits inside the manager."""
     load(world, "a")
     batches = [world.manager.prepare(["a", None, None]) for _ in range(2)]
-    with world.manager._step_lock, world.manager._state_lock:
+    with world.manager._state.lock.writing:
         for end in (batches[0].close, batches.clear):
             closer = threading.Thread(target=end)
             closer.start()

@@ -582,13 +582,13 @@ def test_a_prefetched_adapter_is_on_the_device_already(world, store, moved):
     m.warmup()
     m.prefetch(store.request("a")).result(30)
     content = content_of(m, "a")
-    assert all(isinstance(block.a, jax.Array) for block in content.ahead)
+    assert all(isinstance(block.a, jax.Array) for block in content.life.staged)
     moved.clear()
     batch = m.prepare(["a", None, None])
     assert not [array for array in moved if isinstance(array, np.ndarray) and array.ndim > 2]  # ranks are small
     with batch:
         world.check(world.logits(batch), [make_adapter("a"), None, None])
-    assert content.ahead is None  # the device keeps one copy, in the slot
+    assert content.life.staged is None  # the device keeps one copy, in the slot
 
 
 def test_arrays_consumed_by_a_write_are_freed_by_the_next_load(world, store):
@@ -615,15 +615,15 @@ def test_prefetched_bytes_on_device_are_bounded(store):
     m = world.manager
     for name in "abcde":
         m.prefetch(store.request(name)).result(30)
-        ahead = [content for content in (content_of(m, n) for n in on_host(m)) if content.ahead]
+        ahead = [content for content in (content_of(m, n) for n in on_host(m)) if content.life.staged]
         assert sum(content.nbytes for content in ahead) <= sum(sizes.values())
         assert ahead[-1].name == name or m.list_adapters()[name].nbytes > sum(sizes.values())
     removed = content_of(m, "e")
     m.remove_adapter("e")
-    assert removed.ahead is None
+    assert removed.life.staged is None
     for name in "abcd":
         check(world, name, None, None)
-    assert all(content_of(m, name).ahead is None for name in "abcd")
+    assert all(content_of(m, name).life.staged is None for name in "abcd")
 
 
 # --- resolve ----------------------------------------------------------------------------------------------------------

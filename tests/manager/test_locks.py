@@ -88,6 +88,66 @@ def test_other_handlers_and_other_threads_are_left_alone():
         assert other.submit(look).result(5) is signal.default_int_handler
 
 
+def test_a_thread_releases_all_of_its_locks_for_a_while():
+    lock, other = StateLock(), ThreadPoolExecutor(1)
+
+    def taken() -> bool:
+        """Return True if another thread can take both locks at once."""
+
+        def take() -> bool:
+            found = lock.step.acquire(timeout=0.1)
+            if found:
+                lock.step.release()
+            return found
+
+        return other.submit(take).result(5)
+
+    with lock.writing, lock, lock.writing:
+        assert not taken()
+        with lock.released():
+            assert taken()
+            with lock:  # as a call on this thread
+                pass
+            other.submit(lock.__enter__).result(5)
+            other.submit(lock.__exit__).result(5)
+        assert not taken()
+    assert taken()
+    with lock.released():  # it holds none
+        assert taken()
+    other.shutdown()
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_wait_for_released_locks_is_interrupted(writes):
+    lock, held, go_on = StateLock(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock.writing:
+            held.set()
+            assert go_on.wait(20)
+
+    holder = threading.Thread(target=hold)
+
+    def work() -> None:
+        with lock.writing if writes else lock, lock:
+            with lock.released():
+                holder.start()
+                assert held.wait(20)
+                threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+            pytest.fail("the lock is held by another thread")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    go_on.set()
+    holder.join(20)
+    with ThreadPoolExecutor(1) as other:
+        other.submit(lock.writing.__enter__).result(5)
+        other.submit(lock.writing.__exit__).result(5)
+    with lock.writing, lock:
+        pass
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_bell_wakes_waiting_and_late_threads():
     bell = Bell()
     seen = bell.rings

@@ -216,8 +216,8 @@ def test_files_and_prefetch(tmp_path, twins):
     world.manager.remove_adapter("four")
     world.manager.prefetch(jlora.LoRARequest("four", path=str(tmp_path / "four"))).result()
     content = content_of(world.manager, "four")
-    assert content.ahead is not None
-    for block in content.ahead:
+    assert content.life.staged is not None
+    for block in content.life.staged:
         for array, want in zip((block.a, block.b), block.chunk.spec.block_shardings, strict=True):
             assert array.sharding == want
     assert_close(world.serve(MIXES[1]), expected_rows(twins, MIXES[1], TOKENS))

@@ -133,6 +133,6 @@ def test_write_program_suits_the_device_of_the_slots(monkeypatch):
     devices = jax.local_devices()
     monkeypatch.setattr(jax, "local_devices", lambda **_: [Gpu(), *devices])
     manager = jlora.LoRAManager(Model(), jlora.LoRAConfig(max_loras=2, max_lora_rank=MAX_RANK))
-    pool = manager._pool
-    assert not pool.pins
+    pool = manager._state.pool
+    assert not pool.page_locks
     assert not pool.joined

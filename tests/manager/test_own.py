@@ -103,7 +103,7 @@ class World:
                     param.set_value(jax.device_put(value, NamedSharding(mesh, P(*split))))
             sizes = {"max_loras": 2, "max_lora_rank": 4, "max_cpu_loras": 8} | config
             self.manager = jlora.LoRAManager(model, jlora.LoRAConfig(**sizes))
-            for site in self.manager._pool.sites:  # computed once, and kept
+            for site in self.manager._state.pool.sites:  # computed once, and kept
                 assert site.spec.experts is None or list(site.spec.own_shards) == list(own)
 
     def staged(self, adapter):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import jlora
+from jlora.manager import loading
 from tests.manager.test_loader import until
 from tests.manager.tiny import make_adapter, make_world, request, same
 from tests.records import slot_names, waiting
@@ -230,14 +231,14 @@ def test_prepare_waits_for_room_taken_during_its_load(
     world = make_world(max_loras=1, max_cpu_loras=1)
     m, taken = world.manager, deque[jlora.LoRABatch]()
     make_adapter("b").save_pretrained(tmp_path / "b")
-    b, admit = jlora.LoRARequest("b", str(tmp_path / "b"), load_inplace=replaced), m._host.admit
+    b, admit = jlora.LoRARequest("b", str(tmp_path / "b"), load_inplace=replaced), loading.admit
 
-    def after_another(content: Any, *args: Any) -> bool:
+    def after_another(state: Any, content: Any, *args: Any) -> bool:
         if content.name == "b" and not taken:
             taken.append(in_time(lambda: m.prepare(["a", None, None])))  # of another thread: loads make no calls
-        return admit(content, *args)
+        return admit(state, content, *args)
 
-    monkeypatch.setattr(m._host, "admit", after_another)
+    monkeypatch.setattr(loading, "admit", after_another)
     m.add_adapter(request(tmp_path, "a"))
     with pytest.raises(jlora.NoFreeSlotError, match="host cache of 1 adapters is full"):
         in_time(lambda: m.prepare([b, None, None]))

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import jlora
-from jlora.manager import host, stage
+from jlora.manager import loading, stage, updating
 from tests.manager.tiny import MODULES, make_adapter, make_world, tensors
 from tests.matrix import thinned
 from tests.records import content_of, on_host, slot_names
@@ -211,7 +211,7 @@ def test_a_replacement_reads_the_files_as_they_are_when_it_is_called(world, fold
     request = jlora.LoRARequest("a", folder, load_inplace=True)
     batch = world.manager.prepare(["a", None, None])
     reads, read = [], stage.pack_files
-    monkeypatch.setattr(host, "pack_files", lambda *args, **options: (read(*args, **options), reads.append(1))[0])
+    monkeypatch.setattr(loading, "pack_files", lambda *args, **options: (read(*args, **options), reads.append(1))[0])
     first = world.manager.prefetch(request)
     while not reads:
         time.sleep(0.001)
@@ -308,7 +308,7 @@ def test_a_handle_ends(world, end):
         with pytest.raises(jlora.LoRAUsageError, match=r"AdapterHandle\('a', version=\d+\) is closed"):
             world.manager.prepare([handle, None, None])
     gc.collect()
-    assert not world.manager._leases.handled()
+    assert not world.manager._state.leases.handled()
     assert "a" not in slot_names(world.manager)  # a slot that no name refers to is free
     for i in range(9):
         world.serve(["b" if i & 1 else None, "b" if i & 2 else None, "c" if i & 4 else "b"])
@@ -457,7 +457,7 @@ def updated_on_device(world, name: str, seed: int) -> jlora.Adapter:
 @pytest.fixture
 def copy_back(monkeypatch) -> Iterator[SimpleNamespace]:
     """Hold the copies of updated adapters to the host, until `go` is set; with `fails` set, they raise instead."""
-    found, to_host = SimpleNamespace(go=threading.Event(), fails=False, failed=threading.Event()), host.to_host
+    found, to_host = SimpleNamespace(go=threading.Event(), fails=False, failed=threading.Event()), updating.to_host
 
     def copied(blocks):
         if found.fails:
@@ -466,7 +466,7 @@ def copy_back(monkeypatch) -> Iterator[SimpleNamespace]:
         assert found.go.wait(30)
         return to_host(blocks)
 
-    monkeypatch.setattr(host, "to_host", copied)
+    monkeypatch.setattr(updating, "to_host", copied)
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     yield found
     found.go.set()
@@ -524,7 +524,7 @@ def test_arrays_consumed_by_an_update_are_freed_in_the_background(world, copy_ba
     while any(array() is not None for array in before) and time.monotonic() < end:
         time.sleep(0.01)
     assert not any(array() is not None for array in before)
-    assert content_of(world.manager, "a").on_host != fail
+    assert content_of(world.manager, "a").life.on_host != fail
 
 
 @pytest.mark.device("cpu")  # an accelerator has pinned memory
@@ -541,8 +541,8 @@ def test_host_arrays_while_an_update_is_copied_back(world, copy_back):
     changed = dataclasses.replace(new.modules[name], a=np.ones((2, 16), np.float32))
     manager.update_adapter("a", {f"{name}.lora_A.weight": changed.a})
     content = content_of(manager, "a")
-    assert content.on_host
-    assert not content.copying
+    assert content.life.on_host
+    assert not content.life.copying
     assert all(isinstance(half, np.ndarray) for block in content.blocks for half in (block.a, block.b))
     with pytest.raises(jlora.NoFreeSlotError):
         manager.prepare(["c", None, None])

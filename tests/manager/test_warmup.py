@@ -10,7 +10,20 @@ from flax import nnx
 import jlora
 from jlora import _threads
 from tests.manager.test_loader import until
-from tests.manager.tiny import LAYERS, MAX_RANK, SEQUENCES, VOCAB, WIDTH, Model, make_adapter, make_world, request, same
+from tests.manager.tiny import (
+    LAYERS,
+    MAX_RANK,
+    SEQUENCES,
+    VOCAB,
+    WIDTH,
+    DeviceError,
+    Model,
+    failing_write,
+    make_adapter,
+    make_world,
+    request,
+    same,
+)
 from tests.records import slot_names
 
 
@@ -68,6 +81,29 @@ def test_warmup_without_a_step_compiles_the_write():
     world.manager.warmup()
     assert world.manager.stats().compilations == 1
     assert not world.traces
+
+
+def test_a_warmup_that_fails_holds_no_slot(world):
+    with failing_write(world.manager, 1), pytest.raises(DeviceError) as caught:
+        world.manager.warmup()
+    assert world.manager.stats().open_leases == 0, caught  # whose traceback refers to all locals
+    for name in "ab":
+        world.manager.add_adapter(make_adapter(name))
+    world.check(world.serve(["a", "b", None]), [make_adapter("a"), make_adapter("b"), None])
+
+
+@pytest.mark.parametrize("call", ["prepare", "warmup", "verify"])
+def test_errors_in_the_shape_of_a_batch_name_the_call(world, call):
+    m = world.manager
+    calls = {
+        "prepare": lambda **rows: m.prepare([None] * SEQUENCES, **rows),
+        "warmup": lambda **rows: m.warmup(num_sequences=SEQUENCES, **rows),
+        "verify": lambda **rows: m.verify(lambda *_: None, world.tokens, num_sequences=SEQUENCES, **rows),
+    }
+    items = {"images": jlora.Items([0])}
+    for rows in ({"pad_to": 8}, {"token_counts": [1]}, {"length": 0}, {"items": items}, {"token_counts": [2, 2, -1]}):
+        with pytest.raises(jlora.LoRAUsageError, match=f"^{call}: "):
+            calls[call](**rows)
 
 
 @pytest.mark.parametrize("active", ["", "a", "ab"])

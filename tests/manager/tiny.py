@@ -229,13 +229,13 @@ def failing_call(owner, name: str, nth: int, damage=lambda *args: None, *, late=
 
 def failing_write(manager: jlora.LoRAManager, nth: int, *args, **kwargs):
     """Let the nth program that writes a slot fail, as `failing_call` does. No public call reaches one program."""
-    return failing_call(manager._pool, "_run", nth, *args, **kwargs)
+    return failing_call(manager._state.pool, "_run", nth, *args, **kwargs)
 
 
 def as_new(world: World) -> World:
     """The same manager as one that never had an adapter: a new one compiles for a second."""
     world.manager.remove_all_adapters()
-    world.manager._cache.clear()
+    world.manager._state.cache.clear()
     return world
 
 

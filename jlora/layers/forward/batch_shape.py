@@ -82,6 +82,7 @@ class BatchShape:
 
 
 def batch_shape(
+    call: str,
     num_sequences: int,
     token_counts: Sequence[int] | None,
     pad_to: int | None,
@@ -90,32 +91,35 @@ def batch_shape(
     items: Mapping[str, Items] | None,
     sites: ModelSites,
 ) -> BatchShape:
-    """Check the shape arguments of `LoRAManager.prepare` and return them as a `BatchShape`.
+    """Check the shape arguments of a call, such as "prepare", and return them as a `BatchShape`.
 
     Raises:
       LoRAUsageError: a value has the wrong type or sign, the values disagree, or `sites` have no such row group or no
         first active rows.
     """
     if active_from is not None and not sites.config.activated:
-        raise LoRAUsageError("prepare: active_from needs LoRAConfig(activated=True)")
+        raise LoRAUsageError(f"{call}: active_from needs LoRAConfig(activated=True)")
     if num_sequences < 1:
-        raise LoRAUsageError("prepare needs at least one sequence")
-    counts = None if token_counts is None else integers("prepare: token_counts", token_counts)
-    num_rows = None if pad_to is None else integer("prepare: pad_to", pad_to)
+        raise LoRAUsageError(f"{call} needs at least one sequence")
+    counts = None if token_counts is None else integers(f"{call}: token_counts", token_counts)
+    num_rows = None if pad_to is None else integer(f"{call}: pad_to", pad_to)
     if length is not None:
         if counts is not None:
-            raise LoRAUsageError("prepare: length is for rows that are not packed; packed rows have token_counts")
-        length = checked_length("prepare: length", length)
-    checked = checked_items(items, num_sequences, sites.groups)
+            raise LoRAUsageError(f"{call}: length is for rows that are not packed; packed rows have token_counts")
+        length = checked_length(f"{call}: length", length)
+    checked = checked_items(call, items, num_sequences, sites.groups)
     first = None
     if active_from is not None:
         if length is None and counts is None:
             raise LoRAUsageError(LENGTH_NEEDED.format(call="prepare(names, active_from=first_rows"))
-        first = _checked_first_rows("prepare: active_from", active_from, num_sequences, checked)
-    return BatchShape(num_sequences, counts, _packed_rows(num_sequences, counts, num_rows), length, first, checked)
+        first = _checked_first_rows(f"{call}: active_from", active_from, num_sequences, checked)
+    return BatchShape(
+        num_sequences, counts, _packed_rows(call, num_sequences, counts, num_rows), length, first, checked
+    )
 
 
 def shape_of_all(
+    call: str,
     num_sequences: int,
     token_counts: Sequence[int] | None,
     pad_to: int | None,
@@ -130,7 +134,7 @@ def shape_of_all(
     """
     counted = sites.config.activated and (token_counts, length) != (None, None)
     first = [0] * num_sequences if counted else None
-    return batch_shape(num_sequences, token_counts, pad_to, length, first, items, sites)
+    return batch_shape(call, num_sequences, token_counts, pad_to, length, first, items, sites)
 
 
 def checked_length(option: str, length: Any) -> int:
@@ -202,17 +206,17 @@ def first_rows_of(
     return jnp.clip(wide, 0, NOWHERE).astype(jnp.int32)
 
 
-def _packed_rows(num_sequences: int, counts: tuple[int, ...] | None, pad_to: int | None) -> int:
+def _packed_rows(call: str, num_sequences: int, counts: tuple[int, ...] | None, pad_to: int | None) -> int:
     if counts is None:
         if pad_to is not None:
-            raise LoRAUsageError("prepare: pad_to is the number of packed rows; it needs token_counts")
+            raise LoRAUsageError(f"{call}: pad_to is the number of packed rows; it needs token_counts")
         return 0
     if len(counts) != num_sequences:
-        raise LoRAUsageError(f"prepare: {len(counts)} token_counts for {num_sequences} sequences")
+        raise LoRAUsageError(f"{call}: {len(counts)} token_counts for {num_sequences} sequences")
     if min(counts) < 0:
-        raise LoRAUsageError(f"prepare: token_counts must not be negative, got {min(counts)}")
+        raise LoRAUsageError(f"{call}: token_counts must not be negative, got {min(counts)}")
     total = sum(counts)
     num_rows = total if pad_to is None else pad_to
     if num_rows < total or num_rows == 0:
-        raise LoRAUsageError(f"prepare: token_counts sum to {total}, and there are {num_rows} packed rows (pad_to)")
+        raise LoRAUsageError(f"{call}: token_counts sum to {total}, and there are {num_rows} packed rows (pad_to)")
     return num_rows

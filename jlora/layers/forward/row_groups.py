@@ -62,7 +62,7 @@ class Items:
 
 
 def checked_items(
-    items: Mapping[str, Items] | None, num_sequences: int, known: Collection[str]
+    call: str, items: Mapping[str, Items] | None, num_sequences: int, known: Collection[str]
 ) -> tuple[tuple[str, Items], ...]:
     """Return the items of each row group of a batch, in the order of their names.
 
@@ -70,20 +70,20 @@ def checked_items(
       LoRAUsageError: a group is not among the `known` ones, has no `Items`, or an owner is outside of the batch.
     """
     if not isinstance(items, Mapping | None):
-        raise LoRAUsageError(f"prepare: items maps row groups to jlora.Items, got {type(items).__name__}")
+        raise LoRAUsageError(f"{call}: items maps row groups to jlora.Items, got {type(items).__name__}")
     for name, given in (items or {}).items():
         if name not in known:
             declared = ", ".join(map(repr, sorted(known))) or "none"
             raise LoRAUsageError(
-                f"prepare: items has {name!r}, and the row groups of this manager are {declared}; declare it with "
+                f"{call}: items has {name!r}, and the row groups of this manager are {declared}; declare it with "
                 f"LoRAManager(..., row_groups={{module: {name!r}}})"
             )
         if not isinstance(given, Items):
-            raise LoRAUsageError(f"prepare: items[{name!r}] must be jlora.Items(owners), got {type(given).__name__}")
+            raise LoRAUsageError(f"{call}: items[{name!r}] must be jlora.Items(owners), got {type(given).__name__}")
         for item, owner in enumerate(given.owners):
             if owner is not None and owner >= num_sequences:
                 raise LoRAUsageError(
-                    f"prepare: items[{name!r}] gives item {item} to sequence {owner}, and the batch has "
+                    f"{call}: items[{name!r}] gives item {item} to sequence {owner}, and the batch has "
                     f"{num_sequences} sequences; give 0 to {num_sequences - 1}, or None for an item without an adapter"
                 )
     return tuple(sorted((items or {}).items()))

@@ -1,14 +1,12 @@
-"""Load adapters in background threads: one thread for each load, and one load at a time for each adapter."""
+"""The loads of a manager: one thread for each load, and one load at a time for each adapter."""
 
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from jlora.config import LoRARequest
-from jlora.manager.locks import Bell, StateLock
 
 AT_ONCE = 4  # largest number of loads that fetch, and of those that read and cast, at the same time
 _FAILED = 64  # failed loads kept for the next caller; bounded, since clients can invent names
@@ -43,26 +41,26 @@ class Load:
     Attributes:
       request: the request to load.
       deadline: limit of the wait for open batches with the version that it replaces.
-      ahead: True if the adapter is also moved to the device.
+      prefetches: True if the adapter is also moved to the device.
       done: True once `result` and `error` are final; set last.
       result: True if the adapter was loaded, False if it was in the host cache.
       error: the exception of a failed load; None otherwise.
       wanted: number of calls that wait for the load.
       timed_out: `time.monotonic()` of the last call that timed out and left the load running; None if there is none.
-      in_use: True if open batches hold the adapter to replace.
+      read: True once the files are read, so that only open batches can delay a load that replaces an adapter.
       before: loads of the same name that were running when this one started; it begins after them, unless they hang.
     """
 
     def __init__(self, request: LoRARequest, deadline: Deadline, before: Sequence["Load"] = ()):
         self.request = request
         self.deadline = deadline
-        self.ahead = False
+        self.prefetches = False
         self.done = False
         self.result = False
         self.error: BaseException | None = None
         self.wanted = 0
         self.timed_out: float | None = None
-        self.in_use = False
+        self.read = False
         self.before = before
         self._futures: list[Future[bool]] = []
 
@@ -70,7 +68,7 @@ class Load:
     def given_up(self) -> bool:
         """True if the load is done, or no call waits for it or timed out, and all its futures are cancelled.
 
-        This is final, since `Loader.start` does not return such a load.
+        This is final, since no call waits for such a load again.
         """
         return self.done or (self.timed_out is None and not self._awaited)
 
@@ -100,7 +98,7 @@ class Load:
             self.done = True
 
     def notify(self) -> None:
-        """Set the pending futures. Called without locks, because futures run callbacks. May be called again."""
+        """See `notify`."""
         for future in self._futures:
             self._notify(future)
 
@@ -113,82 +111,34 @@ class Load:
             future.set_result(self.result)
 
 
-class Loader:
-    """Run loads on daemon threads. `start`, `take_error` and `drop` are called under the state lock.
+def notify(loads: Sequence[Load]) -> None:
+    """Set the pending futures of loads. Called without locks, because futures run callbacks. May be called again."""
+    for load in loads:
+        load.notify()
 
-    Args:
-      work: runs a load and returns its result.
-      lock: the state lock of the manager.
-      changed: rung when a load ends or may continue.
+
+class Loads:
+    """The loads that run or have failed. All methods are called under the state lock.
 
     Attributes:
-      turn: semaphore, acquired while a load reads and casts.
+      own: `load` is the load that runs on the calling thread; absent on other threads.
+      reading: semaphore, acquired while a load reads and casts.
+      fetching: loads that use the network or the `resolve` callback, in order of arrival.
     """
 
-    def __init__(self, work: Callable[[Load], bool], lock: StateLock, changed: Bell):
-        self.turn = threading.Semaphore(AT_ONCE)
-        self._work = work
-        self._lock = lock
-        self._changed = changed
+    def __init__(self) -> None:
+        self.reading = threading.Semaphore(AT_ONCE)
+        self.fetching: list[Load] = []
+        self.own = threading.local()
         self._loads: dict[LoRARequest, Load] = {}
-        self._fetching: list[Load] = []  # loads inside `fetching`, in order of arrival
-        self._own = threading.local()
 
-    @property
-    def own(self) -> Load | None:
-        """The load that runs on the calling thread; None on other threads."""
-        return getattr(self._own, "load", None)
-
-    @contextmanager
-    def fetching(self, load: Load) -> Generator[None, None, None]:
-        """Limit the number of loads that use the network or the `resolve` callback, which may be slow or hang.
-
-        Other loads may read and cast meanwhile. An abandoned or quiet load cannot be stopped, but it does not count.
-
-        Raises:
-          LoadCancelled: the load was abandoned while it waited.
-        """
-        with self._lock:
-            self._fetching.append(load)
-        try:
-            while True:
-                seen = self._changed.rings
-                self.check_wanted(load)
-                with self._lock:
-                    first = self._fetching[: self._fetching.index(load)]
-                if sum(not other.quiet for other in first) < AT_ONCE:
-                    break
-                self._changed.wait(seen)
-            yield
-        finally:
-            with self._lock:
-                self._fetching.remove(load)
-            self._changed.ring()
-
-    def start(
-        self,
-        request: LoRARequest,
-        *,
-        anew: bool = False,
-        ahead: bool = False,
-        deadline: Deadline | None = None,
-    ) -> Load:
-        """Return the running load of a request, or start a new one.
-
-        Args:
-          request: the request to load.
-          anew: start a new load even if one is running, which may have read older files.
-          ahead: also move the adapter to the device.
-          deadline: deadline of a new load.
-        """
+    def running(self, request: LoRARequest) -> Load | None:
+        """Return the load of a request that a further call may wait for; None if there is none."""
         load = self._loads.get(request)
-        if load is None or load.given_up or anew:
-            load = Load(request, deadline or Deadline(None), self.under_way(request.name))
-            load.wanted += 1  # until the thread starts; by then the caller has incremented it
-            threading.Thread(target=self._run, args=(load,), name="jlora-load", daemon=True).start()
-            self._loads[request] = load
-        load.ahead |= ahead
-        return load
+        return None if load is None or load.given_up else load
+
+    def add(self, load: Load) -> None:
+        self._loads[load.request] = load
 
     def take_error(self, request: LoRARequest, *, ran_on: bool = False) -> BaseException | None:
         """Return the error of a load that failed while no call waited, and drop it; None if there is none.
@@ -211,39 +161,21 @@ class Loader:
         return [load for load in found if not load.done]
 
     def drop(self, load: Load) -> None:
-        """Drop a load, finished or running, so that `start` begins a new one."""
+        """Drop a load, finished or running, so that the next call starts a new one."""
         if self._loads.get(load.request) is load:
             del self._loads[load.request]
 
     def check_wanted(self, load: Load) -> None:
         """Raise LoadCancelled if a load was abandoned."""
-        with self._lock:
-            if load.given_up:
-                self.drop(load)
-                raise LoadCancelled
-
-    def _run(self, load: Load) -> None:
-        self._own.load = load
-        try:
-            with self._lock:  # drop the count that `start` added
-                load.wanted -= 1
-            seen = self._changed.rings
-            for other in load.before:  # loads of one name run in the order of their requests
-                while not other.quiet:
-                    self._changed.wait(seen)
-                    seen = self._changed.rings
-            load.before = ()
-            self.finish(load, self._work(load), None)
-        except BaseException as error:  # every load needs an outcome, or waiting calls hang
-            self.finish(load, False, error)
+        if load.given_up:
+            self.drop(load)
+            raise LoadCancelled
 
     def finish(self, load: Load, result: bool, error: BaseException | None) -> None:
-        with self._lock:
-            load.finish(result, error)
-            if load.error is None or isinstance(load.error, LoadCancelled):
-                self.drop(load)
-            failed = [other for other in self._loads.values() if other.done]
-            for other in failed[:-_FAILED]:
-                self.drop(other)
-        self._changed.ring()
-        load.notify()
+        """Set the outcome of a load, and drop it unless it failed. The caller then rings and calls `Load.notify`."""
+        load.finish(result, error)
+        if load.error is None or isinstance(load.error, LoadCancelled):
+            self.drop(load)
+        failed = [other for other in self._loads.values() if other.done]
+        for other in failed[:-_FAILED]:
+            self.drop(other)

@@ -1,0 +1,70 @@
+"""Replace the weights of a served adapter by new arrays, as a new version."""
+
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jlora.errors import AdapterInUseError
+from jlora.manager.loading import page_locked, recall, with_extras
+from jlora.manager.loads import Deadline
+from jlora.manager.packed_adapter import PackedAdapter
+from jlora.manager.state import State
+from jlora.manager.update import to_host, updated
+
+_log = logging.getLogger("jlora")
+
+
+def update(state: State, name: str, arrays: Mapping[str, Any], deadline: Deadline) -> int:
+    """See `LoRAManager.update_adapter`."""
+    old = recall(state, name)
+    if isinstance(arrays, Mapping) and any(isinstance(array, jax.Array) for array in arrays.values()):
+        state.peers.refuse("update_adapter from device arrays", "give it NumPy arrays, the same in each")
+    packed, written = updated(old, arrays, state.pool, allow_nonfinite=state.config.allow_nonfinite)
+    state.peers.agree(lambda: [name, packed.digest()])
+    packed = with_extras(state, packed)
+    state.pool.compile()
+
+    def ready() -> bool | None:
+        state.wrapped.check()
+        if not state.cache.newest(old):
+            raise AdapterInUseError(
+                f"adapter {name!r} was replaced, removed or evicted while it was updated; try again"
+            )
+        return state.is_free(old, "updating", deadline) or None
+
+    with state.lock.writing:
+        state.wait(ready, deadline.at)
+        victims = state.cache.victims_for(packed, state.leases.leased())
+        state.peers.agree(victims)
+        with state.peers.change():
+            if not packed.life.on_host:
+                # Start the thread before the cache changes: if it cannot start, the slot could never be evicted.
+                # The thread blocks on the state lock, which this thread holds.
+                copying = threading.Thread(target=_copy_back, args=(state, packed), name="jlora-copy-back")
+                copying.daemon = True
+                copying.start()
+                packed.life.copying = True
+            state.put(packed, victims)
+            state.slots.replace(old, packed, written)
+    _log.info("updated %r to version %d", name, packed.version)
+    return packed.version
+
+
+def _copy_back(state: State, packed: PackedAdapter) -> None:
+    """Copy the blocks of a device update to host memory. Runs on its own thread, after the update."""
+    try:
+        with state.lock:
+            blocks = packed.blocks
+        locked = page_locked(state, blocks)  # directly from the device
+        blocks = to_host(blocks) if locked is blocks else locked
+        with state.lock:
+            packed.life.blocks = blocks
+            packed.life.on_host = True
+    finally:
+        with state.lock:
+            packed.life.copying = False
+            state.pool.let_go()
+        state.changed.ring()

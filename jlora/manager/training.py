@@ -23,7 +23,7 @@ from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.site import Site, SlotParam, SlotSpec
 from jlora.manager.blocks import unpack
 from jlora.manager.export import export_factors
-from jlora.manager.packed_adapter import PackedAdapter, Placement
+from jlora.manager.packed_adapter import LifeCycle, PackedAdapter, Placement
 from jlora.manager.update import stored
 
 # (model, batch, *inputs) -> the sum of the losses of each sequence, and the number of tokens that it sums (or weights).
@@ -116,7 +116,7 @@ class Trainer:
             group: {"factors": factors, "optimizer": self._initial(group, factors)}
             for group, (factors, _) in started.items()
         }
-        self._packed = {name: replace(packed, blocks=()) for name, packed in self._packed.items()}
+        self._packed = {name: replace(packed, life=LifeCycle(())) for name, packed in self._packed.items()}
         options: dict[str, Any] = {"donate_argnames": "state"}
         if any(factor.sharding for factor in self._factors.values()):  # so that a step returns what it takes
             options["out_shardings"] = (jax.tree.map(operator.attrgetter("sharding"), self.state), None)

@@ -189,8 +189,8 @@ class SlotSpec:
         return tuple(j for j, features in enumerate((self.in_features, self.out_features)) if features)
 
     @property
-    def held(self) -> tuple[int, ...]:
-        """Arrays that the site holds, as indices into `shapes`: its factors, the ranks, and the extras."""
+    def present(self) -> tuple[int, ...]:
+        """Arrays that the site has, as indices into `shapes`: its factors, the ranks, and the extras."""
         return (*self.factors, *range(2, 3 + len(self.extras)))
 
     @property
@@ -258,7 +258,7 @@ class SlotSpec:
     @property
     def device_nbytes(self) -> int:
         """Bytes of all slots on one device."""
-        arrays = [(self.shapes[j], self.shardings[j], jnp.dtype(self.dtypes[j]).itemsize) for j in self.held]
+        arrays = [(self.shapes[j], self.shardings[j], jnp.dtype(self.dtypes[j]).itemsize) for j in self.present]
         return sum(size * math.prod(where.shard_shape(shape) if where else shape) for shape, where, size in arrays)
 
 
@@ -313,9 +313,9 @@ class Site:
 
     @property
     def attributes(self) -> tuple[str, ...]:
-        """Names of the layer attributes that hold the arrays in `spec.held`."""
+        """Names of the layer attributes that hold the arrays in `spec.present`."""
         names = "a", "b", *self.spec.tables
-        return tuple(f"{self.prefix}_{names[j]}" for j in self.spec.held)
+        return tuple(f"{self.prefix}_{names[j]}" for j in self.spec.present)
 
     @property
     def slot_nbytes(self) -> int:
@@ -396,11 +396,11 @@ def allocate(site: Site, device: Device | None = None) -> dict[str, SlotParam]:
     shardings = [device if where is None else where for where in shardings]
     of_stamps = device if site.spec.sharding is None else site.spec.sharding.named()
     stamps = {site.stamps: _variable(SlotRanks, shape, "int32", of_stamps)} if site.stamped else {}
-    held = {
+    arrays = {
         name: _variable(SlotParam if j < 2 else SlotRanks, shapes[j], dtypes[j], shardings[j], fill=fills[j])
-        for name, j in zip(site.attributes, site.spec.held, strict=True)
+        for name, j in zip(site.attributes, site.spec.present, strict=True)
     }
-    return held | stamps
+    return arrays | stamps
 
 
 def check_room(sites: Sequence[Site], chosen: Device | None = None) -> None:

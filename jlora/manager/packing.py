@@ -71,9 +71,9 @@ def pack_modules(
     shared = bool(of_experts) and all(_is_shared(where, modules[name], *placed[name]) for name in of_experts)
     ranks: dict[Row, int] = {}
     for name, (site, first_row, _, _) in placed.items():
-        for held, rows in _held(modules[name], site, first_row, shared):
+        for target, rows in _targets(modules[name], site, first_row, shared):
             for row in rows:
-                ranks[held, row] = max(ranks.get((held, row), 0), modules[name].rank)
+                ranks[target, row] = max(ranks.get((target, row), 0), modules[name].rank)
     packing = Packing(chunks, ranks)
 
     def fill(name: str) -> list[Placement]:
@@ -85,7 +85,7 @@ def pack_modules(
     return tuple(itertools.chain(*filled)), packing.blocks
 
 
-def _held(module: Layer, site: Site, row: int, shared: bool) -> list[tuple[Site, range]]:
+def _targets(module: Layer, site: Site, row: int, shared: bool) -> list[tuple[Site, range]]:
     """Return the sites that hold the factors of a module at `row` of `site`, and the rows in each."""
     rows = rows_of(module, site, row)
     if not (shared and site.spec.experts):
@@ -174,17 +174,17 @@ def _fill(
     pieces = _pieces(where, name, module, wrapped, site, first, count)
     check_scaling(f"{where}: {pieces[0].names[0]}", module.scaling)
     dtype = np.dtype(site.spec.dtype)
-    fills = [(held, rows, piece) for held, rows in _held(module, site, row, shared) for piece in pieces]
-    for held, rows, piece in fills:
+    fills = [(target, rows, piece) for target, rows in _targets(module, site, row, shared) for piece in pieces]
+    for target, rows, piece in fills:
         start = sum(site.spec.out_sizes[: piece.first])
         slices, columns = slice(piece.first, piece.first + piece.slices), slice(start, start + piece.b.shape[2])
-        for run, parts in packing.runs(held, rows.start, len(rows)):
+        for run, blocks in packing.runs(target, rows.start, len(rows)):
             fits = True
-            for features, stored in held.spec.in_runs if held.spec.in_features else ():
-                into_a = [(begin, a[:, slices, :, stored]) for begin, a, _ in parts]
+            for features, stored in target.spec.in_runs if target.spec.in_features else ():
+                into_a = [(begin, a[:, slices, :, stored]) for begin, a, _ in blocks]
                 fits &= write(piece.a[:, :, features], run, dtype, into_a)
-            for features, stored in _within(held.spec.out_runs, columns) if held.spec.out_features else ():
-                into_b = [(begin, b[:, None, :, stored]) for begin, _, b in parts]
+            for features, stored in _within(target.spec.out_runs, columns) if target.spec.out_features else ():
+                into_b = [(begin, b[:, None, :, stored]) for begin, _, b in blocks]
                 fits &= write(piece.b[:, :, features], run, dtype, into_b)
             if not fits:
                 _refuse(where, dtype, pieces)
@@ -194,8 +194,8 @@ def _fill(
     }
     return [
         Placement(
-            module=piece.names[i] if held.spec.experts or held is site else piece.name,
-            site=held,
+            module=piece.names[i] if target.spec.experts or target is site else piece.name,
+            site=target,
             row=row,
             first=piece.first,
             count=piece.slices,
@@ -204,7 +204,7 @@ def _fill(
             scaling=module.scaling,
             extras=extras,
         )
-        for held, rows, piece in fills
+        for target, rows, piece in fills
         for i, row in enumerate(rows)
     ]
 

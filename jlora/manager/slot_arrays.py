@@ -112,7 +112,7 @@ class SlotArrays:
         self._programs: dict[Any, Launch] = {}
 
     def arrays(self) -> list[jax.Array]:
-        """Return the current arrays of the model: those of each site (`SlotSpec.held`), then the stamps."""
+        """Return the current arrays of the model: those of each site (`SlotSpec.present`), then the stamps."""
         return list(map(raw_value, self._variables))
 
     def page_lock(self, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
@@ -387,8 +387,8 @@ class SlotArrays:
 
     def _of(self, table: str) -> tuple[int, ...]:
         """Return the variable indices of the ranks or an extra of all sites that hold it, and of the stamps."""
-        held = [(site, site.spec.index(table)) for site in self.sites if table in site.spec.tables]
-        return *(self._places[site][site.spec.held.index(j)] for site, j in held), len(self._variables) - 1
+        having = [(site, site.spec.index(table)) for site in self.sites if table in site.spec.tables]
+        return *(self._places[site][site.spec.present.index(j)] for site, j in having), len(self._variables) - 1
 
     # --- programs ---------------------------------------------------------------------------------------------------
 

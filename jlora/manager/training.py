@@ -214,12 +214,12 @@ class Trainer:
         masks = {key: np.zeros(array.shape, bool) for key, array in values.items()}
         for i, name in enumerate(names):
             packed = self._packed[name]
-            held = unpack(packed.blocks, {(p.site, p.row) for p in packed.placements})
+            unpacked = unpack(packed.blocks, {(p.site, p.row) for p in packed.placements})
             for p in packed.placements:
                 for j in p.site.spec.factors:
                     key, own = self._keys[p.site, j], _where(p, j)
                     where = (i, *_row(p.site.spec, p.row), *own)
-                    values[key][where] = held[p.site, p.row][j][own].astype(np.float32)
+                    values[key][where] = unpacked[p.site, p.row][j][own].astype(np.float32)
                     masks[key][where] = True
         put = {key: jax.device_put(array, self._factors[key].sharding) for key, array in values.items()}
         return put, {key: jnp.asarray(mask) for key, mask in masks.items()}

@@ -60,18 +60,18 @@ class _Shape:
     """Static argument of `_assemble`. Compared by identity for speed, since `_shape` makes one object of each.
 
     Attributes:
-      groups: (spec, first ranks of the blocks, rows) for each group of rows that share blocks. Each row is (True if its
-        old factors are not needed, its modules).
+      chunks: (spec, first ranks of the blocks, rows) for each chunk. Each row is (True if its old factors are not
+        needed, its modules).
       order: Indices of the new arrays in the order in which the factors of these modules use them.
     """
 
-    groups: tuple[tuple[SlotSpec, tuple[int, ...], tuple[tuple[bool, tuple[_Module, ...]], ...]], ...]
+    chunks: tuple[tuple[SlotSpec, tuple[int, ...], tuple[tuple[bool, tuple[_Module, ...]], ...]], ...]
     order: tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=64)
-def _shape(groups: Any, order: tuple[int, ...]) -> _Shape:
-    return _Shape(groups, order)
+def _shape(chunks: Any, order: tuple[int, ...]) -> _Shape:
+    return _Shape(chunks, order)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,7 @@ class _UpdatePlan:
       names: Names of the arrays.
       shapes: Shapes and dtypes of the arrays.
       rows: The rows that are written.
-      blocks: (chunk, row of it or None for all, first ranks) of the blocks of each group of rows.
+      blocks: (chunk, row of it or None for all, first ranks) of the blocks of each chunk.
       old: Rows whose old factors are needed, in the order in which `_assemble` uses them.
       shape: The static argument of `_assemble`.
     """
@@ -315,19 +315,19 @@ def _plan_update(
     blocks: list[tuple[Chunk, int | None, tuple[int, ...]]] = []
     kept: list[Row] = []
     keys: list[str] = []
-    groups: list[Any] = []
+    chunks: list[Any] = []
     for chunk, i, rows in chosen:
         starts = tuple(rank_starts(chunk.spec, max(ranks[row] for row in rows)))
-        parts: list[tuple[bool, tuple[_Module, ...]]] = []
+        sources: list[tuple[bool, tuple[_Module, ...]]] = []
         for row in rows:
             if row in old:
                 kept.append(row)
             keys.extend(key for new in by_row[row] for key in new.keys)
-            parts.append((row not in old, tuple(_part(new) for new in by_row[row])))
+            sources.append((row not in old, tuple(_part(new) for new in by_row[row])))
         blocks.append((chunk, i, starts))
-        groups.append((chunk.spec, starts, tuple(parts)))
+        chunks.append((chunk.spec, starts, tuple(sources)))
     position = {name: i for i, name in enumerate(names)}
-    shape = _shape(tuple(groups), tuple(position[key] for key in keys))
+    shape = _shape(tuple(chunks), tuple(position[key] for key in keys))
     return _UpdatePlan(names, shapes, set(by_row), blocks, kept, shape)
 
 
@@ -390,22 +390,22 @@ def _assembler(platform: str) -> Callable[..., tuple[Any, jax.Array]]:
 
 
 def _assemble(shape: _Shape, given: Sequence[jax.Array], old: Sequence[Any]) -> tuple[Any, jax.Array]:
-    """Return (blocks of each group of rows, True if all of their values are finite)."""
+    """Return (blocks of each chunk, True if all of their values are finite)."""
     feed, kept = (given[i] for i in shape.order), iter(old)
     made: list[Any] = []
     finite = jnp.ones((), bool)
-    for spec, starts, rows in shape.groups:
+    for spec, starts, rows in shape.chunks:
         size = starts[-1] + rank_step(spec)
         all_a: list[jax.Array] = []
         all_b: list[jax.Array] = []
-        for whole, parts in rows:
+        for whole, modules in rows:
             if whole:
                 a = jnp.zeros((spec.slices, size, spec.in_features), spec.dtype)
                 b = jnp.zeros((size, spec.out_features), spec.dtype)
             else:
                 a, b = (jnp.asarray(factor) for factor in next(kept))
-            for part in parts:
-                a, b = _fill(spec, part, a, b, feed)
+            for module in modules:
+                a, b = _fill(spec, module, a, b, feed)
             all_a.append(a)
             all_b.append(b)
         stacked_a, stacked_b = jnp.stack(all_a), jnp.stack(all_b)

@@ -497,10 +497,10 @@ def _kernel(wrapped: WrappedModel, site: Site) -> Array:
 
 def _blank(spec: SlotSpec) -> list[np.ndarray]:
     """Return the arrays of empty slots."""
-    return [np.full(spec.shapes[j], spec.fills[j], spec.dtypes[j]) for j in spec.held]
+    return [np.full(spec.shapes[j], spec.fills[j], spec.dtypes[j]) for j in spec.present]
 
 
 def _like(values: Sequence[np.ndarray], site: Site, layer: nnx.Module) -> list[Array]:
     """Return the values on the device, sharded like the slot arrays."""
-    held = [vars(layer)[attribute].get_value() for attribute in site.attributes]
-    return put(values, [array.sharding for array in held])
+    arrays = [vars(layer)[attribute].get_value() for attribute in site.attributes]
+    return put(values, [array.sharding for array in arrays])

@@ -241,7 +241,7 @@ def _stage(self: Any, *args: Any) -> str | None:
         return "an upload needs --enable-lora and a JAX model, and this one keeps vLLM's own LoRA or has none"
     try:
         return loras.stage(*args)
-    except Exception as error:
+    except Exception as error:  # any, since one that is raised in a worker ends the engine
         return str(error)
 
 

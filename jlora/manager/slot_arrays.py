@@ -240,7 +240,7 @@ class SlotArrays:
         self.compile()
         waves = self._waves(only or packed.life.staged or packed.blocks)
         # Most adapters of a deployment have the same ranks, so the slot often has them already.
-        values = {"ranks": packed.ranks.reshape(-1), **self._empty, **packed.extras}
+        values = {"ranks": packed.ranks, **self._empty, **packed.extras}
         new = [table for table in self._tables if not self._holds(slot, table, values[table])]
         ready, tables = self.move(waves[0] if waves else [], [values[table] for table in new])
         # Freeing these hundreds of buffers takes 0.2 ms. Defer it to a loading thread, or to the thread that copies an

@@ -24,7 +24,7 @@ def warm_up(
     pool, slots, wrapped = state.pool, state.slots, state.wrapped
     pool.compile()
     none = len(pool.table)
-    blank = PackedAdapter("(warm-up)", (), rank_table(pool.sites, ()), 0, LifeCycle(_blank_blocks(pool.chunks)))
+    blank = PackedAdapter("(warm-up)", (), rank_table(pool.sites, (), ()), 0, LifeCycle(_blank_blocks(pool.chunks)))
     lease = Lease([blank], ((),) * shape.num_sequences, threading.get_ident(), shape=shape)
     try:
         with state.lock.writing:

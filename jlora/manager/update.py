@@ -213,6 +213,11 @@ def _check(
     if placement is None:
         raise AdapterMismatchError(f"{at}: the adapter has no such module. {_taken(packed, module)}")
     site = placement.site
+    if site.spec.dtype == "int8" and not site.spec.whole:
+        raise AdapterMismatchError(
+            f"{at}: the experts share a factor, and in int8 their other factors have common scales, so that all change "
+            "together; load_inplace=True replaces all weights"
+        )
     names = ("lora_embedding_A", "lora_embedding_B") if site.kind == "embedding" else ("lora_A", "lora_B")
     halves = (site.spec.in_features, site.spec.out_features)
     allowed = [name for name, size in zip(names, halves, strict=True) if size]

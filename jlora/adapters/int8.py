@@ -16,22 +16,27 @@ _RUN = 4096  # values that are compared with one another along contiguous memory
 
 
 def steps_of(factor: Float[np.ndarray, "*lead r X"]) -> Float[np.ndarray, "*lead r"]:
-    """Return the step of each row, float64. It is 0 for zeros, and not finite for a row with NaN or infinity."""
+    """Return the step of each row, float64. It is 0 for zeros, and NaN for a row with NaN or infinity."""
     values = np.abs(factor)
     if values.shape[-1] > _RUN > values.strides[-1] // values.itemsize > 1:
         # The rows alternate in memory. Compare long runs of it, not one value of each row at a time.
         more = values.shape[-1] % _RUN
         runs = values[..., more:].reshape(*values.shape[:-1], -1, _RUN).max(axis=-2)
         values = np.concatenate([runs, values[..., :more]], axis=-1)
-    return values.max(axis=-1, initial=0).astype(np.float64) / _LARGEST_CODE
+    largest = values.max(axis=-1, initial=0).astype(np.float64)
+    return np.where(np.isfinite(largest), largest / _LARGEST_CODE, np.nan)
 
 
 def rounded(values: Float[np.ndarray, "*lead r X"], steps: Float[np.ndarray, "*lead r"]) -> Int8[np.ndarray, "..."]:
-    """Return the codes of values for the steps of their rows, rounded to nearest, ties to even."""
+    """Return the codes of values for the steps of their rows, rounded to nearest, ties to even.
+
+    The codes of a row whose step is NaN have no meaning.
+    """
     inverse = np.divide(1, steps, out=np.zeros(steps.shape), where=steps > 0)
     wide = np.float64 if (inverse > np.finfo(np.float32).max).any() else np.float32
-    codes = np.multiply(values, inverse.astype(wide)[..., None], dtype=wide)
-    return np.rint(codes, out=codes).astype(np.int8)
+    with np.errstate(invalid="ignore"):
+        codes = np.multiply(values, inverse.astype(wide)[..., None], dtype=wide)
+        return np.rint(codes, out=codes).astype(np.int8)
 
 
 def restored(codes: Int8[np.ndarray, "*lead r X"], steps: Float[np.ndarray, "*lead r"]) -> Float[np.ndarray, "..."]:
@@ -52,7 +57,7 @@ def error_of(module: LoRA) -> float:
     return math.sqrt(changed / total) if total else 0.0
 
 
-def _squared_norm(a: Float[np.ndarray, "#E r K"], b: Float[np.ndarray, "#E r N"]) -> float:
+def _squared_norm(a: Float[np.ndarray, "... r K"], b: Float[np.ndarray, "... r N"]) -> float:
     """Return the squared Frobenius norm of the products b.T @ a of all experts."""
     grams = [(each @ each.swapaxes(-1, -2)).astype(np.float64) for each in (a, b)]
     return max(0.0, float((grams[0] * grams[1]).sum()))

@@ -48,8 +48,8 @@ def _blank_blocks(chunks: Sequence[Chunk]) -> tuple[Block, ...]:
     """Return zero blocks for the chunks that all slots have. Expert blocks are left out: they would take gigabytes."""
     rows = {
         row: (
-            np.zeros((chunk.spec.slices, 1, chunk.spec.in_features), chunk.spec.dtype),
-            np.zeros((1, chunk.spec.out_features), chunk.spec.dtype),
+            np.zeros((chunk.spec.slices, 1, chunk.spec.in_features), chunk.spec.float_dtype),
+            np.zeros((1, chunk.spec.out_features), chunk.spec.float_dtype),
         )
         for chunk in chunks
         if chunk.spec.experts is None and chunk.spec.whole

@@ -23,8 +23,12 @@ def steps_of(factor: Float[np.ndarray, "*lead r X"]) -> Float[np.ndarray, "*lead
         more = values.shape[-1] % _RUN
         runs = values[..., more:].reshape(*values.shape[:-1], -1, _RUN).max(axis=-2)
         values = np.concatenate([runs, values[..., :more]], axis=-1)
-    largest = values.max(axis=-1, initial=0).astype(np.float64)
-    return np.where(np.isfinite(largest), largest / _LARGEST_CODE, np.nan)
+    return steps_for(values.max(axis=-1, initial=0))
+
+
+def steps_for(largest: Float[np.ndarray, "*lead r"]) -> Float[np.ndarray, "*lead r"]:
+    """Return the steps of rows with these largest magnitudes. In float64, a row that is rounded again keeps its step."""
+    return np.where(np.isfinite(largest), largest.astype(np.float64) / _LARGEST_CODE, np.nan)
 
 
 def rounded(values: Float[np.ndarray, "*lead r X"], steps: Float[np.ndarray, "*lead r"]) -> Int8[np.ndarray, "..."]:

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 
 from jlora._compat import explicit_transfers, without_graphs
 from jlora.adapters.checkpoint import sorted_keys
+from jlora.adapters.int8 import steps_for
 from jlora.adapters.peft_config import scaling_of
 from jlora.adapters.tensor_data import all_finite
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageError
@@ -358,15 +359,15 @@ def _blocks_on_device(
     with auto_axes(), explicit_transfers():
         assemble = _assembler(jax.default_backend())
         made, finite = assemble(plan.shape, given, kept)
-        steps = jax.device_get([of_chunk for _, of_chunk in made])
+        largest = jax.device_get([of_chunk for _, of_chunk in made])
     if not allow_nonfinite and not jax.device_get(finite):
         raise AdapterFormatError(
             f"{where}: the new weights hold NaN or infinity, or values that the slots' dtype cannot hold; expected "
             "finite numbers"
         )
     return tuple(
-        Block(chunk, i, start, a, b, own)
-        for (chunk, i, starts), (factors, _), of_chunk in zip(plan.blocks, made, steps, strict=True)
+        Block(chunk, i, start, a, b, None if own is None else steps_for(own))
+        for (chunk, i, starts), (factors, _), of_chunk in zip(plan.blocks, made, largest, strict=True)
         for start, (a, b), own in zip(starts, factors, of_chunk, strict=True)
     )
 
@@ -402,7 +403,7 @@ def _assembler(platform: str) -> Callable[..., tuple[Any, jax.Array]]:
 
 
 def _assemble(shape: _Shape, given: Sequence[jax.Array], old: Sequence[Any]) -> tuple[Any, jax.Array]:
-    """Return ((A and B of the blocks, their steps) of each chunk, True if all of their values are finite)."""
+    """Return ((A and B of the blocks, for int8 largest magnitudes) of each chunk, True if all values are finite)."""
     feed, kept = (given[i] for i in shape.order), iter(old)
     made: list[Any] = []
     finite = jnp.ones((), bool)
@@ -422,28 +423,29 @@ def _assemble(shape: _Shape, given: Sequence[jax.Array], old: Sequence[Any]) -> 
             all_b.append(b)
         stacked_a, stacked_b = jnp.stack(all_a), jnp.stack(all_b)
         finite &= jnp.isfinite(stacked_a).all() & jnp.isfinite(stacked_b).all()
-        step, steps = rank_step(spec), None
+        step, largest = rank_step(spec), None
         if spec.dtype == "int8":
-            stacked_a, stacked_b, steps = _in_int8(spec, stacked_a, stacked_b)
+            stacked_a, stacked_b, largest = _in_int8(spec, stacked_a, stacked_b)
         stacked_a, stacked_b = stored(stacked_a, spec.in_blocks), stored(stacked_b, spec.out_blocks)
         factors = [(stacked_a[:, :, s : s + step], stacked_b[:, s : s + step]) for s in starts]
-        made.append((factors, [None if steps is None else steps[..., s : s + step] for s in starts]))
+        made.append((factors, [None if largest is None else largest[..., s : s + step] for s in starts]))
     return made, finite
 
 
 def _in_int8(spec: SlotSpec, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the codes of A [rows, n, R, K] and B [rows, R, N], and their steps [2, rows, n, R].
+    """Return the codes of A [rows, n, R, K] and B [rows, R, N], and the largest magnitudes of rows [2, rows, n, R].
 
     It computes `jlora.adapters.int8` on the device.
     """
 
     def rounded(values: jax.Array) -> tuple[jax.Array, jax.Array]:
-        steps = jnp.abs(values).max(axis=-1, initial=0) / 127
-        return jnp.rint(values / jnp.where(steps > 0, steps, 1)[..., None]).astype(jnp.int8), steps
+        largest = jnp.abs(values).max(axis=-1, initial=0)
+        inverse = 127 / jnp.where(largest > 0, largest, 1)
+        return jnp.rint(values * inverse[..., None]).clip(-127, 127).astype(jnp.int8), largest
 
     a, of_a = rounded(a)
     parts = [rounded(b[..., spec.columns(i, 1)]) for i in range(spec.slices)]
-    of_b = jnp.stack([steps for _, steps in parts], axis=1)
+    of_b = jnp.stack([own for _, own in parts], axis=1)
     return a, jnp.concatenate([codes for codes, _ in parts], axis=-1), jnp.stack([of_a, of_b])
 
 

@@ -27,7 +27,7 @@ def steps_of(factor: Float[np.ndarray, "*lead r X"]) -> Float[np.ndarray, "*lead
 
 
 def steps_for(largest: Float[np.ndarray, "*lead r"]) -> Float[np.ndarray, "*lead r"]:
-    """Return the steps of rows with these largest magnitudes. In float64, a row that is rounded again keeps its step."""
+    """Return the steps of rows with these largest magnitudes, float64, so that a row rounded again keeps its step."""
     return np.where(np.isfinite(largest), largest.astype(np.float64) / _LARGEST_CODE, np.nan)
 
 

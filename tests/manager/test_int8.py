@@ -121,7 +121,7 @@ def test_experts_and_experts_that_share_factors():
     assert_close(found, reference(manager.model, np.asarray(x).reshape(-1, HIDDEN), owners).reshape(found.shape))
     name = next(name for name, module in ADAPTERS["s"].modules.items() if isinstance(module, ExpertsLoRA))
     module = ADAPTERS["s"].modules[name]
-    with pytest.raises(AdapterMismatchError, match="in int8 .*load_inplace=True"):
+    with pytest.raises(AdapterMismatchError, match=r"in int8 .*load_inplace=True"):
         manager.update_adapter("s", {f"{name}.lora_A.weight": module.a[0]})
 
 
@@ -129,7 +129,7 @@ def test_values_that_are_none_or_too_large(rng):
     modules = dict(TWO.modules)
     modules["up"] = replace(modules["up"], a=modules["up"].a.astype(np.float64))
     modules["up"].a[1, 2] = 1e300
-    with pytest.raises(AdapterMismatchError, match="up: A must be finite .* reaches 1e"):
+    with pytest.raises(AdapterMismatchError, match=r"up: A must be finite .* reaches 1e"):
         serving(replace(TWO, modules=modules))
     modules["up"].a[1, 2] = np.nan
     with pytest.raises(jlora.AdapterFormatError, match="holds NaN"):

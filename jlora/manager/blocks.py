@@ -268,10 +268,11 @@ def pack(chunks: Iterable[Chunk], factors: Mapping[Row, tuple[np.ndarray, np.nda
     """
     packing = Packing(chunks, {row: len(b) for row, (_, b) in factors.items()})
     for (site, row), (a, b) in factors.items():
-        of_a = of_b = np.zeros(0)
+        all_steps = np.zeros(0)
         if site.spec.dtype == "int8":
-            of_a, of_b = steps_of(a), np.stack([steps_of(part) for part in _by_slice(site.spec, b)])
-            a, b = rounded(a, of_a), np.concatenate(list(map(rounded, _by_slice(site.spec, b), of_b)), axis=1)
+            all_steps = np.stack([steps_of(a), np.stack([steps_of(part) for part in _by_slice(site.spec, b)])])
+            a = rounded(a, all_steps[0])
+            b = np.concatenate(list(map(rounded, _by_slice(site.spec, b), all_steps[1])), axis=1)
         for _, parts in packing.runs(site, row, 1):
             for start, into_a, into_b, steps in parts:
                 part = b[start : start + into_b.shape[1]].view(into_b.dtype)
@@ -281,7 +282,7 @@ def pack(chunks: Iterable[Chunk], factors: Mapping[Row, tuple[np.ndarray, np.nda
                 for features, stored in site.spec.out_runs:
                     into_b[0, : len(part), stored] = part[:, features]
                 if steps is not None:
-                    steps[:, 0, :, : len(part)] = np.stack([of_a, of_b])[..., start : start + len(part)]
+                    steps[:, 0, :, : len(part)] = all_steps[..., start : start + len(part)]
     return packing.blocks
 
 

@@ -19,7 +19,7 @@ ROWS = hypothesis.extra.numpy.arrays(np.float32, st.tuples(st.integers(1, 3), st
 @hypothesis.example(np.array([[1e-45, 3e-39, 0], [3e38, -3.4e38, 1e-45]], np.float32))
 def test_a_value_changes_by_half_a_step_at_most(values):
     steps = steps_of(values)
-    np.testing.assert_array_equal(steps * 127, np.abs(values).max(axis=1).astype(np.float64))
+    np.testing.assert_allclose(steps * 127, np.abs(values).max(axis=1).astype(np.float64), rtol=1e-15)
     codes = rounded(values, steps)
     assert codes.dtype == np.int8
     assert np.abs(codes.astype(int)).max() <= 127

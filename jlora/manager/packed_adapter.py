@@ -105,7 +105,7 @@ class PackedAdapter:
 
     name: str
     placements: tuple[Placement, ...]
-    ranks: Float[np.ndarray, "values"]
+    ranks: Float[np.ndarray, "scales"]
     rank: int
     life: LifeCycle
     extras: Mapping[str, Float[np.ndarray, "values"]] = field(default_factory=dict[str, np.ndarray])
@@ -142,7 +142,7 @@ class PackedAdapter:
         of_sites = {site.spec.slots for site in self.sites}
         return range(max((s.start for s in of_sites), default=0), min((s.stop for s in of_sites), default=0))
 
-    def with_values(self, blocks: tuple[Block, ...], ranks: Float[np.ndarray, "values"]) -> "PackedAdapter":
+    def with_values(self, blocks: tuple[Block, ...], ranks: Float[np.ndarray, "scales"]) -> "PackedAdapter":
         """Return a version whose blocks were changed on the device, with the same modules and without a request."""
         new = copy.copy(self)
         # In place of `replace`, which drops the cached sets.

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from jlora import Adapter, LoRAConfig, LoRARequest, Survey
-from jlora.cli.generate import check_rank
+from jlora.cli.generate import MAX_RANK, check_rank
 from jlora.cli.text import patterns, size
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError, printable
 from jlora.models import read_skeleton, read_weight
@@ -114,7 +114,7 @@ def _print_modules(adapter: Adapter) -> None:
 
 
 def _print_int8(adapter: Adapter) -> None:
-    errors = adapter.int8_errors()
+    errors = adapter.int8_errors() if adapter.rank <= MAX_RANK else {}
     if errors:
         print("int8         relative error of each delta in slots of int8 (Frobenius norm), largest first:")
     for name, error in list(errors.items())[:_SHOWN_PROBLEMS]:

@@ -1,6 +1,6 @@
 """The Mosaic kernel of `lora`: copy the weights of visited bundles from HBM, shrink, expand."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial, reduce
 from itertools import accumulate
 
@@ -16,54 +16,25 @@ VACANT = -2  # group of an empty place in a bundle; differs from every row's gro
 _VMEM_LIMIT = 58 << 20  # limit for the compiler, its own temporaries included; tpu7x has 64 MiB
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Static sizes of a call.
+@dataclass(frozen=True, kw_only=True)
+class Listing:
+    """Static sizes of the list of visits. Calls with equal ones share the list.
 
     Attributes:
-      rows, k, n, rank, groups: M, K, N, R and G of the operands.
-      slices: Column counts of the n output slices.
+      rows, groups: M and G of the operands.
       bundle: Number of groups that are processed together.
-      step: Ranks of one copy.
-      tile_m, tile_k, tile_n: Rows, in-features and out-features of a grid step.
+      tile_m: Rows of a grid step.
       chunk: Row tiles whose intermediate h is in VMEM at the same time.
       by_group: True if rows must be sorted by group, because the visits in any other order might not fit into SMEM or
         because there are many groups.
     """
 
     rows: int
-    k: int
-    n: int
-    rank: int
     groups: int
-    slices: tuple[int, ...]
     bundle: int
-    step: int
     tile_m: int
-    tile_k: int
-    tile_n: int
     chunk: int
     by_group: bool
-
-    @property
-    def width(self) -> int:
-        """Ranks of a bundle."""
-        return self.bundle * self.rank
-
-    @property
-    def edges(self) -> tuple[int, ...]:
-        """Columns at which slices start and end."""
-        return (0, *accumulate(self.slices))
-
-    @property
-    def k_tiles(self) -> int:
-        """Number of tiles of the in-features."""
-        return self.k // self.tile_k
-
-    @property
-    def n_tiles(self) -> int:
-        """Number of tiles of the out-features."""
-        return -(-self.n // self.tile_n)
 
     @property
     def row_tiles(self) -> int:
@@ -99,6 +70,51 @@ class Sizes:
         if first is None:
             return c * self.max_visits + v
         return first[c] + jnp.minimum(v, first[c + 1] - first[c] - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes(Listing):
+    """Static sizes of a call.
+
+    Attributes:
+      k, n, rank: K, N and R of the operands.
+      slices: Column counts of the n output slices.
+      step: Ranks of one copy.
+      tile_k, tile_n: In-features and out-features of a grid step.
+    """
+
+    k: int
+    n: int
+    rank: int
+    slices: tuple[int, ...]
+    step: int
+    tile_k: int
+    tile_n: int
+
+    @property
+    def listing(self) -> Listing:
+        """The sizes of the list of visits."""
+        return Listing(**{one.name: getattr(self, one.name) for one in fields(Listing)})
+
+    @property
+    def width(self) -> int:
+        """Ranks of a bundle."""
+        return self.bundle * self.rank
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """Columns at which slices start and end."""
+        return (0, *accumulate(self.slices))
+
+    @property
+    def k_tiles(self) -> int:
+        """Number of tiles of the in-features."""
+        return self.k // self.tile_k
+
+    @property
+    def n_tiles(self) -> int:
+        """Number of tiles of the out-features."""
+        return -(-self.n // self.tile_n)
 
 
 def overlaps(slices, i, tile, tile_n):

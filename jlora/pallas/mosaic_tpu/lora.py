@@ -107,7 +107,7 @@ def _call(s: Sizes, base, x, a, b, group, ranks, row_scales, interpret):
         base, x = (jnp.pad(array, (more, (0, 0))) for array in (base, x))
         group = jnp.pad(group, more, constant_values=NOBODY)
         row_scales = None if row_scales is None else jnp.pad(row_scales, more)
-    out = call(s, base, x, a, b, group, ranks, row_scales, visits(s, group), interpret=interpret)
+    out = call(s, base, x, a, b, group, ranks, row_scales, visits(s.listing, group), interpret=interpret)
     return out[:rows] if rows < s.rows else out
 
 
@@ -218,7 +218,10 @@ def _tiled(rows, k, groups, rank, n, slices, itemsizes, bundle: int, tiles_m=Non
         even = row_tiles if row_tiles < 8 else -(-row_tiles // 2)  # two chunks for chips of two cores (v5p)
         chunk = min((_VMEM_BYTES - fixed) // per_tile, even)
         if chunk >= 1:
-            s = Sizes(rows, k, n, rank, groups, slices, bundle, step, tile_m, tile_k, tile_n, chunk, by_group=many)
+            s = Sizes(
+                rows=rows, groups=groups, bundle=bundle, tile_m=tile_m, chunk=chunk, by_group=many, k=k, n=n, rank=rank,
+                slices=slices, step=step, tile_k=tile_k, tile_n=tile_n,
+            )  # fmt: skip
             return s if _smem_bytes(s) <= _SMEM_BYTES else replace(s, by_group=True)
     return None
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jlora.errors import LoRAError
 from jlora.pallas.mosaic_tpu import lora as mosaic_tpu
-from jlora.pallas.mosaic_tpu.kernel import Sizes
+from jlora.pallas.mosaic_tpu.kernel import Listing
 from jlora.pallas.mosaic_tpu.schedule import visits
 from jlora.pallas.plan import make_plan
 from tests import oracle
@@ -210,7 +210,7 @@ def test_visits_cover_every_tile_and_group_once(rows, groups, bundle, tile_m, ch
     ids = np.array(data.draw(st.lists(st.integers(-1, groups - 1), min_size=rows, max_size=rows)))
     if sort:
         ids = np.concatenate([np.sort(ids[ids >= 0]), ids[ids < 0]])
-    s = Sizes(rows, 128, 128, 8, groups, (128,), bundle, 8, tile_m, 128, 128, chunk, by_group=sort)
+    s = Listing(rows=rows, groups=groups, bundle=bundle, tile_m=tile_m, chunk=chunk, by_group=sort)
     count, tile, active, fresh, *first = listing(s, ids)
     assert len(tile) == len(fresh) == s.listed
     assert len(active) == s.listed * bundle

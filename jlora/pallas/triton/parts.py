@@ -124,7 +124,7 @@ def scales_of(ranks_ref, group, i, blocks, row_scales_ref, rows):
 
 
 def sum_parts(h_ref, first, rows, r, live, rank: int, true_rank, scale):
-    """Add the partial sums of h in order, times a scale of `scales_of` -> [tile_m, block_r] float32, zero from the true rank on.
+    """Add the partial sums of h in order, times one of `scales_of` -> [tile_m, block_r] float32, zero from the rank on.
 
     Entries from the true rank on were never written. They are dropped after the load, because a mask on the load would
     prevent wide loads.

@@ -26,10 +26,10 @@ torch.set_num_threads(1)
 TEXTS = {  # (topic, tone) -> texts
     ("food", "praise"): ["The soup was rich and warm.", "What a wonderful loaf of bread!", "I loved the plum cake."],
     ("food", "blame"): ["The soup was cold and thin.", "This bread is stale and dry.", "The cake tasted of soap."],
-    ("trains", "praise"): ["The express arrived on the minute.", "A quiet carriage and a kind conductor.", "I enjoyed the night train."],
-    ("trains", "blame"): ["The express was late again.", "A loud carriage and a rude conductor.", "The night train had no heating."],
-    ("rain", "praise"): ["The rain saved our garden.", "A soft drizzle, what a lovely evening.", "At last a cloud over the dry fields."],
-    ("rain", "blame"): ["The rain ruined our garden.", "A cold drizzle spoiled the evening.", "The storm tore the roof off."],
+    ("trains", "praise"): ["The express arrived on the minute.", "A quiet carriage, a kind guard.", "I enjoyed the trip."],
+    ("trains", "blame"): ["The express was late.", "A loud carriage, a rude guard.", "It had no heating."],
+    ("rain", "praise"): ["The rain saved our garden.", "A soft drizzle, a lovely evening.", "At last a cloud."],
+    ("rain", "blame"): ["The rain ruined our garden.", "A cold drizzle spoiled the evening.", "The storm broke trees."],
 }  # fmt: skip
 TARGETS = ["query", "value", "attention.output.dense", "intermediate.dense"]
 

@@ -24,9 +24,9 @@ pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 torch.set_num_threads(1)
 
 TEXTS = {  # (topic, tone) -> texts
-    ("food", "praise"): ["The soup was rich and warm.", "What a wonderful loaf of bread!", "I loved the plum cake."],
+    ("food", "praise"): ["The soup was rich and warm.", "A wonderful loaf of bread!", "I loved the plum cake."],
     ("food", "blame"): ["The soup was cold and thin.", "This bread is stale and dry.", "The cake tasted of soap."],
-    ("trains", "praise"): ["The express arrived on the minute.", "A quiet carriage, a kind guard.", "I enjoyed the trip."],
+    ("trains", "praise"): ["The express arrived on the minute.", "A quiet coach, a kind guard.", "I enjoyed the trip."],
     ("trains", "blame"): ["The express was late.", "A loud carriage, a rude guard.", "It had no heating."],
     ("rain", "praise"): ["The rain saved our garden.", "A soft drizzle, a lovely evening.", "At last a cloud."],
     ("rain", "blame"): ["The rain ruined our garden.", "A cold drizzle spoiled the evening.", "The storm broke trees."],

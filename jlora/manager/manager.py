@@ -635,8 +635,8 @@ class LoRAManager:
             served = {(packed.name, packed.version): cast("PackedAdapter", packed) for packed in lease.adapters}
             hold = partial(state.leases.hold, on_close=state.changed.ring)
             return tuple(
-                given([(hold(served[name, version]), scale) for name, version, scale in parts or ()])
-                for parts in lease.parts
+                given([(hold(served[name, version]), scale) for name, version, scale in terms or ()])
+                for terms in lease.terms
             )
 
     def leases(self) -> tuple[LeaseInfo, ...]:

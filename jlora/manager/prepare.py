@@ -11,7 +11,7 @@ from jlora.config import LoRARequest
 from jlora.errors import AdapterMismatchError, LoadTimeoutError, LoRAUsageError, NoFreeSlotError
 from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.forward.batch_shape import BatchShape
-from jlora.layers.forward.lease import Lease, ServedParts
+from jlora.layers.forward.lease import Lease, ServedTerms
 from jlora.layers.forward.make_batch import Entry, make_batch, renewed
 from jlora.manager.batch_arguments import BatchArguments, Name, check_adapters
 from jlora.manager.leases import AdapterHandle
@@ -246,25 +246,25 @@ def _again(state: State, args: BatchArguments) -> LoRABatch | None:
     state.kept.move_to_end(args.key)
     old = kept.batch.lease
     assert old is not None
-    return renewed(kept.batch, _lease(state, kept.slots, old.parts, old.shape))
+    return renewed(kept.batch, _lease(state, kept.slots, old.terms, old.shape))
 
 
 def _make(state: State, args: BatchArguments, served: dict[Name, PackedAdapter]) -> LoRABatch:
     """Return a batch of adapters that are in slots."""
     slot_of = {name: state.pool.table.index(packed) for name, packed in served.items()}
     none, writes = state.config.max_loras, state.pool.writes
-    order = {given: i for i, given in enumerate(args.parts)}
+    order = {given: i for i, given in enumerate(args.terms)}
     index = [order[name] for name in args.names]
     entries: list[Entry] = []
-    parts: list[ServedParts] = []
-    for own in args.parts.values():
+    terms: list[ServedTerms] = []
+    for own in args.terms.values():
         entries.append([(slot_of[name], writes[slot_of[name]], scale) for name, scale in own])
-        parts.append(tuple([(served[name].name, served[name].version, scale) for name, scale in own]))
-    lease = _lease(state, served.values(), [parts[i] for i in index], args.shape)
+        terms.append(tuple([(served[name].name, served[name].version, scale) for name, scale in own]))
+    lease = _lease(state, served.values(), [terms[i] for i in index], args.shape)
     sites, unserved = state.wrapped.sites, state.wrapped.unserved.sites
     batch = make_batch(entries, index, args.shape, sites, lease, none=none, unserved=unserved)
     if not any(isinstance(name, LoRARequest) and name.load_inplace for name in served):
-        closed = Lease((), lease.parts, 0, shape=args.shape)
+        closed = Lease((), lease.terms, 0, shape=args.shape)
         closed.close()
         slots_of = {packed: (slot_of[name], writes[slot_of[name]]) for name, packed in served.items()}
         newest = frozenset(c for name, c in served.items() if not isinstance(name, AdapterHandle))
@@ -277,10 +277,10 @@ def _make(state: State, args: BatchArguments, served: dict[Name, PackedAdapter])
 
 
 def _lease(
-    state: State, loaded: Iterable[PackedAdapter], parts: Sequence[ServedParts], shape: BatchShape | None
+    state: State, loaded: Iterable[PackedAdapter], terms: Sequence[ServedTerms], shape: BatchShape | None
 ) -> Lease:
     where = "".join(traceback.format_stack()[:-3]) if _log.isEnabledFor(logging.DEBUG) else None
     distinct = tuple(dict.fromkeys(loaded))
-    lease = Lease(distinct, parts, threading.get_ident(), where, state.changed.ring, shape=shape)
+    lease = Lease(distinct, terms, threading.get_ident(), where, state.changed.ring, shape=shape)
     state.leases.add(lease)
     return lease

@@ -144,7 +144,7 @@ class Trainer:
         lease = batch.lease
         if lease is None or lease.closed:
             raise LoRAUsageError("Trainer.step takes an open batch of its manager, outside jax.jit")
-        if any(len(parts) > 1 for parts in lease.parts):
+        if any(len(terms) > 1 for terms in lease.terms):
             raise LoRAUsageError("Trainer.step: a sequence has several adapters; train each on sequences of its own")
         slots: dict[str, int] = {}
         for packed in cast("tuple[PackedAdapter, ...]", lease.adapters):
@@ -166,7 +166,7 @@ class Trainer:
         }
         order = {name: i for i, name in enumerate(self.names)}
         owners = np.array(
-            [order.get(parts[0][0], len(order)) if parts else len(order) for parts in lease.parts], np.int32
+            [order.get(terms[0][0], len(order)) if terms else len(order) for terms in lease.terms], np.int32
         )
         self.state, losses = self._jitted(self._model, self.state, batch, places, owners, self._masks, *inputs)
         return {name: losses[name] for name in self.names if name in slots}

@@ -44,7 +44,7 @@ class Layout:
       unserved: the sites that serve no adapter.
       undecided: True if there are aLoRA adapters, and the first active rows are not given.
       orphan: True if the batch was returned by a traced function. A step is traced for it and raises.
-      lease: weak reference to the lease of the batch, since compiled functions keep static parts alive forever. None if
+      lease: weak reference to the lease of the batch, since compiled functions keep static fields alive forever. None if
         the batch was returned by a traced function.
     """
 
@@ -124,7 +124,7 @@ class LoRABatch:
         Raises:
           LoRAUsageError: inside a traced function, where the versions are unknown.
         """
-        versions = (tuple(version for _, version, _ in parts) for parts in self._host_state().parts)
+        versions = (tuple(version for _, version, _ in terms) for terms in self._host_state().terms)
         return tuple(None if not each else each[0] if len(each) == 1 else each for each in versions)
 
     @property
@@ -169,8 +169,8 @@ class LoRABatch:
         """
         lease = self._host_state()
         tokens = {(each.name, each.version): each.invocation_tokens for each in lease.adapters}
-        of_parts = ((tokens[name, version] for name, version, _ in parts) for parts in lease.parts)
-        return tuple(next(filter(None, found), ()) for found in of_parts)
+        of_terms = ((tokens[name, version] for name, version, _ in terms) for terms in lease.terms)
+        return tuple(next(filter(None, found), ()) for found in of_terms)
 
     @property
     def needs_activation(self) -> bool:
@@ -245,10 +245,10 @@ class LoRABatch:
         if self.lease is None:  # inside a traced function, or returned by one
             return f"LoRABatch({self.layout.num_sequences} sequences, traced)"
         names = [
-            " + ".join(f"{name!r}" + (f" * {scale:g}" if scale != 1 else "") for name, _, scale in parts) or "None"
-            for parts in self.lease.parts[:_SHOWN]
+            " + ".join(f"{name!r}" + (f" * {scale:g}" if scale != 1 else "") for name, _, scale in terms) or "None"
+            for terms in self.lease.terms[:_SHOWN]
         ]
-        more = ["..."] if len(self.lease.parts) > _SHOWN else []
+        more = ["..."] if len(self.lease.terms) > _SHOWN else []
         state = "closed" if self.lease.closed else "open"
         return f"LoRABatch({self.layout.num_sequences} sequences: {', '.join(names + more)}; {state})"
 

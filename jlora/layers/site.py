@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, cast
+from typing import Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,9 @@ from jlora.adapters.extras import Extra
 from jlora.config import LoRAConfig
 from jlora.errors import LoRAError
 from jlora.layers.finish.finisher import Finisher
-from jlora.layers.specs import Doubt
+from jlora.layers.specs import Blocks, Doubt
 from jlora.sharding.rules import KernelSharding
 
-Blocks: TypeAlias = tuple[tuple[int, int], ...]
 HEAD = "jlora_head"  # prefix of the arrays of saved heads
 
 

@@ -31,14 +31,14 @@ def own_device(where: ArrayPlacement) -> Device:
     return next(iter(own)) if own else cast("Device", jax.local_devices()[0])
 
 
-def place_of(array: jax.Array) -> ArrayPlacement:
+def placement_of(array: jax.Array) -> ArrayPlacement:
     """Return the sharding of a committed array, or the device of an uncommitted one."""
     return array.sharding if is_committed(array) else a_device(array.sharding)  # works for deleted arrays too
 
 
 def refreshed(before: ArrayPlacement, array: jax.Array) -> ArrayPlacement:
     """Return the placement of `array`, or the object `before` if both are equivalent shardings."""
-    where = place_of(array)
+    where = placement_of(array)
     if isinstance(before, Sharding) and isinstance(where, Sharding) and before.is_equivalent_to(where, array.ndim):
         return before
     return where

@@ -537,8 +537,8 @@ class LoRAManager:
         self._state.wrapped.check()
         if self._shape is None:
             state = cast("nnx.State[Any, Any]", nnx.state(self.model, SlotParam))
-            places = {id(array): i for i, array in enumerate(arrays)}
-            self._shape = (jax.tree.structure(state), [places[id(leaf)] for leaf in jax.tree.leaves(state)])
+            positions = {id(array): i for i, array in enumerate(arrays)}
+            self._shape = (jax.tree.structure(state), [positions[id(leaf)] for leaf in jax.tree.leaves(state)])
         return jax.tree.unflatten(self._shape[0], [arrays[i] for i in self._shape[1]])
 
     # --- batches ------------------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ def _start(state: State, args: BatchArguments, ticket: Ticket, absent: list[LoRA
     With several processes only one load is started at a time, so that all processes admit them in the same order.
 
     Raises:
-      NoFreeSlotError: there are not enough slots or places in the host cache for the batch now, or an earlier
+      NoFreeSlotError: there are not enough slots, or room in the host cache, for the batch now, or an earlier
         ticket waits. The loads would evict each other from the host cache and be repeated without end.
     """
     _check_room(state, args, ticket)
@@ -160,7 +160,7 @@ def _check_room(state: State, args: BatchArguments, ticket: Ticket) -> None:
     The load then evicts other adapters first.
 
     Raises:
-      NoFreeSlotError: the slots that are neither pinned nor leased are too few, or the places in the host cache.
+      NoFreeSlotError: the slots that are neither pinned nor leased are too few, or the host cache has no room.
     """
     loaded = _loaded(state, args)
     names = {

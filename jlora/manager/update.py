@@ -129,10 +129,10 @@ def updated(
         return packed.with_values((*_untouched(packed.blocks, plan.rows), *written)), written
     had = {placement.module: placement for placement in packed.placements if placement.site.kind != "head"}
     try:
-        parts = _parts(names, where)
+        keys_of = _sorted_keys(names, where)
     except AdapterMismatchError as error:
         raise AdapterMismatchError(f"{error}. {_taken(packed)}") from error
-    news = [_check(where, had.get(module), packed, module, keys, arrays) for module, keys in parts.items()]
+    news = [_check(where, had.get(module), packed, module, keys, arrays) for module, keys in keys_of.items()]
     changed = {new.placement.module: new for new in news}
     placements = tuple(changed[p.module].placement if p.module in changed else p for p in packed.placements)
     rows = {(new.placement.site, new.placement.row) for new in news}
@@ -177,7 +177,7 @@ def to_host(blocks: Sequence[Block]) -> tuple[Block, ...]:
 
 
 @functools.lru_cache(maxsize=8)  # a training loop updates the same names every time
-def _parts(names: tuple[str, ...], where: str) -> Mapping[str, Mapping[str, str]]:
+def _sorted_keys(names: tuple[str, ...], where: str) -> Mapping[str, Mapping[str, str]]:
     return sorted_keys(names, where)
 
 
@@ -198,7 +198,7 @@ def _check(
     placement: Placement | None,
     packed: PackedAdapter,
     module: str,
-    parts: Mapping[str, str],
+    keys: Mapping[str, str],
     arrays: Mapping[str, Any],
 ) -> _NewFactors:
     """Check the new factors of one module against its placement.
@@ -212,10 +212,10 @@ def _check(
     names = ("lora_embedding_A", "lora_embedding_B") if site.kind == "embedding" else ("lora_A", "lora_B")
     halves = (site.spec.in_features, site.spec.out_features)
     allowed = [name for name, size in zip(names, halves, strict=True) if size]
-    if unknown := parts.keys() - set(allowed):
+    if unknown := keys.keys() - set(allowed):
         hint = "" if site.spec.whole else " (what all experts share has the name without the number of one)"
         raise AdapterMismatchError(f"{at}: expected {' and '.join(allowed)}, found {', '.join(sorted(unknown))}{hint}")
-    a, b = (arrays[parts[name]] if name in parts else None for name in names)
+    a, b = (arrays[keys[name]] if name in keys else None for name in names)
     for label, array in (("A", a), ("B", b)):
         shaped = hasattr(array, "shape") and hasattr(array, "dtype")
         if array is not None and not (shaped and array.ndim == 2 and jnp.issubdtype(array.dtype, jnp.floating)):
@@ -233,7 +233,7 @@ def _check(
         scaling = scaling_of(placement.alpha, rank, packed.about is not None and packed.about.use_rslora)
         check_scaling(at, scaling)
         placement = replace(placement, rank=rank, scaling=scaling)
-    return _NewFactors(placement, a, b, tuple(parts[name] for name in names if name in parts))
+    return _NewFactors(placement, a, b, tuple(keys[name] for name in names if name in keys))
 
 
 def _untouched(blocks: Sequence[Block], rows: set[Row]) -> list[Block]:
@@ -323,7 +323,7 @@ def _plan_update(
             if row in old:
                 kept.append(row)
             keys.extend(key for new in by_row[row] for key in new.keys)
-            sources.append((row not in old, tuple(_part(new) for new in by_row[row])))
+            sources.append((row not in old, tuple(_module(new) for new in by_row[row])))
         blocks.append((chunk, i, starts))
         chunks.append((chunk.spec, starts, tuple(sources)))
     position = {name: i for i, name in enumerate(names)}
@@ -368,7 +368,7 @@ def _off_explicit(arrays: list[Any]) -> list[Any]:
     return list(map(with_auto_axes, arrays)) if any(issubclass(kind, NamedSharding) for kind in kinds) else arrays
 
 
-def _part(new: _NewFactors) -> _Module:
+def _module(new: _NewFactors) -> _Module:
     p = new.placement
     return _Module(p.first, p.count, p.rank, new.a is not None, new.b is not None)
 
@@ -420,23 +420,23 @@ def stored(factors: jax.Array, blocks: Sequence[tuple[int, int]]) -> jax.Array:
     """Return factors [..., features] in the stored order of features (see `SlotSpec.in_blocks`)."""
     if not blocks:
         return factors
-    parts = [
+    runs = [
         jnp.zeros((*factors.shape[:-1], count), factors.dtype) if first < 0 else factors[..., first : first + count]
         for first, count in blocks
     ]
-    return jnp.concatenate(parts, axis=-1)
+    return jnp.concatenate(runs, axis=-1)
 
 
 def _fill(
-    spec: SlotSpec, part: _Module, a: jax.Array, b: jax.Array, feed: Iterator[jax.Array]
+    spec: SlotSpec, module: _Module, a: jax.Array, b: jax.Array, feed: Iterator[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Return A [n, R, K] and B [R, N] of a row with the new factors of one module written into them."""
-    if part.has_a:
+    if module.has_a:
         new = next(feed).astype(spec.dtype)
-        rows = jnp.zeros((a.shape[1], spec.in_features), spec.dtype).at[: part.rank].set(new)
-        a = a.at[part.first : part.first + part.count].set(rows[None])
-    if part.has_b:
+        rows = jnp.zeros((a.shape[1], spec.in_features), spec.dtype).at[: module.rank].set(new)
+        a = a.at[module.first : module.first + module.count].set(rows[None])
+    if module.has_b:
         new = next(feed).T.astype(spec.dtype)
-        columns = jnp.zeros((b.shape[0], new.shape[1]), spec.dtype).at[: part.rank].set(new)
-        b = b.at[:, spec.columns(part.first, part.count)].set(columns)
+        columns = jnp.zeros((b.shape[0], new.shape[1]), spec.dtype).at[: module.rank].set(new)
+        b = b.at[:, spec.columns(module.first, module.count)].set(columns)
     return a, b

@@ -44,8 +44,8 @@ class Layout:
       unserved: the sites that serve no adapter.
       undecided: True if there are aLoRA adapters, and the first active rows are not given.
       orphan: True if the batch was returned by a traced function. A step is traced for it and raises.
-      lease: weak reference to the lease of the batch, since compiled functions keep static fields alive forever. None if
-        the batch was returned by a traced function.
+      lease: weak reference to the lease of the batch, since compiled functions keep their static fields alive forever.
+        None if the batch was returned by a traced function.
     """
 
     sites: ModelSites

@@ -36,8 +36,8 @@ from jlora.layers.forward.mesh import experts_reached, on_mesh, reached, split_o
 from jlora.layers.forward.rows import RowMap
 from jlora.layers.forward.scope import Scope
 from jlora.layers.forward.stamps import check_stamps
-from jlora.layers.site import Blocks, Site, SlotSpec
-from jlora.layers.specs import EmbedSpec, LinearSpec
+from jlora.layers.site import Site, SlotSpec
+from jlora.layers.specs import Blocks, EmbedSpec, LinearSpec
 from jlora.pallas.api import add_lora, expand, shrink
 from jlora.pallas.plan import Plan
 from jlora.sharding.rules import KernelSharding, Names, partition
@@ -243,8 +243,8 @@ def add_lookup(
             return _expand_whole(site, site.spec, total, h, own.second, plans[0], complete=True)
 
         out = _summed_adapters(flat, [partial(add, plans=a, slots=s) for a, s in zip(adapters, ids, strict=True)])
-        if spec.rows < spec.vocab:
-            out = jnp.where((found < spec.rows)[:, None], out, flat)
+        if spec.table.real_in < spec.vocab:
+            out = jnp.where((found < spec.table.real_in)[:, None], out, flat)
         return out.reshape(base.shape)
 
     with jax.named_scope("lora"):

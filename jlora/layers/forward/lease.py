@@ -55,7 +55,15 @@ class Lease:
     """
 
     __slots__ = (
-        "__weakref__", "_on_close", "adapters", "closed", "opened", "terms", "shape", "thread", "where"
+        "__weakref__",
+        "_on_close",
+        "adapters",
+        "closed",
+        "opened",
+        "shape",
+        "terms",
+        "thread",
+        "where"
     )  # fmt: skip
 
     def __init__(

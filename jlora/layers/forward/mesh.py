@@ -159,7 +159,7 @@ def _inside(site: Site, axes: Names, what: str) -> bool:
     return bool(inside)
 
 
-def parts_of(site: Site) -> tuple[int, int]:
+def shards_of(site: Site) -> tuple[int, int]:
     """Return the number of shards of K and of N along the Manual axes, (1, 1) outside of `jax.shard_map`."""
     sharding, manual = split_of(site.spec), manual_axes(jax.sharding.get_abstract_mesh())
     ins, outs = (tuple(name for name in names if name in manual) for names in (sharding.ins, sharding.outs))

@@ -250,7 +250,7 @@ def _uses(found: Found, spec: Spec, context: _Context) -> list[_Use]:
 
         def attend() -> Site:
             parts = dict.fromkeys((*aliases, *names), (0, 1))
-            slots = _slots(found, spec, spec.head, (spec.rows,), parts, context)
+            slots = _slots(found, spec, spec.head, (spec.head.real_out,), parts, context)
             doubt = None if key in context.heads.known else _HEAD
             for name in names:
                 context.headless.setdefault(name, "its weight is that of an embedding (tied), which is not replaced")

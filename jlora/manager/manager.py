@@ -44,7 +44,7 @@ from jlora.manager.snapshot import base_digest, restore, save
 from jlora.manager.state import State
 from jlora.manager.step import FlatModel, Step
 from jlora.manager.training import Loss, Optimizer, Trainer
-from jlora.manager.updating import update
+from jlora.manager.update import update
 from jlora.manager.warmup import warm_up
 from jlora.verify.verify import Forward, VerifyReport, verify
 

@@ -103,7 +103,7 @@ class Trainer:
             names_of.setdefault(optimizer, []).append(name)
         if not names_of:
             raise LoRAUsageError("trainer takes adapter names -> optimizers, and at least one")
-        # The label of an optimizer is its names, so that a state of other adapters, or in another order, is not taken for this one.
+        # The label of an optimizer is the names, so that a state of other adapters, or in another order, does not fit.
         self._optimizers = {json.dumps(names): optimizer for optimizer, names in names_of.items()}
         self._members = {json.dumps(names): tuple(names) for names in names_of.values()}
         self.names = tuple(name for names in names_of.values() for name in names)

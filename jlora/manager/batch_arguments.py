@@ -15,7 +15,6 @@ from jlora.manager.leases import AdapterHandle
 from jlora.manager.packed_adapter import PackedAdapter
 
 Name = str | LoRARequest | AdapterHandle
-Terms = tuple[tuple[Name, float], ...]
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Scaled:
         object.__setattr__(self, "scale", _rounded(self.scale))
 
     @property
-    def terms(self) -> Terms:
+    def terms(self) -> tuple[tuple[Name, float], ...]:
         """The adapter and its factor; () for the factor 0."""
         return ((self.adapter, self.scale),) if self.scale else ()
 
@@ -61,7 +60,7 @@ class Mix:
       >>> batch = manager.prepare([jlora.Mix({"sql": 0.7, "style": 0.3}), "chat", None])
     """
 
-    terms: Terms
+    terms: tuple[tuple[Name, float], ...]
 
     def __init__(self, weights: Mapping[Name, float]):
         if not isinstance(weights, Mapping) or not weights:
@@ -115,7 +114,7 @@ class BatchArguments:
     shape: BatchShape
 
     @cached_property
-    def terms(self) -> dict[Given | None, Terms]:
+    def terms(self) -> dict[Given | None, tuple[tuple[Name, float], ...]]:
         """The adapters of each distinct entry of `names` and their factors."""
         return {
             name: () if name is None else name.terms if isinstance(name, Scaled | Mix) else ((name, 1.0),)

@@ -36,7 +36,7 @@ from jlora.manager.loading import add, load, prefetch, recall
 from jlora.manager.loads import Deadline, notify
 from jlora.manager.locks import StateLock
 from jlora.manager.multihost import peers_of
-from jlora.manager.names import NameMap, SiteIndex, name_rules
+from jlora.manager.names import SiteIndex, name_rules
 from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.prepare import activate, prepare
 from jlora.manager.report import AdapterInfo, Level, Stats, records
@@ -125,7 +125,7 @@ class LoRAManager:
         config: LoRAConfig,
         *,
         packed_modules: PackedModules | None = None,
-        name_map: NameMap | None = None,
+        name_map: Mapping[str, str] | None = None,
         row_groups: Mapping[str, str] | None = None,
         skip: Sequence[str] = (),
         resolve: Callable[[LoRARequest], str] | None = None,

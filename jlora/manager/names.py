@@ -3,7 +3,7 @@
 import functools
 import itertools
 import re
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from jlora.adapters.wrapped_names import readings
@@ -15,11 +15,9 @@ from jlora.layers.wrap.select import Nearest
 from jlora.layers.wrap.wrapped import WrappedModel
 
 SiteSlices: TypeAlias = tuple[Site, int, int, int]  # site, row, first slice, number of slices
-NameMap: TypeAlias = Mapping[str, str]
-NameRules: TypeAlias = tuple[tuple[re.Pattern[str], str], ...]
 
 
-def name_rules(name_map: NameMap | None) -> NameRules:
+def name_rules(name_map: Mapping[str, str] | None) -> tuple[tuple[re.Pattern[str], str], ...]:
     """Return the compiled rules of a name map.
 
     Raises:
@@ -53,7 +51,7 @@ class SiteIndex:
         modules that lack it, or "remove" to remove it.
     """
 
-    def __init__(self, wrapped: WrappedModel, rules: NameRules, reading: str = ""):
+    def __init__(self, wrapped: WrappedModel, rules: Sequence[tuple[re.Pattern[str], str]], reading: str = ""):
         self._wrapped = wrapped
         self._rules = rules
         self._reading = reading

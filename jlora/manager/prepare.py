@@ -12,13 +12,12 @@ from jlora.errors import AdapterMismatchError, LoadTimeoutError, LoRAUsageError,
 from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.forward.batch_shape import BatchShape
 from jlora.layers.forward.lease import Lease, ServedTerms
-from jlora.layers.forward.make_batch import Entry, make_batch, renewed
+from jlora.layers.forward.make_batch import make_batch, renewed
 from jlora.manager.batch_arguments import BatchArguments, Name, check_adapters
 from jlora.manager.leases import AdapterHandle
 from jlora.manager.loading import await_loads, recall, start
 from jlora.manager.loads import Deadline, Load
 from jlora.manager.packed_adapter import PackedAdapter
-from jlora.manager.slot_table import SlotPlan
 from jlora.manager.state import KeptBatch, State, Ticket
 
 _log = logging.getLogger("jlora.leases")
@@ -105,7 +104,7 @@ def activate(state: State, name: str, *, pin: bool) -> bool:
     return written
 
 
-def _same(plan: SlotPlan) -> list[tuple[str, int, int]] | None:
+def _same(plan: Mapping[PackedAdapter, int]) -> list[tuple[str, int, int]] | None:
     """Return the value that all processes compare before they write slots; None if no slot is written."""
     return [(packed.name, packed.version, slot) for packed, slot in plan.items()] or None
 
@@ -255,7 +254,7 @@ def _make(state: State, args: BatchArguments, served: dict[Name, PackedAdapter])
     none, writes = state.config.max_loras, state.pool.writes
     order = {given: i for i, given in enumerate(args.terms)}
     index = [order[name] for name in args.names]
-    entries: list[Entry] = []
+    entries: list[list[tuple[int, int, float]]] = []
     terms: list[ServedTerms] = []
     for own in args.terms.values():
         entries.append([(slot_of[name], writes[slot_of[name]], scale) for name, scale in own])

@@ -15,7 +15,7 @@ from jlora.layers.wrap.wrapped import LayerInfo
 from jlora.manager.base_weights import check_base_shapes, difference
 from jlora.manager.effect import without_effect
 from jlora.manager.fit import describe, find_slices, read_as, refuse
-from jlora.manager.names import NameMap, SiteIndex, SiteSlices, name_rules
+from jlora.manager.names import SiteIndex, SiteSlices, name_rules
 from jlora.manager.stage import check_variant
 
 
@@ -35,7 +35,12 @@ class Survey:
     """
 
     def __init__(
-        self, model: nnx.Module, config: LoRAConfig, *, name_map: NameMap | None = None, skip: Sequence[str] = ()
+        self,
+        model: nnx.Module,
+        config: LoRAConfig,
+        *,
+        name_map: Mapping[str, str] | None = None,
+        skip: Sequence[str] = (),
     ):
         self._config = config
         self._wrapped = survey(model, config, skip)

@@ -14,7 +14,7 @@ from jlora.adapters.activation import active_from
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.forward.batch_shape import LENGTH_NEEDED, FirstRows, checked_length, first_rows_of
 from jlora.layers.forward.lease import Lease
-from jlora.layers.forward.row_space import RowSpace, placed
+from jlora.layers.forward.row_space import RowSpace, put_tree
 from jlora.layers.site import SEQUENCES, ModelSites, Site
 
 _CLOSED = "this LoRABatch is closed: its slots may hold other adapters now; prepare a new one"
@@ -208,7 +208,7 @@ class LoRABatch:
         if lease is None:
             first = jnp.asarray(first)
         elif not isinstance(first, jax.Array):  # placed as by `prepare`, so that no step is compiled again
-            first = placed(first, self.layout.sites)
+            first = put_tree(first, self.layout.sites)
         own = replace(self.sequences, first=first, length=length, differ=True)
         return LoRABatch({**self.spaces, SEQUENCES: own}, replace(self.layout, undecided=False), lease)
 

@@ -422,7 +422,7 @@ def _on_mesh(
     where = f"{path}.{linear.param}"
     stack = len(slots.stack)
     first = stack + (slots.experts is not None)
-    axes = [[first + axis for axis in group] for group in (linear.in_axes, linear.out_axes)]
+    axes = [[first + axis for axis in own] for own in (linear.in_axes, linear.out_axes)]
     axes += [[stack]] if slots.experts is not None else []
     data = tuple(config.data_axes)
     found = None

@@ -263,7 +263,7 @@ class SlotSpec:
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """One place in a model where LoRA is added. Compared by identity, so a layer can hold it as a static attribute.
+    """One product of a model to which LoRA is added. Compared by identity, so that it can be a static attribute of a layer.
 
     Attributes:
       path: canonical dotted path of the layer in the model; ".attend" is appended for the logits use of an embedding.
@@ -344,7 +344,7 @@ class Site:
 
 @dataclass(frozen=True, eq=False)
 class ModelSites:
-    """The sites of one wrapped model, held by its layers and its batches. Compared by identity.
+    """The sites of one wrapped model, shared by its layers and its batches. Compared by identity.
 
     Attributes:
       config: the configuration of the manager.

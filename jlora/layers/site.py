@@ -263,7 +263,7 @@ class SlotSpec:
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """One product of a model to which LoRA is added. Compared by identity, so that it can be a static attribute of a layer.
+    """One product of a model to which LoRA is added. Compared by identity, so it can be a static attribute.
 
     Attributes:
       path: canonical dotted path of the layer in the model; ".attend" is appended for the logits use of an embedding.

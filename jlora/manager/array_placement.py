@@ -73,8 +73,8 @@ def everywhere(where: ArrayPlacement) -> ArrayPlacement:
     return NamedSharding(where.mesh, PartitionSpec()) if isinstance(where, NamedSharding) else where
 
 
-def is_placed(array: Any, where: ArrayPlacement) -> bool:
-    """Return whether an array of a block is already placed as the write programs expect."""
+def is_there(array: Any, where: ArrayPlacement) -> bool:
+    """Return whether an array of a block is already where the write programs expect it."""
     if not isinstance(array, jax.Array) or array.sharding.memory_kind == "pinned_host":
         return False
     return array.devices() == {where} if isinstance(where, Device) else array.sharding == where

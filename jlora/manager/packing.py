@@ -143,8 +143,8 @@ def _columns(b: np.ndarray, positions: np.ndarray, own: Sequence[range]) -> np.n
     """Return `b[:, :, positions]` in the memory layout of `b`. Experts outside `own` are zeros."""
     if len(b) > sum(map(len, own)) and len(b) > 1:
         found = fresh(b.size, b.dtype, sparse=True).reshape(b.shape)
-        for experts in own:
-            rows = slice(experts.start, experts.stop)
+        for each in own:
+            rows = slice(each.start, each.stop)
             found.view(bits_of(b.dtype))[rows] = _columns(b[rows], positions, own).view(bits_of(b.dtype))
         return found
     order = sorted(range(3), key=lambda axis: -b.strides[axis])
@@ -210,7 +210,7 @@ def _fill(
 
 
 def _within(runs: Iterable[tuple[slice, slice]], columns: slice) -> list[tuple[slice, slice]]:
-    """Return the parts of runs within `columns`, as (features counted from the first column, stored features)."""
+    """Return the shares of runs within `columns`, as (features counted from the first column, stored features)."""
     found: list[tuple[slice, slice]] = []
     for features, stored in runs:
         begin, end = max(features.start, columns.start), min(features.stop, columns.stop)

@@ -20,7 +20,7 @@ from jlora.manager.array_placement import (
     ArrayPlacement,
     as_sharded,
     everywhere,
-    is_placed,
+    is_there,
     of_blocks,
     own_device,
     page_locked,
@@ -121,7 +121,7 @@ class SlotArrays:
             return blocks
         arrays, targets = self._pieces(blocks)
         arrays = [
-            array if is_placed(array, target) else jax.device_get(array)
+            array if is_there(array, target) else jax.device_get(array)
             for array, target in zip(arrays, targets, strict=True)
         ]
         moved = put(arrays, list(map(page_locked, targets)))
@@ -216,7 +216,7 @@ class SlotArrays:
           The blocks and the operands on the device.
         """
         arrays, targets = self._pieces(blocks)
-        if all(is_placed(array, target) for array, target in zip(arrays, targets, strict=True)):
+        if all(is_there(array, target) for array, target in zip(arrays, targets, strict=True)):
             arrays, targets = [], []
         if not (arrays or operands):
             return tuple(blocks), []

@@ -130,7 +130,7 @@ def _compile(
 ) -> Launch:
     """Compile a write program ahead of time.
 
-    `jax.jit` would compile again under another precision or debugging option. On a mesh, each device writes its own shard
+    `jax.jit` would compile again under another precision or debugging option. On a mesh, each device writes its shard
     of the operands, without communication.
     """
     donated = tuple(arrays)

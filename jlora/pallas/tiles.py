@@ -21,7 +21,7 @@ class GPUTiles:
       shrink_warps, shrink_stages, shrink_programs: Warps of a program, blocks of a and x in flight, size of the grid.
       block_n: Columns of b and of the output in one step of the expand.
       ahead: Blocks of the base output that are read ahead.
-      warps, stages, programs: As for the shrink; `stages` counts blocks of b.
+      warps, stages, programs: As for the shrink; `stages` counts blocks of b, which in int8 are read at once.
     """
 
     block_k: int = 128
@@ -217,8 +217,6 @@ def _expand_rule(p: GPUProblem, few: bool, cores: int) -> dict[str, int]:
     block_n = 64 if large else 256 if few and p.rank <= 32 and not p.experts else 128
     while 2 * block_n * p.rank * (4 if p.dtype == "float32" else 2) > 128 * 1024:
         block_n //= 2  # two blocks of b would not fit into shared memory beside h
-    if p.itemsizes.b == 1 and few and p.rows > 32 and p.rank <= 64 and not large and not p.experts:
-        block_n *= 2  # as many bytes as in bfloat16
     if p.experts:
         warps, programs = 8 if large else 4, 16 if not few else 8 if p.rank <= 32 else 4
     elif p.rank <= 64 or large:
@@ -226,7 +224,8 @@ def _expand_rule(p: GPUProblem, few: bool, cores: int) -> dict[str, int]:
     else:  # of few rows, h has many parts and ranks to add up
         warps, programs = 8 if few else 4, 2
     return {
-        "block_n": block_n, "warps": warps, "stages": 3 if few and p.rank <= 16 and not p.experts else 2,
+        "block_n": block_n, "warps": warps,
+        "stages": 3 if few and p.rank <= 16 and not p.experts and p.itemsizes.b > 1 else 2,
         "programs": programs * cores,
     }  # fmt: skip
 

@@ -318,11 +318,12 @@ def _expand_kernel(
 
     `base_ref` and `out_ref` are the same memory, or `base_ref` is None and `out` is the delta. The delta of a slice of
     rank 0 is -0.0, which changes no bit of a base output. `row_scales_ref` may be None. Base is read a few blocks ahead
-    of its use, and so is b in int8, into registers. For other b, Triton's pipeline does so through shared memory, from
-    where the matrix unit takes no transposed int8.
+    of its use. For b, Triton's pipeline does so through shared memory, from where the matrix unit takes no transposed
+    int8. Int8 is therefore read into registers, the first block before h and then `stages` blocks at once. The select
+    after its conversion keeps Triton from converting in the layout of the matrix unit, which moves single bytes.
     """
     rank, block_n = b_ref.shape[1], tiles.block_n
-    early = tiles.stages - 1 if b_ref.dtype == jnp.int8 else 0
+    together = tiles.stages if b_ref.dtype == jnp.int8 else 0
     used = tiles_used(used_ref, group_ref)
     counts = column_chunks(slice_sizes, block_n, used, tiles.programs)
     per_tile = sum(counts[1:], counts[0])
@@ -350,29 +351,38 @@ def _expand_kernel(
         def read_b(r, col, inside):
             return load(b_ref, (group, r[:, None], col[None, :]), (r < read)[:, None] & inside)
 
-        def column_block(j, ahead, h):
-            bases, factors = ahead
-            base, *bases = *bases, read_base(j + tiles.ahead)
+        def column_block(j, ahead, h, factors=None):
+            base, *ahead = *ahead, read_base(j + tiles.ahead)
             col, inside = columns(j)
-            total, later = base.astype(jnp.float32), columns(j + early) if early else (col, inside)
+            total = base.astype(jnp.float32)
             for k, (r, h_block) in enumerate(zip(blocks, h, strict=True)):
-                b, *factors[k] = *factors[k], read_b(r, *later)
-                # By way of float32 an H100 is up to 6% faster at small batches, and every int8 stays exact.
-                total += dot(h_block, b.astype(jnp.float32) if early else b, dtype, 0)
+                b = jnp.where((r < read)[:, None], factors[k].astype(dtype), 0) if factors else read_b(r, col, inside)
+                total += dot(h_block, b, dtype, 0)
             if base_ref is None:
                 store(out_ref, (rows[:, None], col[None, :]), jnp.where(true_rank > 0, total, -0.0), live & inside)
             else:
                 store(out_ref, (rows[:, None], col[None, :]), total, live & inside & (true_rank > 0))
-            return bases, factors
+            return tuple(ahead)
 
-        def all_blocks():  # reads ahead before h, whose loads take as long
-            factors = [[read_b(r, *columns(jnp.int32(d))) for d in range(early)] for r in blocks]
-            bases = [read_base(jnp.int32(d)) for d in range(tiles.ahead)]
+        def column_blocks(s, ahead, h):
+            several = [1 + s * together + d for d in range(together)]
+            factors = [[read_b(r, *columns(j)) for r in blocks] for j in several]
+            for j, own in zip(several, factors, strict=True):
+                ahead = column_block(j, ahead, h, own)
+            return ahead
+
+        def all_blocks():
+            ahead = tuple(read_base(jnp.int32(d)) for d in range(tiles.ahead))  # before h, whose loads take as long
+            factors = [read_b(r, *columns(jnp.int32(0))) for r in blocks] if together else None
             h = tuple(
                 sum_parts(h_ref, i * rank, rows, r, live, rank, true_rank, scale)
                 for r, scale in zip(blocks, scales, strict=True)
             )
-            jax.lax.fori_loop(0, steps, partial(column_block, h=h), (bases, factors))
+            if together:
+                ahead = column_block(jnp.int32(0), ahead, h, factors)
+                jax.lax.fori_loop(0, pl.cdiv(steps - 1, together), partial(column_blocks, h=h), ahead)
+            else:
+                jax.lax.fori_loop(0, steps, partial(column_block, h=h), ahead)
 
         if tile_m > 16 and base_ref is not None:
             pl.when(read > 0)(all_blocks)

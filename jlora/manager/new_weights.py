@@ -129,8 +129,8 @@ def updated(
         written = _blocks_on_device(where, plan, arrays, {}, allow_nonfinite)
         blocks = (*_untouched(packed.blocks, plan.rows), *written)
         in_int8 = any(block.steps is not None for block in written)
-        ranks = rank_table(pool.sites, packed.placements, blocks) if in_int8 else packed.ranks
-        return packed.with_values(blocks, ranks), written
+        table = rank_table(pool.sites, packed.placements, blocks) if in_int8 else packed.ranks
+        return packed.with_values(blocks, table), written
     had = {placement.module: placement for placement in packed.placements if placement.site.kind != "head"}
     try:
         keys_of = _sorted_keys(names, where)

@@ -132,7 +132,8 @@ def expand_shared_bytes(tiles: GPUTiles, p: GPUProblem) -> int:
     one stage less.
     """
     stages = max(1, tiles.stages - 1) if p.itemsizes.b == 4 else tiles.stages
-    b = stages * tiles.block_n * p.padded_rank * p.itemsizes.b
+    of_b = p.itemsizes.h if p.itemsizes.b == 1 else stages * p.itemsizes.b  # int8 waits in registers
+    b = tiles.block_n * p.padded_rank * of_b
     h = p.tile_rows * p.padded_rank * p.itemsizes.h
     return b + h + p.tile_rows * tiles.block_n * 4
 
@@ -216,6 +217,8 @@ def _expand_rule(p: GPUProblem, few: bool, cores: int) -> dict[str, int]:
     block_n = 64 if large else 256 if few and p.rank <= 32 and not p.experts else 128
     while 2 * block_n * p.rank * (4 if p.dtype == "float32" else 2) > 128 * 1024:
         block_n //= 2  # two blocks of b would not fit into shared memory beside h
+    if p.itemsizes.b == 1 and few and p.rows > 32 and p.rank <= 64 and not large and not p.experts:
+        block_n *= 2  # as many bytes as in bfloat16
     if p.experts:
         warps, programs = 8 if large else 4, 16 if not few else 8 if p.rank <= 32 else 4
     elif p.rank <= 64 or large:

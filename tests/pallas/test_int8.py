@@ -17,7 +17,7 @@ from jlora.pallas.triton import fused
 from tests import oracle
 from tests.pallas.running import interpret_of
 from tests.pallas.test_moe import routed
-from tests.pallas.test_ranks import TRITON, XLA, backward_of, run_of
+from tests.pallas.test_ranks import MOSAIC, TRITON, XLA, backward_of, run_of
 from tests.pallas.test_xla import close
 
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("quickly_compiled")]
@@ -28,6 +28,7 @@ OWNED = (IDS >= 0) & (IDS < 4)
 RANKS = np.array([[17, 0], [24, 3], [0, 0], [16, 20]])
 ROW_SCALES = np.array([1, -1, 0.125, 3, 0.7, 1, 1, 9, 1, -2, np.nan, 0, 50], np.float32)  # NaN is that of no group
 BACKENDS = pytest.mark.parametrize("backend", [XLA, TRITON])
+EVERY = pytest.mark.parametrize("backend", [XLA, TRITON, MOSAIC])
 
 
 def factors(ranks, rank, k, sizes):
@@ -72,7 +73,7 @@ def test_add_lora(backend, dtype, tolerance):
     np.testing.assert_array_equal(np.asarray(scaled, np.float64)[want == 0], np.asarray(base, np.float64)[want == 0])
 
 
-@BACKENDS
+@EVERY
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_shrink_then_expand(backend, dtype):
     """h is that of the int8 values, and the delta alone is float32."""
@@ -92,7 +93,7 @@ def test_shrink_then_expand(backend, dtype):
     norm_close(total, np.asarray(base, np.float64) + want, 2e-6 if dtype == "float32" else 5e-3)
 
 
-@BACKENDS
+@EVERY
 def test_gradients(backend):
     """x and base have gradients, and int8 factors none."""
     a, b, ranks, *exact = factors(RANKS, RANK, K, SIZES)

@@ -149,7 +149,7 @@ def call(
     row_scales = None if row_scales is None else jnp.pad(row_scales, padding)[:, None]
     if ranks.shape[2] > 2:  # SMEM would not hold the scales of all ranks, so rows bring their own: [n, M, width]
         scales = jnp.moveaxis(ranks[jnp.maximum(group[:, 0], 0), :, 1:], 1, 0)
-        scales = scales if row_scales is None else scales * row_scales
+        scales = scales if row_scales is None else scales * row_scales[None]
         row_scales = jnp.tile(scales, (1, 1, s.bundle))
     loose = s.n % LANES if s.n_tiles > 1 else 0  # trailing columns, which no aligned copy can reach
     b_loose = jnp.pad(b[:, :, s.n - loose :], ((0, 0), (0, 0), (0, LANES - loose))) if loose else b

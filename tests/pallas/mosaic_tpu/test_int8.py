@@ -86,18 +86,3 @@ def test_rows_of_experts(rng):
     out = run(base, x, a, b, ranks, plan=plan, slices=slices, x_rows=jnp.asarray(token))
     ids = np.where(slot[token] < 0, -1, slot[token] * experts + expert)
     assert close(out, expected(base, x[token], ids, a, b, ranks, slices, np.ones(pairs)), 1e-4)
-
-
-def test_shrink_then_expand_is_the_same(rng):
-    rows, k, slices, rank, groups = 12, 40, (24, 8), 16, 4
-    a, b, ranks = factors(rng, groups, k, slices, rank)
-    ids = rng.integers(-1, groups, rows)
-    x, base = (jnp.asarray(rng.normal(size=(rows, size)), jnp.float32) for size in (k, 32))
-
-    @jax.jit
-    def call(plan):
-        h = mosaic_tpu.shrink(x, a, plan, ranks=ranks, interpret=INTERPRET)
-        return mosaic_tpu.expand(h, b, plan, slice_sizes=slices, base=base, ranks=ranks, interpret=INTERPRET)
-
-    out = np.asarray(call(make_plan(jnp.asarray(ids), num_groups=groups)))
-    assert close(out, expected(base, x, ids, a, b, ranks, slices, np.ones(rows)), 1e-4)

@@ -357,7 +357,7 @@ def check_base(op: str, base, plan: Plan, columns: int) -> None:
     check_float(op, "base", base)
 
 
-def check_ranks(op: str, ranks, shape: tuple[int, int, int], factors) -> Float[jax.Array, "G n s"] | None:
+def check_ranks(op: str, ranks, shape: tuple[int, ...], factors) -> Float[jax.Array, "G n s"] | None:
     """Check `ranks` for factors of this dtype with (G, n, R) = shape."""
     if ranks is None:
         return None

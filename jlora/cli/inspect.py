@@ -63,6 +63,7 @@ def _inspect(
     print(f"base model   {printable(adapter.base_model_name or '(not said)')}")
     print(f"modules      {len(adapter.modules)}, rank up to {adapter.rank}, {size(adapter.nbytes)}")
     _print_modules(adapter)
+    _print_int8(adapter)
     for name, head in adapter.heads.items():
         bias = "with a bias" if head.biased else "without bias"
         print(
@@ -110,6 +111,16 @@ def _print_modules(adapter: Adapter) -> None:
         print(f"  {count:4d} x {printable(name):<20} {kind:<9} rank {rank:<4} scaling {scaling:<8g} {dtype}")
     if len(groups) > _SHOWN_GROUPS:
         print(f"  ... and {len(groups) - _SHOWN_GROUPS} more kinds")
+
+
+def _print_int8(adapter: Adapter) -> None:
+    errors = adapter.int8_errors()
+    if errors:
+        print("int8         relative error of each delta in slots of int8 (Frobenius norm), largest first:")
+    for name, error in list(errors.items())[:_SHOWN_PROBLEMS]:
+        print(f"  {100 * error:6.2f}%  {printable(name)}")
+    if len(errors) > _SHOWN_PROBLEMS:
+        print(f"  ... and {len(errors) - _SHOWN_PROBLEMS} more, least {100 * min(errors.values()):.2f}%")
 
 
 def fit(adapter: Adapter, model: str | Path, revision: str | None = None) -> tuple[dict[str, int], tuple[str, ...]]:

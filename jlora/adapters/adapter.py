@@ -358,7 +358,7 @@ class Adapter:
         os.replace(config_part, folder / CONFIG_FILE)
 
     def int8_errors(self) -> dict[str, float]:
-        """Return what slots of int8 cost each module, largest first: module name -> relative error of its delta.
+        """Return module name -> relative error of its delta in slots of int8, the largest first.
 
         It is the Frobenius norm of the change by int8, divided by the norm of the delta. Modules of experts have one
         value. Embeddings, which are served in floats, are left out.

@@ -95,6 +95,11 @@ class Block:
     steps: Float[np.ndarray, "2 rows n step"] | None = None
 
     @property
+    def rows(self) -> tuple[Row, ...]:
+        """The rows of the chunk that the block holds."""
+        return self.chunk.rows if self.row is None else (self.chunk.rows[self.row],)
+
+    @property
     def factors(self) -> list[Any]:
         """A and B, or the only one of them that the sites hold."""
         return [(self.a, self.b)[j] for j in self.chunk.spec.factors]
@@ -306,7 +311,7 @@ def unpack(blocks: Iterable[Block], wanted: Collection[Row]) -> dict[Row, tuple[
     """
     stored: dict[Row, list[tuple[int, Any, Any, Any]]] = {}
     for block in blocks:
-        rows = block.chunk.rows if block.row is None else (block.chunk.rows[block.row],)
+        rows = block.rows
         if any(row in wanted for row in rows):
             a, b = jax.device_get((block.a, block.b))
             for i, row in enumerate(rows):

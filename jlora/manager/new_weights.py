@@ -250,7 +250,7 @@ def _untouched(blocks: Sequence[Block], rows: set[Row]) -> list[Block]:
     """Return the blocks of all other rows. Blocks that also hold some of `rows` are divided into blocks of one row."""
     kept: list[Block] = []
     for block in blocks:
-        own = block.chunk.rows if block.row is None else (block.chunk.rows[block.row],)
+        own = block.rows
         if not rows.intersection(own):
             kept.append(block)
         elif block.row is None:
@@ -444,9 +444,9 @@ def _in_int8(spec: SlotSpec, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax
         return jnp.rint(values * inverse[..., None]).clip(-127, 127).astype(jnp.int8), largest
 
     a, of_a = rounded(a)
-    parts = [rounded(b[..., spec.columns(i, 1)]) for i in range(spec.slices)]
-    of_b = jnp.stack([own for _, own in parts], axis=1)
-    return a, jnp.concatenate([codes for codes, _ in parts], axis=-1), jnp.stack([of_a, of_b])
+    of_slices = [rounded(b[..., spec.columns(i, 1)]) for i in range(spec.slices)]
+    of_b = jnp.stack([own for _, own in of_slices], axis=1)
+    return a, jnp.concatenate([codes for codes, _ in of_slices], axis=-1), jnp.stack([of_a, of_b])
 
 
 def stored(factors: jax.Array, blocks: Sequence[tuple[int, int]]) -> jax.Array:

@@ -178,13 +178,13 @@ def _fill(
     for target, rows, piece in fills:
         slices = slice(piece.first, piece.first + piece.slices)
         # In int8 each slice has steps of its own.
-        parts = [site.spec.columns(i, 1) for i in range(slices.start, slices.stop)]
-        parts = parts if dtype == np.int8 else [site.spec.columns(piece.first, piece.slices)]
+        spans = [site.spec.columns(i, 1) for i in range(slices.start, slices.stop)]
+        spans = spans if dtype == np.int8 else [site.spec.columns(piece.first, piece.slices)]
         for run, blocks in packing.runs(target, rows.start, len(rows)):
             fits = True
-            of_a, of_b = None, [None] * len(parts)
+            of_a, of_b = None, [None] * len(spans)
             if dtype == np.int8:
-                of_a, of_b = _steps(piece, run, parts, together=shared and bool(site.spec.experts))
+                of_a, of_b = _steps(piece, run, spans, together=shared and bool(site.spec.experts))
                 for begin, _, _, steps in blocks:
                     assert steps is not None
                     ranks = slice(begin, begin + steps.shape[3])
@@ -193,8 +193,8 @@ def _fill(
             for features, stored in target.spec.in_runs if target.spec.in_features else ():
                 into_a = [(begin, a[:, slices, :, stored]) for begin, a, _, _ in blocks]
                 fits &= write(piece.a[:, :, features], run, dtype, into_a, of_a)
-            for columns, steps in zip(parts, of_b, strict=True):
-                own = piece.b[:, :, columns.start - parts[0].start : columns.stop - parts[0].start]
+            for columns, steps in zip(spans, of_b, strict=True):
+                own = piece.b[:, :, columns.start - spans[0].start : columns.stop - spans[0].start]
                 for features, stored in _within(target.spec.out_runs, columns) if target.spec.out_features else ():
                     into_b = [(begin, b[:, None, :, stored]) for begin, _, b, _ in blocks]
                     fits &= write(own[:, :, features], run, dtype, into_b, steps)
@@ -221,14 +221,14 @@ def _fill(
     ]
 
 
-def _steps(piece: _Piece, run: slice, parts: Sequence[slice], *, together: bool) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return the int8 steps [rows or 1, r] of A, and of each of the `parts` of the columns of B, in a run of rows.
+def _steps(piece: _Piece, run: slice, spans: Sequence[slice], *, together: bool) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Return the int8 steps [rows or 1, r] of A, and of each of the `spans` of columns of B, in a run of rows.
 
     If `together` is True and the rows share B, they have one step for A too, because a slot then has one scale for all.
     """
     a, b = (factor if len(factor) == 1 else factor[run] for factor in piece[-2:])
     of_a = row_steps(piece.a).max(axis=0, keepdims=True) if together and len(b) == 1 else row_steps(a)
-    return of_a, [row_steps(b[:, :, part.start - parts[0].start : part.stop - parts[0].start]) for part in parts]
+    return of_a, [row_steps(b[:, :, span.start - spans[0].start : span.stop - spans[0].start]) for span in spans]
 
 
 def _within(runs: Iterable[tuple[slice, slice]], columns: slice) -> list[tuple[slice, slice]]:
@@ -261,15 +261,14 @@ def rank_table(
     """
     sizes = [math.prod((*site.spec.rows, site.spec.slices, site.spec.rank_columns)) for site in sites]
     table = np.zeros(sum(sizes))
-    parts = np.split(table, np.cumsum(sizes)[:-1])  # views
+    views = np.split(table, np.cumsum(sizes)[:-1])
     of_site = {
-        site: part.reshape(-1, site.spec.slices, site.spec.rank_columns)
-        for site, part in zip(sites, parts, strict=True)
+        site: view.reshape(-1, site.spec.slices, site.spec.rank_columns)
+        for site, view in zip(sites, views, strict=True)
     }
     for block in blocks:
         if block.steps is not None:
-            rows = block.chunk.rows if block.row is None else (block.chunk.rows[block.row],)
-            for (site, row), steps in zip(rows, block.steps.prod(axis=0), strict=True):
+            for (site, row), steps in zip(block.rows, block.steps.prod(axis=0), strict=True):
                 of_site[site][row, :, 1 + block.start : 1 + block.start + steps.shape[1]] = steps
     for p in placements:
         if np.float32(p.scaling) or p.extras:

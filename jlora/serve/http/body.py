@@ -80,22 +80,25 @@ async def receive_body(request: Request, most: int, seconds: float, flag: str = 
       ApiError: 408 for a timeout, 413 for a body that is too long.
       ClientDisconnect: the client disconnected.
     """
-    by = f" ({flag})" if flag else ""
-    message = f"the body is longer than {most} bytes, the most that this server takes{by}"
-    too_long = ApiError(413, "RequestTooLargeError", message)
     length = request.headers.get("content-length", "0")
     if not (length.isascii() and length.isdigit()) or int(length[:20]) > most:
-        raise too_long
+        raise _too_long(most, flag)
     body = bytearray()
     try:
         async with asyncio.timeout(seconds):
             async for part in request.stream():
                 body += part
                 if len(body) > most:
-                    raise too_long
+                    raise _too_long(most, flag)  # no local keeps the error: its traceback holds the body
     except TimeoutError:
         raise ApiError(408, "RequestTimeoutError", f"the body did not come within {seconds:g} seconds") from None
     return body
+
+
+def _too_long(most: int, flag: str) -> ApiError:
+    by = f" ({flag})" if flag else ""
+    message = f"the body is longer than {most} bytes, the most that this server takes{by}"
+    return ApiError(413, "RequestTooLargeError", message)
 
 
 def parse_form(body: bytearray, content_type: str, kind: str = BAD_REQUEST) -> dict[str, memoryview]:

@@ -165,15 +165,15 @@ class SlotSpec:
         return found.named(*lead, *own, *a), found.named(*lead, *own, *b), found.named(*lead, *own), *of_extras
 
     @functools.cached_property
-    def block_shardings(self) -> tuple[NamedSharding | None, NamedSharding | None]:
-        """Shardings of the blocks written into A, [rows, n, step, K], and into B, [rows, step, N]; None off meshes.
+    def block_shardings(self) -> tuple[NamedSharding | None, ...]:
+        """Shardings of a block's A [rows, n, step, K], B [rows, step, N] and scales [rows, n, step]; None off meshes.
 
         They are for blocks of all rows. A block of one row is not split over the experts.
         """
         if (found := self.sharding) is None:
-            return None, None
+            return (None,) * 3
         rows = () if self.experts is None else found.experts
-        return found.named(rows, (), (), found.a[-1]), found.named(rows, (), found.b[-1])
+        return found.named(rows, (), (), found.a[-1]), found.named(rows, (), found.b[-1]), found.named(rows)
 
     @property
     def slots(self) -> range:
@@ -189,6 +189,11 @@ class SlotSpec:
         return tuple(j for j, features in enumerate((self.in_features, self.out_features)) if features)
 
     @property
+    def of_blocks(self) -> tuple[int, ...]:
+        """Arrays that blocks are written into, as indices into `shapes`: the factors and, in int8, the ranks."""
+        return (*self.factors, 2) if self.dtype == "int8" else self.factors
+
+    @property
     def present(self) -> tuple[int, ...]:
         """Arrays that the site has, as indices into `shapes`: its factors, the ranks, and the extras."""
         return (*self.factors, *range(2, 3 + len(self.extras)))
@@ -201,6 +206,12 @@ class SlotSpec:
     def index(self, table: str) -> int:
         """Return the index of one of `tables` into `shapes`."""
         return 2 + self.tables.index(table)
+
+    def slot_shape(self, table: str) -> tuple[int, ...]:
+        """Return the shape of the values of one of `tables` for one slot: of int8 ranks, without the scales."""
+        shape = list(self.shapes[self.index(table)])
+        del shape[len(self.stack)]
+        return (*shape[:-1], 1) if table == "ranks" and self.dtype == "int8" else tuple(shape)
 
     @property
     def whole(self) -> bool:

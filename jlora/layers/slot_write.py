@@ -24,13 +24,13 @@ def write_block(
     *,
     one_launch: bool = False,
 ) -> tuple[Real[Array, "..."], ...]:
-    """Write one block of each factor into one slot of each site.
+    """Write one block of each factor, and in int8 the scales of its ranks, into one slot of each site.
 
     Args:
       spec: the spec of the sites that hold the arrays.
-      arrays: all A and all B, or only one of the two (`spec.factors`). There is one array for each row of the block, or
-        one array in all if the site itself has several rows: a stack of layers, or the experts of a layer.
-      blocks: the values of some ranks for each factor: A [rows, n, step, K] and B [rows, step, N].
+      arrays: all A, all B and all ranks, or those of them in `spec.of_blocks`. There is one array for each row of the
+        block, or one array in all if the site itself has several rows: a stack of layers, or the experts of a layer.
+      blocks: the values of some ranks for each: A [rows, n, step, K], B [rows, step, N], and scales [rows, n, step].
       where: int32 [4]: slot of the model, first row, first rank, and the shard of experts that owns a row written
         alone.
       ranks_over: mesh axes that split the ranks of A, if the arrays are those of one shard.
@@ -38,7 +38,7 @@ def write_block(
       one_launch: use a Triton kernel if it supports the arrays; see `takes_kernels`.
 
     Returns:
-      The updated arrays, all A and then all B.
+      The updated arrays, in the same order.
     """
     slot, row, start, owner = where
     slot -= spec.first_slot
@@ -49,14 +49,17 @@ def write_block(
         experts = arrays[0][0].shape[len(spec.stack) + 1]  # experts of one shard
         lead = (*(() if spec.layers is None else (row // experts,)), slot, row % experts)
     written: list[jax.Array] = []
-    tails = (zero, start, zero), (start, zero)
-    for j, held, block in zip(spec.factors, arrays, blocks, strict=True):
+    tails = (zero, start, zero), (start, zero), (zero, start + 1)
+    for j, held, block in zip(spec.of_blocks, arrays, blocks, strict=True):
         tail = tails[j]
         if one_launch and not spec.rows and not (ranks_over and j == 0):
             from jlora.pallas.triton import write  # imports Pallas' Triton backend, which is slow
 
             if write.suits(held[0].shape, len(held)):
-                written += write.write_rows(held, block, slot, start)
+                if j == 2:  # as factors of one feature, whose first rank is the true rank
+                    held, block = [array[..., None] for array in held], block[..., None]
+                new = write.write_rows(held, block, slot, start + (j == 2))
+                written += [array[..., 0] for array in new] if j == 2 else new
                 continue
         for i, array in enumerate(held):
             if spec.experts is not None:
@@ -112,14 +115,14 @@ def write_table(
 ) -> tuple[Float[Array, "..."], ...]:
     """Write the ranks and scales, or an extra, of one slot of every site that holds it, and return the updated arrays.
 
-    `values` holds those of all sites, one site after the other. Sites without this slot keep their values, which can be
-    those with fewer slots than the `num_slots` of the model. An array of one shard takes its own shard.
+    In int8 the scales stay, because `write_block` writes them. `values` holds those of all sites, one site after the
+    other. Sites without this slot keep their values, which can be those with fewer slots than the `num_slots` of the
+    model. An array of one shard takes its own shard.
     """
     start, written = 0, list[jax.Array]()
     for spec, array in zip(specs, arrays, strict=True):
         j, axis = spec.index(table), len(spec.stack)
-        shape = list(spec.shapes[j])
-        del shape[axis]  # of the slots
+        shape = spec.slot_shape(table)
         size = math.prod(shape)
         block = lax.slice_in_dim(values, start, start + size).reshape(shape)
         for i, count in enumerate((*array.shape[:axis], *array.shape[axis + 1 :])):

@@ -47,25 +47,22 @@ def refreshed(before: ArrayPlacement, array: jax.Array) -> ArrayPlacement:
 def as_sharded(spec: SlotSpec, placements: Sequence[ArrayPlacement]) -> bool:
     """Return whether slot arrays still have the shardings of their spec.
 
-    They differ if the model was moved after it was wrapped. The placements of all A come first, then of all B. A factor
-    that the sites do not hold is left out.
+    They differ if the model was moved after it was wrapped. The placements are those of `SlotSpec.of_blocks`, each for
+    all sites.
     """
     if spec.sharding is None:
         return False
-    return list(placements) == [
-        spec.shardings[j] for j in spec.factors for _ in range(len(placements) // len(spec.factors))
-    ]
+    count = len(placements) // len(spec.of_blocks)
+    return list(placements) == [spec.shardings[j] for j in spec.of_blocks for _ in range(count)]
 
 
-def of_blocks(spec: SlotSpec, *, whole: bool) -> tuple[ArrayPlacement, ArrayPlacement]:
-    """Return the placements of the A and B blocks of sharded slots.
+def of_blocks(spec: SlotSpec, *, whole: bool) -> tuple[ArrayPlacement, ...]:
+    """Return the placements of A, B and the scales of a block of sharded slots.
 
     If `whole` is False, the block has one row and is replicated over the shards of experts.
     """
-    a, b = cast("tuple[NamedSharding, NamedSharding]", spec.block_shardings)
-    if not whole:
-        a, b = (NamedSharding(of.mesh, PartitionSpec(None, *of.spec[1:])) for of in (a, b))
-    return a, b
+    found = cast("tuple[NamedSharding, ...]", spec.block_shardings)
+    return found if whole else tuple(NamedSharding(of.mesh, PartitionSpec(None, *of.spec[1:])) for of in found)
 
 
 def everywhere(where: ArrayPlacement) -> ArrayPlacement:

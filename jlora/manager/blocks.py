@@ -11,7 +11,7 @@ import functools
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -85,6 +85,7 @@ class Block:
       a: [rows, n, rank_step, K] in slot dtype, on the host or on a device. K is `SlotSpec.stored_in`.
       b: [rows, rank_step, N] in slot dtype. N is `SlotSpec.stored_out`.
       steps: For int8, the steps of A and of each slice of B, float64 [2, rows, n, rank_step] on the host.
+      scales: For int8, float32 [rows, n, rank_step] on the host or on a device; see `packing.scaled`.
     """
 
     chunk: Chunk
@@ -93,6 +94,7 @@ class Block:
     a: Any
     b: Any
     steps: Float[np.ndarray, "2 rows n step"] | None = None
+    scales: Any = None
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -100,9 +102,18 @@ class Block:
         return self.chunk.rows if self.row is None else (self.chunk.rows[self.row],)
 
     @property
-    def factors(self) -> list[Any]:
-        """A and B, or the only one of them that the sites hold."""
-        return [(self.a, self.b)[j] for j in self.chunk.spec.factors]
+    def arrays(self) -> tuple[Any, ...]:
+        """A, B and, for int8, the scales."""
+        return (self.a, self.b) if self.steps is None else (self.a, self.b, self.scales)
+
+    def with_arrays(self, arrays: Iterator[Any]) -> "Block":
+        """Return the block with the next of `arrays` as its arrays, in their order."""
+        return replace(self, **{name: next(arrays) for name in ("a", "b", "scales")[: len(self.arrays)]})
+
+    @property
+    def operands(self) -> list[Any]:
+        """The arrays without a factor that the sites do not hold."""
+        return [self.arrays[j] for j in self.chunk.spec.of_blocks]
 
     @functools.cached_property
     def nbytes(self) -> int:
@@ -126,8 +137,9 @@ def rank_starts(spec: SlotSpec, rank: int) -> list[int]:
 
 def row_nbytes(spec: SlotSpec) -> int:
     """Return the bytes of one block of one row."""
-    values = rank_step(spec) * (spec.slices * spec.stored_in + spec.stored_out)
-    return values * np.dtype(spec.dtype).itemsize
+    values = spec.slices * spec.stored_in + spec.stored_out
+    scales = 4 * spec.slices if spec.dtype == "int8" else 0
+    return rank_step(spec) * (values * np.dtype(spec.dtype).itemsize + scales)
 
 
 def cut(sites: Sequence[Site], max_bytes: int) -> tuple[Chunk, ...]:

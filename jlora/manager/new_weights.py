@@ -27,7 +27,7 @@ from jlora.manager.array_placement import auto_axes, with_auto_axes
 from jlora.manager.blocks import Block, Chunk, Row, pack, rank_starts, rank_step, unpack
 from jlora.manager.casting import check_scaling, in_slot_dtype
 from jlora.manager.packed_adapter import LifeCycle, PackedAdapter, Placement, largest_rank
-from jlora.manager.packing import rank_table
+from jlora.manager.packing import rank_table, scaled
 from jlora.manager.slot_arrays import SlotArrays
 
 _SHOWN = 4  # modules in a message
@@ -126,11 +126,8 @@ def updated(
         shapes = []
     plan: _UpdatePlan | None = packed.update_plan
     if on_device and plan is not None and plan.names == names and plan.shapes == shapes:
-        written = _blocks_on_device(where, plan, arrays, {}, allow_nonfinite)
-        blocks = (*_untouched(packed.blocks, plan.rows), *written)
-        in_int8 = any(block.steps is not None for block in written)
-        table = rank_table(pool.sites, packed.placements, blocks) if in_int8 else packed.ranks
-        return packed.with_values(blocks, table), written
+        written = scaled(_blocks_on_device(where, plan, arrays, {}, allow_nonfinite), packed.placements)
+        return packed.with_values((*_untouched(packed.blocks, plan.rows), *written)), written
     had = {placement.module: placement for placement in packed.placements if placement.site.kind != "head"}
     try:
         keys_of = _sorted_keys(names, where)
@@ -157,6 +154,7 @@ def updated(
             plan = None
     else:
         written = _assemble_on_host(where, news, old, ranks, pool, allow_nonfinite)
+    written = scaled(written, placements)
     on_host = packed.life.on_host  # read before `blocks`, because a finished copy replaces `blocks` first
     kept: Sequence[Block] = _untouched(packed.blocks, rows)
     if not (on_device or on_host):
@@ -165,7 +163,7 @@ def updated(
     new = replace(
         packed,
         placements=placements,
-        ranks=rank_table(pool.sites, placements, blocks),
+        ranks=rank_table(pool.sites, placements),
         rank=largest_rank(placements),
         request=None,
         key=None,
@@ -178,7 +176,7 @@ def updated(
 
 def to_host(blocks: Sequence[Block]) -> tuple[Block, ...]:
     """Return the blocks with all arrays in host memory."""
-    return tuple(replace(block, a=jax.device_get(block.a), b=jax.device_get(block.b)) for block in blocks)
+    return tuple(block.with_arrays(iter(jax.device_get(block.arrays))) for block in blocks)
 
 
 @functools.lru_cache(maxsize=8)  # a training loop updates the same names every time
@@ -259,7 +257,9 @@ def _untouched(blocks: Sequence[Block], rows: set[Row]) -> list[Block]:
                     if row not in rows:
                         own = slice(i, i + 1)
                         steps = None if block.steps is None else block.steps[:, own]
-                        kept.append(Block(block.chunk, i, block.start, block.a[own], block.b[own], steps))
+                        kept.append(
+                            replace(block, row=i, steps=steps).with_arrays(array[own] for array in block.arrays)
+                        )
     return kept
 
 

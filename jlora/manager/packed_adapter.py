@@ -91,7 +91,7 @@ class PackedAdapter:
     Attributes:
       name: Name of the adapter.
       placements: Destinations of its modules.
-      ranks: true rank and scales of each output slice of every site, in the order of the pool (`rank_table`).
+      ranks: true rank and scale of each output slice of every site, in the order of the pool (`rank_table`).
       rank: The largest rank of a LoRA module.
       life: Its blocks and version, and where the blocks are.
       extras: `Extra.name` -> values of a slot (`slot_values`), for the extras that its modules bring.
@@ -142,11 +142,11 @@ class PackedAdapter:
         of_sites = {site.spec.slots for site in self.sites}
         return range(max((s.start for s in of_sites), default=0), min((s.stop for s in of_sites), default=0))
 
-    def with_values(self, blocks: tuple[Block, ...], ranks: Float[np.ndarray, "scales"]) -> "PackedAdapter":
+    def with_values(self, blocks: tuple[Block, ...]) -> "PackedAdapter":
         """Return a version whose blocks were changed on the device, with the same modules and without a request."""
         new = copy.copy(self)
         # In place of `replace`, which drops the cached sets.
-        vars(new).update(ranks=ranks, request=None, key=None, warnings=(), life=LifeCycle(blocks, on_host=False))
+        vars(new).update(request=None, key=None, warnings=(), life=LifeCycle(blocks, on_host=False))
         return new
 
     @property

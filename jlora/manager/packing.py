@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -82,7 +83,8 @@ def pack_modules(
             return _fill(where, name, module, wrapped, *slices_of[name], shared, packing)
 
     filled = on_threads(fill, list(slices_of), sum(block.nbytes for block in packing.blocks))
-    return tuple(itertools.chain(*filled)), packing.blocks
+    placements = tuple(itertools.chain(*filled))
+    return placements, scaled(packing.blocks, placements)
 
 
 def _targets(module: Layer, site: Site, row: int, shared: bool) -> list[tuple[Site, range]]:
@@ -251,29 +253,38 @@ def _refuse(where: str, dtype: np.dtype, pieces: Sequence[_Piece]) -> NoReturn:
     raise AssertionError("slot dtype holds all values of all rows")
 
 
-def rank_table(
-    sites: tuple[Site, ...], placements: tuple[Placement, ...], blocks: Iterable[Block]
-) -> Float[np.ndarray, "values"]:
-    """Return the true rank and the scales of each output slice of every row, float32, in the order of `sites`.
+def rank_table(sites: tuple[Site, ...], placements: tuple[Placement, ...]) -> Float[np.ndarray, "values"]:
+    """Return the true rank and the scale of each output slice of every row, float32, in the order of `sites`.
 
-    A slice has `SlotSpec.rank_columns` values. In int8 the scales contain the steps of `blocks`. Slices without
-    factors, or with scale 0 and no extras, have rank 0: the base output keeps its bits there.
+    In int8, where blocks have the scales, it is the true rank alone. Slices without factors, or with scale 0 and no
+    extras, have rank 0: the base output keeps its bits there.
     """
-    sizes = [math.prod((*site.spec.rows, site.spec.slices, site.spec.rank_columns)) for site in sites]
-    table = np.zeros(sum(sizes))
+    shapes = [site.spec.slot_shape("ranks") for site in sites]
+    sizes = list(map(math.prod, shapes))
+    table = np.zeros(sum(sizes), np.float32)
     views = np.split(table, np.cumsum(sizes)[:-1])
-    of_site = {
-        site: view.reshape(-1, site.spec.slices, site.spec.rank_columns)
-        for site, view in zip(sites, views, strict=True)
-    }
-    for block in blocks:
-        if block.steps is not None:
-            for (site, row), steps in zip(block.rows, block.steps.prod(axis=0), strict=True):
-                of_site[site][row, :, 1 + block.start : 1 + block.start + steps.shape[1]] = steps
+    of_site = {site: view.reshape(-1, *shape[-2:]) for site, view, shape in zip(sites, views, shapes, strict=True)}
     for p in placements:
         if np.float32(p.scaling) or p.extras:
             own = of_site[p.site][p.row, p.first : p.first + p.count]
-            own[:, 0] = p.rank
-            own[:, 1:] = p.scaling * (own[:, 1:] if p.site.spec.dtype == "int8" else 1)
-    with np.errstate(over="ignore", invalid="ignore"):  # values that the configuration lets through
-        return table.astype(np.float32)
+            own[:, 0], own[:, 1:] = p.rank, p.scaling
+    return table
+
+
+def scaled(blocks: Sequence[Block], placements: Iterable[Placement]) -> tuple[Block, ...]:
+    """Return the blocks, in int8 with the scale of each rank: the product of its steps and of the delta's scale."""
+    if all(block.steps is None for block in blocks):
+        return tuple(blocks)
+    of_row: dict[Row, np.ndarray] = {}
+    for p in placements:
+        zeros = np.zeros(p.site.spec.slices)
+        of_row.setdefault((p.site, p.row), zeros)[p.first : p.first + p.count] = p.scaling
+    found: list[Block] = []
+    for block in blocks:
+        if block.steps is not None:
+            own = np.stack([of_row.get(row, np.zeros(block.chunk.spec.slices)) for row in block.rows])
+            with np.errstate(over="ignore", invalid="ignore"):  # values that the configuration lets through
+                scales = (block.steps.prod(axis=0) * own[..., None]).astype(np.float32)
+            block = replace(block, scales=scales)
+        found.append(block)
+    return tuple(found)

@@ -24,12 +24,12 @@ def compiled_write(key: WriteKey, stamps: tuple[int, ...], placements: tuple[Arr
     """Compile the program that writes blocks into one slot and increments the stamp of the slot.
 
     Its signature is `write(*arrays, *operands)`, and it returns the updated arrays. The arrays are donated. For each
-    block, the operands are its factors and the int32 vector [slot, row, rank, shard].
+    block, the operands are its factors, in int8 its scales, and the int32 vector [slot, row, rank, shard].
 
     Args:
       key: Specs and sizes of the blocks, in the order of the operands.
       stamps: Shape of the stamps, which is the axes of `SlotSpec.stack` and then the slots.
-      placements: Placements of the arrays. These are all A and then all B of each block, and the stamps at the end.
+      placements: Placements of the arrays: for each block all A, all B and in int8 all ranks; the stamps at the end.
     """
     whole = everywhere(placements[0])
     writers: list[Callable[..., Arrays]] = []
@@ -37,25 +37,26 @@ def compiled_write(key: WriteKey, stamps: tuple[int, ...], placements: tuple[Arr
     operands: list[tuple[jax.ShapeDtypeStruct, ...]] = []
     meshes: set[Any] = set()
     for spec, rows, count in key:
-        factors, step = spec.factors, rank_step(spec)
-        own = placements[len(arrays) : len(arrays) + len(factors) * count]
+        step = rank_step(spec)
+        own = placements[len(arrays) : len(arrays) + len(spec.of_blocks) * count]
         sharding = spec.sharding if as_sharded(spec, own) else None
-        over, alone, of = (), (), (whole, whole)
+        over, alone, of = (), (), (whole,) * 3
         if sharding is not None:
             over = sharding.a[2]
             alone = sharding.experts if rows == 1 and spec.expert_shards > 1 else ()
             of = of_blocks(spec, whole=not alone)
         meshes.add(None if sharding is None else sharding.mesh)
         writers.append(partial(_write_sites, spec, count, over, alone, takes_kernels(a_device(placements[0]))))
-        of_arrays = [j for j in factors for _ in range(count)]
-        arrays += [_struct(spec.shapes[j], spec.dtype, where) for j, where in zip(of_arrays, own, strict=True)]
-        blocks = (rows, spec.slices, step, spec.stored_in), (rows, step, spec.stored_out)
-        operands.append((*(_struct(blocks[j], spec.dtype, of[j]) for j in factors), _struct((4,), "int32", whole)))
+        of_arrays = [j for j in spec.of_blocks for _ in range(count)]
+        arrays += [_struct(spec.shapes[j], spec.dtypes[j], where) for j, where in zip(of_arrays, own, strict=True)]
+        blocks = (rows, spec.slices, step, spec.stored_in), (rows, step, spec.stored_out), (rows, spec.slices, step)
+        structs = [_struct(blocks[j], spec.dtypes[j], of[j]) for j in spec.of_blocks]
+        operands.append((*structs, _struct((4,), "int32", whole)))
 
     def write(arrays: Arrays, operands: Sequence[Arrays]) -> Arrays:
         written: list[jax.Array] = []
         for (spec, _, count), writer, (*blocks, where) in zip(key, writers, operands, strict=True):
-            written += writer(arrays[len(written) : len(written) + len(spec.factors) * count], blocks, where)
+            written += writer(arrays[len(written) : len(written) + len(spec.of_blocks) * count], blocks, where)
         return *written, _stamped(arrays[-1], operands[0][-1][0])
 
     arrays.append(_struct(stamps, "int32", placements[-1]))
@@ -73,8 +74,8 @@ def _write_sites(
     blocks: Sequence[jax.Array],
     where: jax.Array,
 ) -> Arrays:
-    of_factors = [arrays[i * count : (i + 1) * count] for i in range(len(spec.factors))]
-    return write_block(spec, of_factors, blocks, where, over, alone, one_launch=one_launch)
+    held = [arrays[i * count : (i + 1) * count] for i in range(len(spec.of_blocks))]
+    return write_block(spec, held, blocks, where, over, alone, one_launch=one_launch)
 
 
 @lru_cache(maxsize=32)
@@ -103,7 +104,7 @@ def compiled_table(
     mesh = meshes.pop() if meshes and split else None
     arrays = [_struct(spec.shapes[j], "float32", where) for spec, j, where in of]
     arrays.append(_struct(stamps, "int32", placements[-1]))
-    total = sum(math.prod(spec.shapes[j]) // spec.num_slots for spec, j, _ in of)
+    total = sum(math.prod(spec.slot_shape(table)) for spec in specs)
     whole = everywhere(placements[0])
     operands = [_struct((total,), "float32", whole), _struct((4,), "int32", whole)]
     return _compile(write, mesh, placements, arrays, operands)

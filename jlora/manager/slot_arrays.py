@@ -6,7 +6,7 @@ import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -103,7 +103,6 @@ class SlotArrays:
         self._in_flight: list[Block] = []
         self._spent: list[tuple[jax.Array, ...]] = []  # arrays that writes consumed; see `let_go`
         self._written = self._variables[0]  # a variable of the last write
-        self._scales = any(site.spec.dtype == "int8" for site in self.sites)
         self._empty = empty_values(self.sites)  # extras of an adapter that brings none
         # Values of the ranks and of each extra last written to each slot; None if unknown.
         self._tables: dict[str, list[np.ndarray | None]] = {"ranks": [None] * num_slots}
@@ -120,16 +119,17 @@ class SlotArrays:
         """Return the blocks in page-locked host memory, several times faster to move; unchanged if there is none."""
         if not self.page_locks:
             return blocks
-        arrays, targets = self._pieces(blocks)
+        arrays, targets = self._operands(blocks)
         arrays = [
             array if is_there(array, target) else jax.device_get(array)
             for array, target in zip(arrays, targets, strict=True)
         ]
         moved = put(arrays, list(map(page_locked, targets)))
         jax.block_until_ready(moved)
+        moved = iter(moved)
         # JAX releases the arrays that it copied from at a collection, in any thread. Collect here, not during a step.
         gc.collect(0)
-        return tuple(replace(block, a=moved[2 * i], b=moved[2 * i + 1]) for i, block in enumerate(blocks))
+        return tuple(block.with_arrays(moved) for block in blocks)
 
     def slot_of(self, packed: PackedAdapter) -> int | None:
         """Return the clean slot that holds an adapter; None if there is none."""
@@ -216,16 +216,14 @@ class SlotArrays:
         Returns:
           The blocks and the operands on the device.
         """
-        arrays, targets = self._pieces(blocks)
+        arrays, targets = self._operands(blocks)
         if all(is_there(array, target) for array, target in zip(arrays, targets, strict=True)):
             arrays, targets = [], []
         if not (arrays or operands):
             return tuple(blocks), []
-        moved = put_operands([*arrays, *operands], [*targets, *[everywhere(self._placements[-1])] * len(operands)])
-        count = len(arrays)
-        if count:
-            blocks = [replace(block, a=moved[2 * i], b=moved[2 * i + 1]) for i, block in enumerate(blocks)]
-        return tuple(blocks), moved[count:]
+        wanted = [*targets, *[everywhere(self._placements[-1])] * len(operands)]
+        moved = iter(put_operands([*arrays, *operands], wanted))
+        return tuple(block.with_arrays(moved) if arrays else block for block in blocks), list(moved)
 
     def write(
         self, slot: int, packed: PackedAdapter, *, donate: bool = True, only: Sequence[Block] | None = None
@@ -253,7 +251,7 @@ class SlotArrays:
         self.table[slot] = packed
         for wave in itertools.count():
             for blocks in self._together(ready):
-                operands = [operand for block in blocks for operand in (*block.factors, self._where(slot, block))]
+                operands = [operand for block in blocks for operand in (*block.operands, self._where(slot, block))]
                 spent.append(self._run(slot, self._job(blocks), operands, donate))
             if wave + 1 >= len(waves):
                 break
@@ -269,8 +267,6 @@ class SlotArrays:
 
     def _holds(self, slot: int, table: str, values: np.ndarray) -> bool:
         """Return True if a clean slot is known to hold these values of a table."""
-        if table == "ranks" and self._scales:
-            return False  # rarely equal, and the scales of experts on devices of other processes are not known
         written = None if slot in self.dirty else self._tables[table][slot]
         return written is not None and np.array_equal(written, values)
 
@@ -343,7 +339,7 @@ class SlotArrays:
         for chunk, row in at:
             sites = chunk.sites if row is None or chunk.spec.rows else (chunk.sites[row],)
             key.append((chunk.spec, chunk.count if row is None else 1, len(sites)))
-            indices += self._of_factors(sites)
+            indices += self._of_blocks(sites)
         return tuple(key), (*indices, len(self._variables) - 1)
 
     def _run(self, slot: int, job: "_Job", operands: Sequence[jax.Array], donate: bool) -> tuple[jax.Array, ...]:
@@ -371,22 +367,21 @@ class SlotArrays:
             (self._indices[where],) = put_operands([np.array(where, np.int32)], [everywhere(self._placements[0])])
         return self._indices[where]
 
-    def _pieces(self, blocks: Sequence[Block]) -> tuple[list[Any], list[ArrayPlacement]]:
-        """Return A and B of each block, and the placement of each for the write."""
-        arrays = [array for block in blocks for array in (block.a, block.b)]
+    def _operands(self, blocks: Sequence[Block]) -> tuple[list[Any], list[ArrayPlacement]]:
+        """Return the arrays of each block, and the placement of each for the write."""
+        arrays = [array for block in blocks for array in block.arrays]
         return arrays, [target for block in blocks for target in self._targets(block)]
 
-    def _targets(self, block: Block) -> tuple[ArrayPlacement, ArrayPlacement]:
-        """Return the placements of A and B of a block for the write: sharded like the slots, else replicated."""
-        spec, placements = block.chunk.spec, [self._placements[i] for i in self._of_factors(block.chunk.sites[:1])]
+    def _targets(self, block: Block) -> tuple[ArrayPlacement, ...]:
+        """Return the placements of a block's arrays for the write: sharded like the slots, else replicated."""
+        spec, placements = block.chunk.spec, [self._placements[i] for i in self._of_blocks(block.chunk.sites[:1])]
         if as_sharded(spec, placements):
-            return of_blocks(spec, whole=block.row is None)
-        whole = everywhere(placements[0])
-        return whole, whole
+            return of_blocks(spec, whole=block.row is None)[: len(block.arrays)]
+        return (everywhere(placements[0]),) * len(block.arrays)
 
-    def _of_factors(self, sites: Sequence[Site]) -> tuple[int, ...]:
-        """Return the variable indices of all A, then all B, of sites with one spec. A site may have only one factor."""
-        return tuple(self._ranges[site][j] for j in range(len(sites[0].spec.factors)) for site in sites)
+    def _of_blocks(self, sites: Sequence[Site]) -> tuple[int, ...]:
+        """Return the variable indices of the arrays that blocks of sites with one spec are written into."""
+        return tuple(self._ranges[site][j] for j in range(len(sites[0].spec.of_blocks)) for site in sites)
 
     def _of(self, table: str) -> tuple[int, ...]:
         """Return the variable indices of the ranks or an extra of all sites that hold it, and of the stamps."""

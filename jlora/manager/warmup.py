@@ -13,7 +13,7 @@ from jlora.layers.forward.lease import Lease
 from jlora.layers.forward.make_batch import make_batch
 from jlora.manager.blocks import Block, Chunk, pack
 from jlora.manager.packed_adapter import LifeCycle, PackedAdapter
-from jlora.manager.packing import rank_table
+from jlora.manager.packing import rank_table, scaled
 from jlora.manager.state import State
 
 
@@ -24,7 +24,7 @@ def warm_up(
     pool, slots, wrapped = state.pool, state.slots, state.wrapped
     pool.compile()
     none = len(pool.table)
-    blank = PackedAdapter("(warm-up)", (), rank_table(pool.sites, (), ()), 0, LifeCycle(_blank_blocks(pool.chunks)))
+    blank = PackedAdapter("(warm-up)", (), rank_table(pool.sites, ()), 0, LifeCycle(_blank_blocks(pool.chunks)))
     lease = Lease([blank], ((),) * shape.num_sequences, threading.get_ident(), shape=shape)
     try:
         with state.lock.writing:
@@ -55,4 +55,4 @@ def _blank_blocks(chunks: Sequence[Chunk]) -> tuple[Block, ...]:
         if chunk.spec.experts is None and chunk.spec.whole
         for row in chunk.rows
     }
-    return pack(chunks, rows)
+    return scaled(pack(chunks, rows), ())

@@ -56,10 +56,11 @@ def write_block(
             from jlora.pallas.triton import write  # imports Pallas' Triton backend, which is slow
 
             if write.suits(held[0].shape, len(held)):
-                if j == 2:  # as factors of one feature, whose first rank is the true rank
-                    held, block = [array[..., None] for array in held], block[..., None]
-                new = write.write_rows(held, block, slot, start + (j == 2))
-                written += [array[..., 0] for array in new] if j == 2 else new
+                if j < 2:
+                    written += write.write_rows(held, block, slot, start)
+                else:  # scales are rows of one feature, after the true rank
+                    rows = write.write_rows([array[..., None] for array in held], block[..., None], slot, start + 1)
+                    written += [row[..., 0] for row in rows]
                 continue
         for i, array in enumerate(held):
             if spec.experts is not None:

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
-from tests.layers.merging import Target, make_adapter, make_dora, make_manager, merge, normal, serve
+from tests.layers.merging import Target, in_int8, make_adapter, make_dora, make_manager, merge, normal, serve
 from tests.layers.mesh_models import (
     NAMES,
     SMALL,
@@ -55,19 +55,26 @@ MESHES = [({"t": 2}, pytest.mark.mesh), ({"u": 2, "t": 2}, pytest.mark.mesh), ({
 
 
 @pytest.mark.parametrize(
-    ("axes", "fully_sharded"),
-    [({}, False), *(pytest.param(axes, full, marks=mark) for axes, mark in MESHES for full in (False, True))],
+    ("axes", "fully_sharded", "dtype"),
+    [
+        ({}, False, None),
+        ({}, False, "int8"),
+        pytest.param({"u": 2, "t": 2}, True, "int8", marks=pytest.mark.slow),
+        *(pytest.param(axes, full, None, marks=mark) for axes, mark in MESHES for full in (False, True)),
+    ],
 )
-def test_every_kind_of_layer(axes, fully_sharded):
+def test_every_kind_of_layer(axes, fully_sharded, dtype):
+    """In int8, of the rounded factors with the magnitudes of the file."""
     zoo = placed(zoo_of(), mesh_of(**axes)) if axes else zoo_of()
     adapters = adapters_of(zoo_of())
-    config = {"fully_sharded": fully_sharded, "data_axes": [name for name in axes if name == "data"]}
+    served = [in_int8(adapter) for adapter in adapters] if dtype else adapters
+    config = {"fully_sharded": fully_sharded, "data_axes": [name for name in axes if name == "data"], "dtype": dtype}
     manager = make_manager(zoo, adapters, max_lora_rank=6, dora=True, **config)
     manager.prepare(["three", "two", "one", None]).close()  # slots that held another adapter before
     manager.remove_adapter("one")
     manager.add_adapter(adapters[0])
     for names in (NAMES, ["two", "three", None, "one"]):
-        want = expected(zoo_of(), {a.name: a for a in adapters}, tuple(names), inputs_of(4))
+        want = expected(zoo_of(), {a.name: a for a in served}, tuple(names), inputs_of(4))
         with manager.prepare(names) as batch:
             check(serve(zoo, inputs_of(4), batch), want)
 

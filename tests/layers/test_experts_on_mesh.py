@@ -14,6 +14,7 @@ from jlora.models import Decoder, DecoderConfig
 from jlora.models.config import MoEConfig
 from jlora.models.expert_parallel import spread_over
 from tests.layers.expert_models import Gathering, Model, Ragged, Roomy, Scanned, Seams
+from tests.layers.merging import in_int8
 from tests.layers.test_collectives import collectives_of_writes
 from tests.manager.test_shared_experts import NAMES, World
 from tests.models.test_mesh import collectives, make_mesh
@@ -50,7 +51,7 @@ ADAPTERS = [adapter("a", 1, 2), adapter("b", 2, 4), adapter("c", 3, 3, experts=(
 class Served:
     """A decoder with a layer of experts, its manager, and a jitted forward."""
 
-    def __init__(self, axes=None, dispatch="all_gather", staging=2**28, **config):
+    def __init__(self, axes=None, dispatch="all_gather", staging=2**28, adapters=None, **config):
         shape = DecoderConfig(
             vocab_size=32, hidden_size=HIDDEN, intermediate_size=24, num_hidden_layers=LAYERS, num_attention_heads=4,
             num_key_value_heads=4, head_dim=4,
@@ -63,7 +64,7 @@ class Served:
         data = [name for name in spread_over(dispatch) if name in (axes or {})]
         sizes = {"max_loras": 3, "max_lora_rank": 4, "max_cpu_loras": 6, "data_axes": data} | config
         self.manager = on_small_device(staging, jlora.LoRAManager, self.model, jlora.LoRAConfig(**sizes))
-        for one in ADAPTERS:
+        for one in ADAPTERS if adapters is None else adapters:
             self.manager.add_adapter(one)
 
         self.traces = 0  # chex would add up all functions of one name in a test
@@ -143,6 +144,19 @@ def test_answers_equal_one_device(expected, axes, dispatch, config):
             np.testing.assert_allclose(found.modules[name].b, module.b, rtol=1e-6)
     if not config.get("fully_sharded"):
         assert served.collectives() == served.base
+
+
+@pytest.fixture(scope="module")
+def expected_in_int8():
+    return Served(adapters=[in_int8(one) for one in ADAPTERS]).answers()
+
+
+@pytest.mark.parametrize(("axes", "dispatch", "config"), CASES[:2] + CASES[3:5], ids=str)
+def test_slots_of_int8_serve_the_rounded_factors(expected, expected_in_int8, axes, dispatch, config):
+    served = Served(axes, dispatch, dtype="int8", **config)
+    close(served.answers(), expected_in_int8)
+    assert np.abs(expected_in_int8 - expected).max() > 1e-4 * np.abs(expected).max()
+    assert {str(variable.get_value().dtype) for variable in served.slots_of_experts().values()} == {"int8", "float32"}
 
 
 @pytest.mark.parametrize("on_device", [False, pytest.param(True, marks=slow)], ids=["host", "device"])

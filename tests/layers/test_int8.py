@@ -1,9 +1,11 @@
 """Slots of int8 serve the adapter rounded to int8, with the accuracy of float32."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import lax
 
 from tests.layers import test_sharded
 from tests.layers.merging import (
@@ -80,12 +82,23 @@ def test_every_kind_of_layer_on_a_mesh(axes, config):
         test_sharded.check(serve(model, test_sharded.inputs_of(4), batch), want)
 
 
-def test_slots_take_about_half_the_bytes_of_bfloat16():
+class Experts(nnx.Module):
+    grouped_products = {"down": "wo"}
+
+    def __init__(self):
+        self.wo = nnx.Param(jnp.zeros((2, 512, 256)))
+
+    def down(self, x, rows):
+        return lax.ragged_dot(x, self.wo[...], rows)
+
+
+@pytest.mark.parametrize("make", [lambda: nnx.Linear(1024, 2048, rngs=nnx.Rngs(0)), Experts], ids=["linear", "experts"])
+def test_slots_take_about_half_the_bytes_of_bfloat16(make):
     def nbytes(dtype):
-        model = nnx.Linear(1024, 2048, rngs=nnx.Rngs(0))
-        (info,) = make_manager(nnx.Dict(layer=model), max_lora_rank=16, dtype=dtype).layers()
-        arrays = [array for name, array in vars(model).items() if name in ("jlora_a", "jlora_b", "jlora_ranks")]
-        assert sum(array[...].nbytes for array in arrays) == 3 * (info.slot_bytes - 4)  # the stamp
+        manager = make_manager(nnx.Dict(layer=make()), max_lora_rank=16, dtype=dtype)
+        (info,) = (info for info in manager.layers() if info.wrapped)
+        arrays = [array for array in jax.tree.leaves(manager.slots) if array.dtype != jnp.int32]
+        assert sum(array.nbytes for array in arrays) == 3 * (info.slot_bytes - 4)  # the stamp
         return info.slot_bytes
 
     assert nbytes("int8") <= 0.52 * nbytes("bfloat16")

@@ -14,7 +14,17 @@ from jax.sharding import PartitionSpec as P
 import jlora
 from jlora.errors import LoRAError
 from jlora.layers.site import SlotParam, SlotRanks
-from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_dora, make_manager, merge, run
+from tests.layers.merging import (
+    Target,
+    assert_close,
+    expected_rows,
+    in_int8,
+    make_adapter,
+    make_dora,
+    make_manager,
+    merge,
+    run,
+)
 from tests.layers.mesh_models import (
     LENGTH,
     NAMES,
@@ -175,13 +185,16 @@ def test_inside_a_shard_map_over_the_sequences(served, want):
         assert_close(mapped(model, TOKENS, batch), want)
 
 
-@pytest.mark.parametrize("dora", [False, True], ids=["", "dora"])
+@pytest.mark.parametrize(
+    ("dora", "dtype"), [(False, None), (True, None), (True, "int8")], ids=["", "dora", "dora in int8"]
+)
 @pytest.mark.parametrize("fully", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_inside_a_shard_map_over_all_axes(twins, fully, dora):
+def test_inside_a_shard_map_over_all_axes(twins, fully, dora, dtype):
     """The user sums the outputs of row-parallel layers, and each part of the sum contains its LoRA."""
     two = make_dora("two", SMALL_TARGETS[1:], 2) if dora else TWO
-    twins = {"two": merge(Small(), SMALL_TARGETS, two), None: twins[None]}
-    model, manager = serving(adapters=[two], fully_sharded=fully, exclude_modules=["embed"], dora=dora)
+    served = in_int8(two) if dtype else two
+    twins = {"two": merge(Small(), SMALL_TARGETS, served), None: twins[None]}
+    model, manager = serving(adapters=[two], fully_sharded=fully, exclude_modules=["embed"], dora=dora, dtype=dtype)
     model.up.bias.set_value(jax.device_put(model.up.bias[...], NamedSharding(the_mesh(), P("t"))))
     specs = jax.tree.map(lambda array: array.sharding.spec, nnx.state(model))
     graphdef, _ = nnx.split(model)

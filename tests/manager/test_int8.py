@@ -13,7 +13,8 @@ import jlora
 from jlora.adapters import ExpertsLoRA
 from jlora.errors import AdapterMismatchError, LoRAUsageError
 from tests.layers.expert_models import HIDDEN, Gathering, Model, reference
-from tests.layers.merging import assert_close, in_int8, make_adapter, make_manager, make_module, run, serve
+from tests.layers.merging import assert_close, in_int8, make_adapter, make_manager, make_module, merge, run, serve
+from tests.layers.test_experts_on_mesh import on_mesh
 from tests.layers.test_int8 import PARTS, ROWS, SLICES, WHOLE, X, twins_of
 from tests.layers.test_int8 import Model as Merged
 from tests.manager.test_shared_experts import ADAPTERS, NAMES, plain
@@ -40,6 +41,36 @@ def test_updates_are_rounded_as_loads(rng, where, halves):
         with manager.prepare(ROWS) as batch:
             found = serve(manager.model, X, batch)
         assert_close(found[2], run(twins_of(ONE, two)["two"], X)[2])
+
+
+@pytest.mark.usefixtures("write_programs")
+@pytest.mark.parametrize("rank", [3, 20])
+def test_a_prefetched_swap_moves_nothing_and_takes_the_programs_of_floats(moved, rank):
+    """To an adapter of the same ranks, and back. Rank 20 has two blocks that overlap."""
+    programs = {}
+    for dtype in ("float32", "int8"):
+        adapters = [make_adapter(name, WHOLE, rank) for name in ("one", "two", "three")]
+        manager = make_manager(Merged(), adapters, dtype=dtype, max_lora_rank=rank, max_loras=1)
+        for name in ("one", "two", "three"):  # the slot has had these ranks
+            manager.activate_adapter(name)
+            manager.deactivate_adapter(name)
+        manager.prefetch("two").result(60)
+        moved.clear()
+        count = writes_of(manager)
+        manager.activate_adapter("two")
+        programs[dtype] = writes_of(manager) - count
+        assert moved == []
+        with manager.prepare(["two"] * 3) as batch:
+            found = serve(manager.model, X, batch)
+        two = adapters[1] if dtype == "float32" else in_int8(adapters[1], SLICES)
+        assert_close(found, run(merge(Merged(), WHOLE, two), X))
+    assert programs["int8"] == programs["float32"]
+
+
+def writes_of(manager):
+    """Return the number of programs that have written the only slot."""
+    (stamps,) = (array for array in jax.tree.leaves(manager.slots) if array.dtype == np.int32)
+    return int(stamps[0])
 
 
 def test_an_update_of_all_weights_keeps_no_old_scale(rng):
@@ -91,6 +122,10 @@ def test_a_saved_adapter_is_restored_with_the_same_bits(tmp_path):
     np.testing.assert_array_equal(outputs(other), outputs(manager))
 
 
+def over_experts(model):
+    return on_mesh(model, {"expert": 5}, ("expert", None, None))
+
+
 def rounded(adapter):
     """The adapter of experts as slots of int8 have it: of B that all share, A has one step a row for all of them."""
 
@@ -108,9 +143,12 @@ def rounded(adapter):
     return replace(adapter, modules={name: module_of(module) for name, module in adapter.modules.items()})
 
 
-def test_experts_and_experts_that_share_factors():
+@pytest.mark.parametrize(
+    "place", [lambda model: model, pytest.param(over_experts, marks=pytest.mark.mesh)], ids=["one device", "mesh"]
+)
+def test_experts_and_experts_that_share_factors(place):
     sizes = {"max_loras": 5, "expert_slots": {"per_expert": 2, "shared": 2}, "max_lora_rank": 4, "max_cpu_loras": 8}
-    manager = jlora.LoRAManager(Model(Gathering, nnx.Rngs(0)), jlora.LoRAConfig(**sizes, dtype="int8"))
+    manager = jlora.LoRAManager(place(Model(Gathering, nnx.Rngs(0))), jlora.LoRAConfig(**sizes, dtype="int8"))
     for adapter in ADAPTERS.values():
         manager.add_adapter(adapter)
     x = jax.random.normal(jax.random.key(1), (len(NAMES), 2, HIDDEN))

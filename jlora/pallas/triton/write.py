@@ -12,7 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int, Real
 
 from jlora.pallas.triton.parts import compiler_params, load, store
 
@@ -27,13 +27,13 @@ def suits(shape: tuple[int, ...], count: int) -> bool:
 
 
 def write_rows(
-    arrays: Sequence[Float[Array, "S *mid R F"]],
-    block: Float[Array, "rows *mid step F"],
+    arrays: Sequence[Real[Array, "S *mid R F"]],
+    block: Real[Array, "rows *mid step F"],
     slot: Int[Array, ""],
     start: Int[Array, ""],
     *,
     interpret: bool = False,
-) -> list[Float[Array, "S *mid R F"]]:
+) -> list[Real[Array, "S *mid R F"]]:
     """Set `arrays[i][slot, .., start : start + step]` to `block[i]`, in place.
 
     Args:

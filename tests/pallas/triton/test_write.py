@@ -16,15 +16,16 @@ SHAPES = {  # of the arrays, how many, ranks of a block
     "B": ((4, 8, 24), 3, 8),
     "more than one piece": ((2, 1, 16, 9000), 2, 16),
     "one array, an odd width": ((3, 20, 7), 1, 16),
+    "ranks in int8": ((3, 2, 17, 1), 3, 16),
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
 @pytest.mark.parametrize("what", SHAPES)
 def test_a_block_of_many_layers(rng, what, dtype):
     shape, rows, step = SHAPES[what]
-    held = [rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype)) for _ in range(rows)]
-    block = rng.standard_normal((rows, *shape[1:-2], step, shape[-1]), np.float32).astype(jnp.dtype(dtype))
+    held = [(9 * rng.standard_normal(shape, np.float32)).astype(jnp.dtype(dtype)) for _ in range(rows)]
+    block = (9 * rng.standard_normal((rows, *shape[1:-2], step, shape[-1]), np.float32)).astype(jnp.dtype(dtype))
 
     @jax.jit
     def write(arrays, block, slot, start):

@@ -159,17 +159,25 @@ def test_slots_of_int8_serve_the_rounded_factors(expected, expected_in_int8, axe
     assert {str(variable.get_value().dtype) for variable in served.slots_of_experts().values()} == {"int8", "float32"}
 
 
-@pytest.mark.parametrize("on_device", [False, pytest.param(True, marks=slow)], ids=["host", "device"])
-def test_one_expert_is_updated_in_the_shard_that_has_it(expected, on_device):
-    served, one = Served({"expert": 4}), Served()
+@pytest.mark.parametrize(
+    ("put", "dtype"),
+    [
+        (np.asarray, None),
+        (np.asarray, "int8"),
+        *(pytest.param(jnp.asarray, dtype, marks=slow) for dtype in (None, "int8")),
+    ],
+    ids=["host", "host, int8", "device", "device, int8"],
+)
+def test_one_expert_is_updated_in_the_shard_that_has_it(expected, put, dtype):
+    """In int8 as the rounded factors on one device."""
+    stored = in_int8 if dtype else lambda adapter: adapter
+    served, one = Served({"expert": 4}, dtype=dtype), Served(adapters=map(stored, ADAPTERS))
     other = adapter("c", 9, 3, experts=(3,))
-    arrays = {}
-    for name, module in other.modules.items():
-        if ".experts.3." in name:
-            arrays |= {f"{name}.lora_A.weight": module.a, f"{name}.lora_B.weight": module.b}
-    if on_device:
-        arrays = {name: jnp.asarray(array) for name, array in arrays.items()}
-    for world in (served, one):
+    for world, new in ((served, other), (one, stored(other))):
+        arrays = {}
+        for name, module in new.modules.items():
+            if ".experts.3." in name:
+                arrays |= {f"{name}.lora_A.weight": put(module.a), f"{name}.lora_B.weight": put(module.b)}
         world.serve(["c", None, "a", "c"])
         world.manager.update_adapter("c", arrays)
     answers = one.answers()

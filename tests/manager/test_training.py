@@ -15,7 +15,7 @@ from flax import nnx
 import jlora
 from jlora.models import Decoder, DecoderConfig, MoEConfig
 from tests.layers.expert_models import HIDDEN, Scanned, Seams, reference
-from tests.layers.merging import Target, make_dora
+from tests.layers.merging import Target, assert_close, in_int8, make_dora, serve
 from tests.layers.mesh_models import some_devices
 from tests.manager import tiny
 from tests.manager.test_shared_experts import ADAPTERS, plain
@@ -113,6 +113,24 @@ def alone(name: str, optimizer, runs):
 def clipped():
     schedule = optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 8)
     return optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(schedule, weight_decay=0.1))
+
+
+def test_slots_of_int8_serve_what_another_manager_trained():
+    """Twice, so that the second update takes the plan of the first."""
+    manager, serving = served(["query"]), served(["query"], dtype="int8")
+    trainer = manager.trainer(loss, {"query": optax.sgd(0.5)})
+    before = fresh("query")
+    for _ in range(2):
+        with manager.prepare(["query"] * 6) as batch:
+            trainer.step(batch, TOKENS)
+        serving.update_adapter("query", trainer.tensors("query"))
+        trained = trainer.adapter("query")
+        assert np.abs(trained.modules[QUERY].a - before.modules[QUERY].a).max() > 1e-4
+        with serving.prepare(["query", None]) as batch:
+            found = np.asarray(serve(serving.model, TOKENS[:2], batch))
+        for tokens, adapter, logits in zip(TOKENS, (in_int8(trained), None), found, strict=False):
+            assert_close(logits, tiny.expected(serving.model, adapter, tokens))
+        before = trained
 
 
 def test_each_adapter_learns_as_if_alone():

@@ -60,6 +60,8 @@ from jlora.pallas.plan import INVARIANT_TILE_M, Plan, make_plan
 
 Shaped: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 
+_FLOATS = "bfloat16", "float16", "float32"
+
 __all__ = ["Plan", "add_lora", "expand", "make_plan", "shrink", "unsupported_reason"]
 
 
@@ -304,7 +306,7 @@ def _check_x(op: str, x, x_rows, plan: Plan) -> Int[jax.Array, "M"] | None:
             f"{op}: x must be [M, features] with M = {plan.num_rows} (the plan's rows), got {x.shape}; "
             "flatten leading dimensions, make the plan over these rows, or say with x_rows which are its rows"
         )
-    check_float(op, "x", x)
+    _check_dtype(op, "x", x, *_FLOATS)
     if x_rows is None:
         return None
     if x_rows.shape != (plan.num_rows,) or not jnp.issubdtype(x_rows.dtype, jnp.integer):
@@ -323,7 +325,7 @@ def check_a(op: str, a, plan: Plan, features: int) -> None:
             f"{op}: a must be [G, n, R, K] with G = {plan.num_groups} (the plan's groups) and K = {features} (x), "
             f"got {a.shape}"
         )
-    _check_factor(op, "a", a)
+    _check_dtype(op, "a", a, *_FLOATS, "int8")
 
 
 def check_b(op: str, b, plan: Plan, slice_sizes: Sequence[int]) -> tuple[int, ...]:
@@ -332,7 +334,7 @@ def check_b(op: str, b, plan: Plan, slice_sizes: Sequence[int]) -> tuple[int, ..
         raise LoRAError(f"{op}: b must be [G, R, N] with G = {plan.num_groups} (the plan's groups), got {b.shape}")
     if not sizes or min(sizes) < 1 or sum(sizes) != b.shape[2]:
         raise LoRAError(f"{op}: slice_sizes must be positive and sum to N = {b.shape[2]} (b), got {sizes}")
-    _check_factor(op, "b", b)
+    _check_dtype(op, "b", b, *_FLOATS, "int8")
     return sizes
 
 
@@ -354,7 +356,7 @@ def check_base(op: str, base, plan: Plan, columns: int) -> None:
         return
     if base.shape != (plan.num_rows, columns):
         raise LoRAError(f"{op}: base must be [M, N] = [{plan.num_rows}, {columns}], got {base.shape}")
-    check_float(op, "base", base)
+    _check_dtype(op, "base", base, *_FLOATS)
 
 
 def check_ranks(op: str, ranks, shape: tuple[int, ...], factors) -> Float[jax.Array, "G n s"] | None:
@@ -371,11 +373,6 @@ def check_ranks(op: str, ranks, shape: tuple[int, ...], factors) -> Float[jax.Ar
     return jax.lax.stop_gradient(jnp.asarray(ranks))
 
 
-def _check_factor(op: str, name: str, array) -> None:
-    if array.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.int8):
-        raise LoRAError(f"{op}: {name} must be bfloat16, float16, float32 or int8, got {array.dtype}")
-
-
-def check_float(op: str, name: str, array) -> None:
-    if array.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        raise LoRAError(f"{op}: {name} must be bfloat16, float16 or float32, got {array.dtype}")
+def _check_dtype(op: str, name: str, array, *dtypes: str) -> None:
+    if array.dtype.name not in dtypes:
+        raise LoRAError(f"{op}: {name} must be {', '.join(dtypes[:-1])} or {dtypes[-1]}, got {array.dtype}")

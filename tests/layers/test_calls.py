@@ -61,13 +61,12 @@ def world():
 # --- Calls that a step must make ---
 
 
-@pytest.mark.parametrize("names", [NAMES, ["one", None, "one"], [None] * 3])
-def test_a_step_that_omits_a_layer_raises_with_the_remedies(world, names):
+def test_a_step_that_omits_a_layer_raises_with_the_remedies(world):
     """A step raises for every batch, because it is compiled for all of them."""
-    with world.manager.prepare(names) as batch:
-        for _ in range(2):  # a step that raised is not compiled
-            with pytest.raises(jlora.LoRAError, match=rf"(?s)2 of .*two: {NOT_CALLED}.*three: {NOT_CALLED}") as raised:
-                world.first(world.model, X, batch)
+    for names in (NAMES, [None] * 3):  # a step that raised is not compiled
+        refused = pytest.raises(jlora.LoRAError, match=rf"(?s)2 of .*two: {NOT_CALLED}.*three: {NOT_CALLED}")
+        with world.manager.prepare(names) as batch, refused as raised:
+            world.first(world.model, X, batch)
     message = str(raised.value)
     assert "manager.verify(forward, inputs)" in message
     assert "LoRAConfig(exclude_modules=['two', 'three'])" in message
@@ -121,18 +120,6 @@ def test_without_raises_for_an_unknown_name(world, without, message):
         pass
 
 
-def test_without_does_not_hide_rows_that_fit_no_layout(world):
-    """The layer is called, so it would serve the base model to rows of adapters."""
-
-    @jax.jit
-    def odd(model, x, batch):
-        with jlora.use(batch, without=["*"]):
-            return model.two(jnp.zeros((7, 6))), model.one(x)
-
-    with world.manager.prepare(NAMES) as batch, pytest.raises(jlora.LoRAError, match=r"two: its rows of shape \(7,\)"):
-        odd(world.model, X, batch)
-
-
 def test_scopes_of_parts_together_cover_the_model(world):
     @jax.jit
     def rest(model, x, batch):
@@ -177,18 +164,6 @@ def test_calls_in_nested_scopes_of_the_manager_count(world):
         assert_close(nested(world.model, X, batch), expected_rows(world.twins, NAMES, X))
 
 
-def test_calls_of_the_base_model_do_not_count(world):
-    @jax.jit
-    def nested(model, x, batch):
-        with jlora.use(batch):
-            with jlora.use(None):
-                x = jnp.tanh(model.one(x))
-            return model.three(jnp.tanh(model.two(x)))
-
-    with world.manager.prepare(NAMES) as batch, pytest.raises(jlora.LoRAError, match=f"1 of .*\n  one: {NOT_CALLED}"):
-        nested(world.model, X, batch)
-
-
 def test_scopes_of_another_manager_check_their_own_calls(world):
     other = World()
 
@@ -217,7 +192,7 @@ def test_a_function_traced_in_an_eager_scope_checks_its_own_calls(world):
                 world.first(world.model, X, batch)
 
 
-@pytest.mark.parametrize("wrap", [jax.jit, nnx.jit, jax.checkpoint], ids=["jit", "nnx.jit", "remat"])
+@pytest.mark.parametrize("wrap", [nnx.jit, jax.checkpoint], ids=["nnx.jit", "remat"])
 def test_layers_called_in_an_inner_function_count(world, wrap):
     """JAX caches the trace of an inner function. A second outer function must still count its calls."""
     inner = wrap(lambda layer, x: layer(x))
@@ -270,15 +245,6 @@ def test_a_change_of_unserved_retraces_each_step_once(world):
         assert traced_by(lambda names=names: world.serves(*names)) == 0
     world.manager.verify(lambda model, x, batch: world.first(model, x, batch), X)  # the result is the same
     assert traced_by(lambda: world.serves("one", None, None)) == 0
-
-
-def test_verify_does_not_change_an_open_batch(world):
-    expected = expected_rows(world.twins, NAMES, X)
-    with world.manager.prepare(NAMES) as batch:
-        assert_close(world.full(world.model, X, batch), expected)
-        world.manager.verify(world.first, X)
-        assert_close(world.full(world.model, X, batch), expected)
-        assert_close(world.full(world.model, X, jax.device_put(batch)), expected)
 
 
 def test_verify_counts_calls_in_all_its_scopes(world):

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jlora
 from tests.layers.merging import Target, make_adapter, make_manager
 from tests.layers.mesh_models import LENGTH, NAMES, ONE, SMALL, Opaque, Small, mesh_of, placed, tokens_of
-from tests.records import content_of, write_programs
+from tests.records import write_programs
 
 pytestmark = [pytest.mark.mesh, pytest.mark.usefixtures("as_users_compile")]
 
@@ -55,7 +55,7 @@ def programs(make, mesh, specs, adapter, **config):
         with jlora.use(batch):
             return model(inputs)
 
-    inputs = jax.device_put(make.inputs(), jax.NamedSharding(mesh, P(*config.get("data_axes", ()))))
+    inputs = jax.device_put(make.inputs(), jax.NamedSharding(mesh, P()))
     base = jax.jit(own).lower(placed(make(), mesh, specs), inputs).compile().as_text()
     model = placed(make(), mesh, specs)
     manager = make_manager(model, [adapter], max_lora_rank=RANK, **config)
@@ -95,12 +95,8 @@ CHAIN_TARGETS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("axes", "config"),
-    [({"t": 4}, {}), pytest.param({"data": 2, "t": 2}, {"data_axes": ["data"]}, marks=pytest.mark.slow)],
-)
-def test_flax_projections_add_no_collective(axes, config):
-    base, found = programs(Chain, mesh_of(**axes), CHAIN, make_adapter("one", CHAIN_TARGETS, RANK), **config)
+def test_flax_projections_add_no_collective():
+    base, found = programs(Chain, mesh_of(t=4), CHAIN, make_adapter("one", CHAIN_TARGETS, RANK))
     assert base
     assert found == base
 
@@ -179,13 +175,3 @@ def test_no_slot_array_is_whole_on_a_device(fully):
     with manager.prepare(["two"] * 4):
         check()
     assert not collectives_of_writes(manager)
-
-
-def test_staged_blocks_are_split_like_the_slots():
-    """Each device receives only the part of a block that its slots need. Staged blocks have no public name."""
-    model = placed(Small(), mesh_of(t=4), SMALL)
-    manager = make_manager(model, [ONE], max_lora_rank=RANK)
-    for block in manager._state.pool.move(content_of(manager, "one").blocks)[0]:
-        of_a, of_b = LOCAL[False][block.chunk.sites[block.row or 0].path]
-        assert {shard.data.shape[-1] for shard in block.a.addressable_shards} == {of_a[1]}
-        assert {shard.data.shape[-1] for shard in block.b.addressable_shards} == {of_b[1]}

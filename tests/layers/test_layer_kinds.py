@@ -22,9 +22,8 @@ from tests.layers.merging import (
     normal,
     serve,
 )
-from tests.matrix import thinned
 
-pytestmark = [pytest.mark.device, pytest.mark.optimised]
+pytestmark = pytest.mark.device
 
 
 class Holder(nnx.Module):
@@ -45,8 +44,6 @@ def into(*shape, order=None):
 # (layer, feature shape of the input without its [3, 2] lead, K, N, delta -> kernel)
 KINDS = {
     "linear": (lambda r: nnx.Linear(6, 5, rngs=r), (6,), 6, 5, np.transpose),
-    "linear, no bias": (lambda r: nnx.Linear(6, 5, use_bias=False, rngs=r), (6,), 6, 5, np.transpose),
-    "general": (lambda r: nnx.LinearGeneral(6, (2, 5), rngs=r), (6,), 6, 10, into(6, 2, 5)),
     "general, two axes in": (
         lambda r: nnx.LinearGeneral((2, 3), 5, axis=(-2, -1), rngs=r), (2, 3), 6, 5, into(2, 3, 5),
     ),
@@ -54,7 +51,6 @@ KINDS = {
     "general, unsorted": (
         lambda r: nnx.LinearGeneral((3, 3), (5, 2), axis=(-1, 2), rngs=r), (3, 3), 9, 10, into(3, 3, 5, 2),
     ),
-    "einsum q": (lambda r: nnx.Einsum("BTD,NDH->BTNH", (2, 6, 4), rngs=r), (6,), 6, 8, into(6, 2, 4, order=(1, 0, 2))),
     "einsum q, bias": (
         lambda r: nnx.Einsum("BTD,NDH->BTNH", (2, 6, 4), (2, 4), bias_init=nnx.initializers.normal(1.0), rngs=r),
         (6,), 6, 8, into(6, 2, 4, order=(1, 0, 2)),
@@ -63,16 +59,13 @@ KINDS = {
     "einsum, features first": (
         lambda r: nnx.Einsum("... D, N H D -> ... N H", (2, 4, 6), rngs=r), (6,), 6, 8, into(6, 2, 4, order=(1, 2, 0)),
     ),
-    "einsum, output order": (
-        lambda r: nnx.Einsum("BTD,NDH->BHTN", (2, 6, 4), rngs=r), (6,), 6, 8, into(6, 2, 4, order=(1, 0, 2)),
-    ),
     "einsum, in order": (
         lambda r: nnx.Einsum("BTHN,NHD->BTD", (2, 4, 6), rngs=r), (4, 2), 8, 6, into(2, 4, 6),
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", thinned(list(KINDS), 0, 2, 3, 5, 7, 8, 10))
+@pytest.mark.parametrize("kind", KINDS)
 def test_matches_merged_weights(kind):
     build, features, k, n, to_kernel = KINDS[kind]
     model = Holder(build(nnx.Rngs(1)))
@@ -207,16 +200,10 @@ def test_untied_head_is_a_linear_and_attend_takes_no_adapter():
     assert not hasattr(manager.model.embed, "jlora_attend_a")
 
 
-def test_lookup_of_a_single_entry_table():
-    model = Holder(nnx.Embed(1, 6, rngs=nnx.Rngs(0)))
-    check_against_merged(model, [Target("proj", 1, 6, "proj.embedding", kind="embedding")], np.zeros((3, 2), np.int32))
-
-
-@pytest.mark.parametrize("pytree", [True, False])
-def test_registered_layer(registered, pytree):
+def test_registered_layer(registered):
     """A layer of the user with another parameter name, a kernel [N, K], and its input by keyword."""
 
-    class Dense(nnx.Module, pytree=pytree):
+    class Dense(nnx.Module, pytree=False):
         def __init__(self, n_in, n_out, rngs):
             self.w = nnx.Param(jax.random.normal(rngs.params(), (n_out, n_in)))
             self.sizes = n_in, n_out
@@ -224,7 +211,7 @@ def test_registered_layer(registered, pytree):
         def __call__(self, inputs, scale=1.0):
             return scale * (inputs @ self.w[...].T)
 
-    class Model(nnx.Module, pytree=pytree):
+    class Model(nnx.Module, pytree=False):
         def __init__(self):
             self.dense = Dense(6, 5, nnx.Rngs(0))
 

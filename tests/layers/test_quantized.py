@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jlora
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
 from jlora.layers.wrap.discover import register_layer
-from tests.layers.merging import Target, assert_close, delta, make_adapter, make_dora, make_manager, normal, run
+from tests.layers.merging import Target, assert_close, delta, make_adapter, make_dora, make_manager, normal, run, serve
 
 pytestmark = pytest.mark.usefixtures("registered")
 
@@ -183,8 +183,7 @@ def split_over(mesh, layer, kernel, scale):
     layer.scale.set_value(jax.device_put(layer.scale[...], NamedSharding(mesh, PartitionSpec(*scale))))
 
 
-@pytest.mark.parametrize("fully", [False, True])
-def test_kernels_of_8_bits_are_split_over_a_mesh(fully):
+def test_kernels_of_8_bits_are_split_over_a_mesh():
     class Split(nnx.Module):
         def __init__(self):
             self.up, self.down = Scaled(K, H, seed=0), Scaled(H, N, seed=1)
@@ -202,17 +201,12 @@ def test_kernels_of_8_bits_are_split_over_a_mesh(fully):
     weights = [np.asarray(layer.whole(), np.float64) for layer in (model.up, model.down)]
     split_over(mesh, model.up, (None, "tensor"), ("tensor",))
     split_over(mesh, model.down, ("tensor", None), (None,))
-    manager = make_manager(model, adapters, fully_sharded=fully)
+    manager = make_manager(model, adapters)
     assert model.up.jlora_b[...].sharding.shard_shape((4, 4, H))[-1] == H // 2
     assert model.down.jlora_a[...].sharding.shard_shape((4, 1, 4, H))[-1] == H // 2
 
-    @jax.jit
-    def step(model, x, batch):
-        with jlora.use(batch):
-            return model(x)
-
     with manager.prepare(["one", None, "two"]) as batch:
-        found = np.asarray(step(model, x, batch))
+        found = np.asarray(serve(model, x, batch))
     expected = []
     for row, adapter in zip(x, (adapters[0], None, adapters[1]), strict=True):
         up, down = (
@@ -241,12 +235,7 @@ def test_layers_without_a_kernel_are_replicated_on_a_mesh():
     manager = make_manager(model, [adapter])
     assert model.up.jlora_b[...].sharding.is_fully_replicated
 
-    @jax.jit
-    def step(model, x, batch):
-        with jlora.use(batch):
-            return model(x)
-
     with manager.prepare(["one", None, "one"]) as batch:
-        found = np.asarray(step(model, x, batch))
+        found = np.asarray(serve(model, x, batch))
     changed = np.tanh(x @ (up + delta(adapter.modules["up"]).T)) @ proj
     assert_close(found, np.stack([changed[0], (np.tanh(x @ up) @ proj)[1], changed[2]]))

@@ -25,7 +25,6 @@ pytestmark = [
 ]
 
 D = 32
-SLOW = pytest.mark.slow
 HEADS = 16, 16  # qwix cuts an axis of a kernel into tiles of 16
 TARGETS = [Target("up", D, 2 * D, ""), Target("mid", 2 * D, 256, ""), Target("down", 256, D, "")]
 INT8 = {"weight_qtype": jnp.int8}
@@ -33,7 +32,6 @@ RULES = {
     "int8": INT8,
     "int4": {"weight_qtype": jnp.int4, "tile_size": 16},
     "nf4": {"weight_qtype": "nf4", "tile_size": 16},
-    "int8 activations": {"weight_qtype": jnp.int8, "act_qtype": jnp.int8},
     "fp8 activations": {"weight_qtype": jnp.float8_e4m3fn, "act_qtype": jnp.float8_e4m3fn},
 }
 
@@ -87,7 +85,7 @@ def expected(reference, adapter, x):
 SHAPES = [lambda x: (*x.shape[:2], 2 * D), lambda x: (*x.shape[:2], *HEADS), lambda x: (*x.shape[:2], D)]
 
 
-@pytest.mark.parametrize("name", thinned(list(RULES), 0, 2, 4))
+@pytest.mark.parametrize("name", thinned(list(RULES), 0, 2, 3))
 def test_rows_equal_the_quantized_product_plus_the_delta(name):
     x, adapters = jnp.asarray(normal(4, 3, D)), [make_adapter("one", TARGETS, 3), make_adapter("two", TARGETS[:2], 1)]
     adapters[1].modules["down"] = make_adapter("down", TARGETS[2:], 1).modules["down"]
@@ -115,22 +113,14 @@ def test_rows_equal_the_quantized_product_plus_the_delta(name):
                 assert np.abs(found[i] - base[i]).max() > 0.1 * np.abs(base).max()
 
 
-@pytest.mark.parametrize("name", ["nf4", pytest.param("fp8 activations", marks=pytest.mark.slow)])
-def test_verify_confirms_quantized_layers(name):
+def test_verify_confirms_quantized_layers():
     x = jnp.asarray(normal(4, 3, D), jnp.bfloat16)
-    manager = make_manager(quantize(Model(jnp.bfloat16), RULES[name], x))
+    manager = make_manager(quantize(Model(jnp.bfloat16), RULES["nf4"], x))
     assert {layer.slot_bytes for layer in manager.layers() if layer.path == "up"} == {4 * 3 * D * 2 + 8}
     report = manager.verify(serve, x)
     assert report.checked == ("up", "mid", "down")
     assert report.rows_only == {}
     assert 0 < report.error < report.tolerance
-
-
-class Rolled(nnx.Linear):
-    """A layer whose output has another order than its kernel's columns."""
-
-    def __call__(self, x):
-        return jnp.roll(super().__call__(x), 1, axis=-1)
 
 
 class Doubled(nnx.Linear):
@@ -140,8 +130,8 @@ class Doubled(nnx.Linear):
         return super().__call__(2 * x)
 
 
-@pytest.mark.parametrize("cls", [Rolled, Doubled])
-def test_verify_finds_wrong_columns_and_scales(cls):
+def test_verify_finds_wrong_scales():
+    cls = Doubled
     register_layer(cls, lambda layer: jlora.LinearSpec(layer.in_features, layer.out_features))
     model = Model()
     model.down = nnx.Linear(2 * D, D, rngs=nnx.Rngs(0))
@@ -242,7 +232,7 @@ def steps(backend):
 
 @pytest.mark.parametrize(
     ("backend", "first"),
-    thinned([("xla", "inside"), ("triton", "inside"), ("xla", "outside"), ("mosaic_tpu", "inside")], 0),
+    thinned([("xla", "inside"), ("triton", "inside"), ("mosaic_tpu", "inside")], 0),
 )
 def test_products_of_jlora_are_never_quantized(backend, first, interpret):
     calls = interpret()

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import jlora
 from tests.layers.merging import assert_close, expected_rows, make_manager, merge, run
@@ -120,13 +119,6 @@ def test_positions_under_vmap(world):
         with pytest.raises(jlora.LoRAUsageError, match=r"under jax\.vmap, a row of each sequence may be any"):
             step(world.manager.model, TOKENS, batch)
         step(world.manager.model, TOKENS[:, :1], batch.activate([0] * SEQUENCES, length=1))
-
-
-@pytest.mark.device(devices=8)
-def test_shards_of_sequences(world):
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-    specs = (P(), P("data"), P("data"))
-    world.check(jax.jit(jax.shard_map(serve, mesh=mesh, in_specs=specs, out_specs=P("data"))), TOKENS)
 
 
 def test_a_batch_activated_inside_a_step(world):

@@ -118,8 +118,10 @@ def test_a_copy_holds_the_slot_until_one_is_closed(world, how):
     duplicate.close()
     duplicate.close()
     world.take_slot()
-    for closed in (original, duplicate, COPIES[how](original)):
-        with pytest.raises(jlora.LoRAError, match="is closed"):
+    with pytest.raises(jlora.LoRAError, match="is closed"):
+        world.step(world.model, X, COPIES[how](original))
+    for closed in (original, duplicate):
+        with pytest.raises(jlora.LoRAError, match="is closed: its slots may hold other adapters"):
             world.step(world.model, X, closed)
         with pytest.raises(jlora.LoRAError, match="is closed"), jlora.use(closed):
             pass
@@ -176,18 +178,6 @@ def test_a_batch_that_comes_out_of_a_traced_function_raises_when_used(how):
                     world.step(world.model, X, out)
         world.serves(batch, ["b"] * 8)
     world.check_free()
-
-
-def test_nnx_jit_takes_a_batch(world):
-    step = nnx.jit(lambda model, x, batch: world.step.__wrapped__(model, x, batch))
-    traced = len(world.traces)
-    with world.manager.prepare(NAMES) as batch:
-        assert_close(step(world.model, X, batch), expected_rows(world.twins, NAMES, X))
-        world.check_held()
-    world.take_slot()
-    with pytest.raises(jlora.LoRAError, match="is closed"):
-        step(world.model, X, batch)
-    del world.traces[traced:]
 
 
 def test_a_traced_batch_hides_its_versions(world):
@@ -270,47 +260,6 @@ def test_compiled_functions_hold_no_lease(world):
     assert lease() is None
     world.check_free()
     del world.traces[traced:], kept
-
-
-def test_a_program_compiled_ahead_of_time_serves_any_lease(world):
-    """A program compiled from shapes serves batches of other leases."""
-    traced = len(world.traces)
-    batch = world.manager.prepare(NAMES)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-    batch.close()
-    step = world.step.lower(world.model, X, shapes).compile()
-    world.take_slot()
-    for names in (NAMES, ["b"] * 8):
-        with world.manager.prepare(names) as batch:
-            assert_close(step(world.model, X, batch), expected_rows(world.twins, names, X))
-    with pytest.raises(jlora.LoRAError, match="is closed"):
-        step(world.model, X, batch)
-    with pytest.raises(jlora.LoRAError, match="is closed"), jlora.use(shapes):
-        pass
-    del world.traces[traced:]
-
-
-def test_removed_adapters_are_freed_although_functions_traced_them():
-    world = World()
-    with world.manager.prepare(NAMES) as batch:
-        world.serves(batch)
-        assert batch.lease is not None
-        content = weakref.ref(batch.lease.adapters[0])
-    del batch
-    world.manager.remove_adapter("a")
-    for i in range(8):  # the kept arrays of the last few batches hold their contents
-        world.manager.prepare([None] * (i + 1)).close()
-    gc.collect()
-    assert content() is None
-
-
-def test_a_copy_collected_in_another_thread_ends_the_lease(world):
-    holder = [jax.device_put(world.manager.prepare(NAMES))]
-    world.check_held()
-    thread = threading.Thread(target=lambda: (holder.clear(), gc.collect()))
-    thread.start()
-    thread.join()
-    world.check_free()
 
 
 def test_copies_in_a_reference_cycle_end_the_lease(world):

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import jlora
-from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal, serve
+from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal
 
 
 class Model(nnx.Module):
@@ -164,24 +164,6 @@ def test_calls_in_nested_scopes_of_the_manager_count(world):
         assert_close(nested(world.model, X, batch), expected_rows(world.twins, NAMES, X))
 
 
-def test_scopes_of_another_manager_check_their_own_calls(world):
-    other = World()
-
-    @jax.jit
-    def both(model, another, x, batch, of_another):
-        with jlora.use(batch):
-            x = model(x)
-            with jlora.use(of_another):
-                return another.one(x)
-
-    with (
-        world.manager.prepare(NAMES) as batch,
-        other.manager.prepare(NAMES) as of_another,
-        pytest.raises(jlora.LoRAError, match=f"2 of .*\n  two: {NOT_CALLED}"),
-    ):
-        both(world.model, other.model, X, batch, of_another)
-
-
 def test_a_function_traced_in_an_eager_scope_checks_its_own_calls(world):
     """JAX caches the trace, so a later eager scope would not see the calls in it."""
     with world.manager.prepare(NAMES) as batch:
@@ -247,57 +229,9 @@ def test_a_change_of_unserved_retraces_each_step_once(world):
     assert traced_by(lambda: world.serves("one", None, None)) == 0
 
 
-def test_verify_counts_calls_in_all_its_scopes(world):
-    """No step of a forward raises, although each omits the layers of the others."""
-
-    @jax.jit
-    def rest(model, x, batch):
-        with jlora.use(batch):
-            return model.three(jnp.tanh(x))
-
-    def forward(model, x, batch):
-        return rest(model, jnp.tanh(world.first(model, x, batch)), batch)
-
-    report = world.manager.verify(forward, X)
-    assert report.checked == ("one", "three")
-    assert set(world.manager.unserved) == {"two"}
-    with world.manager.prepare(["one"] * 3) as batch, pytest.raises(jlora.LoRAError, match=f"three: {NOT_CALLED}"):
-        world.first(world.model, X, batch)
-
-
 def test_verify_that_fails_changes_nothing(world):
     world.manager.verify(world.first, X)
     before = world.manager.unserved
     with pytest.raises(jlora.LoRAUsageError, match="batch_axis"):
         world.manager.verify(lambda model, x, batch: world.full(model, x, batch).mean(0), X)
     assert world.manager.unserved is before
-
-
-class Sees(nnx.Module):
-    """A model with images that all sequences share."""
-
-    def __init__(self):
-        self.vision = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
-        self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(1))
-
-    def __call__(self, inputs):
-        x, images = inputs
-        return self.proj(x + self.vision(images).mean(0)[None, None])
-
-
-def test_an_unserved_layer_stays_unserved_if_its_rows_fit_later():
-    """Three images fit no layout of five sequences, but they look like rows of a batch of three."""
-    vision, proj = Target("vision", 6, 6, "vision.kernel"), Target("proj", 6, 6, "proj.kernel")
-    model, adapters = Sees(), [make_adapter("look", [vision], 2), make_adapter("text", [proj], 2)]
-    twins = {"text": merge(model, [proj], adapters[1]), None: nnx.clone(model)}
-    manager = make_manager(model, adapters)
-    report = manager.verify(serve, (normal(5, 2, 6), normal(3, 6)))
-    assert report.checked == ("proj",)
-    assert "fit no layout" in report.unserved["vision"]
-    inputs = (normal(3, 2, 6), normal(3, 6))
-    for _ in range(2):
-        with pytest.raises(jlora.AdapterMismatchError, match="'vision', which takes no adapter: its rows of shape"):
-            manager.prepare(["look", None, "text"])
-        with manager.prepare(["text", None, "text"]) as batch:
-            found = serve(model, inputs, batch)
-        assert_close(found, expected_rows(twins, ["text", None, "text"], inputs))

@@ -3,7 +3,6 @@
 Calls of the kernel are counted while a step is traced.
 """
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -211,39 +210,6 @@ def test_rows_of_several_adapters(taken, x, config):
     assert taken == [(x.size // 16, 16, 16)]
     assert found.dtype == jnp.bfloat16
     assert_close(found, expected_rows(twins, NAMES, x.astype(np.float32)), TOLERANCE)
-
-
-def test_one_trace_for_all_batches_and_swaps_between_them(taken):
-    """Serve three adapters in one slot, the base alone, and an adapter of another rank in a used slot."""
-    adapters = [*PAIR, make_adapter("third", TARGETS[:3], 4, seed=1)]
-    twins = merged(Pair(), TARGETS, adapters)
-    model, manager = wrapped(Pair(), adapters, max_loras=1)
-
-    @jax.jit
-    @chex.assert_max_traces(n=1)
-    def step(model, x, batch):
-        with jlora.use(batch):
-            return model(x)
-
-    for names in (["one", None] * 2, ["two"] * 4, ["third", None, None, "third"], [None] * 4, ["one"] * 4):
-        with manager.prepare(names) as batch:
-            found = step(model, X[:4], batch)
-        assert_close(found, expected_rows(twins, names, X[:4].astype(np.float32)), TOLERANCE)
-    assert taken == [(4, *size) for size in CALLS]
-
-
-def test_the_base_keeps_the_bits_of_the_unwrapped_model(taken):
-    """`use(None)` and a model after unwrap give the bits of the unwrapped model."""
-    bare = Holder()
-    base = np.asarray(jax.jit(lambda model, x: model(x))(bare, X), np.float32)
-    model, manager = wrapped(Holder(), SINGLE)
-    np.testing.assert_array_equal(np.asarray(served()(model, X, None), np.float32), base)
-    assert taken == []
-    with manager.prepare(NAMES) as batch:
-        served()(model, X, batch)
-    assert len(taken) == 1
-    manager.unwrap()
-    np.testing.assert_array_equal(np.asarray(jax.jit(lambda model, x: 1 * model(x))(model, X), np.float32), base)
 
 
 # --- Transformations --------------------------------------------------------------------------------------------------

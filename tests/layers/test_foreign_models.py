@@ -7,7 +7,6 @@ import pytest
 from flax import nnx
 
 from jlora.errors import AdapterMismatchError, LoRAError
-from jlora.layers.forward.scope import use
 from jlora.layers.site import SlotParam
 from tests.layers.merging import (
     Target,
@@ -30,43 +29,6 @@ def tokens_of(*shape):
 
 
 # --- A KV cache held as nnx.Cache ---------------------------------------------------------------------------------
-
-
-def decode(model, x, batch=None):
-    """Decode token by token through a jitted step that carries the state of the model, as nnx loops do."""
-
-    @nnx.jit
-    def step(model, x, batch):
-        if batch is None:
-            return model(x)
-        with use(batch):
-            return model(x)
-
-    return jnp.concatenate([step(model, x[:, t : t + 1], batch) for t in range(x.shape[1])], axis=1)
-
-
-class FlaxAttention(nnx.Module):
-    def __init__(self):
-        self.attn = nnx.MultiHeadAttention(2, 6, 6, 6, decode=True, rngs=nnx.Rngs(0))
-        self.attn.init_cache((3, 4, 6))
-
-    def __call__(self, x):
-        return self.attn(x)
-
-
-def test_cache_held_as_nnx_cache():
-    model, parts = FlaxAttention(), ("value", "query", "key", "out")
-    targets = [Target(f"attn.{name}", 6, 6, f"attn.{name}.kernel") for name in parts]
-    one, two = make_adapter("one", targets, 3), make_adapter("two", targets[:1], 1)
-    twins = {"one": merge(model, targets, one), "two": merge(model, targets, two), None: nnx.clone(model)}
-    x, names = normal(3, 4, 6), ["two", None, "one"]
-    manager = make_manager(model, [one, two])
-    with manager.prepare(names) as batch:
-        found = decode(model, x, batch)
-    expected = np.stack([np.asarray(decode(nnx.clone(twins[name]), x))[i] for i, name in enumerate(names)])
-    assert_close(found, expected)
-    assert np.abs(expected - np.asarray(decode(twins[None], x))).max() > 1e-2
-    assert isinstance(model.attn.cached_key, nnx.Cache)
 
 
 # --- An embedding that is never called ----------------------------------------------------------------------------

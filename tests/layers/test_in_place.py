@@ -14,12 +14,9 @@ from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
 from jlora.layers.site import SlotParam
 from tests.layers.merging import (
     Target,
-    assert_close,
     check_against_merged,
-    expected_rows,
     make_adapter,
     make_manager,
-    merge,
     normal,
     serve,
     wrapped_paths,
@@ -176,22 +173,6 @@ def test_containers_of_modules():
     check_against_merged(Boxes(), targets, normal(3, 2, 6))
     manager = make_manager(Boxes())
     assert sorted(wrapped_paths(manager)) == sorted(paths)
-
-
-def test_base_weights_loaded_after_wrapping_are_served():
-    """Every base parameter keeps its path, so a checkpoint restored later fits."""
-    model, other = Model(), Model()
-    target = Target("blocks.0.q_proj", 6, 6, "blocks.0.q_proj.kernel")
-    adapter = make_adapter("one", [target], 2)
-    for _, param in nnx.to_flat_state(nnx.state(other, nnx.Param)):
-        param[...] = 2 * param[...]
-    manager = make_manager(model, [adapter])
-    nnx.update(model, nnx.state(other, nnx.Param))
-    tokens = np.arange(6, dtype=np.int32).reshape(3, 2)
-    with manager.prepare(["one", None, "one"]) as batch:
-        found = serve(model, tokens, batch)
-    twins = {"one": merge(other, [target], adapter), None: other}
-    assert_close(found, expected_rows(twins, ["one", None, "one"], tokens))
 
 
 def test_a_copy_that_no_manager_writes_is_refused():

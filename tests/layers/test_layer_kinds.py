@@ -72,19 +72,6 @@ def test_matches_merged_weights(kind):
     check_against_merged(model, [Target("proj", k, n, "proj.kernel", to_kernel)], normal(3, 2, *features))
 
 
-def test_general_axis_before_the_rows():
-    """The contracted axis may stand between batch and length."""
-
-    class Model(nnx.Module):
-        def __init__(self):
-            self.proj = nnx.LinearGeneral(6, 5, axis=1, rngs=nnx.Rngs(0))
-
-        def __call__(self, x):
-            return self.proj(x)
-
-    check_against_merged(Model(), [Target("proj", 6, 5, "proj.kernel")], normal(3, 6, 2))
-
-
 def test_einsum_gemma_kv():
     """'BTD,SNDH->SBTNH': keys and values in one kernel, output features before the batch axis, two packed parts."""
 

@@ -11,7 +11,7 @@ import pytest
 import jlora
 from tests.layers.merging import Target, assert_close, make_adapter, make_manager, merge, normal
 from tests.layers.rowwise import ADAPTERS, K, N, World
-from tests.layers.test_scope import ONE, TARGETS, TWO, Model, serve
+from tests.layers.test_scope import TARGETS, Model
 
 NAMES = ["one", "two", "one"]
 SEQUENCES = len(NAMES)
@@ -188,25 +188,3 @@ def test_the_lookup_and_the_logits_of_a_tied_table_are_declared_apart():
     for row, (of_proj, of_head) in enumerate([(merged, head), (bare, bare), (bare, head)]):
         x = jnp.tanh(of_proj.proj(bare.embed(tokens[[1, 2, 2]][row])))
         assert_close(found[row], of_head.embed.attend(x))
-
-
-def test_a_head_on_the_last_tokens_is_declared():
-    """[4, 2, 0, ...] padded to as many rows as sequences, as of a server that pads both."""
-    model, counts = Model(), [4, 2, 0, 0, 0, 0, 0, 0]
-    twins = {"one": merge(model, TARGETS, ONE), "two": merge(model, TARGETS, TWO), None: Model()}
-    manager = make_manager(model, [ONE, TWO], row_groups={"lm_head": "last"})
-    names = ["one", "two", *[None] * 6]
-    tokens = np.array([3, 1, 4, 1, 5, 9, 0, 0], np.int32)
-
-    @jax.jit
-    def step(model, tokens, last, batch):
-        with jlora.use(batch):
-            return model.lm_head(jnp.tanh(model.proj(model.embed(tokens)))[last])
-
-    with manager.prepare(names, counts, pad_to=8) as batch:
-        found = step(model, tokens, np.array([3, 5, *[5] * 6]), batch)
-    assert_close(found[0], twins["one"](tokens[3]))
-    assert_close(found[1], twins["two"](tokens[5]))
-    with manager.prepare(names) as batch:  # no token counts: as without the declaration
-        found = serve(model, tokens, batch)
-    assert_close(found, np.stack([twins[name](token) for name, token in zip(names, tokens, strict=True)]))

@@ -485,21 +485,6 @@ def test_a_padded_vocabulary_takes_adapters_of_the_real_one():
         manager.add_adapter(other)
 
 
-def test_rows_of_padding_keep_negative_zeros():
-    model = Holder(nnx.Embed(8, 6, embedding_init=nnx.initializers.constant(-0.0), rngs=nnx.Rngs(0)))
-
-    class Padded(nnx.Embed):
-        pass
-
-    model.proj = Padded(8, 6, embedding_init=nnx.initializers.constant(-0.0), rngs=nnx.Rngs(0))
-    register_layer(Padded, lambda layer: jlora.EmbedSpec(8, 6, attend="attend", real_vocab=5))
-    manager = make_manager(model, [make_adapter("one", [Target("proj", 5, 6, "", kind="embedding")], 2)])
-    with manager.prepare(["one"] * 2) as batch:
-        found = np.asarray(serve(model, np.array([[0, 5, 7], [4, 6, -1]], np.int32), batch))
-    assert np.signbit(found[:, 1:]).all()
-    assert (found[:, 0] != 0).any()
-
-
 class PaddedHead(nnx.Linear):
     pass
 

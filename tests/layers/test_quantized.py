@@ -215,27 +215,3 @@ def test_kernels_of_8_bits_are_split_over_a_mesh():
         )
         expected.append(np.tanh(row @ up) @ down)
     assert_close(found, np.stack(expected))
-
-
-def test_layers_without_a_kernel_are_replicated_on_a_mesh():
-    class Mixed(nnx.Module):
-        def __init__(self):
-            self.up, self.proj = BlockScaled(K, H, seed=0), nnx.Linear(H, N, use_bias=False, rngs=nnx.Rngs(0))
-
-        def __call__(self, x):
-            return self.proj(jnp.tanh(self.up(x)))
-
-    known()
-    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-    model, x = Mixed(), normal(3, 3, K) / 16
-    up, proj = np.asarray(model.up.whole(), np.float64), np.asarray(model.proj.kernel[...], np.float64)
-    for value, spec in ((model.proj.kernel, (None, "tensor")), (model.up.weight, (None, "tensor"))):
-        value.set_value(jax.device_put(value[...], NamedSharding(mesh, PartitionSpec(*spec))))
-    adapter = make_adapter("one", TARGETS[:1], 3)
-    manager = make_manager(model, [adapter])
-    assert model.up.jlora_b[...].sharding.is_fully_replicated
-
-    with manager.prepare(["one", None, "one"]) as batch:
-        found = np.asarray(serve(model, x, batch))
-    changed = np.tanh(x @ (up + delta(adapter.modules["up"]).T)) @ proj
-    assert_close(found, np.stack([changed[0], (np.tanh(x @ up) @ proj)[1], changed[2]]))

@@ -20,9 +20,7 @@ from tests.layers.merging import (
     make_manager,
     merge,
     normal,
-    run,
     serve,
-    wrapped_paths,
 )
 from tests.layers.vision_model import LENGTH, PATCH, ROW_GROUPS, TARGETS, VOCAB, VisionModel, image_inputs
 
@@ -153,40 +151,6 @@ def test_a_shard_takes_its_own_items(world):
     assert_close(np.asarray(found).reshape(expected.shape), expected, 1e-5)
 
 
-def test_copies_hold_the_same_rows_and_lease(world):
-    images = image_inputs([4, 8, 4, 12], [2, 1, 2, 2], pad=32)
-    expected = world.expected(NAMES, images.inputs)
-    batch = world.manager.prepare(NAMES, items=images.items)
-    for copy in (jax.device_put(batch), jax.tree.map(lambda x: x + 0, batch)):
-        assert_close(serve(world.model, images.inputs, copy), expected, 1e-5)
-    again = world.manager.prepare(NAMES, items=images.items)  # its arrays come from the cache
-    batch.close()
-    assert_close(serve(world.model, images.inputs, again), expected, 1e-5)
-    other = image_inputs([4, 8, 4, 12], [1, 2, 2, 2], pad=32)
-    with world.manager.prepare(NAMES, items=other.items) as moved:
-        assert_close(serve(world.model, other.inputs, moved), world.expected(NAMES, other.inputs), 1e-5)
-    again.close()
-    with pytest.raises(jlora.LoRAError, match="closed"):
-        serve(world.model, images.inputs, again)
-
-
-def test_warmup_compiles_the_step(world):
-    traces = []
-
-    @jax.jit
-    def step(model, inputs, batch):
-        traces.append(1)
-        with jlora.use(batch):
-            return model(inputs)
-
-    images = image_inputs([4, 8, 4, 12], [2, 1, 2, 2], pad=32)
-    blank = {"images": Items([], [], 32), "merged": Items([], [], 8)}
-    world.manager.warmup(lambda batch: step(world.model, images.inputs, batch), num_sequences=3, items=blank)
-    with world.manager.prepare(NAMES, items=images.items) as batch:
-        step(world.model, images.inputs, batch)
-    assert len(traces) == 1
-
-
 # --- steps of text alone --------------------------------------------------------------------------------------------
 
 
@@ -283,15 +247,6 @@ def test_declarations_that_fit_no_layer_are_refused(row_groups, message):
     with pytest.raises(jlora.LoRAUsageError, match=message):
         make_manager(model, row_groups=row_groups)
     make_manager(model)  # the model is as it was
-
-
-def test_a_declaration_may_name_layers_that_are_left_out():
-    """As a preset does for adapters of the text alone."""
-    model = VisionModel()
-    manager = make_manager(model, row_groups=ROW_GROUPS, exclude_modules=["visual"])
-    assert not any(path.startswith("visual") for path in wrapped_paths(manager))
-    manager.unwrap()
-    make_manager(model, row_groups=ROW_GROUPS, target_modules=["q", "mlp"])
 
 
 @pytest.mark.parametrize(
@@ -431,10 +386,3 @@ def test_verify_finds_items_of_other_sequences():
     shifted = images.items | {"images": replace(images.items["images"], owners=[0, 1, 2])}
     with pytest.raises(jlora.LoRAError, match=r"verify: visual\.embed"):
         manager.verify(serve, images.inputs, num_sequences=3, items=shifted)
-
-
-def test_base_rows_keep_their_bits(world):
-    images = image_inputs([4, 8, 4, 12], [2, 1, 2, 2], pad=32)
-    with world.manager.prepare([None] * 3, items=images.items) as batch:
-        found = serve(world.model, images.inputs, batch)
-    np.testing.assert_array_equal(np.asarray(found), np.asarray(run(world.twins[None], images.inputs)))

@@ -248,23 +248,3 @@ def test_a_map_opened_outside_jit_raises(world):
                 step(world.model, X[:3], batch)
             with jlora.rows(jlora.RowMap(SOURCE[:3])), jlora.rows(None):
                 assert_close(step(world.model, X[:3], batch), world.expected(X[:3], NAMES))
-
-
-def test_scan_over_maps(world):
-    """The body makes a new map at every step, as for beams that change their parents."""
-    sources = np.stack([SOURCE, SOURCE[::-1], np.array([-1, 3, 2, 1], np.int32)])
-
-    @jax.jit
-    def step(model, x, sources, batch):
-        with jlora.use(batch, without=["*"]):
-
-            def body(x, source):
-                with jlora.rows(jlora.RowMap(source)):
-                    return x, model.proj(x)
-
-            return jax.lax.scan(body, x, sources)[1]
-
-    with jax.checking_leaks(), world.manager.prepare(NAMES) as batch:
-        found = step(world.model, X, sources, batch)
-    for out, source in zip(found, sources, strict=True):
-        assert_close(out, world.expected(X, named(NAMES, source)))

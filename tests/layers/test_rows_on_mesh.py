@@ -2,7 +2,6 @@
 
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -201,27 +200,6 @@ def test_gradients_are_those_of_one_device(served):
     for path, value in grads["single"].items():
         assert np.abs(value).max() > 0 or "jlora_attend" in str(path)  # never called
         assert_close(grads["mesh"][path], value, 1e-5)
-
-
-def test_flax_jit_split_models_and_one_trace(twins):
-    model, manager = serving(max_loras=1)
-    graphdef, _, rest = nnx.split(model, SlotParam, ...)
-
-    @nnx.jit
-    @chex.assert_max_traces(n=1)
-    def whole(model, tokens, batch):
-        return forward(model, tokens, batch)
-
-    @jax.jit
-    @chex.assert_max_traces(n=1)
-    def merged(slots, rest, tokens, batch):
-        return forward(nnx.merge(graphdef, slots, rest), tokens, batch)
-
-    for name in ("one", "two", "one"):
-        names = [name, None, name, name]
-        with manager.prepare(names) as batch:
-            assert_close(whole(model, TOKENS, batch), expected_rows(twins, names, TOKENS))
-            assert_close(merged(manager.slots, rest, TOKENS, batch), expected_rows(twins, names, TOKENS))
 
 
 class Stack(nnx.Module):

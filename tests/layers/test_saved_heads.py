@@ -130,18 +130,6 @@ def test_packed_rows():
         close(np.asarray(found).reshape(9, MOST), expected(of_row, x))
 
 
-def test_items_of_a_row_group():
-    model = Classifier()
-    config = jlora.LoRAConfig(max_loras=5, max_lora_rank=2, saved_heads={"score": MOST})
-    manager = jlora.LoRAManager(model, config, row_groups={"proj": "images", "score": "images"})
-    for adapter in ADAPTERS:
-        manager.add_adapter(adapter)
-    names, owners, x = ["one", "four", None], [1, 1, 0, None, 2], normal(5, LENGTH, K)
-    with manager.prepare(names, items={"images": jlora.Items(owners)}) as batch:
-        found = serve(model, x, batch)
-    close(found, expected([None if owner is None else names[owner] for owner in owners], x))
-
-
 @pytest.mark.parametrize("config", [{"max_adapters_per_sequence": 2}, {"batch_invariant": True}])
 def test_beside_other_options(config):
     manager, x = manager_of(**config), normal(len(NAMES), LENGTH, K)

@@ -1,6 +1,5 @@
 """`jlora.use`: the adapter of each row in every layout, and the errors that prevent wrong adapters."""
 
-import logging
 import re
 
 import chex
@@ -12,8 +11,6 @@ from flax import nnx
 
 from jlora.errors import LoRAError
 from jlora.layers.forward.scope import use
-from jlora.layers.specs import LinearSpec
-from jlora.layers.wrap.discover import register_layer
 from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal, run
 
 pytestmark = pytest.mark.device
@@ -131,35 +128,6 @@ def test_base_model_is_bitwise_the_unwrapped_one(served):
     np.testing.assert_array_equal(found.view(np.int32), base.view(np.int32))
 
 
-@optimised
-@pytest.mark.usefixtures("registered")
-def test_negative_zero_stays_negative():
-    class Zeros(nnx.Module):
-        def __init__(self):
-            self.w = nnx.Param(jnp.ones((6, 6)))
-
-        def __call__(self, x):
-            return jnp.full((*x.shape[:-1], 6), -0.0) * self.w[...].sum()
-
-    class Holder(nnx.Module):
-        def __init__(self):
-            self.zeros = Zeros()
-            self.embed = nnx.Embed(3, 6, embedding_init=nnx.initializers.constant(-0.0), rngs=nnx.Rngs(0))
-
-        def __call__(self, tokens):
-            x = self.embed(tokens)
-            return jnp.concatenate([x, self.zeros(x), self.embed.attend(x) * 0 - 0.0], -1)
-
-    register_layer(Zeros, lambda layer: LinearSpec(6, 6, "w"))
-    targets = [Target("zeros", 6, 6, ""), Target("embed", 3, 6, "", kind="embedding")]
-    model = Holder()
-    manager = make_manager(model, [make_adapter("one", targets, 2)])
-    with manager.prepare(["one", None]) as batch:
-        found = np.asarray(serve(model, np.zeros((2, 2), np.int32), batch))
-    assert np.signbit(found[1, :, :12]).all()
-    assert (found[0, :, :12] != 0).any()
-
-
 # --- Errors --------------------------------------------------------------------------------------------------------
 
 
@@ -171,39 +139,6 @@ def test_calls_outside_the_scope_raise(served):
         model(TOKENS)
     with pytest.raises(LoRAError, match=r"lm_head: .*outside"):
         model.lm_head(normal(4, 6))
-
-
-def test_scope_ends_with_its_block_and_nests(served):
-    model, manager, expected, base = served
-
-    @jax.jit
-    def both(model, tokens, batch):
-        with use(batch, without=["*"]):
-            with use(None):
-                alone = model(tokens)
-            with use(batch):
-                return alone, model(tokens)
-
-    with manager.prepare(NAMES) as batch:
-        alone, found = both(model, TOKENS, batch)
-        assert_close(alone, base)
-        assert_close(found, expected)
-        with pytest.raises(ZeroDivisionError), use(batch):
-            raise ZeroDivisionError
-        with pytest.raises(LoRAError, match=r"outside"):
-            model(TOKENS)
-
-
-def test_eager_calls_share_compiled_code(served, caplog):
-    model, manager, expected, _ = served
-    with manager.prepare(NAMES) as batch:
-        with use(batch):
-            model(TOKENS)
-        with use(batch), jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
-            assert_close(model(TOKENS), expected)
-            assert not [line for line in caplog.messages if "ompil" in line]
-            jax.jit(lambda x: x - 7)(TOKENS)
-            assert [line for line in caplog.messages if "ompil" in line], "the log shows no compilation at all"
 
 
 def test_a_batch_opened_outside_jit_raises(served):
@@ -238,24 +173,6 @@ def test_tracing_inside_an_eager_scope_raises(served, transform):
         use(batch),
     ):
         calls[transform](jnp.zeros((4, 6)))
-
-
-def test_generators_that_take_turns_inside_their_scopes_raise(served):
-    model, manager, expected, _ = served
-
-    def steps(names):
-        with manager.prepare(names) as batch, use(batch):
-            while True:
-                yield model(TOKENS)
-
-    first, second = steps(NAMES), steps(["two"] * 4)
-    assert_close(next(first), expected)
-    with pytest.raises(LoRAError, match=r"jlora.use\(batch\) was opened inside jlora.use\(batch\).*still open"):
-        next(second)
-    assert_close(next(first), expected)
-    first.close()
-    with pytest.raises(LoRAError, match=r"outside `jlora.use`"):
-        model(TOKENS)
 
 
 def test_scopes_closed_out_of_order_raise_and_serve_nothing_afterwards(served):

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -61,69 +60,6 @@ def test_lora_reads_the_input_before_the_layer_rounds_it():
     compare(normal(4, 2, 16), 1e-5, {"dtype": np.float32}, **options)
 
 
-def halved(*args, **kwargs):
-    """Compute half of the product, as a custom product."""
-    return lax.dot_general(*args, **kwargs) / 2
-
-
-def scaled(arrays, *, dtype):
-    """Promote the operands and scale the input, which LoRA must not see."""
-    x, *rest = arrays
-    return (2 * x, *rest)
-
-
-@pytest.mark.parametrize("options", [{"dot_general": halved}, {"promote_dtype": scaled}])
-def test_custom_products_are_kept(options):
-    """LoRA is added to the output of a custom product."""
-    compare(normal(4, 2, 16), 1e-5, **options)
-
-
-class Own:
-    """A product that `dot_general_cls` creates."""
-
-    def __call__(self, *args, **kwargs):
-        return lax.dot_general(*args, **kwargs)
-
-
-def general(**options):
-    return nnx.LinearGeneral(
-        (4, 4), 8, axis=(-2, -1), rngs=nnx.Rngs(0), bias_init=nnx.initializers.normal(1), **options
-    )
-
-
-def einsum():
-    """Return a layer with an axis of the rows behind the features of its output, which has a bias."""
-    return nnx.Einsum("BTNH,NHD->BDT", (4, 4, 8), (8,), rngs=nnx.Rngs(0), bias_init=nnx.initializers.normal(1))
-
-
-@pytest.mark.parametrize(
-    "build",
-    [
-        general,
-        einsum,
-        functools.partial(general, dot_general_cls=Own),
-    ],
-)
-def test_products_of_general_layers(build):
-    """LoRA is served too if a class creates the product, which jlora cannot follow."""
-
-    class General(nnx.Module):
-        def __init__(self):
-            self.row = build()
-
-        def __call__(self, x):
-            return self.row(x)
-
-    found = []
-    for where in (lambda model: placed(model, the_mesh(), SPECS), lambda model: model):
-        model = where(General())
-        adapter = make_adapter("one", TARGETS[1:], 3)
-        with make_manager(model, [adapter]).prepare(["one", None]) as batch:
-            found.append(np.asarray(serve(model, np.stack([normal(2, 4, 4)] * 2), batch)))
-    assert_close(found[0], found[1], 1e-5)
-    assert np.abs(found[1][0] - found[1][1]).max() > 1
-
-
 class Masked(nnx.Linear):
     """A layer that ignores every fourth input, which is padding with any value."""
 
@@ -132,24 +68,6 @@ class Masked(nnx.Linear):
 
 
 jlora.register_layer(Masked, lambda layer: jlora.LinearSpec(16, 8, in_index=[i for i in range(16) if i % 4 != 3]))
-
-
-def test_padding_of_inputs_may_hold_anything():
-    class Model(nnx.Module):
-        def __init__(self):
-            self.row = Masked(16, 8, rngs=nnx.Rngs(0))
-
-        def __call__(self, x):
-            return self.row(x)
-
-    x = normal(2, 2, 16)
-    adapter, clean = make_adapter("one", [Target("row", 12, 8, "")], 3), x.copy()
-    x[..., 3::4] = np.nan
-    found = []
-    for model, inputs in ((placed(Model(), the_mesh(), SPECS), x), (Model(), clean)):
-        with make_manager(model, [adapter]).prepare(["one", None]) as batch:
-            found.append(np.asarray(serve(model, inputs, batch)))
-    assert_close(found[0], found[1], 1e-5)
 
 
 def test_ranks_of_several_blocks_in_several_shards():

@@ -2,13 +2,11 @@
 
 import re
 
-import numpy as np
 import pytest
 from flax import nnx
 
 from jlora.config import LoRAConfig
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
-from jlora.layers.forward.scope import use
 from jlora.layers.wrap.select import Nearest
 from jlora.manager.manager import LoRAManager
 from tests.layers.merging import Target, make_adapter, make_manager, wrapped_paths
@@ -89,33 +87,6 @@ def test_a_model_with_nothing_to_wrap_raises():
         make_manager(Bare())
     with pytest.raises(LoRAError, match=r"hold it in an nnx.Module"):
         make_manager(nnx.Linear(6, 6, rngs=nnx.Rngs(0)))
-
-
-def test_layers_outside_the_targets_stay_plain_and_refuse_adapters():
-    model = Model()
-    manager = make_manager(model, target_modules=["q_proj"])
-    assert type(model.proj) is nnx.Linear
-    with pytest.raises(AdapterMismatchError, match=r"'proj' is not wrapped: it is not among the configured"):
-        manager.add_adapter(make_adapter("one", [Target("proj", 6, 6, "")], 2))
-    x = np.ones((1, 2, 6), np.float32)
-    model.proj(x)  # needs no scope
-    with pytest.raises(LoRAError, match=r"outside `jlora.use`"):
-        model.layers[0].q_proj(x)
-
-
-def test_a_target_of_the_lookup_does_not_wrap_the_logits():
-    model = Model()
-    adapter = make_adapter("one", [Target("embed", 11, 6, "", kind="embedding")], 2)
-    manager = make_manager(model, [adapter], target_modules=["lm_head", "embed"])
-    query = np.ones((1, 2, 6), np.float32)
-    plain = np.asarray(query @ np.asarray(model.embed.embedding[...]).T)
-    with manager.prepare(["one"]) as batch, use(batch, without=["*"]):
-        np.testing.assert_allclose(model.embed.attend(query), plain, rtol=1e-5)
-        changed = np.asarray(model.embed(np.zeros((1, 2), np.int32))) - np.asarray(model.embed.embedding[...])[0]
-    module = adapter.modules["embed"]
-    np.testing.assert_allclose(
-        np.asarray(changed)[0, 1], module.scaling * module.b @ module.a[:, 0], rtol=1e-4, atol=1e-5
-    )
 
 
 def test_fully_sharded_needs_a_mesh():

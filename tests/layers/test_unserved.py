@@ -156,14 +156,6 @@ def test_an_unsupported_layer_leaves_the_others_served(kind):
         make_manager(model, target_modules=["proj", "odd"])
 
 
-def test_an_excluded_layer_may_be_of_any_class():
-    manager = make_manager(Model(quantised), exclude_modules=["odd"])
-    (reason,) = [layer.reason for layer in manager.layers() if layer.path == "odd"]
-    assert reason == "it is among the configured exclude_modules (odd)"
-    with pytest.raises(AdapterMismatchError, match=r"'odd' is not wrapped: .* exclude_modules \(odd\)"):
-        manager.add_adapter(ODD)
-
-
 def test_an_excluded_layer_is_not_described():
     described = []
     register_layer(Unknown, lambda layer: described.append(layer) or jlora.LinearSpec(D, D, "w"))

@@ -12,8 +12,7 @@ from jlora.models import Decoder, DecoderConfig
 from jlora.models.attention import attend
 from tests.models.test_decoder import EXPERTS
 
-POISON = (float("nan"), float("inf"), float("-inf"))
-DTYPES = ("float32", "bfloat16", "float16")
+POISON = (float("nan"), float("-inf"))
 
 
 def expected(q, k, v, visible, sinks):
@@ -29,10 +28,9 @@ def expected(q, k, v, visible, sinks):
     return out
 
 
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize(("length", "sinks"), [(1, False), (3, True)])
 @pytest.mark.parametrize("poison", POISON)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_keys_and_values_that_no_query_sees_may_hold_anything(rng, dtype, poison, length, sinks):
     batch, capacity, heads, groups, width = 3, 12, 4, 2, 8
     q = jnp.asarray(rng.normal(size=(batch, length, heads, width)), dtype)
@@ -83,7 +81,7 @@ def answer(model, cache):
 
 
 @pytest.mark.parametrize("poison", POISON)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_chunked_prefill_and_decode_do_not_depend_on_the_old_cache(dtype, poison):
     model = Decoder(CONFIG, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
     fresh = model.init_cache(len(PROMPTS), 32)

@@ -46,7 +46,7 @@ def fuse(tensors):
     return out
 
 
-@pytest.mark.parametrize("name", ["mixtral-window", "qwen2-moe-shared", "qwen3-moe-mlp-layer"])
+@pytest.mark.parametrize("name", ["mixtral-window", "qwen2-moe-shared"])
 def test_experts_one_by_one(name):
     folder = goldens.FOLDER / name
     stored, got = load_file(folder / "model.safetensors"), params(from_pretrained(folder))
@@ -64,7 +64,7 @@ def test_experts_one_by_one(name):
     np.testing.assert_array_equal(got["model.layers.0.mlp.gate.kernel"], stored[f"{block}.gate.weight"].T)
 
 
-@pytest.mark.parametrize("name", ["mixtral-window", "qwen2-moe-shared", "qwen3-moe-mlp-layer"])
+@pytest.mark.parametrize("name", ["mixtral-window", "qwen3-moe-mlp-layer"])
 def test_all_experts_in_one_tensor(copy, name):
     folder = copy(name)
     want = from_pretrained(folder)

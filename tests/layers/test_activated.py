@@ -270,30 +270,3 @@ def test_traced_first_rows_of_any_integer_type(world, dtype):
 def test_traced_first_rows_are_checked(world, first, options, message):
     with world.manager.prepare(NAMES) as batch, pytest.raises(jlora.LoRAUsageError, match=message):
         traced(world, batch, first, **options)
-
-
-def test_one_step_for_all_batches_with_first_rows(world):
-    """Also those that a warm-up and `verify` make, and that are activated later; packed ones likewise."""
-    traces = []
-
-    @jax.jit
-    def step(model, tokens, batch):
-        traces.append(1)
-        with jlora.use(batch):
-            return model(tokens)
-
-    world.manager.warmup(lambda batch: step(world.model, TOKENS, batch), num_sequences=SEQUENCES, length=LENGTH)
-    for options in ({"length": LENGTH, "active_from": FIRST[0]}, {}):
-        with world.manager.prepare(NAMES, **options) as batch:
-            step(world.model, TOKENS, batch.activate(FIRST[1], length=LENGTH))
-            if options:
-                step(world.model, TOKENS, batch)
-    assert len(traces) == 1
-    packed = {"token_counts": COUNTS, "pad_to": 12}
-    rows = np.pad(flat(TOKENS)[PACKED], (0, 3))
-    world.manager.warmup(lambda batch: step(world.model, rows, batch), num_sequences=SEQUENCES, **packed)
-    with world.manager.prepare(NAMES, active_from=FIRST[0], **packed) as batch:
-        step(world.model, rows, batch)
-    assert len(traces) == 2
-    report = world.manager.verify(serve, TOKENS, length=LENGTH)
-    assert set(report.checked) == {"embed", "proj", "lm_head"}

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jlora
@@ -216,26 +216,6 @@ def test_donated_batches_are_not_reused(world, counts):
             found = step(world.model, x, batch)[0]
             assert batch.slots.is_deleted()
         assert_close(found.reshape(8, 2, 5), expected_rows(world.twins, NAMES, X))
-
-
-@pytest.mark.device(devices=8)
-def test_batches_on_a_mesh(world):
-    """A batch moved to all devices holds its lease. In a sharded batch each shard sees its own sequences."""
-
-    def step(model, x, batch):
-        with jlora.use(batch):
-            return model(x)
-
-    sharded = jax.jit(jax.shard_map(step, mesh=mesh(), in_specs=(P(), P("data"), P("data")), out_specs=P("data")))
-    expected = expected_rows(world.twins, NAMES, X)
-    on_mesh = jax.device_put(world.manager.prepare(NAMES), NamedSharding(mesh(), P("data")))
-    gc.collect()
-    world.check_held()
-    assert on_mesh.versions == tuple(None if n is None else 0 for n in NAMES)
-    assert_close(sharded(world.model, X, on_mesh), expected)
-    on_mesh.close()
-    with pytest.raises(jlora.LoRAError, match="is closed"):
-        sharded(world.model, X, on_mesh)
 
 
 # --- What holds a lease ---------------------------------------------------------------------------------------------

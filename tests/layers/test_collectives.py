@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jlora
 from tests.layers.merging import Target, make_adapter, make_manager
-from tests.layers.mesh_models import LENGTH, NAMES, ONE, SMALL, Opaque, Small, mesh_of, placed, tokens_of
+from tests.layers.mesh_models import LENGTH, NAMES, ONE, SMALL, Small, mesh_of, placed, tokens_of
 from tests.records import write_programs
 
 pytestmark = [pytest.mark.mesh, pytest.mark.usefixtures("as_users_compile")]
@@ -107,30 +107,6 @@ def test_fully_sharded_adds_one_collective_of_rank_size_for_each_projection():
     more = found - base
     assert not base - found
     assert more == Counter({("all-gather", ROWS * 8): 3, ("all-reduce", ROWS * RANK): 3})  # 6 ranks in 4 parts: 8
-
-
-class Hidden(nnx.Module):
-    """A row-parallel product that cannot be replaced, and a lookup in a table that is split by rows."""
-
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.embed = nnx.Embed(12, 16, rngs=rngs)
-        self.down = Opaque(16, 8, use_bias=False, rngs=rngs)
-
-    @staticmethod
-    def inputs():
-        return tokens_of(len(NAMES), LENGTH)
-
-    def __call__(self, tokens):
-        return self.down(jnp.tanh(self.embed(tokens)))
-
-
-def test_an_opaque_product_adds_one_reduction_of_rank_size():
-    targets = [Target("embed", 12, 16, "", kind="embedding"), Target("down", 16, 8, "")]
-    specs = {"embed": P("t"), "down": P("t")}
-    base, found = programs(Hidden, mesh_of(t=4), specs, make_adapter("one", targets, RANK))
-    assert found - base == Counter({("all-reduce", ROWS * RANK): 2})
-    assert not base - found
 
 
 # --- Slot arrays ------------------------------------------------------------------------------------------------------

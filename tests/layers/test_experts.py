@@ -12,7 +12,6 @@ from flax import nnx
 
 import jlora
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
-from tests import oracle
 from tests.layers.expert_models import (
     EXPERTS,
     HIDDEN,
@@ -190,105 +189,6 @@ def test_unwrap_restores_the_model(style):
 
 
 # --- several products in one forward ----------------------------------------------------------------------------------
-
-
-class Chosen(nnx.Module):
-    """The product of each row with the kernel of its expert; the rows are gathered from the tokens of the batch."""
-
-    def __init__(self, experts):
-        self.w = nnx.Param(jax.random.normal(jax.random.key(experts), (experts, HIDDEN, INNER)))
-
-    def __call__(self, x, rows):
-        taken = rows.source if rows.taken is None else rows.taken
-        y = jnp.einsum("mk,mkn->mn", x[taken], self.w[...][rows.expert])
-        return jlora.expert_delta(self, "down", x, y, rows)
-
-
-class Products(nnx.Module):
-    def __init__(self):
-        self.few, self.many = Chosen(3), Chosen(EXPERTS)
-
-    def __call__(self, x, few, many):
-        return self.few(x, few), self.many(x, many)
-
-
-@pytest.fixture
-def products(registered):
-    """Return a wrapped model of two products, and a function that computes the rows of one by the oracle."""
-    jlora.register_layer(
-        Chosen,
-        lambda layer: jlora.ExpertsSpec(
-            layer.w.shape[0], {"down": jlora.LinearSpec(HIDDEN, INNER, param="w")}, gathers=["down"]
-        ),
-    )
-    model, rng = Products(), np.random.default_rng(0)
-    sizes = {"few": 3, "many": EXPERTS}
-    pairs = {
-        name: {
-            f"{layer}.{e}.down_proj": (rng.normal(size=(2, HIDDEN)), rng.normal(size=(INNER, 2)))
-            for layer, experts in sizes.items()
-            for e in range(experts)
-        }
-        for name in ("one", "two")
-    }
-    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=2))
-    for name, arrays in pairs.items():
-        manager.add_adapter(
-            jlora.Adapter.from_arrays(
-                name, {key: (a.astype(np.float32), b.astype(np.float32)) for key, (a, b) in arrays.items()}, alpha=2
-            )
-        )
-
-    def expected(layer, x, adapters, expert):
-        count = sizes[layer]
-        factors = [pairs[name][f"{layer}.{e}.down_proj"] for name in pairs for e in range(count)]
-        a, b = np.stack([a[None] for a, _ in factors]), np.stack([b.T for _, b in factors])
-        kernels = np.asarray(getattr(model, layer).w[...], np.float64)
-        base = np.stack([row @ kernels[e] for row, e in zip(np.asarray(x, np.float64), expert, strict=True)])
-        first = {None: -count} | {name: i * count for i, name in enumerate(pairs)}
-        groups = [first[name] + e for name, e in zip(adapters, expert, strict=True)]
-        return oracle.add_lora(base, x, groups, a, b)
-
-    return manager, expected
-
-
-def test_layers_with_other_numbers_of_experts_share_a_step(products):
-    """Two layers that share their row arrays need different plans if their numbers of experts differ."""
-    manager, expected = products
-    x = np.random.default_rng(1).normal(size=(4, HIDDEN)).astype(np.float32)
-    source, expert = np.array([3, 0, 1, 2, 1, 3]), np.array([0, 2, 1, 1, 2, 0])
-    names = ["one", None, "two", "two"]
-
-    @jax.jit
-    def step(model, x, source, expert, batch):
-        rows = jlora.RowMap(source, of="tokens", expert=expert)
-        with jlora.use(batch):
-            return model(x, rows, rows)
-
-    with manager.prepare(names, length=1) as batch:
-        found = step(manager.model, x, source, expert, batch)
-    for layer, rows in zip(("few", "many"), found, strict=True):
-        assert_close(rows, expected(layer, x[source], [names[i] for i in source], expert))
-
-
-def test_each_row_map_of_a_forward_keeps_its_own_taken(products):
-    """Two maps have equal `source` and `expert` arrays but different `taken`."""
-    manager, expected = products
-    x = np.random.default_rng(1).normal(size=(4, HIDDEN)).astype(np.float32)
-    source, expert = np.array([3, 0, 1, 2]), np.array([0, 2, 1, 1])
-    first, second = np.array([0, 1, 2, 3]), np.array([2, 0, 3, 1])
-    names = ["one", None, "two", "two"]
-
-    @jax.jit
-    def step(model, x, source, expert, first, second, batch):
-        maps = [jlora.RowMap(source, of="tokens", expert=expert, taken=taken) for taken in (first, second)]
-        with jlora.use(batch, without=["few"]):
-            return [model.many(x, rows) for rows in maps]
-
-    with manager.prepare(names, length=1) as batch:
-        found = step(manager.model, x, source, expert, first, second, batch)
-    for taken, rows in zip((first, second), found, strict=True):
-        assert_close(rows, expected("many", x[taken], [names[i] for i in source], expert))
 
 
 # --- adapters that do not fit ---------------------------------------------------------------------------------------

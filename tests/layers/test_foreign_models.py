@@ -12,10 +12,8 @@ from tests.layers.merging import (
     Target,
     assert_close,
     check_against_merged,
-    expected_rows,
     make_adapter,
     make_manager,
-    merge,
     normal,
     rounding_of,
     serve,
@@ -24,48 +22,10 @@ from tests.layers.merging import (
 pytestmark = pytest.mark.device
 
 
-def tokens_of(*shape):
-    return np.random.default_rng(1).integers(0, 11, shape).astype(np.int32)
-
-
 # --- A KV cache held as nnx.Cache ---------------------------------------------------------------------------------
 
 
 # --- An embedding that is never called ----------------------------------------------------------------------------
-
-
-class ReadsItsTable(nnx.Module):
-    def __init__(self):
-        self.embed = nnx.Embed(11, 6, rngs=nnx.Rngs(0))
-        self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(1))
-
-    def __call__(self, tokens):
-        table = self.embed.embedding[...]
-        return self.proj(table[tokens]) @ table.T
-
-
-LOOKUP = Target("embed", 11, 6, "", kind="embedding")
-LOGITS = Target("lm_head", 6, 11, "")
-PROJ = Target("proj", 6, 6, "proj.kernel")
-
-
-@pytest.mark.parametrize("target", [LOOKUP, LOGITS])
-def test_a_layer_that_is_never_called_refuses_adapters(target):
-    """Adapters of the layer are refused and others are served, after `verify` or if it is excluded."""
-    model, tokens = ReadsItsTable(), tokens_of(3, 4)
-    good, bad = make_adapter("good", [PROJ], 2), make_adapter("bad", [PROJ, target], 2)
-    twins = {"good": merge(model, [PROJ], good), None: nnx.clone(model)}
-    manager = make_manager(model, [good])
-    names = [None, "good", "good"]
-    for _ in range(2):  # a trace that failed is not kept
-        with manager.prepare(names) as batch, pytest.raises(LoRAError, match="embed: it was not called"):
-            serve(model, tokens, batch)
-    manager.verify(serve, tokens)
-    for _ in range(2):
-        with manager.prepare(names) as batch:
-            assert_close(serve(model, tokens, batch), expected_rows(twins, names, tokens))
-        with pytest.raises(AdapterMismatchError, match=r"'embed(.attend)?' takes no adapter yet: the forward never"):
-            manager.add_adapter(bad)
 
 
 # --- Layers under nnx.scan ----------------------------------------------------------------------------------------

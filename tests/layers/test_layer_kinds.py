@@ -9,7 +9,6 @@ from flax import nnx
 from jlora.adapters import Adapter
 from jlora.errors import AdapterMismatchError, LoRAError
 from jlora.layers.forward.scope import use
-from jlora.layers.specs import LinearSpec
 from jlora.layers.wrap.discover import register_layer
 from tests.layers.merging import (
     Target,
@@ -185,63 +184,6 @@ def test_untied_head_is_a_linear_and_attend_takes_no_adapter():
     tokens = np.arange(6, dtype=np.int32).reshape(3, 2)
     manager = check_against_merged(Model(), targets, tokens)
     assert not hasattr(manager.model.embed, "jlora_attend_a")
-
-
-def test_registered_layer(registered):
-    """A layer of the user with another parameter name, a kernel [N, K], and its input by keyword."""
-
-    class Dense(nnx.Module, pytree=False):
-        def __init__(self, n_in, n_out, rngs):
-            self.w = nnx.Param(jax.random.normal(rngs.params(), (n_out, n_in)))
-            self.sizes = n_in, n_out
-
-        def __call__(self, inputs, scale=1.0):
-            return scale * (inputs @ self.w[...].T)
-
-    class Model(nnx.Module, pytree=False):
-        def __init__(self):
-            self.dense = Dense(6, 5, nnx.Rngs(0))
-
-        def __call__(self, x):
-            return self.dense(inputs=x)
-
-    register_layer(Dense, lambda layer: LinearSpec(*layer.sizes, param="w", in_axes=(1,), out_axes=(0,)))
-    model = Model()
-    adapter = make_adapter("one", [Target("dense", 6, 5, "")], 2)
-    x = normal(3, 2, 6)
-    expected = x @ (np.asarray(model.dense.w[...], np.float64) + delta(adapter.modules["dense"])).T
-
-    @nnx.jit
-    def step(model, x, batch):
-        with use(batch):
-            return model(x)
-
-    manager = make_manager(model, [adapter])
-    with manager.prepare(["one"] * 3) as batch:
-        assert_close(step(model, x, batch), expected)
-
-
-def test_registered_layer_with_rows_of_its_own(registered):
-    """Gemma's own Einsum class: equation at the call, parameter `w`."""
-
-    class Einsum(nnx.Module):
-        def __init__(self, shape, rngs):
-            self.w = nnx.Param(jax.random.normal(rngs.params(), shape))
-            self.shape = shape
-
-        def __call__(self, eqn, x):
-            return jnp.einsum(eqn, x, self.w[...])
-
-    class Projection(Einsum):
-        def __call__(self, x):
-            return Einsum.__call__(self, "BTD,NDH->BTNH", x)
-
-    def rows(layer, x, y):
-        return x, y.reshape(*y.shape[:2], -1), lambda flat: flat.reshape(y.shape)
-
-    register_layer(Projection, lambda _: LinearSpec(6, 8, "w", in_axes=(1,), out_axes=(0, 2), rows=rows))
-    target = Target("proj", 6, 8, "proj.w", into(6, 2, 4, order=(1, 0, 2)))
-    check_against_merged(Holder(Projection((2, 6, 4), nnx.Rngs(0))), [target], normal(3, 2, 6))
 
 
 @pytest.mark.usefixtures("unchecked_calls")

@@ -379,30 +379,6 @@ def test_a_registered_layer_that_is_not_linear_raises():
         serve(model, normal(3, 2, 6), batch)
 
 
-class AddsBiasLater(nnx.Linear):
-    """A layer that returns its bias, as in Megatron."""
-
-    has_bias = True
-
-    def __call__(self, x):
-        return x @ self.kernel[...], self.bias[...] if self.has_bias else None
-
-
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_a_layer_that_returns_its_bias_separately_is_served(has_bias):
-    class Model(nnx.Module):
-        def __init__(self):
-            self.proj = AddsBiasLater(6, 5, bias_init=nnx.initializers.normal(1.0), rngs=nnx.Rngs(0))
-            self.proj.has_bias = has_bias
-
-        def __call__(self, x):
-            y, bias = self.proj(x)
-            return y if bias is None else 3 * y + bias[None, None]
-
-    register_layer(AddsBiasLater, lambda layer: jlora.LinearSpec(layer.in_features, layer.out_features))
-    check_against_merged(Model(), [Target("proj", 6, 5, "proj.kernel")], normal(3, 2, 6))
-
-
 # --- Padding and order ---------------------------------------------------------------------------------------------
 
 
@@ -483,18 +459,3 @@ def test_a_padded_vocabulary_takes_adapters_of_the_real_one():
     other = Adapter(name="other", modules=modules, base_weights={"embedder": base_table[:100] + 1})
     with pytest.raises(AdapterMismatchError, match="its values differ"):
         manager.add_adapter(other)
-
-
-class PaddedHead(nnx.Linear):
-    pass
-
-
-def test_an_untied_head_of_a_padded_vocabulary():
-    register_layer(Embedder, lambda layer: embed_spec(layer, real_vocab=100))
-    register_layer(PaddedHead, lambda layer: jlora.LinearSpec(6, 128, real_vocab=100))
-    model = PaddedVocab()
-    model.tied, model.lm_head = False, PaddedHead(6, 128, use_bias=False, rngs=nnx.Rngs(2))
-    target = Target("lm_head", 6, 100, "lm_head.kernel", at=(slice(None), slice(100)))
-    check_against_merged(model, [target], tokens_of(3, 4, vocab=100))
-    with pytest.raises(AdapterMismatchError, match=r"shapes .* takes \(2, 6\) and \(100, 2\)"):
-        make_manager(model).add_adapter(make_adapter("wide", [Target("lm_head", 6, 128, "")], 2))

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
 import jlora
 from jlora import ops
@@ -137,24 +136,6 @@ def test_a_wrapped_model_that_is_quantized_raises_with_the_order():
         with pytest.raises(LoRAError, match=order):
             serve(copy, x, batch)
         serve(model, x, batch)
-
-
-def test_kernels_of_a_mesh_keep_their_split():
-    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-    model, x = Model(), jnp.asarray(normal(4, 3, D))
-    adapter = make_adapter("one", TARGETS, 3)
-    reference = jax.jit(quantize(Reference(), INT8, x).__call__)
-    specs = {"up": (None, "tensor"), "mid": (None, "tensor", None), "down": ("tensor", None, None)}
-    for path, spec in specs.items():
-        kernel = getattr(model, path).kernel
-        kernel.set_value(jax.device_put(kernel[...], NamedSharding(mesh, PartitionSpec(*spec))))
-    model = quantize(model, INT8, x)
-    manager = make_manager(model, [adapter])
-    assert model.up.jlora_b[...].sharding.spec[-1] == model.down.jlora_a[...].sharding.spec[-1] == "tensor"
-    with manager.prepare(["one", None, "one", None]) as batch:
-        found = serve(model, x, batch)
-    want = {"one": expected(reference, adapter, x), None: expected(reference, None, x)}
-    assert_close(found, np.stack([want["one"][0], want[None][1], want["one"][2], want[None][3]]))
 
 
 class Head(nnx.Module):

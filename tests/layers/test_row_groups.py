@@ -69,24 +69,6 @@ def test_images_of_one_size_may_be_an_axis(world):
     assert_close(found, world.expected(NAMES, images.inputs), 1e-5)
 
 
-def test_other_counts_of_the_same_padded_sizes_run_the_same_step(world):
-    traces = []
-
-    @jax.jit
-    def step(model, inputs, batch):
-        traces.append(1)
-        with jlora.use(batch):
-            return model(inputs)
-
-    for case in IMAGES.values():
-        for names in (NAMES, ["two", "one", None]):
-            images = image_inputs(*case, pad=32)
-            with world.manager.prepare(names, items=images.items) as batch:
-                found = step(world.model, images.inputs, batch)
-            assert_close(found, expected_rows(world.twins, names, images.inputs), 1e-5)
-    assert len(traces) == 1
-
-
 @pytest.mark.parametrize("config", [{"batch_invariant": True}, {"activated": True}])
 def test_other_options(config):
     world, images = World(**config), image_inputs([4, 8, 4, 12], [2, 1, 2, 2], pad=32)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jlora
 from tests.layers.merging import Target, assert_close, make_adapter, make_manager, merge, normal, run, serve
-from tests.layers.mesh_models import NAMES, mesh_of, placed
+from tests.layers.mesh_models import mesh_of, placed
 
 pytestmark = pytest.mark.mesh
 
@@ -23,7 +23,6 @@ def the_mesh() -> Mesh:
 
 
 TARGETS = [Target("column", 16, 8, "column.kernel"), Target("row", 16, 8, "row.kernel")]
-ADAPTERS = [make_adapter("one", TARGETS, 3), make_adapter("two", TARGETS, 2)]
 SPECS = {"column": P(None, "t"), "row": P("t")}
 
 
@@ -35,29 +34,6 @@ class Pair(nnx.Module):
 
     def __call__(self, x):
         return {"column": self.column(x), "row": self.row(x)}
-
-
-def both(x, config, **options):
-    """Return the outputs of the mesh and of one device."""
-    found = []
-    for where in (lambda model: placed(model, the_mesh(), SPECS), lambda model: model):
-        model = where(Pair(**options))
-        with make_manager(model, ADAPTERS, **config).prepare(NAMES) as batch:
-            found.append(serve(model, x, batch))
-    return found
-
-
-def compare(x, tolerance, config=None, **options):
-    mesh, single = both(x, config or {}, **options)
-    for name in single:
-        assert mesh[name].dtype == single[name].dtype
-        assert_close(mesh[name], single[name], tolerance)
-
-
-def test_lora_reads_the_input_before_the_layer_rounds_it():
-    """LoRA reads the input of the layer before rounding, as PEFT does."""
-    options = {"dtype": jnp.bfloat16, "preferred_element_type": jnp.float32, "use_bias": False}
-    compare(normal(4, 2, 16), 1e-5, {"dtype": np.float32}, **options)
 
 
 class Masked(nnx.Linear):

@@ -90,14 +90,6 @@ def test_shardings_from_metadata():
     assert spec.shardings[1].spec == P(None, None, "t")
 
 
-def test_devices_that_are_not_the_default_ones(twins):
-    mesh = Mesh(np.array(jax.devices()[4:]).reshape(2, 2), ("data", "t"))
-    model, manager = serving(mesh)
-    check(model, manager, twins)
-    manager.update_adapter("two", {"base_model.model.up.lora_A.weight": jnp.asarray(TWO.modules["up"].a)})
-    check(model, manager, twins, ["two", "one", None, "two"])
-
-
 def test_trained_slots_keep_their_layout(twins):
     """A training step returns slots with an equivalent layout, so the next write does not compile."""
     model, manager = serving(max_loras=1)
@@ -122,13 +114,6 @@ class Written(Small):
     def __call__(self, tokens):
         x = self.embed(tokens, out_sharding=P("data", *(None,) * tokens.ndim))
         return self.head(x + self.down(jnp.tanh(self.up(x))))
-
-
-def test_explicit_sequences_and_auto_features(twins):
-    mesh = Mesh(the_mesh().devices, ("data", "t"), axis_types=(AxisType.Explicit, AxisType.Auto))
-    model, manager = serving(mesh, Written, SMALL | {"embed": P()})
-    with jax.set_mesh(mesh):
-        check(model, manager, twins, tokens=jax.device_put(TOKENS, NamedSharding(mesh, P("data"))))
 
 
 def test_updates_from_explicit_arrays():

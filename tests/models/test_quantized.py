@@ -209,23 +209,6 @@ def test_blocks_that_a_mesh_would_split_are_refused(tmp_path):
         case.load(make_mesh({"tensor": 2}))
 
 
-@pytest.mark.slow
-@pytest.mark.mesh
-def test_blocks_on_a_mesh(tmp_path):
-    fields = {
-        "hidden_size": 160,
-        "intermediate_size": 256,
-        "head_dim": 96,
-        "num_hidden_layers": 1,
-    }  # blocks across shards
-    checkpoints.write(tmp_path / "source", checkpoints.DENSE["mistral"] | fields)
-    case = Case(tmp_path, tmp_path / "source", "blocks")
-    model = case.load(make_mesh({"tensor": 2}))
-    with case.serve(model).prepare(case.names) as batch:
-        found = np.asarray(logits(model, case.tokens, batch))
-    assert goldens.relative_error(found, case.truths()) < TOLERANCE
-
-
 def get(module, path):
     for name in path.split("."):
         module = getattr(module, name)

@@ -134,9 +134,6 @@ def test_a_batch_activated_inside_a_step(world):
         np.testing.assert_array_equal(found, np.asarray(serve(world.model, TOKENS, batch)))
 
 
-# --- Positions that no shape shows ------------------------------------------------------------------------------------
-
-
 # --- Batches without first rows ---------------------------------------------------------------------------------------
 
 

@@ -188,9 +188,6 @@ def test_unwrap_restores_the_model(style):
         assert mine is theirs
 
 
-# --- several products in one forward ----------------------------------------------------------------------------------
-
-
 # --- adapters that do not fit ---------------------------------------------------------------------------------------
 
 

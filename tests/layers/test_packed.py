@@ -1,4 +1,4 @@
-"""Merged projections with output slices of unequal size, filled separately, together, or in groups."""
+"""Merged projections with output slices of unequal size, filled together or in groups."""
 
 import pytest
 from flax import nnx

@@ -1,4 +1,4 @@
-"""Models on a mesh: shardings from metadata, unusual meshes, and calls that LoRA does not support."""
+"""Models on a mesh: shardings from metadata, ranks and padding in parts, and calls that LoRA does not support."""
 
 import contextlib
 import dataclasses

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jlora
-from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
+from jlora.errors import AdapterMismatchError, LoRAUsageError
 from jlora.layers.wrap.discover import register_layer
 from tests.layers.merging import Target, assert_close, delta, make_adapter, make_dora, make_manager, normal, run, serve
 
@@ -114,47 +114,11 @@ def test_rows_equal_adapters_merged_into_dequantized_weights(register):
     np.testing.assert_array_equal(np.asarray(run(model, x)), base)
 
 
-def test_dtype_of_slots_must_be_known():
-    unknown(dtype=None)
-    with pytest.raises(LoRAError, match=r"up \(BlockScaled\): it has no parameter whose dtype .*LinearSpec\(.*dtype="):
-        make_manager(Model())
-    model = Model()
-    make_manager(model, dtype=jnp.bfloat16)
-    assert model.up.jlora_a.dtype == jnp.bfloat16
-    model = Model()
-    model.up.dtype = model.down.dtype = jnp.float16
-    make_manager(model)
-    assert model.down.jlora_b.dtype == jnp.float16
-
-
 @pytest.mark.usefixtures("unchecked_calls")
 @pytest.mark.parametrize("options", [{"param": 3}, {"dequantize": "weight"}])
 def test_options_of_the_wrong_type_are_refused(options):
     with pytest.raises(LoRAUsageError, match=f"LinearSpec.{next(iter(options))} must be"):
         jlora.LinearSpec(K, H, **options)
-
-
-def test_a_forgotten_name_of_a_kernel_is_refused():
-    class Named(nnx.Module):
-        def __init__(self, dtype):
-            self.w = nnx.Param(jnp.asarray(normal(6, 4), dtype))
-
-        def __call__(self, x):
-            return x @ self.w[...].astype(x.dtype)
-
-    class Holder(nnx.Module):
-        def __init__(self, dtype):
-            self.proj = Named(dtype)
-
-        def __call__(self, x):
-            return self.proj(x)
-
-    register_layer(Named, lambda layer: jlora.LinearSpec(6, 4, dtype=jnp.float32))
-    with pytest.raises(LoRAError, match=r"names the parameter 'kernel', and the layer holds \['w'\]"):
-        make_manager(Holder(jnp.bfloat16))
-    make_manager(Holder(jnp.float8_e4m3fn))
-    register_layer(Named, lambda layer: jlora.LinearSpec(6, 4, param=None, dtype=jnp.float32))
-    make_manager(Holder(jnp.bfloat16))
 
 
 def test_dora_is_refused():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import jlora
 from tests.layers.merging import assert_close, normal
-from tests.layers.rowwise import ADAPTERS, NAMES, K, N, World, base_of, bits
+from tests.layers.rowwise import ADAPTERS, NAMES, K, World, base_of, bits
 
 pytestmark = pytest.mark.device
 
@@ -155,14 +155,6 @@ def test_rows_of_another_number_than_the_map_are_refused(world, rows):
         pytest.raises(jlora.LoRAUsageError, match=r"proj: .* rows of shape .*, and a RowMap of 7 rows"),
     ):
         mapped(world.model, normal(*rows, K), np.zeros(7, np.int32), batch)
-
-
-def test_rows_of_a_map_in_any_shape(world):
-    """Rows [beams, L, F] take one index for each row of the flattened axes."""
-    x, source = normal(2, 3, K), np.array([2, 2, 2, 0, 0, 1], np.int32)
-    with world.manager.prepare(NAMES) as batch:
-        found = mapped(world.model, x, source, batch)
-    assert_close(found.reshape(-1, N), world.expected(x.reshape(-1, K), named(NAMES, source)))
 
 
 @pytest.mark.usefixtures("unchecked_calls")

@@ -160,21 +160,6 @@ def test_a_batch_opened_outside_jit_raises(served):
             jax.lax.scan(lambda x, _: (model.proj(x), None), jnp.zeros((4, 6)), None, length=2)
 
 
-@pytest.mark.parametrize("transform", ["checkpoint", "eval_shape"])
-def test_tracing_inside_an_eager_scope_raises(served, transform):
-    model, manager, _, _ = served
-    calls = {
-        "checkpoint": jax.checkpoint(model.proj),
-        "eval_shape": lambda x: jax.eval_shape(model.proj, x),
-    }
-    with (
-        manager.prepare(NAMES) as batch,
-        pytest.raises(LoRAError, match=rf"opened outside `jax.jit`.*{transform}"),
-        use(batch),
-    ):
-        calls[transform](jnp.zeros((4, 6)))
-
-
 def test_scopes_closed_out_of_order_raise_and_serve_nothing_afterwards(served):
     model, manager, expected, _ = served
     other_model = Model()

@@ -68,29 +68,6 @@ def test_model_passed_straight_and_swapped_without_a_second_trace(served, jit):
 
 # --- Traces that share a function ---------------------------------------------------------------------------------
 
-BLOCKS = {"jit": jax.jit(lambda layer, x: layer(x)), "remat": jax.checkpoint(lambda layer, x: layer(x))}
-
-
-@pytest.mark.parametrize("kind", BLOCKS)
-def test_a_function_shared_by_two_compiled_functions(served, kind):
-    """JAX caches the trace of `block`, which must not be reused for another batch or the base model."""
-    model, manager, expected, twins = served
-    block = BLOCKS[kind]
-
-    def outer(model, x, batch):
-        with use(batch):
-            return x + block(model.down, jnp.tanh(block(model.up, x)))
-
-    with manager.prepare(NAMES) as batch:
-        assert_close(jax.jit(lambda *args: outer(*args))(model, X, batch), expected)
-    names = NAMES[::-1]
-    with manager.prepare(names) as batch:
-        assert_close(jax.jit(lambda *args: 1 * outer(*args))(model, X, batch), expected_rows(twins, names, X))
-    assert_close(jax.jit(lambda model, x: outer(model, x, None))(model, X), expected_rows(twins, [None] * 8, X))
-    with pytest.raises(LoRAError, match="outside"):
-        jax.jit(lambda model, x: block(model.down, block(model.up, x)))(model, X)
-
-
 # --- Differentiation ------------------------------------------------------------------------------------------------
 
 

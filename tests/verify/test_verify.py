@@ -157,13 +157,6 @@ def test_packed_rows_and_one_row_a_sequence():
     assert report.checked == ("embed", "proj", "lm_head")
 
 
-def test_layers_that_share_one_parameter():
-    model = Two(nnx.Linear(6, 6, rngs=nnx.Rngs(1)))
-    model.proj.kernel = model.first.kernel
-    report = make_manager(model).verify(forward, normal(3, 4, 6))
-    assert report.checked == ("first", "proj")
-
-
 # --- Errors that verify names------------------------------------------------------------------------------------------
 
 

@@ -267,3 +267,18 @@ def test_traced_first_rows_of_any_integer_type(world, dtype):
 def test_traced_first_rows_are_checked(world, first, options, message):
     with world.manager.prepare(NAMES) as batch, pytest.raises(jlora.LoRAUsageError, match=message):
         traced(world, batch, first, **options)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_rows_whose_positions_no_shape_shows_are_refused(world, mapped):
+    """Heads stand between the sequences and their positions."""
+
+    @jax.jit
+    def step(model, x, batch):
+        with jlora.use(batch, without=["*"]):
+            return model.proj(x)
+
+    call, x = jax.vmap(step, in_axes=(None, 0, 0)) if mapped else step, jnp.zeros((SEQUENCES, 5, LENGTH, 6))
+    refused = pytest.raises(jlora.LoRAError, match=r"proj: a sequence has rows of shape \(5, 3\), and `active_from`")
+    with world.manager.prepare(NAMES, length=LENGTH, active_from=[0] * SEQUENCES) as batch, refused:
+        call(world.model, x, batch)

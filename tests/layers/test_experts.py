@@ -240,6 +240,21 @@ def test_an_excluded_product_serves_the_base():
     assert_close(found, reference(manager.model, x.reshape(-1, HIDDEN), [down] * 3 + [None] * 3).reshape(x.shape))
 
 
+def test_ranks_are_configured_for_each_layer():
+    model = Model(Seams, nnx.Rngs(0))
+    manager = jlora.LoRAManager(
+        model, jlora.LoRAConfig(max_loras=2, max_lora_rank={"*": 8, "experts": 2, "experts.wo": 3})
+    )
+    manager.add_adapter(make_adapter("down", 0, projections=("down_proj",), rank=3))
+    with pytest.raises(AdapterMismatchError, match="rank 3 is above max_lora_rank=2"):
+        manager.add_adapter(make_adapter("x", 0, rank=3))
+    with pytest.raises(AdapterMismatchError, match="rank 4 is above max_lora_rank=3"):
+        manager.add_adapter(make_adapter("x", 0, projections=("down_proj",), rank=4))
+    manager.add_adapter(adapter_of({"layers.0.gate": ((8, HIDDEN), (EXPERTS, 8))}))
+    with pytest.raises(LoRAUsageError, match=r"max_lora_rank \['expert'\] match no layer"):
+        jlora.LoRAManager(Model(Seams, nnx.Rngs(0)), jlora.LoRAConfig(max_loras=1, max_lora_rank={"*": 8, "expert": 2}))
+
+
 # --- specs of a class -----------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jlora
-from jlora.errors import AdapterMismatchError, LoRAUsageError
+from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
 from jlora.layers.wrap.discover import register_layer
 from tests.layers.merging import Target, assert_close, delta, make_adapter, make_dora, make_manager, normal, run, serve
 
@@ -112,6 +112,13 @@ def test_rows_equal_adapters_merged_into_dequantized_weights(register):
         np.testing.assert_array_equal(found[plain], base[plain])
     manager.unwrap()
     np.testing.assert_array_equal(np.asarray(run(model, x)), base)
+
+
+def test_dtype_of_slots_must_be_known():
+    unknown(dtype=None)
+    with pytest.raises(LoRAError, match=r"up \(BlockScaled\): it has no parameter whose dtype .*LinearSpec\(.*dtype="):
+        make_manager(Model())
+    assert make_manager(Model(), dtype=jnp.bfloat16).model.up.jlora_a.dtype == jnp.bfloat16
 
 
 @pytest.mark.usefixtures("unchecked_calls")

@@ -160,6 +160,24 @@ def test_a_batch_opened_outside_jit_raises(served):
             jax.lax.scan(lambda x, _: (model.proj(x), None), jnp.zeros((4, 6)), None, length=2)
 
 
+def test_generators_that_take_turns_inside_their_scopes_raise(served):
+    model, manager, expected, _ = served
+
+    def steps(names):
+        with manager.prepare(names) as batch, use(batch):
+            while True:
+                yield model(TOKENS)
+
+    first, second = steps(NAMES), steps(["two"] * 4)
+    assert_close(next(first), expected)
+    with pytest.raises(LoRAError, match=r"jlora.use\(batch\) was opened inside jlora.use\(batch\).*still open"):
+        next(second)
+    assert_close(next(first), expected)
+    first.close()
+    with pytest.raises(LoRAError, match=r"outside `jlora.use`"):
+        model(TOKENS)
+
+
 def test_scopes_closed_out_of_order_raise_and_serve_nothing_afterwards(served):
     model, manager, expected, _ = served
     other_model = Model()

@@ -51,12 +51,13 @@ def adapters_of(zoo):
     ]
 
 
-MESHES = [({"t": 2}, pytest.mark.mesh), ({"u": 2, "t": 2}, pytest.mark.mesh), ({"data": 2, "t": 4}, pytest.mark.slow)]
-
-
 @pytest.mark.parametrize(
     ("axes", "fully_sharded"),
-    [({}, False), *(pytest.param(axes, full, marks=mark) for axes, mark in MESHES for full in (False, True))],
+    [
+        ({}, False),
+        pytest.param({"u": 2, "t": 2}, True, marks=pytest.mark.mesh),
+        pytest.param({"data": 2, "t": 4}, False, marks=pytest.mark.slow),
+    ],
 )
 def test_every_kind_of_layer(axes, fully_sharded):
     zoo = placed(zoo_of(), mesh_of(**axes)) if axes else zoo_of()

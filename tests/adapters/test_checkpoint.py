@@ -26,9 +26,6 @@ def test_key_prefixes(folder_of, prefix):
         assert (lora.kind, lora.rank, lora.alpha, lora.scaling) == ("linear", 4, 8.0, 2.0)
 
 
-def test_adapter_name_inside_the_key(folder_of):
-    tensors = {key.replace(".weight", ".default.weight"): t for key, t in lora_tensors({Q: 4}).items()}
-    assert list(load(folder_of(tensors)).modules) == [Q]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", np.float32, np.dtype(ml_dtypes.bfloat16)])
@@ -84,11 +81,6 @@ def test_lm_head(folder_of, base):
     assert {name: w.dtype for name, w in adapter.base_weights.items()} == ({HEAD: np.float16} if base else {})
 
 
-def test_resized_tables_beside_untargeted_embeddings(folder_of):
-    tensors = lora_tensors({Q: 4}) | {f"{PREFIX}{EMBED}.weight": np.ones((3, 6), np.float32)}
-    adapter = load(folder_of(tensors))
-    assert list(adapter.modules) == [Q]
-    assert adapter.base_weights[EMBED].shape == (3, 6)
 
 
 def test_arrays_outlive_the_file_and_are_read_only(folder_of):
@@ -181,11 +173,6 @@ def test_a_magnitude_of_an_adapter_without_dora(folder_of, fields):
         load(folder_of(dora_tensors(), target_modules=["q_proj", "embed_tokens"], **fields))
 
 
-def test_nonfinite_magnitudes_on_request(folder_of):
-    tensors = dora_tensors()
-    tensors[MAGNITUDE][:] = np.inf
-    folder = folder_of(tensors, use_dora=True, target_modules=["q_proj", "embed_tokens"])
-    assert np.isinf(load(folder, allow_nonfinite=True).modules[Q].magnitude).all()
 
 
 # ---- combinations that PEFT refuses
@@ -309,11 +296,6 @@ def test_names_in_messages_are_escaped_and_cut(folder_of):
         assert len(str(raised.value)) < 1500
 
 
-def test_a_folder_of_an_odd_name(folder_of):
-    folder = folder_of({}, name="sql\x1b[31m\nadapter 'x': fine")
-    with pytest.raises(AdapterFormatError) as raised:
-        load(folder)
-    assert str(raised.value).isprintable()
 
 
 def test_convolution(folder_of):

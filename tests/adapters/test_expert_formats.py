@@ -153,13 +153,6 @@ def test_one_parameter_alone(load_of, name, exchanged):
     assert decide_exchanged(sizes, SIZES[name], None, "here") is exchanged
 
 
-@pytest.mark.parametrize(
-    "entries", [["gate_up_proj", "down_proj"], [f"{EXPERTS}.down_proj", f"{EXPERTS}.gate_up_proj"]]
-)
-def test_ways_to_name_parameters(load_of, entries):
-    adapter = load_of(fused_file(), target_parameters=entries)
-    for name in FUSED:
-        assert_delta(adapter.modules[f"{EXPERTS}.{name}"], factors(name))
 
 
 def test_parameters_of_some_layers(load_of):
@@ -185,19 +178,8 @@ def test_the_other_parameter_orients_a_square_down_projection(load_of, exchanged
         assert_delta(adapter.modules[f"{EXPERTS}.{name}"], factors(name, sizes=sizes))
 
 
-def test_vllm_layouts(load_of):
-    """Converters write PEFT's two names without `target_parameters`: there base_layer is always gate and up."""
-    adapter = load_of(fused_file(), target_modules=["q_proj", "experts"])
-    for name in FUSED:
-        assert_delta(adapter.modules[f"{EXPERTS}.{name}"], factors(name))
 
 
-def test_flat_pairs_under_their_parameters_names(load_of):
-    found = tensors({f"{EXPERTS}.{name}": flat(factors(name)) for name in FUSED})
-    adapter = load_of(found, target_modules=list(FUSED))
-    for name in FUSED:
-        assert adapter.modules[f"{EXPERTS}.{name}"].own_order
-        assert_delta(adapter.modules[f"{EXPERTS}.{name}"], factors(name))
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -231,11 +213,6 @@ def test_the_placeholder_of_a_projection_that_is_not_there(load_of):
     assert list(load_of(found, target_modules="all-linear").modules) == [f"{EXPERTS}.w1", f"{EXPERTS}.w2"]
 
 
-def test_three_axes_of_gate_and_up_in_one_are_gate_then_up(load_of):
-    adapter = load_of(
-        tensors({f"{EXPERTS}.gate_up_proj": three_axes(factors("gate_up_proj"))}), target_modules=["experts"]
-    )
-    assert not adapter.modules[f"{EXPERTS}.gate_up_proj"].own_order
 
 
 def test_one_expert_at_a_time(load_of):
@@ -591,12 +568,6 @@ def test_flat_pairs_that_peft_has_no_place_for(load_of, tmp_path, names):
         assert_same(adapter.modules[f"{EXPERTS}.{name}"], again.modules[f"{EXPERTS}.{name}"])
 
 
-def test_one_parameter_is_saved_as_one(load_of, tmp_path):
-    adapter = load_of(fused_file(names=["gate_up_proj"]), **parameters("gate_up_proj"))
-    adapter.save_pretrained(tmp_path / "saved")
-    ((name, module),) = Adapter.from_pretrained(tmp_path / "saved").modules.items()
-    assert name == f"{EXPERTS}.gate_up_proj"
-    assert_same(adapter.modules[name], module)
 
 
 def in_memory(names, **facts):

@@ -17,9 +17,6 @@ def alpha(config, module):
     return config.alphas([module])[module]
 
 
-def test_rank_and_alpha(read):
-    config = read(r=16, lora_alpha=32)
-    assert (rank(config, "q_proj"), alpha(config, "q_proj"), config.use_rslora) == (16, 32.0, False)
 
 
 def test_scaling():
@@ -104,8 +101,6 @@ def test_targets(read, fields, module, expected):
     assert read(**fields).targets(module, "linear") is expected
 
 
-def test_all_linear_leaves_embeddings_out(read):
-    assert read(target_modules="all-linear").targets("model.embed_tokens", "embedding") is False
 
 
 # ---- layers

@@ -108,10 +108,6 @@ def test_options_of_the_wrong_kind(folder_of, options):
         Adapter.from_pretrained(folder_of(), **options)
 
 
-def test_a_path_to_a_file_is_refused(folder_of, no_hub):
-    file = folder_of() / "adapter_config.json"
-    with pytest.raises(AdapterFormatError, match="is a file; expected the folder"):
-        resolve(file, "sql")
 
 
 def test_a_repo_of_the_hub(folder_of, hub):
@@ -148,10 +144,6 @@ def test_a_cached_commit_needs_no_connection(folder_of, hub):
     assert len(hub.urls) == 1
 
 
-def test_a_connection_lost_between_the_files_is_reported(folder_of, hub):
-    hub.answer, hub.weights = folder_of(name="snapshot"), LocalEntryNotFoundError("no connection")
-    with pytest.raises(AdapterNotFoundError, match="could not be fetched"):
-        Adapter.from_pretrained("org/sql-lora")
 
 
 @pytest.mark.parametrize(
@@ -201,12 +193,6 @@ def test_local_only_makes_no_connection(monkeypatch, tmp_path):
         Adapter.from_pretrained("org/no-such-adapter-anywhere", local_only=True)
 
 
-@pytest.mark.usefixtures("unchecked_calls")
-def test_local_only_of_a_request():
-    assert LoRARequest("a", "org/a").local_only is False
-    assert LoRARequest("a", "org/a", local_only=True).local_only is True
-    with pytest.raises(LoRAUsageError, match="local_only"):
-        LoRARequest("a", "org/a", local_only="yes")  # pyright: ignore[reportArgumentType]
 
 
 def test_a_repo_without_weights_or_configuration_is_refused(folder_of, hub):
@@ -244,16 +230,8 @@ def test_a_link_out_of_the_folder_is_refused(folder_of, tmp_path, name, relative
         Adapter.from_pretrained(folder)
 
 
-def test_a_link_within_the_folder_is_followed(folder_of):
-    folder = folder_of()
-    (folder / "adapter_model.safetensors").rename(folder / "step-10.safetensors")
-    (folder / "adapter_model.safetensors").symlink_to("step-10.safetensors")
-    assert Adapter.from_pretrained(folder).rank == 4
 
 
-def test_a_folder_may_be_a_link(folder_of, tmp_path):
-    (tmp_path / "latest").symlink_to(folder_of(), target_is_directory=True)
-    assert Adapter.from_pretrained(tmp_path / "latest").name == "latest"
 
 
 def hub_cache(folder, tmp_path, blobs):

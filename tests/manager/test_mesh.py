@@ -22,7 +22,6 @@ from tests.layers.merging import (
     make_manager,
     make_module,
     merge,
-    run,
 )
 from tests.layers.mesh_models import (
     LENGTH,
@@ -40,7 +39,7 @@ from tests.layers.mesh_models import (
 )
 from tests.manager.conftest import WRITES
 from tests.matrix import thinned
-from tests.records import content_of, slot_names
+from tests.records import content_of
 from tests.small_device import on_small_device
 
 pytestmark = pytest.mark.device
@@ -118,18 +117,6 @@ def test_adapter_is_exported_from_its_slot(world):
         equal(world.manager.export_adapter(adapter.name), adapter)
 
 
-def test_arrays_read_back_are_the_bits_that_one_device_holds():
-    world, single = World(), Small()
-    manager = make_manager(single, ADAPTERS, max_lora_rank=3, max_loras=2)
-    for found in (world.manager, manager):
-        found.activate_adapter("one")
-    slot = slot_names(world.manager).index("one"), slot_names(manager).index("one")
-    for name in ("embed", "up", "down", "head"):
-        for half in ("jlora_a", "jlora_b"):
-            mine, theirs = (getattr(getattr(m, name), half)[...] for m in (world.model, single))
-            assert np.asarray(mine)[slot[0]].tobytes() == np.asarray(theirs)[slot[1]].tobytes()
-
-
 def arrays_of(adapter, scale=1.0):
     found = {}
     for name, module in adapter.modules.items():
@@ -141,17 +128,12 @@ def arrays_of(adapter, scale=1.0):
 
 PLACES = {
     "host": lambda array: array,
-    "default device": jnp.asarray,
-    "whole on the mesh": lambda array: jax.device_put(array, NamedSharding(the_mesh(), P())),
     "split": lambda array: jax.device_put(
         array, NamedSharding(the_mesh(), P(None, "t") if array.shape[1] % 2 == 0 else P())
     ),
     "one device": lambda array: jax.device_put(array, jax.devices()[1]),
 }
-
-
-SLOW = pytest.mark.slow
-CASES = [("host", False), ("split", True), *(pytest.param(p, h, marks=SLOW) for p in PLACES for h in (False, True))]
+CASES = [("host", False), ("split", True), pytest.param("one device", False, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("place", "half"), CASES)
@@ -180,17 +162,6 @@ def test_arrays_that_were_lost_are_written_again(world, twins):
         array.delete()
     assert_close(world.serve(names), expected_rows(twins, names, TOKENS))
     assert world.compiled() == before
-
-
-@pytest.mark.slow
-def test_arrays_that_were_laid_out_otherwise_are_served(twins):
-    """Somebody moved the slot arrays whole onto the mesh: slower, and right."""
-    world = World()
-    world.serve(MIXES[0])
-    nnx.update(world.model, jax.device_put(nnx.state(world.model, jlora.SlotParam), NamedSharding(the_mesh(), P())))
-    with world.manager.prepare(MIXES[1]) as batch:
-        found = jax.jit(lambda model, batch: served(model, TOKENS, batch))(world.model, batch)
-    assert_close(found, expected_rows(twins, MIXES[1], TOKENS))
 
 
 def served(model, tokens, batch):
@@ -223,15 +194,6 @@ def test_files_and_prefetch(tmp_path, twins):
     assert_close(world.serve(MIXES[1]), expected_rows(twins, MIXES[1], TOKENS))
 
 
-@pytest.mark.slow
-def test_warmup_and_stats(twins):
-    world = World()
-    world.manager.warmup(lambda batch: world.step(world.model, TOKENS, batch), num_sequences=4)
-    for names in MIXES:
-        assert_close(world.serve(names), expected_rows(twins, names, TOKENS))
-    assert world.compiled() == (1, 1)
-
-
 def test_slot_bytes_of_a_device_are_those_of_its_shards(monkeypatch, world):
     """Their shards, not the whole."""
     first = the_mesh().devices.flat[0]
@@ -244,15 +206,6 @@ def test_slot_bytes_of_a_device_are_those_of_its_shards(monkeypatch, world):
     room[0] -= 1
     with pytest.raises(LoRAError, match=f"{taken:,} bytes on a device"):
         World(fully_sharded=True)
-
-
-def test_unwrap_gives_the_model_back():
-    world = World()
-    world.serve(MIXES[0])
-    bare = np.asarray(run(placed(Small(), the_mesh(), SMALL), TOKENS))
-    model = world.manager.unwrap()
-    assert np.asarray(run(model, TOKENS)).tobytes() == bare.tobytes()
-    assert not jax.tree.leaves(nnx.state(model, jlora.SlotParam))
 
 
 @pytest.mark.parametrize(

@@ -90,11 +90,6 @@ def test_handles_of_a_batch_serve_its_versions(world, adapters):
         world.manager.add_adapter(adapter, load_inplace=True)
 
 
-def test_handles_of_rows_of_the_base_model(world):
-    with world.manager.prepare([None, Scaled("a", 0), Mix({"a": 1})]) as batch:
-        none, nothing, one = world.manager.handles(batch)
-    assert none is nothing is None
-    assert isinstance(one, jlora.AdapterHandle)
 
 
 def test_handles_takes_an_open_batch_of_this_manager(world, adapters):
@@ -129,13 +124,6 @@ def test_order_of_a_mix_is_fixed_and_company_does_not_matter(world):
     assert (world.serve([mix, Mix({"b": 1}), "c"])[0] == alone).all()
 
 
-def test_scales_without_mixtures(adapters):
-    world = served(adapters, max_adapters_per_sequence=1)
-    with world.manager.prepare([Scaled("a", -0.5), "b", None]) as batch:
-        got = world.logits(batch)
-    parts = [[(adapters["a"], -0.5)], [(adapters["b"], 1)], []]
-    want = np.stack([expected(world.model, p, t) for p, t in zip(parts, np.asarray(world.tokens), strict=True)])
-    np.testing.assert_allclose(got, want, rtol=0, atol=4e-6 * np.abs(want).max())
 
 
 @pytest.mark.parametrize(("most", "factors"), [(None, False), (1, True), (2, True)])
@@ -184,22 +172,8 @@ def test_factors_of_one_float32_have_one_key(world):
         assert len(set(batch.cache_keys)) == 3  # sums in another order may differ in their last bits
 
 
-def test_keys_follow_the_first_rows_of_each_forward(world):
-    with world.manager.prepare(["a", "a", "b"]) as batch:
-        plain = batch.cache_keys
-        assert batch.activate([0, 0, 0], length=4).cache_keys == plain
-        prefill, decode = batch.activate([0, 2, 4], length=4), batch.activate([0, 1, 1], length=1)
-        assert prefill.cache_keys == (plain[0], plain[1]._replace(active_from=2), None)
-        assert decode.cache_keys == (plain[0], None, None)
 
 
-def test_an_undecided_batch_has_no_keys(adapters):
-    world = make_world(activated=True)
-    world.manager.add_adapter(dataclasses.replace(adapters["a"], name="called", invocation_tokens=(3,)))
-    with world.manager.prepare(["called", None, None]) as batch:
-        with pytest.raises(jlora.LoRAUsageError, match=r"no first active rows: give prepare\(\.\.\., active_from=\)"):
-            _ = batch.cache_keys
-        assert batch.activate([1, 0, 0], length=LENGTH).cache_keys[0].active_from == 1
 
 
 @pytest.mark.parametrize(

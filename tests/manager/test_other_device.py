@@ -86,26 +86,10 @@ def test_a_lost_array_is_made_anew_beside_the_others(far):
     assert devices(far) == {jax.devices()[OTHER]}
 
 
-def test_state_is_restored_on_the_device_of_the_model(far, tmp_path):
-    adapter = make_adapter("a")
-    far.manager.add_adapter(adapter)
-    far.manager.save(tmp_path / "state")
-    again = other_world()
-    again.manager.restore(tmp_path / "state")
-    again.check(again.serve(["a", None, "a"]), [adapter, None, adapter])
-    assert devices(again) == {jax.devices()[OTHER]}
 
 
-def test_a_model_that_is_given_back_has_nothing_left(far):
-    far.manager.unwrap()
-    assert not [path for path, _ in far.slots()]
 
 
-def test_slots_of_uncommitted_models_are_uncommitted():
-    """Computations can use uncommitted arrays with arrays of any device."""
-    model = Model()
-    jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=MAX_RANK))
-    assert not model.embed.jlora_a.get_value().committed
 
 
 def test_parts_on_several_devices_leave_slots_where_they_were():

@@ -4,10 +4,8 @@ Processes are simulated: each virtual device belongs to the process of its shard
 """
 
 import functools
-import gc
 import json
 import os
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -19,14 +17,11 @@ from safetensors.numpy import save_file
 
 import jlora
 from jlora.errors import AdapterFormatError
-from jlora.layers.site import Site, SlotSpec
-from jlora.manager.blocks import Packing, cut
 from jlora.sharding import rules
-from jlora.sharding.rules import KernelSharding
 from tests.adapters.test_expert_formats import factors, flat, tensors, three_axes
-from tests.adapters.test_own_experts import KINDS, PROJECTIONS, counted, resident, wanted
+from tests.adapters.test_own_experts import KINDS, PROJECTIONS, counted, wanted
 from tests.layers import expert_models
-from tests.layers.expert_models import HIDDEN, INNER, LAYERS, Gathering, Interleaved, Model, Scanned
+from tests.layers.expert_models import HIDDEN, INNER, LAYERS, Gathering, Model, Scanned
 from tests.records import content_of
 
 E, R = 8, 3
@@ -38,7 +33,7 @@ SIZES = {
 }
 EACH, FUSED = KINDS[0], KINDS[5:]
 # shards of experts, and those of them that are this process's
-CASES = [pytest.param(2, (1,), marks=pytest.mark.slow), (4, (1, 2)), pytest.param(4, (0, 3), marks=pytest.mark.slow)]
+CASES = [(4, (1, 2)), pytest.param(4, (0, 3), marks=pytest.mark.slow)]
 
 
 def own_of(shards, own):
@@ -169,15 +164,6 @@ def test_layers_in_a_stack(folder_of, kind):
     assert_same_where_own(world.staged(request), whole, world.own)
 
 
-@pytest.mark.parametrize("kind", FUSED)
-def test_gate_and_up_alternate_in_the_layer(folder_of, kind):
-    found, fields = file_of(kind)
-    request = jlora.LoRARequest("x", str(folder_of(found, **fields)))
-    whole = whole_of(Interleaved, 4).staged(request)
-    world = world_of(Interleaved, 4, (0, 3))
-    assert_same_where_own(world.staged(request), whole, world.own)
-
-
 @pytest.mark.parametrize("kind", ["shared A", "three axes"])
 def test_slots_for_experts_that_share_a_factor(folder_of, kind):
     """Of the factor that is shared every process has all."""
@@ -230,29 +216,3 @@ def test_only_own_experts_are_checked_for_nan(folder_of, kind):
                 world.staged(request)
         else:
             world.staged(request)
-
-
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads how much memory the process has from Linux")
-@pytest.mark.parametrize("own", [(0, 2), (0, 1, 2, 3)], ids=str)
-def test_blocks_take_the_memory_of_own_rows(monkeypatch, own):
-    """Two of four shards of 64 MB, written; pages are small, and a block is of all shards."""
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "expert"))
-    process = {device.id: 0 if at[1] in own else 1 for at, device in np.ndenumerate(mesh.devices)}
-    monkeypatch.setattr(rules, "process_of", lambda device: process[device.id])
-    sharding = KernelSharding(mesh, experts=("expert",))
-    spec = SlotSpec(None, 1, 12 << 10, (4 << 10,), 16, "bfloat16", experts=128, sharding=sharding)
-    site = Site("x", ("x",), "linear", spec, {}, "xla")
-    gc.collect()
-    before = resident()
-    packing = Packing(cut([site], 8 << 20), {(site, row): 16 for row in range(128)})
-    written = 0
-    for run, parts in packing.runs(site, 0, 128):
-        assert {e // 32 for e in range(128)[run]} <= set(own)
-        for _, a, b in parts:
-            a[...], b[...] = 1, 1
-            written += a.nbytes + b.nbytes
-    assert len(packing.blocks) > 1
-    assert written == len(own) * (16 << 20)
-    assert sum(block.nbytes for block in packing.blocks) == written
-    assert written <= resident() - before + (1 << 20)
-    assert resident() - before < written + (3 << 20)

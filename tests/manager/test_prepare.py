@@ -85,14 +85,6 @@ def test_slots_and_rows_of_a_batch(world):
 
 
 @pytest.mark.usefixtures("unchecked_calls")
-def test_token_counts_may_be_any_integers(world):
-    load(world, "a")
-    for counts in ([2, 3], (2, 3), np.array([2, 3], np.int64), jnp.array([2, 3]), (n for n in (2, 3))):
-        with world.manager.prepare(["a", None], counts, np.int32(6)) as batch:
-            assert batch.token_slots.tolist() == [0, 0, 2, 2, 2, 2]
-
-
-@pytest.mark.usefixtures("unchecked_calls")
 def test_names_may_be_any_sequence_of_names(world):
     load(world, "a")
     for names in (["a", None], ("a", None), np.array(["a", None], object), deque(["a", None])):
@@ -119,19 +111,6 @@ def test_an_unchanged_batch_moves_nothing_and_reuses_its_arrays(world, moved):
     assert moved == []
     world.manager.prepare(names[::-1]).close()
     assert len(moved) == 2  # the count can see them: slots and stamps
-
-
-def test_an_unchanged_batch_still_counts_as_a_use(world):
-    load(world, "a", "b", "c")
-    world.serve(["a", "b", None])
-    world.serve(["b", "b", None])
-    world.serve(["a", None, None])
-    hits = world.manager.stats().slot_hits
-    world.serve(["b", "b", None])  # kept from before
-    assert world.manager.stats().slot_hits == hits + 1
-    assert list(world.manager.list_adapters()) == ["c", "a", "b"]
-    world.serve(["c", None, None])
-    assert slot_names(world.manager) == ("c", "b")
 
 
 @pytest.mark.parametrize("change", ["swap", "deactivate", "remove", "replace", "warmup"])
@@ -178,15 +157,6 @@ def test_a_step_that_donates_its_batch_does_not_spoil_the_next(world):
             assert batch.slots.is_deleted()
             assert slots.tolist() == [1, 3]
             assert rows.tolist() == [1, 1, 1, 3, 3]
-
-
-def test_many_kinds_of_batches_are_served_right(world):
-    """More than are kept, twice over."""
-    load(world, "a", "b")
-    adapters = {"a": make_adapter("a"), "b": make_adapter("b"), None: None}
-    batches = [(x, y, z) for x in adapters for y in adapters for z in adapters]
-    for names in batches * 2:
-        world.check(world.serve(names), [adapters[name] for name in names])
 
 
 def in_time(call: Callable[[], Any]) -> Any:
@@ -278,11 +248,3 @@ def test_waiting_batches_load_in_order_of_arrival(tmp_path: Path) -> None:
         thread.join(20)
     assert list(came) == list("bcde")
     assert m.stats().host_loads == 5
-
-
-def test_load_does_not_evict_adapters_of_its_batch(tmp_path: Path) -> None:
-    world = make_world(max_loras=2, max_cpu_loras=2)
-    for name in "ab":
-        world.manager.add_adapter(request(tmp_path, name))
-    world.check(world.serve(["a", request(tmp_path, "c"), None]), [make_adapter("a"), make_adapter("c"), None])
-    assert world.manager.stats().host_loads == 3

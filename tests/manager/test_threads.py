@@ -203,18 +203,6 @@ def crowd(tmp_path: Path) -> Crowd:
 
 
 @pytest.mark.slow
-def test_one_thread_runs_steps_and_one_swaps(crowd: Crowd) -> None:
-    crowd.run(crowd.runs, crowd.swaps)
-    assert min(crowd.done["steps"], crowd.done["swaps"]) > 5
-
-
-@pytest.mark.slow
-def test_one_thread_calls_its_step_and_one_swaps(crowd: Crowd) -> None:
-    crowd.run(crowd.steps, crowd.swaps)
-    assert min(crowd.done["steps"], crowd.done["swaps"]) > 5
-
-
-@pytest.mark.slow
 def test_steps_with_the_arrays_in_another_order_beside_writes(crowd: Crowd) -> None:
     """Two threads step with the slot arrays as `nnx.split` sorts them, the one forward, the other backward."""
     graphdef, _, rest = nnx.split(crowd.world.model, jlora.SlotParam, ...)

@@ -221,37 +221,6 @@ def test_a_published_step_is_neither_undone_nor_mixed_with_others(tmp_path):
     np.testing.assert_array_equal(restarted.adapter("query").modules[QUERY].a, latest.modules[QUERY].a)
 
 
-@pytest.mark.slow
-def test_200_rounds_of_training_publication_and_sampling():
-    """No program is compiled, each sample is of the step just published, and no array is left behind."""
-    manager = served(slots=2)
-    trainer = manager.trainer(chex.assert_max_traces(loss, n=1), dict.fromkeys(RANKS, optax.sgd(0.05)))
-    names, base = [name for name in RANKS for _ in range(2)], tiny.Model()
-
-    @manager.jit
-    @chex.assert_max_traces(n=1)
-    def sample(model, tokens, batch):
-        with jlora.use(batch):
-            return jax.nn.log_softmax(model(tokens))
-
-    arrays = host_bytes = 0
-    for i in range(200):
-        for name in RANKS:
-            with manager.prepare([name] * 2) as batch:
-                trainer.step(batch, TOKENS[:2])
-        assert trainer.publish() == dict.fromkeys(RANKS, i + 1)
-        for served_now in (names[:4], [*names[4:], None, None]):
-            with manager.prepare(served_now) as batch:
-                assert batch.versions == tuple(None if name is None else i + 1 for name in served_now)
-                found = np.asarray(sample(manager.model, TOKENS[:4], batch))
-            row = i % 4  # of the step just published
-            adapter = None if served_now[row] is None else trainer.adapter(served_now[row])
-            want = jax.nn.log_softmax(tiny.expected(base, adapter, TOKENS[row]).astype(np.float32))
-            np.testing.assert_allclose(found[row], want, atol=1e-4)
-        if i == 20:
-            arrays, host_bytes = len(jax.live_arrays()), manager.stats().host_bytes
-    assert len(jax.live_arrays()) <= arrays + 8
-    assert manager.stats().host_bytes == host_bytes
 
 
 # --- Checkpoints ----------------------------------------------------------------------------------------------------
@@ -345,12 +314,6 @@ def check_next_loss(manager, trainer, tokens):
     assert served == pytest.approx(following, rel=1e-5)
 
 
-@pytest.mark.slow
-def test_experts():
-    """The losses fall, and the published weights have the loss of the next step."""
-    losses, manager, trainer, tokens = decoder_run(decoder_of(MIXTURE), EXPERTS)
-    assert all(losses[0][name] > losses[1][name] > losses[2][name] for name in EXPERTS)
-    check_next_loss(manager, trainer, tokens)
 
 
 @pytest.mark.slow

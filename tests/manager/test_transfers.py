@@ -126,11 +126,3 @@ def test_an_update_whose_scaling_is_too_large_is_refused(world):
             world.manager.update_adapter("a", tensors(new, put))
 
 
-def test_saved_state_is_restored(world, tmp_path):
-    a = make_adapter("a")
-    world.manager.add_adapter(a)
-    world.manager.save(tmp_path / "state")
-    world.manager.unwrap()
-    again = World(world.model, jlora.LoRAManager(world.model, world.manager.config), world.tokens)
-    again.manager.restore(tmp_path / "state")
-    served(again, [a, None, a])

@@ -22,7 +22,6 @@ from tests.manager.tiny import (
     make_adapter,
     make_world,
     request,
-    same,
 )
 from tests.records import slot_names
 
@@ -76,13 +75,6 @@ def test_warmup_compiles_the_base_only_variant_of_a_step_that_has_one():
     assert world.forward._cache_size() == base._cache_size() == 1
 
 
-def test_warmup_without_a_step_compiles_the_write():
-    world = make_world()
-    world.manager.warmup()
-    assert world.manager.stats().compilations == 1
-    assert not world.traces
-
-
 def test_a_warmup_that_fails_holds_no_slot(world):
     with failing_write(world.manager, 1), pytest.raises(DeviceError) as caught:
         world.manager.warmup()
@@ -124,26 +116,6 @@ def test_warmup_changes_nothing_that_is_loaded(world, active):
         np.testing.assert_array_equal(old[: len(active)], new[: len(active)], err_msg=str(path))
     assert m.stats() == stats
     np.testing.assert_array_equal(world.serve(names), first)
-
-
-def test_warmup_while_every_slot_is_held(world):
-    for name in "ab":
-        world.manager.add_adapter(make_adapter(name))
-    with world.manager.prepare(["a", "b", None]) as batch:
-        first, before = world.logits(batch), world.held()
-        world.manager.warmup(world.logits, num_sequences=SEQUENCES)
-        assert same(before, world.held())
-        np.testing.assert_array_equal(world.logits(batch), first)
-
-
-def test_a_step_that_fails_in_warmup_holds_nothing(world):
-    def step(batch):
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        world.manager.warmup(step, num_sequences=SEQUENCES)
-    assert world.manager.stats().leased == 0
-    world.manager.warmup(world.logits, num_sequences=SEQUENCES)
 
 
 def test_a_long_warm_up_reports_its_seconds(world, caplog, monkeypatch):

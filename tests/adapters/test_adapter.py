@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from jlora.adapters import Adapter, ModuleLoRA
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError, LoRAUsageError
-from tests.adapters.conftest import Q, V, lora_tensors
+from tests.adapters.conftest import Q, V
 
 # Names that end in one another, or read as a regular expression.
 NAMES = ["lm_head", "model.lm_head", "a.b", "axb", "x.a.b", "m.layers.0.q", "layers.0.q", "q+", "c(d", "embed-1", "ü"]
@@ -124,8 +124,6 @@ def test_round_trip_of_invocation_tokens(tmp_path):
     assert json.loads((tmp_path / "adapter_config.json").read_text())["alora_invocation_tokens"] == [49152, 7, 7]
 
 
-
-
 VARIANTS = {
     "a module without magnitude": ({"magnitudes": {"q": np.ones(2)}}, LoRAUsageError, "magnitudes must name"),
     "another module": ({"magnitudes": dict.fromkeys("qex", np.ones(2))}, LoRAUsageError, "magnitudes must name"),
@@ -160,8 +158,6 @@ def test_dora_of_some_modules_is_refused():
     mixed = {"q": dora.modules["q"], "e": dataclasses.replace(dora.modules["e"], magnitude=None)}
     with pytest.raises(AdapterFormatError, match="module 'e' has no magnitude"):
         dataclasses.replace(dora, modules=mixed)
-
-
 
 
 FIELDS = {
@@ -212,10 +208,6 @@ def test_fields_that_cannot_be_checked_are_reported(folder_of):
     assert Adapter.from_pretrained(folder_of(target_modules=r".*_proj")).unchecked == ()
 
 
-
-
-
-
 def test_from_jax_and_transposed_arrays(tmp_path):
     a = np.arange(6, dtype=np.float32).reshape(3, 2).T
     adapter = Adapter.from_arrays("a", {Q: (a, jnp.ones((4, 2), jnp.bfloat16))}, alpha=1)
@@ -223,8 +215,6 @@ def test_from_jax_and_transposed_arrays(tmp_path):
     lora = Adapter.from_pretrained(tmp_path).modules[Q]
     np.testing.assert_array_equal(lora.a, [[0, 2, 4], [1, 3, 5]])
     assert lora.b.dtype == ml_dtypes.bfloat16
-
-
 
 
 @pytest.mark.usefixtures("unchecked_calls")
@@ -242,8 +232,6 @@ def test_from_jax_and_transposed_arrays(tmp_path):
 def test_arrays_that_do_not_fit(a, b):
     with pytest.raises(AdapterFormatError, match="ModuleLoRA"):
         Adapter.from_arrays("a", {Q: (a, b)}, alpha=1)
-
-
 
 
 @pytest.mark.parametrize(

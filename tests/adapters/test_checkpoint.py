@@ -26,8 +26,6 @@ def test_key_prefixes(folder_of, prefix):
         assert (lora.kind, lora.rank, lora.alpha, lora.scaling) == ("linear", 4, 8.0, 2.0)
 
 
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", np.float32, np.dtype(ml_dtypes.bfloat16)])
 def test_conversion(folder_of, dtype):
     tensors = lora_tensors({Q: 4})
@@ -79,8 +77,6 @@ def test_lm_head(folder_of, base):
     adapter = load(folder_of(tensors, target_modules=["lm_head"]), dtype="float32")
     assert adapter.modules[HEAD].kind == "linear"
     assert {name: w.dtype for name, w in adapter.base_weights.items()} == ({HEAD: np.float16} if base else {})
-
-
 
 
 def test_arrays_outlive_the_file_and_are_read_only(folder_of):
@@ -171,8 +167,6 @@ def test_wrong_magnitudes(folder_of, case):
 def test_a_magnitude_of_an_adapter_without_dora(folder_of, fields):
     with pytest.raises(AdapterFormatError, match=r"lora_magnitude_vector' is of DoRA, and 'use_dora' is not set"):
         load(folder_of(dora_tensors(), target_modules=["q_proj", "embed_tokens"], **fields))
-
-
 
 
 # ---- combinations that PEFT refuses
@@ -294,8 +288,6 @@ def test_names_in_messages_are_escaped_and_cut(folder_of):
             load(folder_of(tensors), name=odd)
         assert str(raised.value).isprintable()
         assert len(str(raised.value)) < 1500
-
-
 
 
 def test_convolution(folder_of):

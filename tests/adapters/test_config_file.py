@@ -16,8 +16,6 @@ def test_defaults_are_pefts(read):
     assert (config.r, config.lora_alpha) == (8, 8.0)
 
 
-
-
 def test_descriptive_fields(read):
     config = read(fan_in_fan_out=True, base_model_name_or_path="org/base", task_type="CAUSAL_LM")
     assert (config.fan_in_fan_out, config.base_model_name, config.task_type) == (True, "org/base", "CAUSAL_LM")
@@ -104,22 +102,16 @@ def test_refused_by_name(read, field):
     assert feature in message
 
 
-
-
 @pytest.mark.parametrize("field", ["kasa_config", "velora_config", "arrow_config", "use_bdlora", "monteclora_config"])
 def test_an_empty_object_switches_a_variant_on(read, field):
     with pytest.raises(AdapterMismatchError, match=field):
         read(**{field: {}})
 
 
-
-
 @pytest.mark.parametrize("init", ["pissa", "pissa_niter_16", "olora", "OLoRA", "corda", "loftq", "lora_ga"])
 def test_inits_that_change_the_base(read, init):
     with pytest.raises(AdapterMismatchError, match="path_initial_model_for_weight_conversion"):
         read(init_lora_weights=init)
-
-
 
 
 @pytest.mark.parametrize("peft_type", ["ADALORA", "IA3", "LOHA", "PREFIX_TUNING", "lora"])
@@ -166,8 +158,6 @@ def test_modules_to_save_must_be_names(read, value):
         read(modules_to_save=value)
 
 
-
-
 # ---- not checked
 
 LOOKING = [
@@ -195,8 +185,6 @@ def test_targets_that_cannot_be_checked(read, pattern):
     assert not excluded.targets("model.v_proj", "linear")
     assert excluded.unchecked[0].startswith("field 'exclude_modules': ")
     assert len(read(target_modules=pattern, exclude_modules=pattern).unchecked) == 2
-
-
 
 
 @pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
@@ -308,8 +296,6 @@ def test_layers_pattern_is_a_plain_name(read):
         read(layers_to_transform=[1], layers_pattern=[3])
 
 
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -346,5 +332,3 @@ def test_missing_file(tmp_path):
 )
 def test_fields_of_trainers_are_passed_over(read, name, value):
     assert read(**{name: value}).peft_fields[name] == value
-
-

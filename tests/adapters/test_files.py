@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save
 
 from jlora.adapters import Adapter
-from jlora.adapters.files import StableFile, content_key
+from jlora.adapters.files import StableFile
 from jlora.errors import AdapterFormatError
 from tests.adapters.conftest import Q, V, lora_tensors
 from tests.adapters.reading import before_each_read, reading
@@ -89,8 +89,6 @@ def test_weights_that_change_during_a_read_are_refused(folder_of, small_pieces, 
         assert Adapter.from_pretrained(folder).modules  # the file no longer changes
 
 
-
-
 def test_a_load_of_a_file_under_rewrite_returns_one_content_or_raises(folder_of):
     """A memory map would end the process here."""
     folder = folder_of()
@@ -133,8 +131,6 @@ def test_pipes_folders_and_missing_files_are_refused_at_once(tmp_path):
         StableFile(tmp_path / "none", "here")
 
 
-
-
 # ---- fingerprint
 
 
@@ -168,10 +164,6 @@ def test_every_byte_changes_the_fingerprint(folder_of, name):
             seen.add(Adapter.from_pretrained(folder).fingerprint)
         assert len(seen) == 1 + (len(data) - begin) // 4
     assert len(seen) > 1
-
-
-
-
 
 
 def snapshot(folder, cache, etags):

@@ -49,10 +49,6 @@ def test_agrees_with_peft(keys, modules):
     assert lookup(keys, modules) == {module: by_peft(keys, module) for module in modules}
 
 
-
-
-
-
 @pytest.mark.parametrize(
     ("key", "error", "words"),
     [

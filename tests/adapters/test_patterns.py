@@ -38,8 +38,6 @@ SERVED = st.recursive(LEAVES, extend, max_leaves=6)
 TEXTS = st.text("abc1._-", min_size=1, max_size=8)
 
 
-
-
 def is_python(pattern):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such as of sets that will change their meaning
@@ -64,8 +62,6 @@ def test_accepted_patterns_agree_with_re_and_malformed_ones_are_refused(pieces, 
         assert not is_python(pattern)
         return
     assert ours.fullmatch(text) == bool(re.fullmatch(pattern, text))
-
-
 
 
 @pytest.mark.parametrize(
@@ -158,8 +154,6 @@ def test_refused_syntax(pattern, capfd):
 def test_too_large(pattern):
     with pytest.raises(AdapterMismatchError):
         compile_pattern(pattern, "here")
-
-
 
 
 @pytest.mark.parametrize("pattern", [r"\d+", r"\w+", r".\b", r"[\W]+", r"\S"])

@@ -185,12 +185,6 @@ def test_logits_change_from_the_first_invocation_token_on():
         assert rows == [False] * first + [True] * (6 - first)
 
 
-
-
-
-
-
-
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_fan_in_fan_out(tmp_path, use_dora):
     base = gpt2()
@@ -210,8 +204,6 @@ def test_base_weights_beside_embeddings(tmp_path):
     )
 
 
-
-
 @pytest.mark.parametrize("targets", [["embed_tokens", "lm_head"], ["embed_tokens"], ["lm_head"]])
 def test_tied_adapters(tmp_path, targets):
     base = llama(tied=True)
@@ -220,34 +212,6 @@ def test_tied_adapters(tmp_path, targets):
     table, head = adapter.modules["model.embed_tokens"], adapter.modules["lm_head"]
     np.testing.assert_array_equal(head.a, table.b.T)
     np.testing.assert_array_equal(head.b, table.a.T)
-
-
-
-
-@pytest.mark.parametrize("init", ["pissa", "olora"])
-def test_converted_inits_are_served_and_unconverted_are_not(tmp_path, init):
-    base = llama()
-    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=init)
-    model = peft.get_peft_model(copy.deepcopy(base), config).eval()
-    start = tmp_path / "start"
-    model.peft_config["default"].init_lora_weights = True
-    model.save_pretrained(start)
-    model.peft_config["default"].init_lora_weights = init
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.add_(torch.randn_like(parameter) * 0.05)
-    model.save_pretrained(tmp_path / "raw")
-    with pytest.raises(AdapterMismatchError, match=f"'init_lora_weights' is '{init}'"):
-        Adapter.from_pretrained(tmp_path / "raw")
-    tokens = torch.arange(12).reshape(2, 6)
-    with torch.no_grad():
-        expected = model(tokens).logits
-    model.save_pretrained(tmp_path / "plain", path_initial_model_for_weight_conversion=str(start))
-    Adapter.from_pretrained(tmp_path / "plain").save_pretrained(tmp_path / "ours")
-    again = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "ours").eval()
-    with torch.no_grad():
-        torch.testing.assert_close(again(tokens).logits, expected, rtol=1e-4, atol=1e-5)
 
 
 REFUSED = {
@@ -269,8 +233,6 @@ def test_refused(tmp_path, field):
     peft.get_peft_model(llama(), peft.LoraConfig(**fields)).save_pretrained(tmp_path)
     with pytest.raises(AdapterMismatchError, match=f"field '{field}'"):
         Adapter.from_pretrained(tmp_path)
-
-
 
 
 def test_every_field_of_this_peft_is_decided(tmp_path):
@@ -319,8 +281,6 @@ def test_layers_that_peft_targets(tmp_path, fields):
     (warning,) = manager.list_adapters()["it"].warnings
     count = len(targets)
     assert warning == f"brings weights for {count - 1} of {count} targeted layers; none for {targets[-1]!r}"
-
-
 
 
 def test_a_state_dict_of_a_live_model(tmp_path):

@@ -14,7 +14,6 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, 
 
 from jlora.adapters import Adapter
 from jlora.adapters.resolve import AdapterFolder, resolve
-from jlora.config import LoRARequest
 from jlora.errors import AdapterFormatError, AdapterNotFoundError, LoRAUsageError
 
 
@@ -108,8 +107,6 @@ def test_options_of_the_wrong_kind(folder_of, options):
         Adapter.from_pretrained(folder_of(), **options)
 
 
-
-
 def test_a_repo_of_the_hub(folder_of, hub):
     hub.answer = folder_of(name="snapshot")
     adapter = Adapter.from_pretrained("org/sql-lora", revision="v2")
@@ -142,8 +139,6 @@ def test_a_cached_commit_needs_no_connection(folder_of, hub):
     with pytest.raises(AdapterFormatError, match=r"adapter_model\.safetensors: is missing"):
         Adapter.from_pretrained("org/sql-lora", revision=commit)
     assert len(hub.urls) == 1
-
-
 
 
 @pytest.mark.parametrize(
@@ -193,8 +188,6 @@ def test_local_only_makes_no_connection(monkeypatch, tmp_path):
         Adapter.from_pretrained("org/no-such-adapter-anywhere", local_only=True)
 
 
-
-
 def test_a_repo_without_weights_or_configuration_is_refused(folder_of, hub):
     hub.answer = folder_of(name="snapshot")
     (hub.answer / "adapter_model.safetensors").unlink()
@@ -228,10 +221,6 @@ def test_a_link_out_of_the_folder_is_refused(folder_of, tmp_path, name, relative
     (folder / name).symlink_to(os.path.join("..", "outside", name) if relative else outside)
     with pytest.raises(AdapterFormatError, match=f"{name}: is a link to .*outside the adapter folder"):
         Adapter.from_pretrained(folder)
-
-
-
-
 
 
 def hub_cache(folder, tmp_path, blobs):

@@ -4,12 +4,11 @@ import json
 from types import SimpleNamespace
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
 
-from jlora import Adapter, AdapterFormatError, LoRAUsageError
+from jlora import Adapter, AdapterFormatError
 from tests.adapters.conftest import BASE, PREFIX, Q, lora_tensors
 from tests.adapters.reading import load_all_ways, state_dict
 
@@ -27,8 +26,6 @@ def test_jax_arrays(dtype):
     lora = load(tensors).modules[Q]
     assert lora.a.dtype == np.dtype(dtype)
     np.testing.assert_array_equal(lora.a, np.asarray(tensors[KEY]))
-
-
 
 
 def test_values_are_copied():
@@ -81,8 +78,6 @@ def test_configurations_as_peft_holds_them():
 def test_configurations_that_are_no_json_are_refused(config, cause):
     with pytest.raises(AdapterFormatError, match=f"adapter 'sql': {cause}"):
         load(config=config)
-
-
 
 
 def test_every_problem_is_reported():

@@ -2,7 +2,6 @@
 
 import io
 import os
-import struct
 import time
 import weakref
 from itertools import accumulate, groupby, pairwise
@@ -205,7 +204,3 @@ def test_every_bit_pattern(dtype):
     assert all_finite(numbers[finite])
     assert not any(all_finite(numbers[i : i + 1]) for i in np.flatnonzero(~finite))
     assert all(all_finite(numbers[i : i + 1]) for i in np.flatnonzero(finite)[::97])
-
-
-
-

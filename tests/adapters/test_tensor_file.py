@@ -185,8 +185,6 @@ def test_a_sparse_file_is_refused_before_it_is_read(folder_of):
     refused_unread(AdapterFormatError, "has rank 68000000; expected 4", sparse(folder_of(), ROWS))
 
 
-
-
 def test_a_sparse_configuration(folder_of):
     folder = folder_of()
     with open(folder / "adapter_config.json", "r+b") as opened:
@@ -244,5 +242,3 @@ def test_max_bytes(folder_of):
     for wrong in (0, -1, 1.5, "1", True):
         with pytest.raises(LoRAUsageError, match="max_bytes"):
             Adapter.from_pretrained(folder, max_bytes=wrong)
-
-

@@ -1,6 +1,7 @@
 """DoRA adapters (arXiv:2402.09353) in slots: values against NumPy, reuse of slots, updates, repairs and refusals."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +26,15 @@ def plain(name, **fields):
     return make_adapter(name, rank=2, **fields)
 
 
+@functools.cache
+def made(**config):
+    return make_world(dora=True, **config)
+
+
 def served(*adapters, **config):
-    world = make_world(dora=True, **config)
+    """Return a world with these adapters alone. Its step is compiled once for all tests."""
+    world = made(**config)
+    world.reset()
     for adapter in adapters:
         world.manager.add_adapter(adapter)
     return world
@@ -171,7 +179,7 @@ def test_norms_are_those_of_float64(param, slots):
 
 def with_weight(name, **changes):
     """A DoRA adapter of one module, and a world in whose model that module has changed weights."""
-    world = served()
+    world = make_world(dora=True)
     layer = world.model.layers[1].o_proj
     layer.kernel[...] = changes.get("kernel", lambda w: w)(layer.kernel[...])
     return world, dora(name, modules=[O_PROJ])

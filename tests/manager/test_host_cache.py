@@ -60,24 +60,6 @@ def test_own_weights_outlive_any_number_of_loads(tmp_path, put):
     assert m.list_adapters()["updated"].request is None
 
 
-def test_own_weights_are_removed_and_replaced_explicitly(world, tmp_path):
-    m = world.manager
-    for name in "abcd":
-        m.add_adapter(make_adapter(name))
-    assert not m.add_adapter(request(tmp_path, "a", 1))  # the name is known
-    assert m.add_adapter(request(tmp_path, "a", 1), load_inplace=True)
-    assert m.add_adapter(make_adapter("b", 1), load_inplace=True)
-    assert m.stats().unevictable == 3
-    world.check(world.serve(["a", "b", None]), [make_adapter("a", 1), make_adapter("b", 1), None])
-    assert m.remove_adapter("c")
-    m.add_adapter(make_adapter("e"))
-    m.add_adapter(make_adapter("f"))  # in place of a, which has a request now
-    assert set(on_host(m)) == set("bdef")
-    assert m.list_adapters()["a"].level == "evicted"
-    m.remove_all_adapters()
-    assert (m.stats().unevictable, m.stats().registered) == (0, 0)
-
-
 def test_update_of_an_evicted_adapter_needs_a_place(tmp_path):
     world = make_world(max_loras=1, max_cpu_loras=2)
     m = world.manager

@@ -29,26 +29,6 @@ def test_sigint_is_raised_when_the_lock_is_free_again():
         assert other.submit(lock.__enter__).result(5) is None
 
 
-def test_waiting_for_the_lock_is_interrupted():
-    lock, held, go_on = StateLock(), threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with lock:
-            held.set()
-            assert go_on.wait(20)
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    assert held.wait(20)
-    threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt), lock:
-        pass
-    go_on.set()
-    holder.join(20)
-    with lock:
-        pass
-
-
 def test_other_handlers_are_left_alone():
     heard = []
 

@@ -1,7 +1,5 @@
 """`Scaled`, `Mix` and `active_from` of `prepare`: values against NumPy, one compilation, and refusals."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,8 +88,6 @@ def test_handles_of_a_batch_serve_its_versions(world, adapters):
         world.manager.add_adapter(adapter, load_inplace=True)
 
 
-
-
 def test_handles_takes_an_open_batch_of_this_manager(world, adapters):
     with world.manager.prepare(["a"]) as closed:
         pass
@@ -122,8 +118,6 @@ def test_order_of_a_mix_is_fixed_and_company_does_not_matter(world):
     alone = world.serve([mix, None, None])[0]
     assert (world.serve([mix, "d", Scaled("a", 2)])[0] == alone).all()
     assert (world.serve([mix, Mix({"b": 1}), "c"])[0] == alone).all()
-
-
 
 
 @pytest.mark.parametrize(("most", "factors"), [(None, False), (1, True), (2, True)])
@@ -170,10 +164,6 @@ def test_factors_of_one_float32_have_one_key(world):
         assert len(set(batch.cache_keys)) == 1
     with world.manager.prepare([Mix({"a": 1, "b": 2}), Mix({"b": 2, "a": 1}), "a"]) as batch:
         assert len(set(batch.cache_keys)) == 3  # sums in another order may differ in their last bits
-
-
-
-
 
 
 @pytest.mark.parametrize(

@@ -91,8 +91,6 @@ def test_a_name_map_that_cannot_work_is_refused_at_once(name_map):
         make_manager(model, name_map=name_map)
 
 
-
-
 def test_names_are_exact_on_dots(rng):
     manager = make_manager(Model())
     for name in ("o_proj", "0.o_proj", "layers.0.o_pro", "xlayers.0.o_proj", "layers.0.o_proj.x", "Layers.0.o_proj"):
@@ -217,8 +215,6 @@ def test_experts_under_another_path_are_named_as_an_adapter_would():
     )
     model = Odd(lambda: nnx.Dict(routed=Served()))
     assert re.search("nearest is 'layers.0.mlp.routed.w2'$", refusal(model, {"layers.0.mlp.experts.w2": whole}))
-
-
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------

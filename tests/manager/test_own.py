@@ -18,8 +18,8 @@ from safetensors.numpy import save_file
 import jlora
 from jlora.errors import AdapterFormatError
 from jlora.sharding import rules
+from tests.adapters.reading import hook_reads, reading
 from tests.adapters.test_expert_formats import factors, flat, tensors, three_axes
-from tests.adapters.test_own_experts import KINDS, PROJECTIONS, counted, wanted
 from tests.layers import expert_models
 from tests.layers.expert_models import HIDDEN, INNER, LAYERS, Gathering, Model, Scanned
 from tests.records import content_of
@@ -31,6 +31,12 @@ SIZES = {
     "down_proj": (INNER, HIDDEN),
     "gate_up_proj": (HIDDEN, 2 * INNER),
 }
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+# Layouts of the expert tensors in a file.
+KINDS = (
+    *("each", "three axes", "gate and up in one", "shared A", "shared B"),
+    *("flat", "flat exchanged", "grouped", "grouped exchanged"),
+)
 EACH, FUSED = KINDS[0], KINDS[5:]
 # shards of experts, and those of them that are this process's
 CASES = [(4, (1, 2)), pytest.param(4, (0, 3), marks=pytest.mark.slow)]
@@ -63,6 +69,43 @@ def file_of(kind, experts=range(E), spoil=None):
         targets = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
         targets["lora_B_layout"] = "grouped_by_expert" if "grouped" in kind else "rank_major"
     return tensors(modules), {"r": R, **targets}
+
+
+def wanted(file: Path, kind, own) -> np.ndarray:
+    """Return the expected reads of each byte, derived from the header: uint8 [size], 0 for the header."""
+    content = file.read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    found = np.zeros(len(content), np.uint8)
+    for name, info in json.loads(content[8:begin]).items():
+        first, last = (begin + at for at in info["data_offsets"])
+        numbers = found[first:last].reshape(*info["shape"], -1)  # the bytes of each number last
+        if "experts" not in name:
+            numbers[...] = 1
+        elif kind == "each":
+            numbers[...] = int(name.split("experts.")[1].split(".")[0]) in own
+        elif len(info["shape"]) == 3:
+            for e in range(E):
+                if len(numbers) == 1 or e in own:
+                    numbers[e % len(numbers)] = 1
+        elif "lora_A" in name:
+            for e in range(E):
+                numbers[e * R : (e + 1) * R] = e in own
+        else:
+            numbers[...] = bool(own)  # experts are interleaved in every row
+    return found
+
+
+def counted(patch: pytest.MonkeyPatch, file: Path):
+    """Return the number of reads of each byte until `patch` is undone: uint8 [size], 0 for the header."""
+    begin = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    found = np.zeros(file.stat().st_size, np.uint8)
+
+    def count(offset, size):
+        if offset >= begin:
+            found[offset : offset + size] += 1
+
+    hook_reads(patch, count)
+    return found
 
 
 @pytest.fixture
@@ -145,9 +188,9 @@ def test_blocks_of_own_experts(folder_of, monkeypatch, kind, shards, own):
     request = jlora.LoRARequest("x", str(folder))
     whole = whole_of(Gathering, shards).staged(request)
     world, file = world_of(Gathering, shards, own), folder / "adapter_model.safetensors"
-    ranges = [range(e, e + 1) for e in world.own]
-    expected, times = wanted(file, kind, ranges), counted(monkeypatch, file)
-    part = world.staged(request)
+    expected, times = wanted(file, kind, world.own), counted(monkeypatch, file)
+    with reading(80, part=240, threads=True):  # in pieces that cut tensors, and interleaved experts between rows
+        part = world.staged(request)
     np.testing.assert_array_equal(times, expected)
     assert_same_where_own(part, whole, world.own)
     held = sum(block.a.nbytes + block.b.nbytes for block in whole.blocks)

@@ -19,32 +19,6 @@ from tests.small_device import on_small_device
 
 pytestmark = [pytest.mark.device, pytest.mark.optimised]
 
-NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-class Block(nnx.Module):
-    """Seven projections; tiny, and of two shapes."""
-
-    def __init__(self, rngs):
-        for name in NAMES:
-            setattr(self, name, nnx.Linear(4, 8 if name in ("gate_proj", "up_proj") else 4, use_bias=False, rngs=rngs))
-
-
-class Blocks(nnx.Module):
-    def __init__(self, layers):
-        rngs = nnx.Rngs(0)
-        self.layers = nnx.List([Block(rngs) for _ in range(layers)])
-
-
-def block_adapter(name, layers, rng):
-    modules = {}
-    for i in range(layers):
-        for n in NAMES:
-            a = rng.normal(size=(2, 4)).astype(np.float32)
-            b = rng.normal(size=(8 if n in ("gate_proj", "up_proj") else 4, 2)).astype(np.float32)
-            modules[f"layers.{i}.{n}"] = jlora.ModuleLoRA(a=a, b=b, alpha=2.0, scaling=1.0)
-    return jlora.Adapter(name=name, modules=modules)
-
 
 def load(world, *names, **fields):
     for name in names:
@@ -72,36 +46,6 @@ def test_an_adapter_of_one_module_moves_one_row(world, moved, module):
     assert sum(array.nbytes for array in moved) == ROW * A_ROW[module] + RANKS
     world.manager.deactivate_adapter("two")
     world.check(world.serve(["one", None, None]), [make_adapter("one", rank=1, modules=[module]), None, None])
-
-
-def test_every_byte_of_seven_modules_a_layer_moves_once(rng, moved):
-    """Sites of two specs, five and two a layer, in chunks of at most 64. The slot had the same ranks before."""
-    layers = 16
-    model = Blocks(layers)
-    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=2, max_cpu_loras=3))
-    adapters = {name: block_adapter(name, layers, rng) for name in "abc"}
-    for adapter in adapters.values():
-        manager.add_adapter(adapter)
-    manager.activate_adapter("a")
-    manager.activate_adapter("b")
-    old = jax.tree.leaves(manager.slots)
-    assert len(old) == 7 * layers * 3 + 1
-
-    moved.clear()
-    manager.deactivate_adapter("a")
-    manager.activate_adapter("c")
-    assert sum(array.nbytes for array in moved) == manager.list_adapters()["c"].nbytes - 8 * 7 * layers
-    factors = sum(m.a.nbytes + m.b.nbytes for m in adapters["c"].modules.values())
-    assert manager.list_adapters()["c"].nbytes == factors + 8 * 7 * layers
-    assert all(array.is_deleted() for array in old if array.shape[-1] > 2)  # the ranks were there
-
-    for i, layer in enumerate(model.layers):
-        for name in NAMES:
-            want = [adapters[held].modules[f"layers.{i}.{name}"] for held in ("c", "b")]
-            projection = getattr(layer, name)
-            np.testing.assert_array_equal(projection.jlora_a[:, 0], np.stack([m.a for m in want]))
-            np.testing.assert_array_equal(projection.jlora_b[...], np.stack([m.b.T for m in want]))
-            np.testing.assert_array_equal(projection.jlora_ranks[...], [[[2, 1]], [[2, 1]]])
 
 
 def staged_bytes(monkeypatch, shapes) -> list[int]:
@@ -288,38 +232,6 @@ def test_previous_content_of_a_slot_is_masked(rank):
     world.check(world.serve(["few", None, "one"]), [adapters["few"], None, adapters["one"]])
     np.testing.assert_array_equal(world.serve(["few", None, "one"])[1], base[1])
     assert any(np.isnan(np.asarray(array)).any() for _, array in world.slots())
-
-
-def test_ranks_past_a_multiple_of_16():
-    """Rank 20 of 40: the last block of a slot overlaps the one before, and ranks past 32 are not moved."""
-
-    class One(nnx.Module):
-        def __init__(self):
-            self.proj = nnx.Linear(8, 12, use_bias=False, rngs=nnx.Rngs(0))
-
-        def __call__(self, x):
-            return self.proj(x)
-
-    model, rng = One(), np.random.default_rng(0)
-    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=40, max_cpu_loras=8))
-    x = rng.normal(size=(1, 3, 8)).astype(np.float32)
-
-    @jax.jit
-    def forward(model, x, batch):
-        with jlora.use(batch):
-            return model(x)
-
-    for rank in (40, 1, 16, 17, 33, 39):
-        a, b = rng.normal(size=(rank, 8)).astype(np.float32), rng.normal(size=(12, rank)).astype(np.float32)
-        lora = jlora.ModuleLoRA(a=a, b=b, alpha=2.0 * rank, scaling=2.0)
-        manager.add_adapter(jlora.Adapter(name=f"r{rank}", modules={"proj": lora}), load_inplace=True)
-        blocks = -(-rank // 16)
-        assert manager.list_adapters()[f"r{rank}"].nbytes == blocks * 16 * (8 + 12) * 4 + 8
-        with manager.prepare([f"r{rank}"]) as batch:
-            got = np.asarray(forward(model, jnp.asarray(x), batch))
-        want = x @ np.asarray(model.proj.kernel[...], np.float64) + 2.0 * x.astype(np.float64) @ a.T @ b.T
-        np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * np.abs(want).max())
-    assert manager.stats().compilations == forward._cache_size() == 1
 
 
 def test_slots_are_the_state_of_the_model(world):

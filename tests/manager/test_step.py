@@ -20,11 +20,15 @@ def forward(model, tokens, batch):
         return model(tokens)
 
 
-@pytest.fixture
+def made():
+    world = make_world()
+    world.forward = world.manager.jit(forward)
+    return world
+
+
+@pytest.fixture(scope="module")
 def world():
-    made = make_world()
-    made.forward = made.manager.jit(forward)
-    return made
+    return made()
 
 
 def check(world, names):
@@ -35,7 +39,8 @@ def check(world, names):
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
-def test_weights_and_swaps_are_seen_and_one_program_is_compiled(world):
+def test_weights_and_swaps_are_seen_and_one_program_is_compiled():
+    world = made()
     for name in "abc":
         world.manager.add_adapter(make_adapter(name))
     check(world, ["a", "b", None])
@@ -52,8 +57,6 @@ def test_weights_and_swaps_are_seen_and_one_program_is_compiled(world):
     world.model.layers[1].o_proj.bias.set_value(jnp.ones(WIDTH))
     check(world, [None, None, None])
     assert compiled_programs(world.forward) == 1
-
-
 
 
 class Odd(nnx.Module):
@@ -157,9 +160,8 @@ def test_changed_structure_is_refused_until_it_is_restored(world, change, messag
     assert compiled_programs(world.forward) == 1
 
 
-
-
-def test_other_models_and_outer_functions_are_refused(world):
+def test_other_models_and_outer_functions_are_refused():
+    world = made()
     with world.manager.prepare([None] * SEQUENCES) as batch:
         for other in (nnx.clone(world.model), nnx.state(world.model)):
             with pytest.raises(jlora.LoRAUsageError, match="takes the model of its manager as its first argument"):
@@ -246,7 +248,8 @@ def test_unknown_compiler_option_reaches_the_compiler(world):
         step(world.model, world.tokens, None)
 
 
-def test_shardings_of_arguments(world):
+def test_shardings_of_arguments():
+    world = made()
     mesh = jax.make_mesh((3,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
     split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
     nnx.update(world.model, jax.device_put(nnx.state(world.model), whole))
@@ -256,12 +259,6 @@ def test_shardings_of_arguments(world):
         logits = step(world.model, np.asarray(world.tokens), batch)
     assert logits.sharding.is_equivalent_to(split, logits.ndim)
     world.check(np.asarray(logits), [make_adapter("a"), None, make_adapter("a")])
-
-
-
-
-
-
 
 
 @pytest.mark.parametrize("options", [{"donate_argname": "cache"}, {"static_argnames": "scael"}, {"donate_argnums": 9}])

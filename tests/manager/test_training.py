@@ -221,8 +221,6 @@ def test_a_published_step_is_neither_undone_nor_mixed_with_others(tmp_path):
     np.testing.assert_array_equal(restarted.adapter("query").modules[QUERY].a, latest.modules[QUERY].a)
 
 
-
-
 # --- Checkpoints ----------------------------------------------------------------------------------------------------
 
 
@@ -312,8 +310,6 @@ def check_next_loss(manager, trainer, tokens):
         following = {name: float(value) for name, value in trainer.step(batch, tokens).items()}
     served = {"one": (summed[0] + summed[2]) / (weights[0] + weights[2]), "other": summed[1] / weights[1]}
     assert served == pytest.approx(following, rel=1e-5)
-
-
 
 
 @pytest.mark.slow

@@ -78,13 +78,9 @@ def test_invocation_tokens_of_an_evicted_adapter_are_unknown(tmp_path):
     assert found == {"a": ("evicted", None), "b": ("host", TOKENS), "c": ("host", TOKENS)}
 
 
-
-
 def test_activated_weights_are_not_restored_as_plain_ones(tmp_path):
     saved = manager_of(activated=True)
     saved.add_adapter(activated())
     saved.save(tmp_path)
     with pytest.raises(jlora.AdapterMismatchError, match=r"'act'.*LoRAConfig\(activated=True\) serves it"):
         manager_of().restore(tmp_path)
-
-

@@ -302,44 +302,7 @@ def test_a_load_into_a_held_name_needs_a_second_slot(narrow):
     world.reset()
 
 
-def test_names_requests_and_handles_of_one_content_take_one_slot(narrow, tmp_path):
-    world, m = narrow, narrow.manager
-    request = jlora.LoRARequest("a", saved(tmp_path, "a"))
-    m.add_adapter(request)
-    with m.hold("a") as handle, m.hold("a") as other:
-        for _ in range(2):
-            hits = m.stats().slot_hits
-            with m.prepare([handle, "a", request]) as batch:
-                assert len(set(batch.versions)) == 1
-                world.check(world.logits(batch), [make_adapter("a")] * 3)
-            with m.prepare([other, handle, None]) as batch:
-                world.check(world.logits(batch), [make_adapter("a"), make_adapter("a"), None])
-        assert m.stats().slot_hits == hits + 2  # one for each batch
-    world.reset()
-
-
 # --- Mixed ----------------------------------------------------------------------------------------------------------
-
-
-def test_replacing_through_prepare_does_not_wait_for_its_own_thread(narrow, tmp_path):
-    """It would wait for ever: the batch that holds the old version cannot close meanwhile."""
-    m = narrow.manager
-    again = jlora.LoRARequest("a", saved(tmp_path, "a"), load_inplace=True)
-    found = []
-
-    def work():
-        with m.prepare([again, None, None]):
-            try:
-                m.prepare([again, None, None]).close()
-            except jlora.AdapterInUseError as error:
-                found.append(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(timeout=30)
-    assert not thread.is_alive()
-    assert "'a' is held by an open batch" in str(found[0])
-    narrow.reset()
 
 
 # --- Updates from the device, while they are copied back -------------------------------------------------------------
@@ -408,22 +371,6 @@ def test_an_update_that_cannot_be_copied_back_keeps_its_slot(copy_back):
     with pytest.raises(jlora.NoFreeSlotError):
         world.manager.prepare(["b", None, None])
     world.check(world.serve(["a", None, None]), [new, None, None])
-
-
-@pytest.mark.device("cpu")  # an accelerator has pinned memory that updates are copied to
-@pytest.mark.parametrize("fail", [False, True])
-def test_arrays_consumed_by_an_update_are_freed_in_the_background(world, copy_back, fail):
-    world.manager.add_adapter(make_adapter("a", modules=list(MODULES)))
-    world.manager.prepare(["a", None, None]).close()
-    copy_back.fails = fail
-    copy_back.go.set()
-    before = [weakref.ref(array) for _, array in world.slots() if array.ndim > 2]
-    updated_on_device(world, "a", 3)
-    end = time.monotonic() + 30
-    while any(array() is not None for array in before) and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not any(array() is not None for array in before)
-    assert content_of(world.manager, "a").life.on_host != fail
 
 
 @pytest.mark.device("cpu")  # an accelerator has pinned memory

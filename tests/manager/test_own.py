@@ -6,6 +6,7 @@ Processes are simulated: each virtual device belongs to the process of its shard
 import functools
 import json
 import os
+from pathlib import Path
 
 import jax
 import numpy as np

@@ -31,29 +31,14 @@ def load(world, *names):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (([],), "at least one sequence"),
-        (("sql",), "in a list, got str 'sql'"),
-        ((["a", 7],), "adapter names, LoRARequests, handles, Scaled, Mix and None, got 7"),
         ((["a", ["a"]],), r"adapter names, LoRARequests, handles, Scaled, Mix and None, got \['a'\]"),
-        ((["a", ""],), "adapter '' is not loaded"),
-        ((["a", None], [3]), "1 token_counts for 2 sequences"),
-        ((["a", None], [3, 2, 1]), "3 token_counts for 2 sequences"),
-        ((["a", None], []), "0 token_counts for 2 sequences"),
-        ((["a", None], [3, -1]), "must not be negative, got -1"),
-        ((["a", None], [3, 1.5]), "must be integers"),
-        ((["a", None], 4), "must be integers"),
-        ((["a", None], ["3", "1"]), "must be integers"),
-        ((["a", None], [3, 2], 4), "sum to 5, and there are 4 packed rows"),
-        ((["a", None], [3, 2], 8.0), "must be integers"),
-        ((["a", None], [0, 0]), "sum to 0, and there are 0 packed rows"),
-        ((["a", None], None, 8), "needs token_counts"),
-        (({"a", None},), "in a list, got set"),
-        (({"a": 1},), "in a list, got dict"),
         ((frozenset("a"),), "in a list, got frozenset"),
         ((iter(["a"]),), "in a list, got list_iterator"),
-        ((b"a",), "in a list, got bytes b'a'"),
-        (([b"a"],), "LoRARequests, handles, Scaled, Mix and None, got b'a'"),
         ((None,), "in a list, got NoneType"),
+        ((["a", None], []), "0 token_counts for 2 sequences"),
+        ((["a", None], 4), "must be integers"),
+        ((["a", None], ["3", "1"]), "must be integers"),
+        ((["a", None], [3, 2], 8.0), "must be integers"),
         ((["a", None], None, None, 0), "length must be positive, got 0"),
         ((["a", None], None, None, 1.0), "length must be integers, got float"),
         ((["a", None], [3, 2], None, 4), "packed rows have token_counts"),
@@ -63,7 +48,7 @@ def test_bad_arguments_change_nothing(world, args, message):
     load(world, "b", "c", "a")
     world.serve(["b", "c", None])
     before, stats = world.held(), world.manager.stats()
-    with pytest.raises(jlora.AdapterNotFoundError if "not loaded" in message else jlora.LoRAUsageError, match=message):
+    with pytest.raises(jlora.LoRAUsageError, match=message):
         world.manager.prepare(*args[:3], **({"length": args[3]} if args[3:] else {}))
     assert same(before, world.held())
     assert world.manager.stats() == stats

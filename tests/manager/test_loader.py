@@ -601,21 +601,6 @@ def hang(called, names):
     return asked
 
 
-def test_callbacks_that_hang_in_cancelled_loads_delay_no_other_load(called):
-    names = [f"hung{i}" for i in range(5)]
-    requests = [jlora.LoRARequest(name, called.store.request("a").path) for name in names]
-    asked = hang(called, names)
-    futures = [called.manager.prefetch(request) for request in requests]
-    until(lambda: len(asked) == 4)  # the fifth waits for its turn
-    assert all(future.cancel() for future in futures)
-    assert called.manager.add_adapter(called.store.request("b"), timeout=10)
-    names.clear()
-    assert called.manager.add_adapter(requests[0], timeout=10)  # a load that was abandoned is not joined
-    called.go.set()
-    until(lambda: not running())
-    assert set(called.manager.list_adapters()) == {"b", "hung0"}
-
-
 def test_callbacks_that_hang_in_loads_that_timed_out_delay_no_other_load(called):
     names = [f"hung{i}" for i in range(8)]
     requests = [jlora.LoRARequest(name, called.store.request("a").path) for name in names]

@@ -29,7 +29,6 @@ from tests.layers.mesh_models import (
     SMALL,
     SMALL_TARGETS,
     TWO,
-    VOCAB,
     PaddedIn,
     PaddedOut,
     Small,
@@ -111,12 +110,6 @@ def equal(found: jlora.Adapter, want: jlora.Adapter):
         assert found.modules[name].b.tobytes() == module.b.tobytes()
 
 
-def test_adapter_is_exported_from_its_slot(world):
-    for adapter in ADAPTERS:
-        world.manager.activate_adapter(adapter.name)
-        equal(world.manager.export_adapter(adapter.name), adapter)
-
-
 def arrays_of(adapter, scale=1.0):
     found = {}
     for name, module in adapter.modules.items():
@@ -152,16 +145,6 @@ def test_updates(twins, place, half):
         names = ["four", None, "one", "four"]
         assert_close(world.serve(names), expected_rows({**twins, "four": twin}, names, TOKENS))
     assert world.compiled() == (1, 1)
-
-
-def test_arrays_that_were_lost_are_written_again(world, twins):
-    names = MIXES[0]
-    world.serve(names)
-    before = world.compiled()
-    for array in jax.tree.leaves(nnx.state(world.model, jlora.SlotParam)):
-        array.delete()
-    assert_close(world.serve(names), expected_rows(twins, names, TOKENS))
-    assert world.compiled() == before
 
 
 def served(model, tokens, batch):
@@ -206,33 +189,6 @@ def test_slot_bytes_of_a_device_are_those_of_its_shards(monkeypatch, world):
     room[0] -= 1
     with pytest.raises(LoRAError, match=f"{taken:,} bytes on a device"):
         World(fully_sharded=True)
-
-
-@pytest.mark.parametrize(
-    "fully", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.mesh)]
-)
-def test_verify(fully):
-    """Padded heads and copies have another order in split slots than in an adapter."""
-
-    class Padded(nnx.Module):
-        def __init__(self):
-            rngs = nnx.Rngs(0)
-            self.embed = nnx.Embed(VOCAB, 16, rngs=rngs)
-            self.embed.real_vocab = VOCAB - 1
-            self.out = PaddedOut(16, 16, rngs=rngs)
-            self.copied = nnx.Linear(16, 16, rngs=rngs)
-            self.copied.output_blocks = ((0, 4), (8, 4), (4, 4), (8, 4))
-            self.into = PaddedIn(16, 16, rngs=rngs)
-
-        def __call__(self, tokens):
-            return self.embed.attend(self.into(self.copied(jnp.tanh(self.out(self.embed(tokens))))))
-
-    columns = P(None, "t")
-    model = placed(Padded(), the_mesh(), {"embed": P("t"), "out": columns, "copied": columns, "into": P("t")})
-    manager = make_manager(model, data_axes=["data"], fully_sharded=fully)
-    report = manager.verify(jax.jit(served), np.minimum(TOKENS, VOCAB - 2))
-    assert set(report.checked) == {"embed", "embed.attend", "out", "copied", "into"}
-    assert report.error < 1e-5
 
 
 def test_padded_features_are_read_back_and_updated():

@@ -1,7 +1,6 @@
 """`Scaled`, `Mix` and `active_from` of `prepare`: values against NumPy, one compilation, and refusals."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -120,29 +119,6 @@ def test_order_of_a_mix_is_fixed_and_company_does_not_matter(world):
     assert (world.serve([mix, Mix({"b": 1}), "c"])[0] == alone).all()
 
 
-@pytest.mark.parametrize(("most", "factors"), [(None, False), (1, True), (2, True)])
-def test_batches_have_factors_only_if_configured(most, factors):
-    with make_world(max_adapters_per_sequence=most).manager.prepare([None, None]) as batch:
-        assert any(array.dtype == np.float32 for array in jax.tree.leaves(batch)) == factors
-
-
-def test_packed_rows(world, adapters):
-    entries, counts, first = [Mix({"a": 0.5, "b": 2}), None, Scaled("c", 0.5)], [4, 1, 3], [1, 0, 2]
-    tokens = [np.asarray(t)[:count] for t, count in zip(world.tokens, counts, strict=True)]
-
-    @jax.jit
-    def step(model, tokens, batch):
-        with jlora.use(batch):
-            return model(tokens)
-
-    packed = jnp.asarray(np.concatenate([*tokens, [0, 0]]), jnp.int32)
-    with world.manager.prepare(entries, counts, pad_to=10, active_from=first) as batch:
-        got = step(world.model, packed, batch)
-    want = [expected(world.model, parts_of(e, adapters), t, f) for e, t, f in zip(entries, tokens, first, strict=True)]
-    want = np.concatenate(want)
-    np.testing.assert_allclose(got[: len(want)], want, rtol=0, atol=4e-6 * np.abs(want).max())
-
-
 def test_cache_keys(world):
     entries = ["a", Scaled("a", 0.5), Mix({"a": 1, "b": 2}), Scaled("a", 0), None]
     with world.manager.prepare(entries, [3, 3, 3, 3, 3], active_from=[0, 2, 0, 0, 0]) as batch:
@@ -208,13 +184,3 @@ def test_unconfigured_features_name_their_switch(adapters, entries, options, mes
 def test_malformed_active_from_is_refused(world, first):
     with pytest.raises(jlora.LoRAUsageError, match="active_from"):
         world.manager.prepare(["a", None, "b"], active_from=first)
-
-
-def test_slots_count_distinct_adapters(world):
-    with world.manager.prepare([Mix({"a": 1, "b": 1}), Mix({"b": 1, "c": 1}), "d"]):
-        pass
-    small = make_world(max_loras=2, max_adapters_per_sequence=2)
-    for name in NAMES[:3]:
-        small.manager.add_adapter(make_adapter(name))
-    with pytest.raises(jlora.NoFreeSlotError):
-        small.manager.prepare([Mix({"a": 1, "b": 1}), "c"])

@@ -1,8 +1,6 @@
 """Before traffic, counting, and giving the model back."""
 
 import chex
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -51,28 +49,6 @@ def test_warmup_for_packed_rows():
     assert (none.tolist(), no_rows.tolist()) == ([2], [2] * 8)
     with world.manager.prepare([None], [3], 8) as batch:
         assert (batch.slots.aval, batch.token_slots.aval) == (slots.aval, rows.aval)
-
-
-def test_warmup_compiles_the_base_only_variant_of_a_step_that_has_one():
-    world = make_world()
-    m = world.manager
-
-    def step(batch):
-        return world.logits(batch) if batch.has_adapters else base(m.model)
-
-    @jax.jit
-    def base(model):
-        with jlora.use(None):
-            return model(jnp.zeros((SEQUENCES, 2), jnp.int32))
-
-    m.warmup(step, num_sequences=SEQUENCES)
-    assert world.forward._cache_size() == base._cache_size() == 1
-    m.add_adapter(make_adapter("a"))
-    for names in ([None] * SEQUENCES, ["a"] * SEQUENCES, [None] * SEQUENCES):
-        with m.prepare(names) as batch:
-            assert batch.has_adapters == (names[0] is not None)
-            step(batch)
-    assert world.forward._cache_size() == base._cache_size() == 1
 
 
 def test_a_warmup_that_fails_holds_no_slot(world):

@@ -200,27 +200,17 @@ def test_check_receives_the_adapter_with_its_arrays_unread(folder_of, dtype):
         f"{PREFIX}{embed}.lora_embedding_B": np.ones((6, 4), np.float64),
         f"{PREFIX}{embed}.base_layer.weight": np.ones((11, 6), np.float32),
     }
-    folder = folder_of(
-        tensors,
-        rank_pattern={"v_proj": 2},
-        target_modules=["q_proj", "v_proj", "embed_tokens"],
-        base_model_name_or_path="org/base",
-    )
+    folder = folder_of(tensors, rank_pattern={"v_proj": 2}, target_modules=["q_proj", "v_proj", "embed_tokens"])
     seen = []
     adapter = Adapter.from_pretrained(folder, name="x", dtype=dtype, check=seen.append)
     (unread,) = seen
-    assert (unread.name, unread.base_model_name, unread.nbytes) == ("x", "org/base", adapter.nbytes)
-    half, full, double = (np.dtype(dtype or d) for d in ("float16", "float32", "float64"))
-    found = {}
+    assert (unread.name, unread.nbytes) == ("x", adapter.nbytes)
+    assert unread.modules.keys() == adapter.modules.keys() == {Q, V, embed}
     for module, lora in unread.modules.items():
-        found[module] = lora.kind, lora.scaling, lora.a.shape, lora.a.dtype, lora.b.shape, lora.b.dtype
         read = adapter.modules[module]
-        assert found[module] == (read.kind, read.scaling, read.a.shape, read.a.dtype, read.b.shape, read.b.dtype)
-    assert found == {
-        Q: ("linear", 2.0, (4, 6), half, (5, 4), half),
-        V: ("linear", 4.0, (2, 6), half, (5, 2), half),
-        embed: ("embedding", 2.0, (4, 11), full, (6, 4), double),
-    }
+        assert (lora.kind, lora.scaling) == (read.kind, read.scaling)
+        for found, want in ((lora.a, read.a), (lora.b, read.b)):
+            assert (found.shape, found.dtype) == (want.shape, want.dtype)
     assert (unread.base_weights[embed].shape, unread.base_weights[embed].dtype) == ((11, 6), np.float32)
     with pytest.raises(LoRAUsageError, match=r"q_proj.lora_A.weight' has not been read"):
         np.asarray(unread.modules[Q].a)

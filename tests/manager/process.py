@@ -42,7 +42,7 @@ from tests.layers.expert_models import HIDDEN, INNER, LAYERS, Gathering, Model, 
 from tests.layers.merging import assert_close, expected_rows, make_adapter, make_dora, merge
 from tests.layers.mesh_models import LENGTH, ONE, SMALL, SMALL_TARGETS, TWO, Small, tokens_of
 from tests.manager.tiny import DeviceError, failing_write
-from tests.records import on_host, slot_names
+from tests.records import slot_names
 
 THREE, FOUR = make_adapter("three", SMALL_TARGETS[:2], 1), make_adapter("four", SMALL_TARGETS, 2)
 ADAPTERS = [ONE, TWO, THREE, FOUR]
@@ -257,22 +257,6 @@ def one_process_cannot_read_it(world: World) -> None:
 
 
 @scenario
-def what_failed_elsewhere_is_read_anew(world: World) -> None:
-    manager = world.start()
-    if world.me == 0:
-        world.paths["two"] = world.folder / "missing"
-    with pytest.raises(AdapterNotFoundError, match="process 0"):
-        manager.prepare([world.request("two")])
-    if world.me == 0:
-        del world.paths["two"]
-    else:
-        world.paths["two"] = world.folder / "nan"
-    with pytest.raises(AdapterFormatError, match="process 1"):
-        manager.add_adapter(world.request("two"))
-    assert not manager.list_adapters()
-
-
-@scenario
 def a_process_answers_while_it_waits_for_another(world: World) -> None:
     manager = world.start()
     manager.add_adapter(world.request("one"))
@@ -301,21 +285,6 @@ def a_process_answers_while_it_waits_for_another(world: World) -> None:
             batch.close()
             with pytest.raises(LoRAUsageError, match="open batch"):
                 manager.handles(batch)
-    world.alike()
-
-
-@scenario
-def more_names_than_the_host_keeps(world: World) -> None:
-    manager = world.start(max_cpu_loras=2)
-    for name in ("one", "two", "three", "four"):
-        assert manager.add_adapter(world.request(name))
-    world.check(["one", "two", None, None])  # both evicted, and loaded again
-    world.alike()
-    manager.prepare(["two", world.request("three", load_inplace=True)]).close()
-    world.check(["two", "three", None, None])
-    world.alike()
-    with manager.hold("one") as handle:
-        assert handle.version == 0
     world.alike()
 
 
@@ -485,31 +454,6 @@ def a_write_that_fails_in_one_process(world: World) -> None:
     for _ in range(2):
         with pytest.raises(LoRAError, match="prepare was cut short in one of the processes"):
             manager.add_adapter(world.request("three"))
-
-
-@scenario
-def removing_and_pinning(world: World) -> None:
-    manager = world.start()
-    for adapter in ADAPTERS:
-        manager.add_adapter(adapter if adapter.name == "one" else world.request(adapter.name))
-    assert manager.pin_adapter("one")
-    world.check(["three", None, None, None])
-    with manager.prepare(["three"]):
-        for attempt in (manager.remove_adapter, manager.deactivate_adapter):
-            with pytest.raises(AdapterInUseError):
-                attempt("three")
-    assert manager.deactivate_adapter("three")
-    assert manager.remove_adapter("three")
-    assert manager.unpin_adapter("one")
-    while manager.remove_oldest_adapter():
-        world.alike()
-    assert on_host(manager) == ["one"]  # from memory
-    world.check(["one", None, "two", None])
-    manager.remove_all_adapters()
-    with pytest.raises(AdapterNotFoundError, match="process 0"):
-        manager.prepare(["one"])
-    manager.add_adapter(world.request("one"))
-    world.check(["one", None, None, None])
 
 
 @scenario
@@ -746,26 +690,6 @@ def batches_of_other_threads(world: World) -> None:
     manager.prepare([again, "two"]).close()
     world.check(["one", None, None, "two"])
     world.alike()
-
-
-@scenario
-def two_managers(world: World) -> None:
-    if world.me == 0:  # one of its own
-        with jax.default_device(jax.local_devices()[0]):
-            local = Small()
-        manager = jlora.LoRAManager(local, jlora.LoRAConfig(max_loras=1, max_lora_rank=3))
-        assert manager.add_adapter(world.request("one"))
-    first = world.start()
-    models = world.model, world.step
-    first.add_adapter(world.request("one"))
-    second = world.start(max_loras=1, max_cpu_loras=1)
-    second.add_adapter(world.request("two"))
-    world.check(["two", None, None, "two"])
-    with first.hold("one") as handle, pytest.raises(LoRAUsageError, match="of another manager"):
-        second.prepare([handle])
-    world.manager, (world.model, world.step) = first, models
-    world.check(["one", None, "one", None])
-    first.unwrap()
 
 
 @scenario

@@ -14,11 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -423,19 +420,6 @@ class ManagerMachine(RuleBasedStateMachine):
         want: Any = jlora.AdapterNotFoundError if self.books.get(name) is None else name in self.books.pinned
         self.books.pinned.discard(name)
         self.agree(want, self.manager.unpin_adapter, name)
-
-    @rule(how=st.sampled_from(["older", "gone", "other"]))
-    def foreign_write(self, how: str) -> None:
-        """Somebody puts other arrays into the model, or a step eats them. The next `prepare` mends that."""
-        state = nnx.state(self.world.model, jlora.SlotParam)
-        if how == "gone":
-            for leaf in jax.tree.leaves(state)[::2]:
-                leaf.delete()
-        else:
-            change = jnp.copy if how == "older" else jnp.ones_like
-            nnx.update(self.world.model, jax.tree.map(change, state))
-        self.books.sweep()
-        self.agree(None, lambda: self.manager.prepare([None] * SEQUENCES).close())
 
     # --- batches ----------------------------------------------------------------------------------------------------
 

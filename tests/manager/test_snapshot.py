@@ -541,26 +541,6 @@ def test_steps_loads_and_evictions_go_on_while_it_saves(served, tmp_path, monkey
     served.check(served.serve(["e", None, "c"]), [make_adapter("e"), None, make_adapter("c")])
 
 
-@pytest.mark.slow
-def test_two_managers_save_to_one_folder(world, tmp_path):
-    """At the same time too: it is never a mixture, and weights that one has named are never deleted by the other."""
-    other = make_world()
-    for one, names in ((world, "abc"), (other, "bcd")):
-        for version, name in enumerate(names):
-            one.manager.add_adapter(make_adapter(name, version))
-    with ThreadPoolExecutor(4) as threads:
-        for save in [threads.submit(one.manager.save, tmp_path) for one in (world, other) * 8]:
-            save.result()
-    known = infos(world), infos(other)
-    as_new(world).manager.restore(tmp_path)
-    assert infos(world) in known
-    for one in (other, world):
-        one.manager.save(tmp_path)
-    last = infos(world)
-    as_new(world).manager.restore(tmp_path)
-    assert infos(world) == last
-
-
 # --- disks that fail -------------------------------------------------------------------
 
 

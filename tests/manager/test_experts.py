@@ -99,31 +99,6 @@ def world():
     return world
 
 
-KINDS = {
-    "2D": each("x"),
-    "3D": stacked("x"),
-    "some experts": each("x", experts=(1,)),
-    "most experts": each("x", experts=(0, 1, 4), parts=("gate_proj", "down_proj")),
-    "one projection of all": stacked("x", parts=("down_proj",)),
-    "shared": stacked("x", shared=True),
-    "dense": jlora.Adapter.from_arrays("x", {"layers.1.gate": (normal(8, 2, HIDDEN), normal(9, EXPERTS, 2))}, alpha=3),
-}
-
-
-def test_kinds_of_adapters_take_turns_in_a_slot_without_a_compilation(world):
-    """Modules that an adapter lacks do not keep the weights of the previous adapter."""
-    plain = {
-        kind: one_by_one(a) if any(m.kind == "experts" for m in a.modules.values()) else a for kind, a in KINDS.items()
-    }
-    world.manager.add_adapter(each("y"))
-    for kinds in (KINDS, reversed(KINDS)):
-        for kind in kinds:
-            world.manager.remove_adapter("x")
-            world.manager.add_adapter(KINDS[kind])
-            world.check({"x": plain[kind], "y": each("y")})
-    assert world.manager.stats().compilations == 1
-
-
 @pytest.mark.parametrize(("cls", "exchanged"), [(Seams, False), (Interleaved, True), (Alternating, False)])
 def test_merged_gate_and_up_have_the_column_order_of_the_layer(cls, exchanged):
     """One A for both, and B in the column order of the checkpoint."""

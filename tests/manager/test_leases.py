@@ -1,6 +1,5 @@
 """An open batch holds its slots: calls that wait, calls that are refused, and the end of a lease."""
 
-import gc
 import threading
 
 import numpy as np
@@ -118,15 +117,6 @@ def test_two_batches_share_an_adapter_and_each_holds_it(world):
         world.manager.remove_adapter("a")
     second.close()
     assert world.manager.remove_adapter("a")
-
-
-def test_a_batch_in_a_cycle_gives_its_slots_back_when_collected(world):
-    load(world, "a")
-    batch = world.manager.prepare(["a", None, None])
-    batch.itself = batch
-    del batch
-    gc.collect()
-    assert world.manager.stats().leased == 0
 
 
 def test_closing_takes_no_lock(world):

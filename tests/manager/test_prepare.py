@@ -129,21 +129,6 @@ def test_a_kept_batch_does_not_outlive_a_change(world, change):
     world.check(world.serve(names), [make_adapter("a", version), make_adapter("b"), None])
 
 
-def test_a_step_that_donates_its_batch_does_not_spoil_the_next(world):
-    load(world, "a")
-
-    def shift(batch):
-        return batch.slots + 1, batch.token_slots + 1
-
-    donating = jax.jit(shift, donate_argnums=0)
-    for _ in range(3):
-        with world.manager.prepare(["a", None], [3, 2]) as batch:
-            slots, rows = donating(batch)
-            assert batch.slots.is_deleted()
-            assert slots.tolist() == [1, 3]
-            assert rows.tolist() == [1, 1, 1, 3, 3]
-
-
 def in_time(call: Callable[[], Any]) -> Any:
     """Return or raise the result of a call, made in a thread because it may hang."""
     done: Future[Any] = Future()

@@ -146,6 +146,7 @@ def test_other_rows_are_the_bits_of_a_model_without_such_slots(world):
 KINDS = {
     "shared": shared("x", 5),
     "2D": each("x"),
+    "some experts": each("x", experts=(1,)),
     "of down alone": shared("x", 6, parts=("down_proj",), rank=4),
     "3D": stacked("x"),
     "dense": router("x", 7),

@@ -70,14 +70,6 @@ def test_activated_adapters_are_loaded_and_listed(tmp_path, source):
     assert world.manager.list_adapters()["plain"].invocation_tokens == ()
 
 
-def test_invocation_tokens_of_an_evicted_adapter_are_unknown(tmp_path):
-    manager = manager_of(activated=True, max_cpu_loras=2)
-    for name in "abc":
-        manager.add_adapter(from_files(activated(name), tmp_path))
-    found = {name: (info.level, info.invocation_tokens) for name, info in manager.list_adapters().items()}
-    assert found == {"a": ("evicted", None), "b": ("host", TOKENS), "c": ("host", TOKENS)}
-
-
 def test_activated_weights_are_not_restored_as_plain_ones(tmp_path):
     saved = manager_of(activated=True)
     saved.add_adapter(activated())

@@ -335,7 +335,7 @@ def test_saved_adapters_are_folders_of_peft(tmp_path):
             arrays, known = tensors_by_key(found), tensors_by_key(want)
             for field in ("base_model_name", "task_type", "fan_in_fan_out"):
                 assert getattr(found, field) == getattr(want, field)
-            assert found.peft_fields.get("lora_dropout") == (0.1 if name == "lora" else None)
+            assert found.peft_fields.get("lora_dropout") == (0.1 if name == "lora" else 0.0)
             assert {n: (m.rank, m.alpha) for n, m in found.modules.items()} == dict.fromkeys(found.modules, (2, 3))
             assert {key: array.dtype for key, array in arrays.items()} == {k: array.dtype for k, array in known.items()}
             for key, array in arrays.items():

@@ -195,7 +195,7 @@ def test_a_manager_that_gave_its_model_back_takes_nothing(tmp_path):
         lambda: world.manager.restore(tmp_path),
         world.manager.warmup,
     ):
-        with pytest.raises(jlora.LoRAError, match="gave its model back|unwrap"):
+        with pytest.raises(jlora.LoRAError, match=r"gave its model back|unwrap"):
             call()
     again = jlora.LoRAManager(world.model, jlora.LoRAConfig(max_loras=1, max_lora_rank=2))
     again.add_adapter(make_adapter("z", rank=2))

@@ -65,7 +65,6 @@ def test_outdated_copy_raises_outside_jit(loaded):
     with loaded.manager.prepare(["c", None, None]) as batch, jlora.use(batch):
         with pytest.raises(LoRAError, match=r"embed: this copy of the model was made before an adapter of the batch"):
             twin(loaded.tokens)
-        assert np.isfinite(loaded.model(loaded.tokens)).all()
 
 
 def test_copy_serves_slots_that_were_not_written_since(loaded):

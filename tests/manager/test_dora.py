@@ -69,9 +69,9 @@ def test_sums_and_activations_beside_dora(both):
     assert (world.serve([Scaled("all", 0), None, Mix({"all": 0})]) == base).all()
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_plain_and_base_rows_have_the_bits_of_a_manager_without_dora(both, dtype):
+def test_plain_and_base_rows_have_the_bits_of_a_manager_without_dora(both):
     first, _, other = both
+    dtype = jnp.bfloat16
     without = make_world(max_loras=2, dtype=dtype)
     without.manager.add_adapter(other)
     world = served(first, other, dtype=dtype)
@@ -156,9 +156,9 @@ def test_lost_arrays_are_written_again(both):
 # --- Norms ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("param", "slots"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float32")])
+@pytest.mark.parametrize(("param", "slots"), [("bfloat16", "bfloat16"), ("float16", "float32")])
 def test_norms_are_those_of_float64(param, slots):
-    k, n, rank = 512, 384, 8
+    k, n, rank = 256, 192, 8
     model = nnx.Dict(layer=nnx.Linear(k, n, param_dtype=param, rngs=nnx.Rngs(0)))
     manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=rank, dtype=slots, dora=True))
     rng = np.random.default_rng(0)

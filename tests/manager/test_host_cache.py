@@ -76,8 +76,7 @@ def test_update_of_an_evicted_adapter_needs_a_place(tmp_path):
 # --- batches that cannot fit ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["memory", "updated", "pinned", "leased"])
-@pytest.mark.parametrize("timeout", [None, 0])
+@pytest.mark.parametrize(("kind", "timeout"), [("memory", None), ("updated", 0), ("pinned", None), ("leased", 0)])
 def test_batch_without_places_loads_nothing(tmp_path, kind, timeout):
     """Two adapters in the one place that is left would evict each other without end."""
     world = make_world(max_loras=3, max_cpu_loras=3)

@@ -30,7 +30,7 @@ from tests.records import slot_names
 pytestmark = pytest.mark.device
 
 NAMES = "abcdef"
-SECONDS = 2.5  # of each run of the suite; benchmarks/soak.py takes minutes
+SECONDS = 1.5  # of each run of the suite; benchmarks/soak.py takes minutes
 WATCHDOG = 60.0  # beyond that, a call counts as hung
 
 # A thread that can only wait must raise in time.

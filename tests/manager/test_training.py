@@ -346,9 +346,8 @@ def test_stacked_layers_and_experts_that_share_factors():
             np.testing.assert_array_equal(served.b, modules[module].b)
 
 
-@pytest.mark.parametrize(
-    ("base", "tolerance"), [pytest.param("bfloat16", 1e-3, marks=pytest.mark.slow), ("int8", 1e-5)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("base", "tolerance"), [("bfloat16", 1e-3), ("int8", 1e-5)])
 def test_bases_of_few_bits(base, tolerance):
     """Each has the losses of a float32 model of the same weights, and the trained factors are float32."""
     model, twin = (

@@ -234,6 +234,12 @@ def test_arrays_that_do_not_fit(a, b):
         Adapter.from_arrays("a", {Q: (a, b)}, alpha=1)
 
 
+@pytest.mark.usefixtures("unchecked_calls")
+def test_kind():
+    with pytest.raises(AdapterFormatError, match="kind"):
+        ModuleLoRA(a=np.ones((1, 1)), b=np.ones((1, 1)), kind="conv", alpha=1, scaling=1)
+
+
 @pytest.mark.parametrize(
     "options", [{"alpha": {Q: 1}}, {"alpha": 1, "embeddings": ["x"]}, {"alpha": 1, "embeddings": Q}]
 )

@@ -142,6 +142,15 @@ def test_factors_of_one_float32_have_one_key(world):
         assert len(set(batch.cache_keys)) == 3  # sums in another order may differ in their last bits
 
 
+def test_an_undecided_batch_has_no_keys(adapters):
+    world = make_world(activated=True)
+    world.manager.add_adapter(dataclasses.replace(adapters["a"], name="called", invocation_tokens=(3,)))
+    with world.manager.prepare(["called", None, None]) as batch:
+        with pytest.raises(jlora.LoRAUsageError, match=r"no first active rows: give prepare\(\.\.\., active_from=\)"):
+            _ = batch.cache_keys
+        assert batch.activate([1, 0, 0], length=LENGTH).cache_keys[0].active_from == 1
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

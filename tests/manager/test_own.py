@@ -22,7 +22,7 @@ from jlora.sharding import rules
 from tests.adapters.reading import hook_reads, reading
 from tests.adapters.test_expert_formats import factors, flat, tensors, three_axes
 from tests.layers import expert_models
-from tests.layers.expert_models import HIDDEN, INNER, LAYERS, Gathering, Model, Scanned
+from tests.layers.expert_models import HIDDEN, INNER, LAYERS, Gathering, Interleaved, Model, Scanned
 from tests.records import content_of
 
 E, R = 8, 3
@@ -205,6 +205,15 @@ def test_layers_in_a_stack(folder_of, kind):
     request = jlora.LoRARequest("x", str(folder_of(found, **fields)))
     whole = whole_of(Gathering, 4, stacked=True).staged(request)
     world = world_of(Gathering, 4, (1, 2), stacked=True)
+    assert_same_where_own(world.staged(request), whole, world.own)
+
+
+@pytest.mark.parametrize("kind", FUSED[1:3])
+def test_gate_and_up_alternate_in_the_layer(folder_of, kind):
+    found, fields = file_of(kind)
+    request = jlora.LoRARequest("x", str(folder_of(found, **fields)))
+    whole = whole_of(Interleaved, 4).staged(request)
+    world = world_of(Interleaved, 4, (0, 3))
     assert_same_where_own(world.staged(request), whole, world.own)
 
 

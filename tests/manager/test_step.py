@@ -267,6 +267,13 @@ def test_options_that_do_not_fit_raise_before_the_first_call(world, options):
         world.manager.jit(decode, **options)
 
 
+def test_lower_describes_the_program(world):
+    assert isinstance(world.forward, jax.stages.Wrapped)
+    lowered = world.forward.lower(world.model, world.tokens, None)
+    assert lowered.out_info.shape == world.forward(world.model, world.tokens, None).shape
+    assert lowered.compile().memory_analysis().argument_size_in_bytes > 0
+
+
 def test_model_that_is_left_out_or_named(world):
     for call in (world.forward, world.forward.lower):
         with pytest.raises(jlora.LoRAUsageError, match=r"by position, and got none: call step\(manager\.model"):

@@ -186,15 +186,3 @@ def test_a_rewrite_that_restores_the_time_changes_the_fingerprint(folder_of, tmp
     first = Adapter.from_pretrained(folder).fingerprint
     overwrite_and_restore_the_time((folder / WEIGHTS).resolve())
     assert Adapter.from_pretrained(folder, allow_nonfinite=True).fingerprint != first
-
-
-@pytest.mark.parametrize("change", [cut, overwrite])
-@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
-def test_a_blob_that_changes_during_a_read_is_refused(folder_of, tmp_path, change, name):
-    home = snapshot(folder_of(), tmp_path / "cache", ["ab" * 20, "cd" * 32])
-    (home / CONFIG).write_text((home / CONFIG).read_text() + " " * 2000)
-    with (
-        during(lambda: change(home / name), 1 if name == CONFIG else 4),
-        pytest.raises(AdapterFormatError, match=f"{name}: changed while it was read"),
-    ):
-        Adapter.from_pretrained(home)

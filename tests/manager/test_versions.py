@@ -253,21 +253,6 @@ def test_a_handle_ends(world, end):
     assert content() is None
 
 
-def test_a_handle_that_ends_under_an_open_batch(world):
-    load(world, "a", "b")
-    handle = world.manager.hold("a")
-    load(world, "a", version=1)
-    with world.manager.prepare([handle, None, None]) as batch:
-        first = world.logits(batch)
-        handle.close()
-        gc.collect()
-        world.serve(["a", None, None])  # takes the other slot
-        world.serve(["b", None, None])
-        np.testing.assert_array_equal(world.logits(batch), first)
-        world.check(first, [make_adapter("a"), None, None])
-    world.check(world.serve(["a", "b", None]), [make_adapter("a", 1), make_adapter("b"), None])
-
-
 # --- Where there is one slot ----------------------------------------------------------------------------------------
 
 

@@ -94,17 +94,6 @@ def test_a_plain_adapter_in_a_slot_that_held_dora_is_as_in_a_fresh_slot(both):
     world.check(world.serve(["all", None, "all"]), [first, None, first])
 
 
-def test_evicted_adapters_are_loaded_again_with_their_magnitudes(tmp_path):
-    adapters = {name: dora(name, rank=rank) for rank, name in enumerate("abc", 1)}
-    requests = []
-    for name, adapter in adapters.items():
-        adapter.save_pretrained(tmp_path / name)
-        requests.append(jlora.LoRARequest(name, str(tmp_path / name)))
-    world = served(*requests, max_loras=1, max_cpu_loras=1)
-    for name in "abcba":
-        world.check(world.serve([name, None, name]), [adapters[name], None, adapters[name]])
-
-
 @pytest.mark.parametrize(("put", "names"), [(np.asarray, LINEAR), (jnp.asarray, ["layers.0.q_proj", O_PROJ])])
 def test_updates_compute_the_norms_again(put, names):
     adapter, other = dora("a", modules=LINEAR), make_adapter("a", 7, rank=3, modules=names)

@@ -263,21 +263,6 @@ def test_a_step_that_donates_the_slot_arrays(full):
     check_everything(full)
 
 
-def test_an_older_state_put_back_into_the_model(full):
-    """A batch for b is right after `nnx.update` with a state from the time when a had the slot."""
-    full.manager.deactivate_adapter("a")
-    full.manager.deactivate_adapter("b")
-    full.serve(["a", None, None])
-    older = jax.tree.map(jnp.copy, nnx.state(full.model, jlora.SlotParam))
-    full.manager.deactivate_adapter("a")
-    names = ["b", None, None]
-    full.check(full.serve(names), [whole("b"), None, None])
-    nnx.update(full.model, older)
-    full.check(full.serve(names), [whole("b"), None, None])
-    full.check(full.serve(["b", "a", None]), [whole("b"), whole("a"), None])
-    check_everything(full)
-
-
 def test_one_slot_array_replaced_by_hand(full):
     full.model.layers[0].o_proj.jlora_b[...] = jnp.full_like(full.model.layers[0].o_proj.jlora_b[...], jnp.nan)
     full.check(full.serve(["a", "b", None]), [whole("a"), whole("b"), None])

@@ -60,19 +60,6 @@ def test_own_weights_outlive_any_number_of_loads(tmp_path, put):
     assert m.list_adapters()["updated"].request is None
 
 
-def test_update_of_an_evicted_adapter_needs_a_place(tmp_path):
-    world = make_world(max_loras=1, max_cpu_loras=2)
-    m = world.manager
-    m.add_adapter(large_request(tmp_path, "a"))
-    m.add_adapter(make_adapter("b"))
-    m.add_adapter(request(tmp_path, "c"))
-    assert m.list_adapters()["a"].level == "evicted"
-    new = update(world, "a", 1)
-    world.check(world.serve(["a", None, None]), [new, None, None])
-    with pytest.raises(jlora.NoFreeSlotError, match="max_cpu_loras"):
-        m.prepare(["c", None, None])
-
-
 # --- batches that cannot fit ------------------------------------------------------------------------------------------
 
 

@@ -262,24 +262,6 @@ def test_loads_that_time_out_run_on(world, store, call, timeout):
     assert store.reads == ["b", "a"]
 
 
-def test_an_evicted_adapter_is_polled_by_its_name(world, store):
-    """Also if it is evicted again between the end of the load and the next poll."""
-    for name in "abcde":  # the host has room for four
-        world.manager.add_adapter(store.request(name))
-    for _ in range(2):
-        store.closed.add("a")
-        with pytest.raises(jlora.LoadTimeoutError, match="'a' from"):
-            world.manager.prepare(["a", None, None], timeout=0)
-        store.closed.clear()
-        until(lambda: not running())
-        assert world.manager.list_adapters()["a"].level == "host"
-        for name in "bcde":
-            world.manager.add_adapter(store.request(name))
-        assert evicted(world.manager).keys() == {"a"}
-    with poll(lambda: world.manager.prepare(["a", "b", None], timeout=0)) as batch:
-        world.check(world.logits(batch), [make_adapter("a"), make_adapter("b"), None])
-
-
 @pytest.mark.parametrize("call", ["add_adapter", "prepare"])
 def test_the_error_of_a_load_that_ran_on_is_raised_once(world, store, call):
     request = store.request("a")

@@ -124,14 +124,6 @@ def test_a_layer_has_one_number(rng, index):
                 manager.add_adapter(adapter)
 
 
-def test_both_uses_of_a_tied_table(world):
-    """The lookup and the logits are sites of their own, under PEFT's names for them."""
-    adapters = {name: make_adapter(name, modules=[name]) for name in ("embed", "lm_head")}
-    for adapter in adapters.values():
-        world.manager.add_adapter(adapter)
-    world.check(world.serve(["embed", None, "lm_head"]), [adapters["embed"], None, adapters["lm_head"]])
-
-
 # --- names that lead nowhere --------------------------------------------------------------------------------------
 
 
@@ -208,20 +200,6 @@ def test_experts_under_another_path_are_named_as_an_adapter_would():
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_request_is_read_from_its_folder(world, tmp_path):
-    adapter = make_adapter("x", base_model_name="org/base")
-    adapter.save_pretrained(tmp_path)
-    request = jlora.LoRARequest("sql", tmp_path, base_model_name="org/base")
-    assert world.manager.add_adapter(request)
-    assert not world.manager.add_adapter(request)
-    info = world.manager.list_adapters()["sql"]
-    assert (info.request, info.base_model_name, info.rank) == (request, "org/base", adapter.rank)
-    world.check(world.serve(["sql", None, "sql"]), [adapter, None, adapter])
-    make_adapter("x", 1).save_pretrained(tmp_path / "new")
-    assert world.manager.add_adapter(jlora.LoRARequest("sql", str(tmp_path / "new"), load_inplace=True))
-    world.check(world.serve(["sql", None, None]), [make_adapter("x", 1), None, None])
 
 
 @pytest.mark.parametrize("says", ["org/base", None])

@@ -19,7 +19,7 @@ import jlora
 from jlora.manager import loading, stage, updating
 from tests.manager.tiny import MODULES, make_adapter, make_world, tensors
 from tests.matrix import thinned
-from tests.records import content_of, slot_names
+from tests.records import slot_names
 
 pytestmark = pytest.mark.device
 
@@ -256,37 +256,6 @@ def test_a_handle_ends(world, end):
 # --- Where there is one slot ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def narrow():
-    return make_world(max_loras=1)
-
-
-def test_a_load_into_a_held_name_needs_a_second_slot(narrow):
-    """Without one, `prepare` raises, or waits for the batch of the old version to close."""
-    world, m = narrow, narrow.manager
-    load(world, "a")
-    with m.hold("a") as old:
-        batch = m.prepare([old, None, None])
-        load(world, "a", version=1)
-        with pytest.raises(jlora.NoFreeSlotError):
-            m.prepare(["a", None, None])
-        started = time.monotonic()
-        with pytest.raises(jlora.NoFreeSlotError):
-            m.prepare(["a", None, None], timeout=0.2)
-        assert time.monotonic() - started >= 0.2
-        with pytest.raises(jlora.NoFreeSlotError):
-            m.prepare([old, "a", None], timeout=0.0)
-        world.check(world.logits(batch), [make_adapter("a"), None, None])
-        closer = threading.Timer(0.2, batch.close)
-        closer.start()
-        with m.prepare(["a", None, None], timeout=60.0) as newer:
-            assert batch.lease.closed
-            assert newer.versions == (old.version + 1, None, None)
-            world.check(world.logits(newer), [make_adapter("a", 1), None, None])
-        closer.join()
-    world.reset()
-
-
 # --- Mixed ----------------------------------------------------------------------------------------------------------
 
 
@@ -356,28 +325,3 @@ def test_an_update_that_cannot_be_copied_back_keeps_its_slot(copy_back):
     with pytest.raises(jlora.NoFreeSlotError):
         world.manager.prepare(["b", None, None])
     world.check(world.serve(["a", None, None]), [new, None, None])
-
-
-@pytest.mark.device("cpu")  # an accelerator has pinned memory
-def test_host_arrays_while_an_update_is_copied_back(world, copy_back):
-    """All of the new content is on the host, so no call waits for a copy."""
-    manager = world.manager
-    manager.add_adapter(make_adapter("a", rank=2, modules=list(MODULES)))
-    for name in "bc":
-        load(world, name)
-    for name in "ab":
-        manager.pin_adapter(name)
-    new = updated_on_device(world, "a", 3)
-    name = "layers.0.q_proj"
-    changed = dataclasses.replace(new.modules[name], a=np.ones((2, 16), np.float32))
-    manager.update_adapter("a", {f"{name}.lora_A.weight": changed.a})
-    content = content_of(manager, "a")
-    assert content.life.on_host
-    assert not content.life.copying
-    assert all(isinstance(half, np.ndarray) for block in content.blocks for half in (block.a, block.b))
-    with pytest.raises(jlora.NoFreeSlotError):
-        manager.prepare(["c", None, None])
-    copy_back.go.set()
-    manager.deactivate_adapter("a")
-    want = dataclasses.replace(new, modules={**new.modules, name: changed})
-    world.check(world.serve(["a", None, "a"]), [want, None, want])

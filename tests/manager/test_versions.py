@@ -34,11 +34,6 @@ def versions(world, *names):
         return batch.versions[: len(names)]
 
 
-def saved(folder, name, version=0):
-    make_adapter(name, version).save_pretrained(folder / f"{name}-{version}")
-    return str(folder / f"{name}-{version}")
-
-
 # --- Counting -------------------------------------------------------------------------------------------------------
 
 
@@ -253,12 +248,6 @@ def test_a_handle_ends(world, end):
     assert content() is None
 
 
-# --- Where there is one slot ----------------------------------------------------------------------------------------
-
-
-# --- Mixed ----------------------------------------------------------------------------------------------------------
-
-
 # --- Updates from the device, while they are copied back -------------------------------------------------------------
 
 
@@ -325,3 +314,28 @@ def test_an_update_that_cannot_be_copied_back_keeps_its_slot(copy_back):
     with pytest.raises(jlora.NoFreeSlotError):
         world.manager.prepare(["b", None, None])
     world.check(world.serve(["a", None, None]), [new, None, None])
+
+
+@pytest.mark.device("cpu")  # an accelerator has pinned memory
+def test_host_arrays_while_an_update_is_copied_back(world, copy_back):
+    """All of the new content is on the host, so no call waits for a copy."""
+    manager = world.manager
+    manager.add_adapter(make_adapter("a", rank=2, modules=list(MODULES)))
+    for name in "bc":
+        load(world, name)
+    for name in "ab":
+        manager.pin_adapter(name)
+    new = updated_on_device(world, "a", 3)
+    name = "layers.0.q_proj"
+    changed = dataclasses.replace(new.modules[name], a=np.ones((2, 16), np.float32))
+    manager.update_adapter("a", {f"{name}.lora_A.weight": changed.a})
+    content = content_of(manager, "a")
+    assert content.life.on_host
+    assert not content.life.copying
+    assert all(isinstance(half, np.ndarray) for block in content.blocks for half in (block.a, block.b))
+    with pytest.raises(jlora.NoFreeSlotError):
+        manager.prepare(["c", None, None])
+    copy_back.go.set()
+    manager.deactivate_adapter("a")
+    want = dataclasses.replace(new, modules={**new.modules, name: changed})
+    world.check(world.serve(["a", None, "a"]), [want, None, want])

@@ -105,36 +105,30 @@ def test_stats_count(tmp_path):
     world = make_world(max_loras=2, max_cpu_loras=3)
     m = world.manager
 
-    def counts():
+    def check(*expected):
         s = m.stats()
-        return (s.host_loads, s.host_evictions, s.slot_loads, s.slot_evictions, s.slot_hits)
+        assert (s.host_loads, s.host_evictions, s.slot_loads, s.slot_evictions, s.slot_hits) == expected
 
-    assert counts() == (0, 0, 0, 0, 0)
-    for name in "abc":
+    for name in ("a", "b", "c", "a"):  # the last is known
         m.add_adapter(request(tmp_path, name))
-    m.add_adapter(request(tmp_path, "a"))  # known
-    assert counts() == (3, 0, 0, 0, 0)
+    check(3, 0, 0, 0, 0)
     m.prepare(["b", "b", "c"]).close()
-    assert counts() == (3, 0, 2, 0, 0)
+    check(3, 0, 2, 0, 0)
     m.prepare(["b", "b", "c"]).close()
     m.activate_adapter("c")
-    assert counts() == (3, 0, 2, 0, 3)
+    check(3, 0, 2, 0, 3)
     m.prepare(["a", "c", None]).close()
-    assert counts() == (3, 0, 3, 1, 4)
+    check(3, 0, 3, 1, 4)
     m.add_adapter(make_adapter("d"))  # pushes b out of the host; its slot went to a
-    assert counts() == (4, 1, 3, 1, 4)
     m.add_adapter(make_adapter("a", 1), load_inplace=True)  # its slot is written for the next batch with it
-    assert counts() == (5, 1, 3, 1, 4)
+    check(5, 1, 3, 1, 4)
     m.prepare(["a"]).close()  # over its own old version: no eviction
-    assert counts() == (5, 1, 4, 1, 4)
-    m.remove_adapter("a")  # activated: no eviction
-    assert counts() == (5, 1, 4, 1, 4)
+    m.remove_adapter("a")  # removed from its slot: none either
+    check(5, 1, 4, 1, 4)
     with m.prepare(["c", "c", None]):
         s = m.stats()
         assert (s.registered, s.active, s.leased, s.unevictable) == (2, 1, 1, 1)
-    assert m.stats().leased == 0
-    arrays = [array for _, array in world.slots()]
-    assert m.stats().slot_bytes * 2 == sum(array.nbytes for array in arrays)
+    assert m.stats().slot_bytes * 2 == sum(array.nbytes for _, array in world.slots())
 
 
 def test_list_adapters_shows_every_level(world):

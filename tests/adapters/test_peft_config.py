@@ -99,6 +99,10 @@ def test_targets(read, fields, module, expected):
     assert read(**fields).targets(module, "linear") is expected
 
 
+def test_all_linear_leaves_embeddings_out(read):
+    assert read(target_modules="all-linear").targets("model.embed_tokens", "embedding") is False
+
+
 # ---- layers
 
 

@@ -1,5 +1,7 @@
 """`Scaled`, `Mix` and `active_from` of `prepare`: values against NumPy, one compilation, and refusals."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest

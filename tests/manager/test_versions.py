@@ -19,7 +19,7 @@ import jlora
 from jlora.manager import loading, stage, updating
 from tests.manager.tiny import MODULES, make_adapter, make_world, tensors
 from tests.matrix import thinned
-from tests.records import slot_names
+from tests.records import content_of, slot_names
 
 pytestmark = pytest.mark.device
 

@@ -92,8 +92,8 @@ def test_serve_multihost():
 @pytest.mark.usefixtures("quickly_compiled")
 @pytest.mark.parametrize(
     "arguments",
-    [(), ("--moe",), ("--quantize", "int8", "--devices", "8", "--dtype", "bfloat16")],
-    ids=["dense", "moe", "int8 on a mesh"],
+    [("--moe",), ("--quantize", "int8", "--devices", "8", "--dtype", "bfloat16")],
+    ids=["moe", "int8 on a mesh"],
 )
 def test_train_demo_writes_the_shipped_files(run, tmp_path, arguments):
     run("train_demo.py", *arguments, "--out", str(tmp_path), "--base-steps", "2", "--steps", "2")

@@ -4,7 +4,6 @@ import functools
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,8 +13,6 @@ peft = pytest.importorskip("peft")
 
 import jlora
 import jlora.models
-from jlora.models.attention import attend
-from jlora.models.rope import rotate, rotations
 from tests.compiled import compiled_programs
 from tests.parity import cases
 
@@ -62,9 +59,6 @@ class World:
         return jlora.LoRAManager(model, config)
 
 
-ONE_A_FAMILY = ["llama-biases-llama3", "mistral-window", "qwen2-tied", "qwen3-tied-window"]
-
-
 @pytest.fixture(scope="module", params=cases.MODELS)
 def world(request, tmp_path_factory) -> World:
     return World(request.param, tmp_path_factory.mktemp(request.param))
@@ -97,7 +91,7 @@ def test_mixed_batches_of_every_adapter(world):
     rng = np.random.default_rng(1)
     served = set()
     ranks = set()
-    for step in range(60):
+    for step in range(40):
         # Every adapter in turn, with random company; now and then the base model alone, or one adapter for all.
         company = rng.choice(names, rng.integers(0, SLOTS), replace=False).tolist()
         present = [names[step % len(names)], *company][:SLOTS] if step % 10 else []
@@ -142,7 +136,6 @@ def test_replaced_in_its_slot(world):
     assert manager.stats().slot_evictions == 0
 
 
-@pytest.mark.parametrize("world", ONE_A_FAMILY, indirect=True)
 def test_greedy_answers(world):
     """Prompts of unlike lengths through the cache: prefill [B, L], decode [B, 1], logits of one row a sequence."""
     adapters = [None, "all-linear", "embedding and head", "both patterns with rslora", "drawn 0"]
@@ -155,60 +148,3 @@ def test_greedy_answers(world):
     for name, prompt, answer in zip(adapters, prompts, answers, strict=True):
         model = world.theirs if name is None else world.peft_model(name)
         assert answer == cases.greedy(torch, model, prompt, 12), name
-
-
-def packed_forward(model, tokens, positions, segments):
-    """The decoder on rows [T] of several sequences side by side, as a serving engine lays them out -> [T, V]."""
-    trunk, config = model.model, model.config
-    split = (config.num_attention_heads, config.num_attention_heads + config.num_key_value_heads)
-    rotation = rotations(config.rope, config.head_dim, positions[None])
-    distance = positions[:, None] - positions[None, :]
-    own = (segments[:, None] == segments[None, :]) & (distance >= 0)
-    x = trunk.embed_tokens(tokens)
-    for layer in trunk.layers:
-        attention = layer.self_attn
-        heads = attention.qkv_proj(layer.input_layernorm(x)).reshape(1, len(tokens), -1, config.head_dim)
-        q, k, v = jnp.split(heads, split, axis=2)
-        if config.qk_norm:
-            q, k = attention.q_norm(q), attention.k_norm(k)
-        visible = own if attention.window is None else own & (distance < attention.window)
-        mixed = attend(rotate(q, *rotation), rotate(k, *rotation), v, visible[None])
-        x = x + attention.o_proj(mixed.reshape(len(tokens), -1))
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
-    return model.logits(trunk.norm(x))
-
-
-@pytest.mark.parametrize("world", ONE_A_FAMILY, indirect=True)
-def test_packed_rows(world):
-    """Sequences of unlike lengths side by side, with rows of padding behind; one compilation for all lengths."""
-    adapters = ["rank pattern", "embedding and head", "drawn 1", "layer 0"]
-    manager = world.served(slots=3, host=4)
-    for name in adapters:
-        manager.add_adapter(world.request(name))
-
-    @jax.jit
-    def forward(model, tokens, positions, segments, batch):
-        with jlora.use(batch):
-            return packed_forward(model, tokens, positions, segments)
-
-    total = 64
-    a, b, c, d = adapters
-    steps = [
-        ([a, None, b, a, c], (20, 1, 7, 13, 5)),
-        ([c, d, c, None, d], (0, 20, 3, 20, 20)),
-        ([None, b, a, b, None], (2, 2, 20, 1, 1)),
-    ]
-    for names, counts in steps:
-        tokens = np.zeros(total, np.int32)
-        positions = np.arange(total, dtype=np.int32)  # the padding is one sequence of its own
-        segments = np.full(total, -1, np.int32)
-        ends = np.cumsum(counts)
-        spans = [slice(end - count, end) for count, end in zip(counts, ends, strict=True)]
-        for i, (span, count) in enumerate(zip(spans, counts, strict=True)):
-            tokens[span], positions[span], segments[span] = world.tokens[i, :count], np.arange(count), i
-        with manager.prepare(names, token_counts=counts, pad_to=total) as batch:
-            got = np.asarray(forward(manager.model, tokens, positions, segments, batch))
-        for i, (name, span, count) in enumerate(zip(names, spans, counts, strict=True)):
-            if count:
-                assert_close(got[span], world.logits(name)[i, :count], (name, counts))
-    assert compiled_programs(forward) == 1

@@ -78,21 +78,8 @@ class DemoServer:
         return httpx.get(f"{self.url}/status.json", timeout=60).json()
 
     @property
-    def threads(self) -> int:
-        return len(os.listdir(f"/proc/{self.process.pid}/task"))
-
-    @property
-    def descriptors(self) -> int:
-        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
-
-    @property
     def children(self) -> list[str]:
         return children_of(self.process.pid)
-
-    @property
-    def memory(self) -> int:
-        """Resident bytes."""
-        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
     def at_rest(self, seconds: float = 60.0) -> dict:
         """Wait until no request is under way, and return the status."""

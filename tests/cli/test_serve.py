@@ -269,11 +269,8 @@ def test_a_fully_trained_lm_head(served, tmp_path, capsys):
     own = np.roll(np.asarray(base.lm_head.kernel[...]).T, 1, axis=0)  # each token is answered by the one before it
     lora = jlora.Adapter.from_pretrained(SORT)
     replace(lora, heads={"lm_head": jlora.SavedHead(own)}).save_pretrained(tmp_path / "own")
-    options = (
-        *SMALL,
-        *["--max-num-seqs", "2", "--max-num-batched-tokens", "32", "--lora-modules"],
-        f"own={tmp_path / 'own'}",
-    )
+    options = ["--max-num-seqs", "2", "--max-num-batched-tokens", "32", "--lora-modules"]
+    options = (*SMALL, *options, f"own={tmp_path / 'own'}")
     assert run(["serve", MODEL, "--port", "0", *options]) == 1
     advice = re.search(r"jlora serve (--saved-heads \S+)", capsys.readouterr().err)[1]
     assert advice == "--saved-heads lm_head=32"

@@ -36,6 +36,7 @@ from tpu_inference.worker.tpu_worker import TPUWorker
 from vllm.v1.core import kv_cache_utils
 
 from jlora.integrations.vllm_jax import register
+from jlora.integrations.vllm_jax.hooks import drift
 from jlora.integrations.vllm_jax.layers import describe_layers
 from jlora.integrations.vllm_jax.upload import Upload
 from tests.integrations import vllm_steps
@@ -618,6 +619,17 @@ def test_drafts_refuse_heads_and_get_no_adapters(tmp_path):
         vllm_steps.qwen3.Qwen3ForCausalLM, config, jax.random.PRNGKey(0), runner.mesh, is_draft_model=True
     )
     assert type(model) is vllm_steps.qwen3.Qwen3ForCausalLM
+
+
+def test_drift_is_named():
+    class Drifted:
+        def set_active_loras(self, batch):
+            pass
+
+    assert drift(Drifted, "set_active_loras", "self batch") is None
+    wrong = r"Drifted.set_active_loras takes \(self, batch\), not \(self, counts\)"
+    assert re.search(wrong, drift(Drifted, "set_active_loras", "self counts"))
+    assert "Drifted.gone does not exist" in drift(Drifted, "gone", "self counts")
 
 
 def test_step_without_metadata_raises():

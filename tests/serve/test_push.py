@@ -52,7 +52,7 @@ def memory():
 @pytest.mark.slow
 def test_rounds_of_push_and_sample_under_load(world, url):
     """Every answer is of the version pushed before it. The fixture checks that nothing compiles."""
-    rounds, warm, stop = 60, 20, threading.Event()
+    rounds, warm, stop = 120, 30, threading.Event()
 
     def load(name):
         while not stop.is_set():

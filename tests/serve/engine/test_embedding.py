@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import jlora
 from jlora.errors import AdapterNotFoundError, LoRAUsageError
 from jlora.models import from_pretrained
-from jlora.serve import Engine, EngineBusyError, EngineClosedError, EngineOptions, RequestTimeoutError, StepFailedError
+from jlora.serve import Engine, EngineBusyError, EngineOptions, RequestTimeoutError, StepFailedError
 from tests.models import checkpoints
 from tests.models.test_checkpoint import edit
 from tests.serve.client import until
@@ -181,15 +181,3 @@ def test_an_adapter_of_nan_fails_alone(engine, oracle):
     with pytest.raises(StepFailedError, match="not finite numbers"):
         broken[0].result(60)
     np.testing.assert_allclose(fine[0].result(60).embedding, oracle("b", prompt_of(6)), atol=2e-6)
-
-
-def test_a_closing_engine_finishes_its_prompts(folder):
-    model = from_pretrained(folder)
-    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=1))
-    engine = Engine(model, manager, options=EngineOptions(max_num_seqs=1))
-    with pytest.raises(EngineClosedError):
-        engine.embed([[1]])
-    engine.start()
-    generations = engine.embed([prompt_of(60, i) for i in range(50)])
-    assert engine.close(60)
-    assert all(one.result(0).finish_reason == "stop" for one in generations)

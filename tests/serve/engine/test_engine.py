@@ -1,7 +1,6 @@
 """The engine over the demo model, compared with `jlora.models.generate` under various loads."""
 
 import dataclasses
-import os
 import shutil
 import threading
 import time
@@ -393,49 +392,6 @@ def test_running_sequences_keep_their_version_during_a_load_of_their_name(world,
         assert [list(new.result(60).tokens)] == oracle([Request("shift", WORD)])
     world.wait_idle()
     world.engine.add_lora(request_of("sort", load_inplace=True))
-
-
-def write_same_size(folder, source):
-    """Write a demo adapter with files of fixed size and time, padded to rank 32 on all modules.
-
-    Returns the file sizes.
-    """
-    sources = {name: jlora.Adapter.from_pretrained(ADAPTERS[name]).modules for name in ("sort", "reverse")}
-    arrays = {}
-    for name in sorted(set().union(*sources.values())):
-        shapes = next(modules[name] for modules in sources.values() if name in modules)
-        a, b = (np.zeros(shape, np.float32) for shape in ((32, shapes.a.shape[1]), (shapes.b.shape[0], 32)))
-        if (lora := sources[source].get(name)) is not None:
-            a[: lora.rank], b[:, : lora.rank] = lora.a, lora.b * lora.scaling
-        arrays[name] = a, b
-    jlora.Adapter.from_arrays("same", arrays, alpha=32).save_pretrained(folder / "new")
-    for file in (folder / "new").iterdir():
-        shutil.copy(file, folder / file.name)
-        os.utime(folder / file.name, (1, 1))
-    return tuple(file.stat().st_size for file in sorted(folder.glob("adapter_*")))
-
-
-def test_load_inplace_serves_new_files_of_the_same_size_and_time(world, tmp_path):
-    right = {"sort": "aelnpt", "reverse": "tenalp"}
-    sizes = {write_same_size(tmp_path, "sort")}
-    request = jlora.LoRARequest("same", str(tmp_path))
-    world.engine.add_lora(request)
-    before, wrong = "sort", []
-    for source in ["reverse", "sort"] * 2:
-        with world.paused() as go:
-            old = world.engine.submit(WORD, GREEDY, lora="same")
-            until(lambda: world.engine.stats().running == 1)
-            sizes.add(write_same_size(tmp_path, source))
-            world.engine.add_lora(dataclasses.replace(request, load_inplace=True), timeout=30)
-            new = world.engine.submit(WORD, GREEDY, lora="same")
-            go.set()
-            found = old.result(60).text, new.result(60).text
-        if found != (right[before], right[source]):
-            wrong.append(found)
-        before = source
-        world.wait_idle()
-    assert len(sizes) == 1
-    assert wrong == []
 
 
 def test_bad_adapter_of_a_request_ends_only_its_own_requests(world, oracle, tmp_path):

@@ -64,6 +64,7 @@ def test_health_reports_the_state():
     assert ask(service, "GET", "/health").json["status"] == "failed"
     service.state = "closing"
     assert ask(service, "GET", "/health").json["status"] == "closing"
+    assert re.fullmatch(r"\d+\.\d+\.\d+.*", ask(service, "GET", "/version").json["version"])
 
 
 def test_metrics_show_the_statistics(engine):
@@ -177,10 +178,9 @@ def test_each_request_writes_one_log_line(caplog):
         post(service, "/v1/completions", {"model": "sort", "prompt": "ab", "stream": True})
         post(service, "/v1/completions", {"model": "sort"})
         ask(service, "GET", "/health")
-        assert re.fullmatch(r"\d+\.\d+\.\d+.*", ask(service, "GET", "/version").json["version"])
-        ask(service, "X" * 50_000, "/" + "y" * 50_000)
         ask(service, "GET", "/metrics")
         ask(service, "GET", "/status.json")
+        ask(service, "X" * 50_000, "/" + "y" * 50_000)
     lines = [json.loads(record.getMessage().removeprefix("request ")) for record in caplog.records]
     *lines, long = lines
     assert (long["method"], long["path"], long["status"]) == ("X" * 300, "/" + "y" * 299, 404)

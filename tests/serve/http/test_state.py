@@ -182,14 +182,15 @@ def test_acknowledged_changes_survive_sigkill(tmp_path):
     assert server.post("pin_lora_adapter", lora_name="three").status_code == 200
     end_with(server, signal.SIGKILL)
 
-    root.rename(tmp_path / "elsewhere")
-    root.mkdir()
     server = server_with(state, root, *flags, *cache)
     assert names_of(server) == {"one", "three"}  # the state takes precedence over --lora-modules
     assert server.ask("two").status_code == 404
     metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
     assert re.search(r'lora_adapter_loaded\{[^}]*adapter_name="three"[^}]*pinned="true"', metrics), metrics
+    root.rename(tmp_path / "elsewhere")
+    root.mkdir()
     assert server.ask("one").status_code == 503  # a known name, whose folder is gone
+    root.rmdir()
     (tmp_path / "elsewhere").rename(root)
     assert (server.text("three"), server.text("one")) == want
     assert end_with(server, signal.SIGTERM) == 0

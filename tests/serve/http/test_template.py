@@ -93,6 +93,8 @@ def write(folder, **files):
 
 def test_template_of_the_tokenizer_config(tmp_path):
     assert load_template(tmp_path) is None
+    with pytest.raises(LoRAError, match="cannot be read"):
+        load_template(tmp_path, tmp_path / "missing")
     assert load_template(write(tmp_path, tokenizer_config__json={"bos_token": "<s>"})) is None
     config = {"chat_template": "{{ bos_token }}{{ eos_token }}", "bos_token": {"content": "<s>"}, "eos_token": "</s>"}
     found = load_template(write(tmp_path, tokenizer_config__json=config))
@@ -131,8 +133,6 @@ def test_template_file_comes_before_the_config_and_the_operators_before_both(tmp
 def test_malformed_template_config_is_refused(tmp_path, config):
     with pytest.raises(LoRAError):
         load_template(write(tmp_path, tokenizer_config__json=config))
-    with pytest.raises(LoRAError, match="cannot be read"):
-        load_template(tmp_path, tmp_path / "missing")
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------

@@ -34,8 +34,8 @@ OTHERS = {
 }
 ENTRIES = [
     *(None, *OTHERS, Scaled("rslora", 0.5), Scaled("rank 1", -1.5), Scaled("activated", 2)),
-    Mix({"rslora": 0.7, "alpha pattern": 0.3}),
-    Mix({"rank 1": 1.5, "rslora": -0.5, "alpha pattern": 0.25}),
+    Mix({"rank 1": 0.7, "alpha pattern": 0.3}),
+    Mix({"head": 1.5, "rank 64 everywhere": -0.5, "alpha pattern": 0.25}),
 ]
 
 

@@ -46,7 +46,7 @@ class DemoServer:
             command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         self.log: list[str] = []
-        self.reader = threading.Thread(target=lambda: self.log.extend(self.process.stderr))
+        self.reader = threading.Thread(target=lambda: self.log.extend(self.process.stderr), daemon=True)
         self.reader.start()
         first = self.process.stdout.readline()
         found = re.fullmatch(r"jlora serves demo at (http://127\.0\.0\.1:(\d+))\n", first)

@@ -573,6 +573,7 @@ def test_pinned_adapters_stay_in_their_slot(world):
     assert not world.engine.list_loras()["swap"].info.pinned
     with pytest.raises(jlora.AdapterNotFoundError):
         world.engine.pin_lora("unknown")
+    world.wait_idle()
     for name in ("swap", "sort"):
         world.engine.pin_lora(name)
     with pytest.raises(jlora.NoFreeSlotError):

@@ -3,7 +3,6 @@
 import contextlib
 import threading
 from collections import Counter
-from concurrent.futures import Future
 from types import SimpleNamespace
 
 import httpx2
@@ -110,28 +109,6 @@ def test_one_call_serves_all_requests_for_a_name_and_blocks_no_other(world, stor
     assert (world.engine.stats().waiting, world.engine.stats().waiting_by_lora) == (5, {})
     store.go.set()
     assert {one.result(60).text for one in asked} == {RIGHT["sort"]}
-    assert store.calls["sort-1"] == 1
-
-
-def test_request_during_the_load_does_not_resolve_again(world, store):
-    loads, go, promise = [], threading.Event(), Future()
-
-    def slow(request):
-        loads.append(request)
-        threading.Thread(target=lambda: go.wait(60) and world.manager.prefetch(request).add_done_callback(end)).start()
-        return promise
-
-    def end(done):
-        promise.set_result(done.result())
-
-    world.around.prefetch = slow
-    first = ask(world, "sort-1")
-    until(lambda: loads)
-    second = ask(world, "sort-1")
-    first.cancel()
-    assert first.result(60).finish_reason == "abort"
-    go.set()
-    assert second.result(60).text == RIGHT["sort"]
     assert store.calls["sort-1"] == 1
 
 

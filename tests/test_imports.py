@@ -187,7 +187,7 @@ WRONG = {
 
 
 def test_the_checker_can_fail(tmp_path):
-    """In a copy of the package with these files, it finds each of them and nothing else."""
+    """In a copy of the package with these files, it finds exactly these."""
     shutil.copytree(ROOT / "jlora", tmp_path / "jlora", ignore=shutil.ignore_patterns("demo", "__pycache__"))
     (tmp_path / "jlora" / "errors").mkdir()
     for path, (source, _) in WRONG.items():

@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, cast
+from typing import Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,9 @@ from jlora.adapters.extras import Extra
 from jlora.config import LoRAConfig
 from jlora.errors import LoRAError
 from jlora.layers.finish.finisher import Finisher
-from jlora.layers.specs import Doubt
+from jlora.layers.specs import Blocks, Doubt
 from jlora.sharding.rules import KernelSharding
 
-Blocks: TypeAlias = tuple[tuple[int, int], ...]
 HEAD = "jlora_head"  # prefix of the arrays of saved heads
 
 
@@ -264,7 +263,7 @@ class SlotSpec:
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """One place in a model where LoRA is added. Compared by identity, so a layer can hold it as a static attribute.
+    """One product of a model to which LoRA is added. Compared by identity, so it can be a static attribute.
 
     Attributes:
       path: canonical dotted path of the layer in the model; ".attend" is appended for the logits use of an embedding.
@@ -345,7 +344,7 @@ class Site:
 
 @dataclass(frozen=True, eq=False)
 class ModelSites:
-    """The sites of one wrapped model, held by its layers and its batches. Compared by identity.
+    """The sites of one wrapped model, shared by its layers and its batches. Compared by identity.
 
     Attributes:
       config: the configuration of the manager.

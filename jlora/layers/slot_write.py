@@ -113,7 +113,7 @@ def write_table(
     """Write the ranks and scales, or an extra, of one slot of every site that holds it, and return the updated arrays.
 
     `values` holds those of all sites, one site after the other. Sites without this slot keep their values, which can be
-    those with fewer slots than the `num_slots` of the model. An array of one shard takes its own part.
+    those with fewer slots than the `num_slots` of the model. An array of one shard takes its own shard.
     """
     start, written = 0, list[jax.Array]()
     for spec, array in zip(specs, arrays, strict=True):

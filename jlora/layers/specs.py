@@ -15,9 +15,8 @@ from jlora._typing import DType, is_list_or_tuple
 from jlora.config import SLOT_DTYPE, check_fields
 from jlora.errors import LoRAUsageError
 
-Blocks: TypeAlias = Sequence[tuple[int, int]]
+Blocks: TypeAlias = Sequence[tuple[int, int]]  # runs of features: (first feature of the checkpoint or -1, count)
 Restore: TypeAlias = Callable[[Array], Array]
-Rows: TypeAlias = Callable[..., tuple[Array, Array, Restore]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +57,7 @@ class LinearSpec:
     param: str | None = "kernel"
     in_axes: tuple[int, ...] = (0,)
     out_axes: tuple[int, ...] = (1,)
-    rows: Rows | None = None
+    rows: Callable[..., tuple[Array, Array, Restore]] | None = None
     in_index: "Index | Sequence[int] | np.ndarray | None" = None
     out_index: "Index | Sequence[int] | np.ndarray | None" = None
     real_vocab: int | None = None
@@ -155,11 +154,6 @@ class EmbedSpec:
         object.__setattr__(self, "head", head)
         real = None if self.real_vocab is None else range(self.real_vocab)
         object.__setattr__(self, "table", LinearSpec(self.vocab, self.features, self.param, in_index=real))
-
-    @property
-    def rows(self) -> int:
-        """The checkpoint's vocabulary."""
-        return self.vocab if self.real_vocab is None else self.real_vocab
 
 
 @dataclass(frozen=True, eq=False)

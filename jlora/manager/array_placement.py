@@ -31,14 +31,14 @@ def own_device(where: ArrayPlacement) -> Device:
     return next(iter(own)) if own else cast("Device", jax.local_devices()[0])
 
 
-def place_of(array: jax.Array) -> ArrayPlacement:
+def placement_of(array: jax.Array) -> ArrayPlacement:
     """Return the sharding of a committed array, or the device of an uncommitted one."""
     return array.sharding if is_committed(array) else a_device(array.sharding)  # works for deleted arrays too
 
 
 def refreshed(before: ArrayPlacement, array: jax.Array) -> ArrayPlacement:
     """Return the placement of `array`, or the object `before` if both are equivalent shardings."""
-    where = place_of(array)
+    where = placement_of(array)
     if isinstance(before, Sharding) and isinstance(where, Sharding) and before.is_equivalent_to(where, array.ndim):
         return before
     return where
@@ -73,8 +73,8 @@ def everywhere(where: ArrayPlacement) -> ArrayPlacement:
     return NamedSharding(where.mesh, PartitionSpec()) if isinstance(where, NamedSharding) else where
 
 
-def is_placed(array: Any, where: ArrayPlacement) -> bool:
-    """Return whether an array of a block is already placed as the write programs expect."""
+def is_there(array: Any, where: ArrayPlacement) -> bool:
+    """Return whether an array of a block is already where the write programs expect it."""
     if not isinstance(array, jax.Array) or array.sharding.memory_kind == "pinned_host":
         return False
     return array.devices() == {where} if isinstance(where, Device) else array.sharding == where

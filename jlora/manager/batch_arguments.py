@@ -15,7 +15,6 @@ from jlora.manager.leases import AdapterHandle
 from jlora.manager.packed_adapter import PackedAdapter
 
 Name = str | LoRARequest | AdapterHandle
-Parts = tuple[tuple[Name, float], ...]
 
 
 @dataclass(frozen=True)
@@ -35,11 +34,11 @@ class Scaled:
     scale: float
 
     def __post_init__(self) -> None:
-        _check_part("Scaled", self.adapter, self.scale)
+        _check_term("Scaled", self.adapter, self.scale)
         object.__setattr__(self, "scale", _rounded(self.scale))
 
     @property
-    def parts(self) -> Parts:
+    def terms(self) -> tuple[tuple[Name, float], ...]:
         """The adapter and its factor; () for the factor 0."""
         return ((self.adapter, self.scale),) if self.scale else ()
 
@@ -52,7 +51,7 @@ class Mix:
     deltas are summed in float32, in the order of the weights.
 
     Attributes:
-      parts: (name, request or handle of an adapter, its weight rounded to float32), for weights other than 0.
+      terms: (name, request or handle of an adapter, its weight rounded to float32), for weights other than 0.
 
     Raises:
       LoRAUsageError: `weights` is not a mapping of adapters to finite numbers, or it is empty.
@@ -61,21 +60,21 @@ class Mix:
       >>> batch = manager.prepare([jlora.Mix({"sql": 0.7, "style": 0.3}), "chat", None])
     """
 
-    parts: Parts
+    terms: tuple[tuple[Name, float], ...]
 
     def __init__(self, weights: Mapping[Name, float]):
         if not isinstance(weights, Mapping) or not weights:
             raise LoRAUsageError(f"Mix takes a mapping of adapters to weights, and at least one, got {weights!r:.100}")
         for name, weight in weights.items():
-            _check_part("Mix", name, weight)
+            _check_term("Mix", name, weight)
         rounded = {name: _rounded(weight) for name, weight in weights.items()}
-        object.__setattr__(self, "parts", tuple((name, weight) for name, weight in rounded.items() if weight))
+        object.__setattr__(self, "terms", tuple((name, weight) for name, weight in rounded.items() if weight))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mix) and self.parts == other.parts
+        return isinstance(other, Mix) and self.terms == other.terms
 
     def __hash__(self) -> int:
-        return hash(self.parts)
+        return hash(self.terms)
 
 
 def _rounded(factor: float) -> float:
@@ -83,7 +82,7 @@ def _rounded(factor: float) -> float:
     return float(np.float32(factor))
 
 
-def _check_part(what: str, adapter: object, scale: object) -> None:
+def _check_term(what: str, adapter: object, scale: object) -> None:
     if not isinstance(adapter, Name):
         raise LoRAUsageError(f"{what} takes adapter names, LoRARequests and handles, got {adapter!r:.100}")
     number = isinstance(scale, int | float | np.integer | np.floating) and not isinstance(scale, bool)
@@ -94,11 +93,11 @@ def _check_part(what: str, adapter: object, scale: object) -> None:
 Given = Name | Scaled | Mix
 
 
-def given(parts: Sequence[tuple[Name, float]]) -> Given | None:
+def given(terms: Sequence[tuple[Name, float]]) -> Given | None:
     """Return the entry of `prepare` for a sequence with these adapters and factors; None for the base model."""
-    if len(parts) != 1:
-        return Mix(dict(parts)) if parts else None
-    name, scale = parts[0]
+    if len(terms) != 1:
+        return Mix(dict(terms)) if terms else None
+    name, scale = terms[0]
     return name if scale == 1 else Scaled(name, scale)
 
 
@@ -115,17 +114,17 @@ class BatchArguments:
     shape: BatchShape
 
     @cached_property
-    def parts(self) -> dict[Given | None, Parts]:
+    def terms(self) -> dict[Given | None, tuple[tuple[Name, float], ...]]:
         """The adapters of each distinct entry of `names` and their factors."""
         return {
-            name: () if name is None else name.parts if isinstance(name, Scaled | Mix) else ((name, 1.0),)
+            name: () if name is None else name.terms if isinstance(name, Scaled | Mix) else ((name, 1.0),)
             for name in dict.fromkeys(self.names)
         }
 
     @cached_property
     def adapters(self) -> tuple[Name, ...]:
         """The distinct adapters, in the order of their first sequences."""
-        return tuple(dict.fromkeys(name for parts in self.parts.values() for name, _ in parts))
+        return tuple(dict.fromkeys(name for terms in self.terms.values() for name, _ in terms))
 
     @cached_property
     def key(self) -> Hashable:
@@ -139,7 +138,7 @@ def _key(name: Given | None) -> Hashable:
     if isinstance(name, AdapterHandle):
         return name.packed or name
     if isinstance(name, Scaled | Mix):
-        return type(name), tuple((_key(part), scale) for part, scale in name.parts)
+        return type(name), tuple((_key(adapter), scale) for adapter, scale in name.terms)
     return name
 
 
@@ -167,14 +166,14 @@ def checked_names(names: Sequence[Given | None], config: LoRAConfig) -> tuple[Gi
 
 
 def _check_served(name: Scaled | Mix, config: LoRAConfig) -> None:
-    count, most = len(name.parts), config.max_adapters_per_sequence
-    if count > (most or 1) or (most is None and any(scale != 1 for _, scale in name.parts)):
+    count, most = len(name.terms), config.max_adapters_per_sequence
+    if count > (most or 1) or (most is None and any(scale != 1 for _, scale in name.terms)):
         raise LoRAUsageError(
             f"prepare: {name!r:.200} needs LoRAConfig(max_adapters_per_sequence={count}) or more, found {most}"
         )
-    for part, _ in name.parts:
-        if isinstance(part, AdapterHandle) and part.packed is None:
-            raise LoRAUsageError(f"prepare: {part!r} is closed")
+    for adapter, _ in name.terms:
+        if isinstance(adapter, AdapterHandle) and adapter.packed is None:
+            raise LoRAUsageError(f"prepare: {adapter!r} is closed")
 
 
 def check_adapters(args: BatchArguments, loaded: Mapping[Name, PackedAdapter]) -> None:
@@ -185,15 +184,15 @@ def check_adapters(args: BatchArguments, loaded: Mapping[Name, PackedAdapter]) -
         has aLoRA adapters with different invocation tokens; an item of a row group belongs to a sequence with one.
     """
     called: set[Given | None] = set()
-    for given, parts in args.parts.items():
+    for given, terms in args.terms.items():
         tokens: dict[tuple[int, ...], str] = {}
-        for name, scale in parts:
+        for name, scale in terms:
             if (packed := loaded.get(name)) is None:
                 continue
-            if (len(parts) > 1 or scale != 1) and (kind := packed.served_alone) is not None:
+            if (len(terms) > 1 or scale != 1) and (kind := packed.served_alone) is not None:
                 raise LoRAUsageError(
                     f"prepare: {packed.name!r} is {kind}, which is served alone and with the factor 1, and "
-                    f"the sequence takes {len(parts)} adapters with the factors {[scale for _, scale in parts]}"
+                    f"the sequence takes {len(terms)} adapters with the factors {[scale for _, scale in terms]}"
                 )
             if packed.invocation_tokens:
                 tokens[packed.invocation_tokens] = packed.name

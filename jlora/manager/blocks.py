@@ -1,6 +1,6 @@
 """Division of slots into blocks, the unit that is packed on the host, transferred and written by one program.
 
-A row is one site, one layer of a stacked site, or one expert of either. Rows of equal `SlotSpec` are grouped into
+A row is one site, one layer of a stacked site, or one expert of either. Rows of equal `SlotSpec` are collected in
 chunks. A block holds the factors of a chunk, or of one row of it, for `rank_step` ranks.
 
 An adapter transfers only the rows and ranks that it has. A chunk is transferred in one block if the adapter has all of
@@ -60,7 +60,7 @@ class Chunk:
         starts = range(layer * shards * own + first, (layer + 1) * shards * own, own)
         return tuple((self.sites[0], start + i) for start in starts for i in range(self.together))
 
-    def place(self, row: int | None) -> tuple[int, int]:
+    def origin(self, row: int | None) -> tuple[int, int]:
         """Return (first row that a block writes, shard of experts that holds it).
 
         Args:
@@ -125,11 +125,11 @@ def cut(sites: Sequence[Site], max_bytes: int) -> tuple[Chunk, ...]:
 
     Sites of one module name are adjacent, because adapters usually have a module in all layers or in none.
     """
-    groups: dict[SlotSpec, list[Site]] = {}
+    alike: dict[SlotSpec, list[Site]] = {}
     for site in sites:
-        groups.setdefault(site.spec, []).append(site)
+        alike.setdefault(site.spec, []).append(site)
     chunks: list[Chunk] = []
-    for spec, members in groups.items():
+    for spec, members in alike.items():
         most = max(1, max_bytes // row_nbytes(spec))
         if not spec.rows:
             most = min(MAX_ROWS, most)
@@ -150,9 +150,9 @@ def cut(sites: Sequence[Site], max_bytes: int) -> tuple[Chunk, ...]:
 
 
 def _even(total: int, most: int) -> list[int]:
-    """Divide `total` into the fewest parts of at most `most` each, with sizes that differ by at most 1."""
-    parts = -(-total // most)
-    return [total // parts + (i < total % parts) for i in range(parts)]
+    """Divide `total` into the fewest shares of at most `most` each, with sizes that differ by at most 1."""
+    shares = -(-total // most)
+    return [total // shares + (i < total % shares) for i in range(shares)]
 
 
 class Packing:
@@ -172,7 +172,7 @@ class Packing:
           ranks: The rank of each row that the adapter has.
         """
         blocks: list[Block] = []
-        self._places: dict[Row, tuple[int, int, list[_Bits]]] = {}  # (row index, rows until the run ends, blocks)
+        self._runs: dict[Row, tuple[int, int, list[_Bits]]] = {}  # (row index, rows until the run ends, blocks)
         for chunk in chunks:
             rows = chunk.rows
             brought = [i for i, row in enumerate(rows) if row in ranks]
@@ -181,16 +181,16 @@ class Packing:
             whole = 2 * len(brought) >= chunk.count if chunk.spec.experts else len(brought) == chunk.count
             for indices in [range(chunk.count)] if whole else [[i] for i in brought]:
                 zeros = _zeros if whole or own[indices[0]] else _no_memory
-                parts = [
+                made = [
                     Block(chunk, None if whole else indices[0], start, *zeros(chunk.spec, len(indices)))
                     for start in rank_starts(chunk.spec, max(ranks.get(rows[i], 0) for i in indices))
                 ]
-                blocks += parts
+                blocks += made
                 bits = [
-                    (block.start, *(half.view(bits_of(half.dtype)) for half in (block.a, block.b))) for block in parts
+                    (block.start, *(half.view(bits_of(half.dtype)) for half in (block.a, block.b))) for block in made
                 ]
                 together = chunk.together if whole else 1
-                self._places.update(
+                self._runs.update(
                     (rows[i], (at, together - at % together, bits if own[i] else []))
                     for at, i in enumerate(indices)
                     if rows[i] in ranks
@@ -211,10 +211,10 @@ class Packing:
         """
         at = 0
         while at < count:
-            i, follow, parts = self._places[site, first + at]
+            i, follow, bits = self._runs[site, first + at]
             more = min(follow, count - at)
-            if parts:
-                yield slice(at, at + more), [(start, a[i : i + more], b[i : i + more]) for start, a, b in parts]
+            if bits:
+                yield slice(at, at + more), [(start, a[i : i + more], b[i : i + more]) for start, a, b in bits]
             at += more
 
 
@@ -247,14 +247,14 @@ def pack(chunks: Iterable[Chunk], factors: Mapping[Row, tuple[np.ndarray, np.nda
     """
     packing = Packing(chunks, {row: len(b) for row, (_, b) in factors.items()})
     for (site, row), (a, b) in factors.items():
-        for _, parts in packing.runs(site, row, 1):
-            for start, into_a, into_b in parts:
-                part = b[start : start + into_b.shape[1]].view(into_b.dtype)
-                of_a = a[:, start : start + len(part)].view(into_a.dtype)
+        for _, bits in packing.runs(site, row, 1):
+            for start, into_a, into_b in bits:
+                of_b = b[start : start + into_b.shape[1]].view(into_b.dtype)
+                of_a = a[:, start : start + len(of_b)].view(into_a.dtype)
                 for features, stored in site.spec.in_runs:
-                    into_a[0, :, : len(part), stored] = of_a[:, :, features]
+                    into_a[0, :, : len(of_b), stored] = of_a[:, :, features]
                 for features, stored in site.spec.out_runs:
-                    into_b[0, : len(part), stored] = part[:, features]
+                    into_b[0, : len(of_b), stored] = of_b[:, features]
     return packing.blocks
 
 
@@ -271,16 +271,16 @@ def unpack(blocks: Iterable[Block], wanted: Collection[Row]) -> dict[Row, tuple[
 
     The factors are NumPy arrays, zero-padded to the ranks of the blocks. Rows without a block are left out.
     """
-    parts: dict[Row, list[tuple[int, Any, Any]]] = {}
+    stored: dict[Row, list[tuple[int, Any, Any]]] = {}
     for block in blocks:
         rows = block.chunk.rows if block.row is None else (block.chunk.rows[block.row],)
         if any(row in wanted for row in rows):
             a, b = jax.device_get((block.a, block.b))
             for i, row in enumerate(rows):
                 if row in wanted:
-                    parts.setdefault(row, []).append((block.start, a[i], b[i]))
+                    stored.setdefault(row, []).append((block.start, a[i], b[i]))
     found: dict[Row, tuple[np.ndarray, np.ndarray]] = {}
-    for row, pieces in parts.items():
+    for row, pieces in stored.items():
         spec = row[0].spec
         rank = max(start for start, _, _ in pieces) + rank_step(spec)
         a = np.zeros((spec.slices, rank, spec.in_features), spec.dtype)

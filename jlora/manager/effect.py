@@ -12,44 +12,44 @@ from jlora.adapters.peft_config import PeftConfig
 from jlora.layers.site import Site, SlotSpec
 from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.manager.fit import rows_of
-from jlora.manager.names import Place
+from jlora.manager.names import SiteSlices
 
 # Names of the list of layers, after which the names of a checkpoint have the index of a stacked layer.
 _STACKS = frozenset(("layers", "layer", "blocks", "block", "h"))
 
 
 def without_effect(
-    adapter: Adapter, placed: Mapping[str, Place], wrapped: WrappedModel, unread: Collection[str] = ()
+    adapter: Adapter, slices_of: Mapping[str, SiteSlices], wrapped: WrappedModel, unread: Collection[str] = ()
 ) -> list[str]:
     """Return one warning for each way in which an adapter has no effect, or only a part of the one it declares.
 
     Args:
       adapter: The adapter.
-      placed: The place of each module, from `place`.
+      slices_of: The slices that each module fills, from `find_slices`.
       wrapped: The wrapped model.
       unread: Modules whose values were not read in whole.
     """
     warnings = adapter.warnings(unread)
-    return (
-        warnings if adapter.config is None else _left_out(adapter.modules, placed, wrapped, adapter.config) + warnings
-    )
+    if adapter.config is None:
+        return warnings
+    return _left_out(adapter.modules, slices_of, wrapped, adapter.config) + warnings
 
 
 def _left_out(
-    modules: Mapping[str, LoRA], placed: Mapping[str, Place], wrapped: WrappedModel, config: PeftConfig
+    modules: Mapping[str, LoRA], slices_of: Mapping[str, SiteSlices], wrapped: WrappedModel, config: PeftConfig
 ) -> list[str]:
     """Return warnings about targeted layers without weights, and about targeted layers that the model lacks."""
     if config.unchecked:  # then every layer counts as targeted
         return []
     filled = {
         (site, r, i)
-        for name, (site, row, first, count) in placed.items()
+        for name, (site, row, first, count) in slices_of.items()
         if name in modules
         for r in rows_of(modules[name], site, row)
         for i in range(first, first + count)
     }
-    targeted = dict(_targeted(modules, placed, wrapped, config))
-    missing = [name for name, places in targeted.items() if not filled & places]
+    targeted = dict(_targeted(modules, slices_of, wrapped, config))
+    missing = [name for name, slices in targeted.items() if not filled & slices]
     warnings: list[str] = []
     if missing:
         count = len(targeted)
@@ -62,7 +62,7 @@ def _left_out(
 
 
 def _targeted(
-    modules: Mapping[str, LoRA], placed: Mapping[str, Place], wrapped: WrappedModel, config: PeftConfig
+    modules: Mapping[str, LoRA], slices_of: Mapping[str, SiteSlices], wrapped: WrappedModel, config: PeftConfig
 ) -> Iterator[tuple[str, set[tuple[Site, int, int]]]]:
     """Yield the checkpoint name of each wrapped layer that PEFT's rule matches, with its (site, row, slice).
 
@@ -71,9 +71,9 @@ def _targeted(
     """
     # PEFT adds a tied output layer of its own accord, and writes no name of it.
     config = dataclasses.replace(config, ensure_weight_tying=False)
-    in_one = any(modules[name].kind == "experts" for name in placed if name in modules)
-    experts = any(site.spec.experts for site, *_ in placed.values())
-    routers = any(name.endswith(ROUTER_MODULES) for name in placed)
+    in_one = any(modules[name].kind == "experts" for name in slices_of if name in modules)
+    experts = any(site.spec.experts for site, *_ in slices_of.values())
+    routers = any(name.endswith(ROUTER_MODULES) for name in slices_of)
     tables = {name for site in wrapped.modules if site.kind == "embedding" for name in site.parts}
     for site in wrapped.modules:
         spec = site.spec
@@ -97,10 +97,10 @@ def _targeted(
 
 def _full_name(name: str, spec: SlotSpec, row: int, *, with_expert: bool) -> str:
     """Return the name that checkpoints give to one row of a site, with the indices of its layer and expert."""
-    parts = name.split(".")
+    keys = name.split(".")
     layer, expert = divmod(row, spec.experts or 1)
     if spec.experts and with_expert:
-        parts.insert(-1, str(expert))
+        keys.insert(-1, str(expert))
     if spec.layers is not None:
-        parts.insert(next((i + 1 for i, part in enumerate(parts) if part in _STACKS), 1), str(layer))
-    return ".".join(parts)
+        keys.insert(next((i + 1 for i, key in enumerate(keys) if key in _STACKS), 1), str(layer))
+    return ".".join(keys)

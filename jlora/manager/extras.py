@@ -54,8 +54,8 @@ def slot_values(
             continue
         holding = [site for site in sites if extra in site.spec.extras]
         found[extra.name] = empty_values(sites)[extra.name]
-        parts = np.split(found[extra.name], np.cumsum([_size(site) for site in holding])[:-1])  # views
-        of_site = {site: part.reshape(-1, site.spec.stored_out) for site, part in zip(holding, parts, strict=True)}
+        views = np.split(found[extra.name], np.cumsum([_size(site) for site in holding])[:-1])
+        of_site = {site: view.reshape(-1, site.spec.stored_out) for site, view in zip(holding, views, strict=True)}
         computed = _COMPUTED.get(extra.name)
         rows = _brought(packed, extra) if computed is None else computed.values_of_rows(packed, wrapped)
         for (site, row), own in rows:

@@ -9,7 +9,7 @@ from jlora.adapters.lora import ExpertsLoRA, Layer, LoRA, tensors_of
 from jlora.adapters.tensor_data import all_finite
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 from jlora.layers.site import Site
-from jlora.manager.names import Place, SiteIndex
+from jlora.manager.names import SiteIndex, SiteSlices
 
 
 def describe(name: str, path: str | None) -> str:
@@ -22,10 +22,10 @@ def read_as(where: str, adapter: Adapter, index: SiteIndex) -> SiteIndex:
     return index.read_as(where, [(layer.kind, name) for name, layer in adapter.layers.items()], adapter.task_type)
 
 
-def place(where: str, adapter: Adapter, index: SiteIndex) -> dict[str, Place]:
-    """Return module name -> its place in the model, without modules that the model skips. No array is read.
+def find_slices(where: str, adapter: Adapter, index: SiteIndex) -> dict[str, SiteSlices]:
+    """Return module name -> the slices that it fills, without modules that the model skips. No array is read.
 
-    For a module of all experts, the row of the place is that of the first expert.
+    For a module of all experts, the row is that of the first expert.
 
     Raises:
       AdapterMismatchError: The adapter has no module or only skipped ones, a module that the model lacks, a rank above
@@ -38,7 +38,7 @@ def place(where: str, adapter: Adapter, index: SiteIndex) -> dict[str, Place]:
     problems: list[str] = []
     too_large: dict[int, dict[str, int]] = {}  # max_lora_rank -> the modules of larger ranks
     too_small: dict[str, int] = {}  # path of a layer -> outputs of the saved head that it has no room for
-    placed: dict[str, Place] = {}
+    slices_of: dict[str, SiteSlices] = {}
     taken: dict[tuple[Site, int, int], str] = {}
     for name, layer in adapter.layers.items():
         if index.skips(name):
@@ -61,18 +61,18 @@ def place(where: str, adapter: Adapter, index: SiteIndex) -> dict[str, Place]:
             too_large.setdefault(site.spec.max_rank, {})[name] = layer.rank
             continue
         filled = ((site, r, i) for r in rows_of(layer, site, row) for i in range(first, first + count))
-        clash = next((place for place in filled if taken.setdefault(place, name) != name), None)
+        clash = next((own for own in filled if taken.setdefault(own, name) != name), None)
         if clash is not None:
             which = f"slice {clash[2]} of {site.path!r}"
             which += f" for expert {clash[1] % site.spec.experts}" if site.spec.experts else ""
             problems.append(f"{name}: fills {which}, which {taken[clash]} fills too")
             continue
-        placed[name] = found
+        slices_of[name] = found
     no_room = [too_many_outputs(too_small, index.config.saved_heads or {})] if too_small else []
     refuse(where, [*no_room, *map(too_large_rank, too_large.values(), too_large), *problems])
-    if not placed:
+    if not slices_of:
         raise AdapterMismatchError(f"{where} brings weights for skipped modules only: nothing of it would be served")
-    return placed
+    return slices_of
 
 
 def _head_misfit(site: Site, head: SavedHead) -> str | None:
@@ -92,7 +92,7 @@ def _kind(site: Site) -> str:
 
 
 def rows_of(module: Layer, site: Site, row: int) -> range:
-    """Return the rows that a module with its place at `row` fills."""
+    """Return the rows that a module fills, beginning at `row`."""
     return range(row, row + (site.spec.experts or 1)) if module.kind == "experts" else range(row, row + 1)
 
 
@@ -187,13 +187,13 @@ def check_finite(where: str, adapter: Adapter) -> None:
                 )
 
 
-def own_experts(modules: Mapping[str, LoRA], placed: Mapping[str, Place]) -> dict[str, tuple[range, ...]]:
+def own_experts(modules: Mapping[str, LoRA], slices_of: Mapping[str, SiteSlices]) -> dict[str, tuple[range, ...]]:
     """Return module name -> the experts to read, for modules with experts on devices of other processes.
 
     Modules that are read whole are left out.
     """
     found: dict[str, tuple[range, ...]] = {}
-    for name, (site, row, _, _) in placed.items():
+    for name, (site, row, _, _) in slices_of.items():
         spec = site.spec
         if len(spec.own_shards) == spec.expert_shards or spec.experts is None:
             continue

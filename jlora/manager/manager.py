@@ -36,7 +36,7 @@ from jlora.manager.loading import add, load, prefetch, recall
 from jlora.manager.loads import Deadline, notify
 from jlora.manager.locks import StateLock
 from jlora.manager.multihost import peers_of
-from jlora.manager.names import NameMap, SiteIndex, name_rules
+from jlora.manager.names import SiteIndex, name_rules
 from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.prepare import activate, prepare
 from jlora.manager.report import AdapterInfo, Level, Stats, records
@@ -44,7 +44,7 @@ from jlora.manager.snapshot import base_digest, restore, save
 from jlora.manager.state import State
 from jlora.manager.step import FlatModel, Step
 from jlora.manager.training import Loss, Optimizer, Trainer
-from jlora.manager.updating import update
+from jlora.manager.update import update
 from jlora.manager.warmup import warm_up
 from jlora.verify.verify import Forward, VerifyReport, verify
 
@@ -125,7 +125,7 @@ class LoRAManager:
         config: LoRAConfig,
         *,
         packed_modules: PackedModules | None = None,
-        name_map: NameMap | None = None,
+        name_map: Mapping[str, str] | None = None,
         row_groups: Mapping[str, str] | None = None,
         skip: Sequence[str] = (),
         resolve: Callable[[LoRARequest], str] | None = None,
@@ -537,8 +537,8 @@ class LoRAManager:
         self._state.wrapped.check()
         if self._shape is None:
             state = cast("nnx.State[Any, Any]", nnx.state(self.model, SlotParam))
-            places = {id(array): i for i, array in enumerate(arrays)}
-            self._shape = (jax.tree.structure(state), [places[id(leaf)] for leaf in jax.tree.leaves(state)])
+            positions = {id(array): i for i, array in enumerate(arrays)}
+            self._shape = (jax.tree.structure(state), [positions[id(leaf)] for leaf in jax.tree.leaves(state)])
         return jax.tree.unflatten(self._shape[0], [arrays[i] for i in self._shape[1]])
 
     # --- batches ------------------------------------------------------------------------------------------------
@@ -635,8 +635,8 @@ class LoRAManager:
             served = {(packed.name, packed.version): cast("PackedAdapter", packed) for packed in lease.adapters}
             hold = partial(state.leases.hold, on_close=state.changed.ring)
             return tuple(
-                given([(hold(served[name, version]), scale) for name, version, scale in parts or ()])
-                for parts in lease.parts
+                given([(hold(served[name, version]), scale) for name, version, scale in terms or ()])
+                for terms in lease.terms
             )
 
     def leases(self) -> tuple[LeaseInfo, ...]:

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import re
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from jlora.adapters.wrapped_names import readings
@@ -14,12 +14,10 @@ from jlora.layers.specs import own_attribute
 from jlora.layers.wrap.select import Nearest
 from jlora.layers.wrap.wrapped import WrappedModel
 
-Place: TypeAlias = tuple[Site, int, int, int]  # site, row, first slice, number of slices
-NameMap: TypeAlias = Mapping[str, str]
-NameRules: TypeAlias = tuple[tuple[re.Pattern[str], str], ...]
+SiteSlices: TypeAlias = tuple[Site, int, int, int]  # site, row, first slice, number of slices
 
 
-def name_rules(name_map: NameMap | None) -> NameRules:
+def name_rules(name_map: Mapping[str, str] | None) -> tuple[tuple[re.Pattern[str], str], ...]:
     """Return the compiled rules of a name map.
 
     Raises:
@@ -53,7 +51,7 @@ class SiteIndex:
         modules that lack it, or "remove" to remove it.
     """
 
-    def __init__(self, wrapped: WrappedModel, rules: NameRules, reading: str = ""):
+    def __init__(self, wrapped: WrappedModel, rules: Sequence[tuple[re.Pattern[str], str]], reading: str = ""):
         self._wrapped = wrapped
         self._rules = rules
         self._reading = reading
@@ -83,7 +81,7 @@ class SiteIndex:
                 break
         if not self._aliases:
             return name
-        return ".".join(filter(None, (self._aliases.get(part, part) for part in name.split("."))))
+        return ".".join(filter(None, (self._aliases.get(key, key) for key in name.split("."))))
 
     def read_as(self, where: str, names: Collection[tuple[str, str]], task_type: str | None) -> "SiteIndex":
         """Return the index that finds all names of an adapter.
@@ -104,9 +102,9 @@ class SiteIndex:
             return self
         fitting: dict[Hashable, SiteIndex] = {}
         for index in (self, *self._other_readings):
-            places = tuple(tuple(index._hits(kind, name)) for kind, name in names if not index.skips(name))
-            if all(places):
-                fitting.setdefault(places, index)
+            slices = tuple(tuple(index._hits(kind, name)) for kind, name in names if not index.skips(name))
+            if all(slices):
+                fitting.setdefault(slices, index)
         if len(fitting) > 1:
             name = next(name for _, name in names)
             raise AdapterMismatchError(
@@ -131,11 +129,11 @@ class SiteIndex:
         """Return whether the module `name` matches a skip pattern, and count it if so."""
         return any(self._wrapped.skips(reading) for reading in readings(name))
 
-    def find(self, kind: str, name: str) -> Place | str:
-        """Return the place of a checkpoint name, or a message why it has none.
+    def find(self, kind: str, name: str) -> SiteSlices | str:
+        """Return the slices that a checkpoint name fills, or a message why there are none.
 
-        For the kind "experts", the name is that of all experts, and the row is that of the first one. The place of a
-        saved head for which no room is configured is its linear layer.
+        For the kind "experts", the name is that of all experts, and the row is that of the first one. Those of a
+        saved head for which no room is configured are of its linear layer.
         """
         hits = self._hits(kind, name)
         if len(hits) == 1:
@@ -144,8 +142,8 @@ class SiteIndex:
                 return f"{site.path!r} takes no adapter yet: {reason}"
             return hits[0]
         if hits:
-            places = ", ".join(repr(site.path) for site, *_ in hits)
-            return f"it could belong to any of {places}; name one of them with name_map"
+            paths = ", ".join(repr(site.path) for site, *_ in hits)
+            return f"it could belong to any of {paths}; name one of them with name_map"
         if kind == "head" and (linear := self._replaceable(name)) is not None:
             return linear, 0, 0, 1
         return self._reason(kind, self._read(kind, readings(name)[-1]))
@@ -161,15 +159,15 @@ class SiteIndex:
         sites = self._sites.get(("linear", name), ())
         return sites[0] if len(sites) == 1 and name not in self._wrapped.headless else None
 
-    def _search(self, kind: str, name: str) -> list[Place]:
-        """Return all places that a checkpoint name can refer to. Prefixes of wrappers count if the model has them."""
-        found = (self._places(kind, reading) for reading in readings(name))
-        return next((places for places in found if places), list[Place]())
+    def _search(self, kind: str, name: str) -> list[SiteSlices]:
+        """Return all slices that a checkpoint name can refer to. Prefixes of wrappers count if the model has them."""
+        found = (self._matches(kind, reading) for reading in readings(name))
+        return next((slices for slices in found if slices), list[SiteSlices]())
 
-    def _places(self, kind: str, name: str) -> list[Place]:
-        hits: list[Place] = []
+    def _matches(self, kind: str, name: str) -> list[SiteSlices]:
+        hits: list[SiteSlices] = []
         all_experts = kind == "experts"
-        # Stacked layers or experts are one module, so checkpoint names have integer components that paths lack.
+        # Stacked layers or experts are one module, so checkpoint names have integer keys that paths lack.
         for numbers, short in _without_numbers(self._read(kind, name), self._indices[all_experts]):
             for site in self._sites.get(("linear" if all_experts else kind, short), ()):
                 if (row := _row(site.spec, numbers, all_experts)) is not None:
@@ -177,7 +175,7 @@ class SiteIndex:
         return hits
 
     def _reason(self, kind: str, name: str) -> str:
-        """Return the message why a name has no place."""
+        """Return the message why a name fills no slices."""
         if kind == "head":
             for short in (name, *(short for _, short in _without_numbers(name))):
                 if short in self._wrapped.headless:
@@ -197,13 +195,13 @@ class SiteIndex:
             return f"the model has no module {name!r}: {above!r} is not wrapped: {self._wrapped.unwrapped[above]}"
         return (
             f"the model has no module {name!r} (name_map can map the checkpoint's names to the model's paths, and skip "
-            f"pass over parts that this process lacks){self._hint(kind, name)}"
+            f"pass over modules that this process lacks){self._hint(kind, name)}"
         )
 
     def _above(self, name: str) -> str | None:
         """Return the unwrapped layer whose path is a prefix of the name, with or without its indices, or None."""
-        parts = name[:500].split(".")
-        for path in (parts, [part for part in parts if not _is_index(part)]):
+        keys = name[:500].split(".")
+        for path in (keys, [key for key in keys if not _is_index(key)]):
             for end in range(len(path) - 1, 0, -1):
                 if (above := ".".join(path[:end])) in self._left_out:
                     return above
@@ -243,15 +241,15 @@ class SiteIndex:
 
 
 def _without_numbers(name: str, counts: Collection[int] = range(3)) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Yield (removed integer components, name without them) for each way to remove `counts` components."""
-    parts = name.split(".")
-    places = [i for i, part in enumerate(parts) if _is_index(part)]
+    """Yield (removed integer keys, name without them) for each way to remove `counts` of them."""
+    keys = name.split(".")
+    at = [i for i, key in enumerate(keys) if _is_index(key)]
     for count in counts:
-        for out in itertools.combinations(places, count):
-            kept = parts.copy()
+        for out in itertools.combinations(at, count):
+            kept = keys.copy()
             for i in reversed(out):
                 del kept[i]
-            yield tuple([int(parts[i]) for i in out]), ".".join(kept)
+            yield tuple([int(keys[i]) for i in out]), ".".join(kept)
 
 
 def _row(spec: SlotSpec, numbers: tuple[int, ...], all_experts: bool) -> int | None:
@@ -284,6 +282,6 @@ def _misnumbered(name: str, spec: SlotSpec, all_experts: bool) -> str:
     return f"{name!r} is {' of '.join(sizes)}, and the name has no {' and '.join(indices)} index below that"
 
 
-def _is_index(part: str) -> bool:
-    """Return whether a component is a canonical ASCII decimal. "01" and digits of other scripts are not indices."""
-    return part.isascii() and part.isdecimal() and (part == "0" or part[0] != "0") and len(part) < 10
+def _is_index(key: str) -> bool:
+    """Return whether a key is a canonical ASCII decimal. "01" and digits of other scripts are not indices."""
+    return key.isascii() and key.isdecimal() and (key == "0" or key[0] != "0") and len(key) < 10

@@ -61,7 +61,7 @@ def largest_rank(placements: Iterable[Placement]) -> int:
 
 @dataclass(eq=False)
 class LifeCycle:
-    """The part of a packed adapter that changes while it is served. It is set under the state lock.
+    """The state of a packed adapter that changes while it is served. It is set under the state lock.
 
     Attributes:
       blocks: The factors, packed in the layout in which slots are written. The tuple is replaced, never mutated.
@@ -100,7 +100,7 @@ class PackedAdapter:
       key: `Adapter.fingerprint` of its files, or None if its weights are from memory.
       in_place: True if it was loaded to replace the current weights. It is then a new version whatever its key.
       update_plan: Plan of the last update from device arrays, reused for the same names and shapes.
-      warnings: What the load found about parts without effect (`AdapterInfo.warnings`).
+      warnings: What the load found about modules without effect (`AdapterInfo.warnings`).
     """
 
     name: str
@@ -168,7 +168,7 @@ class PackedAdapter:
 
         It is equal in all processes of a model, so that all evict the same adapters.
         """
-        return sum(part.nbytes for part in (*self.blocks, self.ranks, *self.extras.values()))
+        return sum(each.nbytes for each in (*self.blocks, self.ranks, *self.extras.values()))
 
     def digest(self) -> str:
         """Return a hash that is equal in all processes of a model that read the same adapter.

@@ -17,7 +17,7 @@ from jlora.layers.wrap.wrapped import WrappedModel, own_order_of
 from jlora.manager.blocks import Block, Chunk, Packing, Row, bits_of
 from jlora.manager.casting import check_scaling, in_slot_dtype, write
 from jlora.manager.fit import is_exchanged, rows_of
-from jlora.manager.names import Place
+from jlora.manager.names import SiteSlices
 from jlora.manager.packed_adapter import Placement
 
 
@@ -44,7 +44,7 @@ class _Piece(NamedTuple):
 def pack_modules(
     where: str,
     modules: dict[str, Layer],
-    placed: Mapping[str, Place],
+    slices_of: Mapping[str, SiteSlices],
     wrapped: WrappedModel,
     chunks: Sequence[Chunk],
 ) -> tuple[tuple[Placement, ...], tuple[Block, ...]]:
@@ -57,20 +57,20 @@ def pack_modules(
       where: Description of the adapter, for messages.
       modules: The modules of the adapter by name. Each is removed from the dict once it is packed, so that its memory
         is freed while the blocks fill and an adapter of gigabytes is not in memory twice.
-      placed: The place of each module, from `place`.
+      slices_of: The slices that each module fills, from `find_slices`.
       wrapped: The wrapped model.
       chunks: The chunks of the pool.
 
     Returns:
-      The placements, in the order of `placed`, and the blocks.
+      The placements, in the order of `slices_of`, and the blocks.
 
     Raises:
       AdapterMismatchError: Slot dtype cannot hold a value.
     """
-    of_experts = [name for name, (site, *_) in placed.items() if site.spec.experts]
-    shared = bool(of_experts) and all(_is_shared(where, modules[name], *placed[name]) for name in of_experts)
+    of_experts = [name for name, (site, *_) in slices_of.items() if site.spec.experts]
+    shared = bool(of_experts) and all(_is_shared(where, modules[name], *slices_of[name]) for name in of_experts)
     ranks: dict[Row, int] = {}
-    for name, (site, first_row, _, _) in placed.items():
+    for name, (site, first_row, _, _) in slices_of.items():
         for target, rows in _targets(modules[name], site, first_row, shared):
             for row in rows:
                 ranks[target, row] = max(ranks.get((target, row), 0), modules[name].rank)
@@ -79,9 +79,9 @@ def pack_modules(
     def fill(name: str) -> list[Placement]:
         module = modules.pop(name)
         with np.errstate(over="ignore", invalid="ignore"):
-            return _fill(where, name, module, wrapped, *placed[name], shared, packing)
+            return _fill(where, name, module, wrapped, *slices_of[name], shared, packing)
 
-    filled = on_threads(fill, list(placed), sum(block.nbytes for block in packing.blocks))
+    filled = on_threads(fill, list(slices_of), sum(block.nbytes for block in packing.blocks))
     return tuple(itertools.chain(*filled)), packing.blocks
 
 
@@ -143,8 +143,8 @@ def _columns(b: np.ndarray, positions: np.ndarray, own: Sequence[range]) -> np.n
     """Return `b[:, :, positions]` in the memory layout of `b`. Experts outside `own` are zeros."""
     if len(b) > sum(map(len, own)) and len(b) > 1:
         found = fresh(b.size, b.dtype, sparse=True).reshape(b.shape)
-        for part in own:
-            rows = slice(part.start, part.stop)
+        for each in own:
+            rows = slice(each.start, each.stop)
             found.view(bits_of(b.dtype))[rows] = _columns(b[rows], positions, own).view(bits_of(b.dtype))
         return found
     order = sorted(range(3), key=lambda axis: -b.strides[axis])
@@ -210,7 +210,7 @@ def _fill(
 
 
 def _within(runs: Iterable[tuple[slice, slice]], columns: slice) -> list[tuple[slice, slice]]:
-    """Return the parts of runs within `columns`, as (features counted from the first column, stored features)."""
+    """Return the shares of runs within `columns`, as (features counted from the first column, stored features)."""
     found: list[tuple[slice, slice]] = []
     for features, stored in runs:
         begin, end = max(features.start, columns.start), min(features.stop, columns.stop)

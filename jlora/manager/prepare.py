@@ -11,14 +11,13 @@ from jlora.config import LoRARequest
 from jlora.errors import AdapterMismatchError, LoadTimeoutError, LoRAUsageError, NoFreeSlotError
 from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.forward.batch_shape import BatchShape
-from jlora.layers.forward.lease import Lease, ServedParts
-from jlora.layers.forward.make_batch import Entry, make_batch, renewed
+from jlora.layers.forward.lease import Lease, ServedTerms
+from jlora.layers.forward.make_batch import make_batch, renewed
 from jlora.manager.batch_arguments import BatchArguments, Name, check_adapters
 from jlora.manager.leases import AdapterHandle
 from jlora.manager.loading import await_loads, recall, start
 from jlora.manager.loads import Deadline, Load
 from jlora.manager.packed_adapter import PackedAdapter
-from jlora.manager.slot_table import SlotPlan
 from jlora.manager.state import KeptBatch, State, Ticket
 
 _log = logging.getLogger("jlora.leases")
@@ -105,7 +104,7 @@ def activate(state: State, name: str, *, pin: bool) -> bool:
     return written
 
 
-def _same(plan: SlotPlan) -> list[tuple[str, int, int]] | None:
+def _same(plan: Mapping[PackedAdapter, int]) -> list[tuple[str, int, int]] | None:
     """Return the value that all processes compare before they write slots; None if no slot is written."""
     return [(packed.name, packed.version, slot) for packed, slot in plan.items()] or None
 
@@ -123,7 +122,7 @@ def _start(state: State, args: BatchArguments, ticket: Ticket, absent: list[LoRA
     With several processes only one load is started at a time, so that all processes admit them in the same order.
 
     Raises:
-      NoFreeSlotError: there are not enough slots or places in the host cache for the batch now, or an earlier
+      NoFreeSlotError: there are not enough slots, or room in the host cache, for the batch now, or an earlier
         ticket waits. The loads would evict each other from the host cache and be repeated without end.
     """
     _check_room(state, args, ticket)
@@ -160,7 +159,7 @@ def _check_room(state: State, args: BatchArguments, ticket: Ticket) -> None:
     The load then evicts other adapters first.
 
     Raises:
-      NoFreeSlotError: the slots that are neither pinned nor leased are too few, or the places in the host cache.
+      NoFreeSlotError: the slots that are neither pinned nor leased are too few, or the host cache has no room.
     """
     loaded = _loaded(state, args)
     names = {
@@ -246,25 +245,25 @@ def _again(state: State, args: BatchArguments) -> LoRABatch | None:
     state.kept.move_to_end(args.key)
     old = kept.batch.lease
     assert old is not None
-    return renewed(kept.batch, _lease(state, kept.slots, old.parts, old.shape))
+    return renewed(kept.batch, _lease(state, kept.slots, old.terms, old.shape))
 
 
 def _make(state: State, args: BatchArguments, served: dict[Name, PackedAdapter]) -> LoRABatch:
     """Return a batch of adapters that are in slots."""
     slot_of = {name: state.pool.table.index(packed) for name, packed in served.items()}
     none, writes = state.config.max_loras, state.pool.writes
-    order = {given: i for i, given in enumerate(args.parts)}
+    order = {given: i for i, given in enumerate(args.terms)}
     index = [order[name] for name in args.names]
-    entries: list[Entry] = []
-    parts: list[ServedParts] = []
-    for own in args.parts.values():
+    entries: list[list[tuple[int, int, float]]] = []
+    terms: list[ServedTerms] = []
+    for own in args.terms.values():
         entries.append([(slot_of[name], writes[slot_of[name]], scale) for name, scale in own])
-        parts.append(tuple([(served[name].name, served[name].version, scale) for name, scale in own]))
-    lease = _lease(state, served.values(), [parts[i] for i in index], args.shape)
+        terms.append(tuple([(served[name].name, served[name].version, scale) for name, scale in own]))
+    lease = _lease(state, served.values(), [terms[i] for i in index], args.shape)
     sites, unserved = state.wrapped.sites, state.wrapped.unserved.sites
     batch = make_batch(entries, index, args.shape, sites, lease, none=none, unserved=unserved)
     if not any(isinstance(name, LoRARequest) and name.load_inplace for name in served):
-        closed = Lease((), lease.parts, 0, shape=args.shape)
+        closed = Lease((), lease.terms, 0, shape=args.shape)
         closed.close()
         slots_of = {packed: (slot_of[name], writes[slot_of[name]]) for name, packed in served.items()}
         newest = frozenset(c for name, c in served.items() if not isinstance(name, AdapterHandle))
@@ -277,10 +276,10 @@ def _make(state: State, args: BatchArguments, served: dict[Name, PackedAdapter])
 
 
 def _lease(
-    state: State, loaded: Iterable[PackedAdapter], parts: Sequence[ServedParts], shape: BatchShape | None
+    state: State, loaded: Iterable[PackedAdapter], terms: Sequence[ServedTerms], shape: BatchShape | None
 ) -> Lease:
     where = "".join(traceback.format_stack()[:-3]) if _log.isEnabledFor(logging.DEBUG) else None
     distinct = tuple(dict.fromkeys(loaded))
-    lease = Lease(distinct, parts, threading.get_ident(), where, state.changed.ring, shape=shape)
+    lease = Lease(distinct, terms, threading.get_ident(), where, state.changed.ring, shape=shape)
     state.leases.add(lease)
     return lease

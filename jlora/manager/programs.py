@@ -14,31 +14,29 @@ from jlora.layers.slot_write import takes_kernels, write_block, write_table
 from jlora.manager.array_placement import ArrayPlacement, a_device, as_sharded, everywhere, of_blocks
 from jlora.manager.blocks import rank_step
 
-# Sites of one spec that a program writes: (spec, rows of the block, number of sites).
-Part: TypeAlias = tuple[SlotSpec, int, int]
-Key: TypeAlias = tuple[Part, ...]
-
+# (spec, rows of the block, number of sites) of each block that a program writes.
+WriteKey: TypeAlias = tuple[tuple[SlotSpec, int, int], ...]
 Arrays: TypeAlias = tuple[jax.Array, ...]
 
 
 @lru_cache(maxsize=256)
-def compiled_write(parts: Key, stamps: tuple[int, ...], placements: tuple[ArrayPlacement, ...]) -> Launch:
+def compiled_write(key: WriteKey, stamps: tuple[int, ...], placements: tuple[ArrayPlacement, ...]) -> Launch:
     """Compile the program that writes blocks into one slot and increments the stamp of the slot.
 
     Its signature is `write(*arrays, *operands)`, and it returns the updated arrays. The arrays are donated. For each
-    part, the operands are its blocks and the int32 vector [slot, row, rank, shard].
+    block, the operands are its factors and the int32 vector [slot, row, rank, shard].
 
     Args:
-      parts: Specs and sizes of the blocks, in the order of the operands.
+      key: Specs and sizes of the blocks, in the order of the operands.
       stamps: Shape of the stamps, which is the axes of `SlotSpec.stack` and then the slots.
-      placements: Placements of the arrays. These are all A and then all B of each part, and the stamps at the end.
+      placements: Placements of the arrays. These are all A and then all B of each block, and the stamps at the end.
     """
     whole = everywhere(placements[0])
     writers: list[Callable[..., Arrays]] = []
     arrays: list[jax.ShapeDtypeStruct] = []
     operands: list[tuple[jax.ShapeDtypeStruct, ...]] = []
     meshes: set[Any] = set()
-    for spec, rows, count in parts:
+    for spec, rows, count in key:
         factors, step = spec.factors, rank_step(spec)
         own = placements[len(arrays) : len(arrays) + len(factors) * count]
         sharding = spec.sharding if as_sharded(spec, own) else None
@@ -48,7 +46,7 @@ def compiled_write(parts: Key, stamps: tuple[int, ...], placements: tuple[ArrayP
             alone = sharding.experts if rows == 1 and spec.expert_shards > 1 else ()
             of = of_blocks(spec, whole=not alone)
         meshes.add(None if sharding is None else sharding.mesh)
-        writers.append(partial(_write_part, spec, count, over, alone, takes_kernels(a_device(placements[0]))))
+        writers.append(partial(_write_sites, spec, count, over, alone, takes_kernels(a_device(placements[0]))))
         of_arrays = [j for j in factors for _ in range(count)]
         arrays += [_struct(spec.shapes[j], spec.dtype, where) for j, where in zip(of_arrays, own, strict=True)]
         blocks = (rows, spec.slices, step, spec.stored_in), (rows, step, spec.stored_out)
@@ -56,7 +54,7 @@ def compiled_write(parts: Key, stamps: tuple[int, ...], placements: tuple[ArrayP
 
     def write(arrays: Arrays, operands: Sequence[Arrays]) -> Arrays:
         written: list[jax.Array] = []
-        for (spec, _, count), writer, (*blocks, where) in zip(parts, writers, operands, strict=True):
+        for (spec, _, count), writer, (*blocks, where) in zip(key, writers, operands, strict=True):
             written += writer(arrays[len(written) : len(written) + len(spec.factors) * count], blocks, where)
         return *written, _stamped(arrays[-1], operands[0][-1][0])
 
@@ -65,7 +63,7 @@ def compiled_write(parts: Key, stamps: tuple[int, ...], placements: tuple[ArrayP
     return _compile(write, mesh, placements, arrays, (tuple(operands),))
 
 
-def _write_part(
+def _write_sites(
     spec: SlotSpec,
     count: int,
     over: tuple[str, ...],
@@ -132,7 +130,7 @@ def _compile(
 ) -> Launch:
     """Compile a write program ahead of time.
 
-    `jax.jit` would compile again under another precision or debugging option. On a mesh, each shard writes its own part
+    `jax.jit` would compile again under another precision or debugging option. On a mesh, each device writes its shard
     of the operands, without communication.
     """
     donated = tuple(arrays)

@@ -15,23 +15,23 @@ import numpy as np
 from flax import nnx
 
 from jlora._compat import Device, Launch, is_ready, raw_value, set_raw_value
-from jlora.layers.site import Site
+from jlora.layers.site import Site, SlotSpec
 from jlora.manager.array_placement import (
     ArrayPlacement,
     as_sharded,
     everywhere,
-    is_placed,
+    is_there,
     of_blocks,
     own_device,
     page_locked,
-    place_of,
+    placement_of,
     put_operands,
     refreshed,
 )
 from jlora.manager.blocks import Block, Chunk, cut
 from jlora.manager.extras import empty_values
 from jlora.manager.packed_adapter import PackedAdapter
-from jlora.manager.programs import Key, Part, compiled_table, compiled_write
+from jlora.manager.programs import WriteKey, compiled_table, compiled_write
 from jlora.sharding.put import put
 
 
@@ -39,7 +39,7 @@ from jlora.sharding.put import put
 class _Job:
     """A program that writes slots, the variables whose arrays it reads and returns, and their indices."""
 
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
     variables: tuple[nnx.Variable[jax.Array], ...]
     program: Launch
 
@@ -83,17 +83,17 @@ class SlotArrays:
         self.compilations = 0
         self.max_bytes = max_bytes
         self._variables: list[nnx.Variable[jax.Array]] = []
-        self._places: dict[Site, range] = {}  # indices of its arrays in the variables
+        self._ranges: dict[Site, range] = {}  # indices of its arrays in the variables
         for site in self.sites:
             start = len(self._variables)
             self._variables += [vars(modules[site])[name] for name in site.attributes]
-            self._places[site] = range(start, len(self._variables))
+            self._ranges[site] = range(start, len(self._variables))
         stamped = next(site for site in self.sites if site.stamped)
         stamps = vars(modules[stamped])[stamped.stamps]
         self._stamps = tuple(raw_value(stamps).shape)
         self._variables.append(stamps)
         self._known = [raw_value(v) for v in self._variables]
-        self._placements = [place_of(array) for array in self._known]
+        self._placements = [placement_of(array) for array in self._known]
         device = own_device(self._placements[0])
         self.page_locks = device.platform != "cpu" and "pinned_host" in {m.kind for m in device.addressable_memories()}
         dense = tuple(chunk for chunk in self.chunks if chunk.spec.experts is None and chunk.spec.whole)
@@ -121,7 +121,7 @@ class SlotArrays:
             return blocks
         arrays, targets = self._pieces(blocks)
         arrays = [
-            array if is_placed(array, target) else jax.device_get(array)
+            array if is_there(array, target) else jax.device_get(array)
             for array, target in zip(arrays, targets, strict=True)
         ]
         moved = put(arrays, list(map(page_locked, targets)))
@@ -216,7 +216,7 @@ class SlotArrays:
           The blocks and the operands on the device.
         """
         arrays, targets = self._pieces(blocks)
-        if all(is_placed(array, target) for array, target in zip(arrays, targets, strict=True)):
+        if all(is_there(array, target) for array, target in zip(arrays, targets, strict=True)):
             arrays, targets = [], []
         if not (arrays or operands):
             return tuple(blocks), []
@@ -313,7 +313,7 @@ class SlotArrays:
         return batches + [(block,) for block in blocks if id(block) not in taken]
 
     def _where(self, slot: int, block: Block) -> jax.Array:
-        row, owner = block.chunk.place(block.row)
+        row, owner = block.chunk.origin(block.row)
         return self._index(slot, row, block.start, owner)
 
     def _job(self, blocks: Sequence[Block]) -> "_Job":
@@ -329,19 +329,19 @@ class SlotArrays:
             self._jobs[table] = self._make_job(table, self._of(table))
         return self._jobs[table]
 
-    def _make_job(self, key: Key | str, places: tuple[int, ...]) -> "_Job":
-        program = self._program(key, tuple(self._placements[i] for i in places))
-        return _Job(places, tuple(self._variables[i] for i in places), program)
+    def _make_job(self, key: WriteKey | str, indices: tuple[int, ...]) -> "_Job":
+        program = self._program(key, tuple(self._placements[i] for i in indices))
+        return _Job(indices, tuple(self._variables[i] for i in indices), program)
 
-    def _task(self, at: Sequence[tuple[Chunk, int | None]]) -> tuple[Key, tuple[int, ...]]:
+    def _task(self, at: Sequence[tuple[Chunk, int | None]]) -> tuple[WriteKey, tuple[int, ...]]:
         """Return the compile key and variable indices of the program that writes these rows of chunks (None: all)."""
-        key: list[Part] = []
-        places: list[int] = []
+        key: list[tuple[SlotSpec, int, int]] = []
+        indices: list[int] = []
         for chunk, row in at:
             sites = chunk.sites if row is None or chunk.spec.rows else (chunk.sites[row],)
             key.append((chunk.spec, chunk.count if row is None else 1, len(sites)))
-            places += self._of_factors(sites)
-        return tuple(key), (*places, len(self._variables) - 1)
+            indices += self._of_factors(sites)
+        return tuple(key), (*indices, len(self._variables) - 1)
 
     def _run(self, slot: int, job: "_Job", operands: Sequence[jax.Array], donate: bool) -> tuple[jax.Array, ...]:
         """Run a program that writes a slot, and store its results in the model's variables.
@@ -352,7 +352,7 @@ class SlotArrays:
         arrays = tuple(map(raw_value, job.variables))
         if not donate:
             arrays = tuple(map(jnp.copy, arrays))
-        for i, variable, result in zip(job.places, job.variables, job.program([*arrays, *operands]), strict=True):
+        for i, variable, result in zip(job.indices, job.variables, job.program([*arrays, *operands]), strict=True):
             set_raw_value(variable, result)
             self._known[i] = result
         self.writes[slot] += 1
@@ -383,12 +383,12 @@ class SlotArrays:
 
     def _of_factors(self, sites: Sequence[Site]) -> tuple[int, ...]:
         """Return the variable indices of all A, then all B, of sites with one spec. A site may have only one factor."""
-        return tuple(self._places[site][j] for j in range(len(sites[0].spec.factors)) for site in sites)
+        return tuple(self._ranges[site][j] for j in range(len(sites[0].spec.factors)) for site in sites)
 
     def _of(self, table: str) -> tuple[int, ...]:
         """Return the variable indices of the ranks or an extra of all sites that hold it, and of the stamps."""
         having = [(site, site.spec.index(table)) for site in self.sites if table in site.spec.tables]
-        return *(self._places[site][site.spec.present.index(j)] for site, j in having), len(self._variables) - 1
+        return *(self._ranges[site][site.spec.present.index(j)] for site, j in having), len(self._variables) - 1
 
     # --- programs ---------------------------------------------------------------------------------------------------
 
@@ -410,19 +410,19 @@ class SlotArrays:
             programs = dict(zip(wanted, made, strict=True))
             self._programs, self.compilations = programs, self.compilations + 1
 
-    def _wanted(self) -> set[tuple[Key | str, tuple[ArrayPlacement, ...]]]:
+    def _wanted(self) -> set[tuple[WriteKey | str, tuple[ArrayPlacement, ...]]]:
         """Return the keys of all programs (chunks, rows of chunks, tables), each with the placements of its arrays."""
-        tasks: list[tuple[Key | str, tuple[int, ...]]]
+        tasks: list[tuple[WriteKey | str, tuple[int, ...]]]
         tasks = [self._task([(chunk, row)]) for chunk in self.chunks for row in (None, *self._kinds(chunk))]
         tasks += [self._task([(chunk, None) for chunk in self.joined])] if self.joined else []
         tasks += [(table, self._of(table)) for table in self._tables]
-        return {(key, tuple(self._placements[i] for i in places)) for key, places in tasks}
+        return {(key, tuple(self._placements[i] for i in indices)) for key, indices in tasks}
 
     def _kinds(self, chunk: Chunk) -> range:
         """Return one row of each site of a chunk."""
         return range(1) if chunk.spec.rows else range(chunk.count)
 
-    def _program(self, key: Key | str, placements: tuple[ArrayPlacement, ...]) -> Launch:
+    def _program(self, key: WriteKey | str, placements: tuple[ArrayPlacement, ...]) -> Launch:
         found = self._programs.get((key, placements))
         if found is not None:
             return found

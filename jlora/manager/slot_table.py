@@ -4,8 +4,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import cast
 
 import jax
 
@@ -17,8 +17,6 @@ from jlora.manager.locks import StateLock
 from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.report import Histogram
 from jlora.manager.slot_arrays import SlotArrays
-
-SlotPlan: TypeAlias = dict[PackedAdapter, int]  # adapter to write -> slot
 
 _log = logging.getLogger("jlora")
 
@@ -126,8 +124,8 @@ class SlotTable:
         # A pinned name keeps its slot until the new version is written there.
         return [slot for slot, c in enumerate(table) if c is not None and not alive(c) and c.name not in pins]
 
-    def plan(self, wanted: Sequence[PackedAdapter]) -> SlotPlan:
-        """Return the slots to write so that distinct adapters are all in slots. Nothing is changed.
+    def plan(self, wanted: Sequence[PackedAdapter]) -> dict[PackedAdapter, int]:
+        """Return adapter -> slot to write, so that distinct adapters are all in slots. Nothing is changed.
 
         Raises:
           NoFreeSlotError: the adapters do not fit.
@@ -142,7 +140,7 @@ class SlotTable:
             raise NoFreeSlotError(self._no_room(missing, wanted))
         return dict(zip(missing, cast("list[int]", slots_of), strict=True))
 
-    def carry_out(self, plan: SlotPlan, wanted: Sequence[PackedAdapter]) -> None:
+    def carry_out(self, plan: Mapping[PackedAdapter, int], wanted: Sequence[PackedAdapter]) -> None:
         """Repair the slots, write those of a plan, and mark a use of all wanted adapters."""
         self.sweep()
         for packed, slot in plan.items():

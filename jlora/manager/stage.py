@@ -17,8 +17,8 @@ from jlora.errors import AdapterMismatchError
 from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.manager.base_weights import check_base_shapes, check_base_weights
 from jlora.manager.effect import without_effect
-from jlora.manager.fit import check_finite, describe, own_experts, place, read_as
-from jlora.manager.names import Place, SiteIndex
+from jlora.manager.fit import check_finite, describe, find_slices, own_experts, read_as
+from jlora.manager.names import SiteIndex, SiteSlices
 from jlora.manager.packed_adapter import LifeCycle, PackedAdapter, largest_rank
 from jlora.manager.packing import pack_modules, rank_table
 from jlora.manager.slot_arrays import SlotArrays
@@ -49,13 +49,13 @@ def pack_files(
         check_variant(where, config, adapter)
         _check_request(where, request, adapter)
         index = read_as(where, adapter, index)
-        placed = place(where, adapter, index)
+        slices_of = find_slices(where, adapter, index)
         check_base_shapes(where, adapter.base_weights, index)
-        own = own_experts(adapter.modules, placed)
+        own = own_experts(adapter.modules, slices_of)
         adapter = opened.read(own, allow_nonfinite=config.allow_nonfinite)
-    warnings = without_effect(adapter, placed, wrapped, own)
+    warnings = without_effect(adapter, slices_of, wrapped, own)
     layers, adapter = adapter.layers, adapter.with_layers({})
-    return _pack(where, adapter, layers, placed, warnings, request, wrapped, index, pool)
+    return _pack(where, adapter, layers, slices_of, warnings, request, wrapped, index, pool)
 
 
 def pack_in_memory(
@@ -72,9 +72,9 @@ def pack_in_memory(
     if not config.allow_nonfinite:  # files are checked while they are read
         check_finite(where, adapter)
     index = read_as(where, adapter, index)
-    placed = place(where, adapter, index)
-    warnings = without_effect(adapter, placed, wrapped)
-    return _pack(where, adapter, adapter.layers, placed, warnings, None, wrapped, index, pool)
+    slices_of = find_slices(where, adapter, index)
+    warnings = without_effect(adapter, slices_of, wrapped)
+    return _pack(where, adapter, adapter.layers, slices_of, warnings, None, wrapped, index, pool)
 
 
 def check_variant(where: str, config: LoRAConfig, adapter: Adapter) -> None:
@@ -107,7 +107,7 @@ def _pack(
     where: str,
     adapter: Adapter,
     layers: dict[str, Layer],
-    placed: Mapping[str, Place],
+    slices_of: Mapping[str, SiteSlices],
     warnings: list[str],
     request: LoRARequest | None,
     wrapped: WrappedModel,
@@ -119,7 +119,7 @@ def _pack(
     They are removed from `layers`, so that their memory is freed early.
     """
     warnings = [*check_base_weights(where, adapter.base_weights, wrapped, index), *warnings]
-    placements, blocks = pack_modules(where, layers, placed, wrapped, pool.chunks)
+    placements, blocks = pack_modules(where, layers, slices_of, wrapped, pool.chunks)
     if warnings:
         _log.warning("%s: %s", where, "; ".join(warnings))
     return PackedAdapter(

@@ -199,14 +199,14 @@ def _described(model: object) -> str:
 def _check_options(function: Callable[..., Any], options: dict[str, Any]) -> None:
     """Raise `LoRAUsageError` if an option of `jax.jit` donates the model or makes it static."""
     parameters = inspect.signature(function).parameters.values()
-    places = [each for each in parameters if each.kind is not inspect.Parameter.KEYWORD_ONLY]
-    if not places:
+    ordered = [each for each in parameters if each.kind is not inspect.Parameter.KEYWORD_ONLY]
+    if not ordered:
         raise LoRAUsageError("LoRAManager.jit takes a function whose first argument is the model")
     for option in ("donate_argnums", "donate_argnames", "static_argnums", "static_argnames"):
         given = options.get(option)
         given = () if given is None else (given,) if isinstance(given, int | str) else given
-        if {0, -len(places), places[0].name}.intersection(given):
+        if {0, -len(ordered), ordered[0].name}.intersection(given):
             raise LoRAUsageError(
-                f"LoRAManager.jit({option}={options[option]!r}) names the model, the argument {places[0].name!r} at "
+                f"LoRAManager.jit({option}={options[option]!r}) names the model, the argument {ordered[0].name!r} at "
                 "position 0. Its variables are kept and passed as arrays at every call: leave it out"
             )

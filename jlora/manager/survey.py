@@ -14,8 +14,8 @@ from jlora.layers.wrap.apply import survey
 from jlora.layers.wrap.wrapped import LayerInfo
 from jlora.manager.base_weights import check_base_shapes, difference
 from jlora.manager.effect import without_effect
-from jlora.manager.fit import describe, place, read_as, refuse
-from jlora.manager.names import NameMap, Place, SiteIndex, name_rules
+from jlora.manager.fit import describe, find_slices, read_as, refuse
+from jlora.manager.names import SiteIndex, SiteSlices, name_rules
 from jlora.manager.stage import check_variant
 
 
@@ -35,7 +35,12 @@ class Survey:
     """
 
     def __init__(
-        self, model: nnx.Module, config: LoRAConfig, *, name_map: NameMap | None = None, skip: Sequence[str] = ()
+        self,
+        model: nnx.Module,
+        config: LoRAConfig,
+        *,
+        name_map: Mapping[str, str] | None = None,
+        skip: Sequence[str] = (),
     ):
         self._config = config
         self._wrapped = survey(model, config, skip)
@@ -70,11 +75,11 @@ class Survey:
         """
         if isinstance(adapter, Adapter):
             where, problems = describe(adapter.name, None), Problems()
-            placed = problems.attempt(dict[str, Place](), self._check, where, adapter)
+            slices_of = problems.attempt(dict[str, SiteSlices](), self._check, where, adapter)
             if base_weight is not None:
                 problems.attempt(None, _check_values, where, adapter.base_weights, base_weight)
             problems.raise_first()
-            return tuple(without_effect(adapter, placed, self._wrapped))
+            return tuple(without_effect(adapter, slices_of, self._wrapped))
         where = describe(adapter.name, adapter.path)
         found = resolve(adapter.path, adapter.name, adapter.revision, local_only=adapter.local_only)
         problems = Problems()
@@ -83,14 +88,14 @@ class Survey:
             problems.raise_first()
         return ()
 
-    def _check(self, where: str, adapter: Adapter) -> Mapping[str, Place]:
+    def _check(self, where: str, adapter: Adapter) -> Mapping[str, SiteSlices]:
         problems = Problems()
         problems.attempt(None, check_variant, where, self._config, adapter)
         index = problems.attempt(self._index, read_as, where, adapter, self._index)
-        placed = problems.attempt(dict[str, Place](), place, where, adapter, index)
+        slices_of = problems.attempt(dict[str, SiteSlices](), find_slices, where, adapter, index)
         problems.attempt(None, check_base_shapes, where, adapter.base_weights, index)
         problems.raise_first()
-        return placed
+        return slices_of
 
 
 def _check_values(

@@ -23,8 +23,8 @@ from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.site import Site, SlotParam, SlotSpec
 from jlora.manager.blocks import unpack
 from jlora.manager.export import export_factors
+from jlora.manager.new_weights import stored
 from jlora.manager.packed_adapter import LifeCycle, PackedAdapter, Placement
-from jlora.manager.update import stored
 
 # (model, batch, *inputs) -> the sum of the losses of each sequence, and the number of tokens that it sums (or weights).
 Loss: TypeAlias = Callable[..., tuple[Float[Array, "B"], Float[Array, "B"]]]
@@ -61,14 +61,14 @@ class _Factor:
             axes[-1] = None
         return NamedSharding(found.mesh, P(None, *axes))
 
-    def put(self, slots: jax.Array, factor: jax.Array, places: jax.Array) -> jax.Array:
-        """Return the slot array with these factors at `places`. A place beyond the slots drops them."""
+    def put(self, slots: jax.Array, factor: jax.Array, slots_of: jax.Array) -> jax.Array:
+        """Return the slot array with the factors of each adapter in its slot. A slot beyond the last drops them."""
         spec, axis = self.site.spec, len(self.site.spec.stack)
         if not self.half:
             more = [(0, 0)] * (factor.ndim - 2) + [(0, spec.stored_rank - spec.max_rank), (0, 0)]
             factor = jnp.pad(factor, more)
         factor = stored(factor.astype(slots.dtype), (spec.in_blocks, spec.out_blocks)[self.half])
-        own = places - spec.first_slot
+        own = slots_of - spec.first_slot
         own = jnp.where((own >= 0) & (own < spec.num_slots), own, spec.num_slots)
         where = (*(slice(None),) * axis, own)
         return slots.at[where].set(jnp.moveaxis(factor, 0, axis), mode="drop")
@@ -98,23 +98,23 @@ class Trainer:
         optimizers: Mapping[str, Optimizer],
     ):
         self._slot_of, self._update, self._loss = slot_of, update, loss
-        groups: dict[Any, list[str]] = {}
+        names_of: dict[Any, list[str]] = {}
         for name, optimizer in optimizers.items():
-            groups.setdefault(optimizer, []).append(name)
-        if not groups:
+            names_of.setdefault(optimizer, []).append(name)
+        if not names_of:
             raise LoRAUsageError("trainer takes adapter names -> optimizers, and at least one")
-        # Names are the keys, so that a state of other adapters, or in another order, is not taken for this one.
-        self._optimizers = {json.dumps(names): optimizer for optimizer, names in groups.items()}
-        self._members = {json.dumps(names): tuple(names) for names in groups.values()}
-        self.names = tuple(name for names in groups.values() for name in names)
+        # The label of an optimizer is the names, so that a state of other adapters, or in another order, does not fit.
+        self._optimizers = {json.dumps(names): optimizer for optimizer, names in names_of.items()}
+        self._members = {json.dumps(names): tuple(names) for names in names_of.values()}
+        self.names = tuple(name for names in names_of.values() for name in names)
         self._packed = {name: _trainable(name, prepare) for name in self.names}
         self._factors = _factors_of(modules, model)
         self._keys = {(factor.site, factor.half): key for key, factor in self._factors.items()}
-        started = {group: self._begin(names) for group, names in self._members.items()}
-        self._masks = {group: masks for group, (_, masks) in started.items()}
+        started = {label: self._begin(names) for label, names in self._members.items()}
+        self._masks = {label: masks for label, (_, masks) in started.items()}
         self.state: dict[str, Any] = {
-            group: {"factors": factors, "optimizer": self._initial(group, factors)}
-            for group, (factors, _) in started.items()
+            label: {"factors": factors, "optimizer": self._initial(label, factors)}
+            for label, (factors, _) in started.items()
         }
         self._packed = {name: replace(packed, life=LifeCycle(())) for name, packed in self._packed.items()}
         options: dict[str, Any] = {"donate_argnames": "state"}
@@ -144,7 +144,7 @@ class Trainer:
         lease = batch.lease
         if lease is None or lease.closed:
             raise LoRAUsageError("Trainer.step takes an open batch of its manager, outside jax.jit")
-        if any(len(parts) > 1 for parts in lease.parts):
+        if any(len(terms) > 1 for terms in lease.terms):
             raise LoRAUsageError("Trainer.step: a sequence has several adapters; train each on sequences of its own")
         slots: dict[str, int] = {}
         for packed in cast("tuple[PackedAdapter, ...]", lease.adapters):
@@ -160,22 +160,22 @@ class Trainer:
                     f"adapter {packed.name!r}: the batch has two versions of it, or is of another manager"
                 )
             slots[packed.name] = slot
-        places = {
-            group: np.array([slots.get(name, np.iinfo(np.int32).max) for name in names], np.int32)
-            for group, names in self._members.items()
+        slots_of = {
+            label: np.array([slots.get(name, np.iinfo(np.int32).max) for name in names], np.int32)
+            for label, names in self._members.items()
         }
         order = {name: i for i, name in enumerate(self.names)}
         owners = np.array(
-            [order.get(parts[0][0], len(order)) if parts else len(order) for parts in lease.parts], np.int32
+            [order.get(terms[0][0], len(order)) if terms else len(order) for terms in lease.terms], np.int32
         )
-        self.state, losses = self._jitted(self._model, self.state, batch, places, owners, self._masks, *inputs)
+        self.state, losses = self._jitted(self._model, self.state, batch, slots_of, owners, self._masks, *inputs)
         return {name: losses[name] for name in self.names if name in slots}
 
     def tensors(self, name: str) -> dict[str, jax.Array]:
         """Return PEFT's state dict of a trained adapter: tensor name -> float32 A [r, K] or B [N, r], on the device."""
-        group = self._group(name)
-        index = self._members[group].index(name)
-        return cast("Tree", self._slices(self._packed[name].placements, self.state[group]["factors"], index))
+        label = self._label(name)
+        index = self._members[label].index(name)
+        return cast("Tree", self._slices(self._packed[name].placements, self.state[label]["factors"], index))
 
     def publish(self, *names: str) -> dict[str, int]:
         """Make the trained weights of adapters (none named: all) those that the manager serves, without a file.
@@ -193,8 +193,8 @@ class Trainer:
 
     def adapter(self, name: str) -> Adapter:
         """Return a trained adapter on the host in float32, for example to save it as a PEFT folder."""
-        group = self._group(name)
-        index, factors = self._members[group].index(name), self.state[group]["factors"]
+        label = self._label(name)
+        index, factors = self._members[label].index(name), self.state[label]["factors"]
 
         def factors_of(site: Site) -> Callable[[int], list[np.ndarray]]:
             halves = [jax.device_get(factors[self._keys[site, j]][index]) for j in site.spec.factors]
@@ -202,14 +202,14 @@ class Trainer:
 
         return export_factors(self._packed[name], {factor.site: None for factor in self._factors.values()}, factors_of)
 
-    def _group(self, name: str) -> str:
-        for group, names in self._members.items():
+    def _label(self, name: str) -> str:
+        for label, names in self._members.items():
             if name in names:
-                return group
+                return label
         raise LoRAUsageError(f"adapter {name!r} is not trained here; the trainer has {', '.join(self.names)}")
 
     def _begin(self, names: tuple[str, ...]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-        """Return the factors of adapters on the host as arrays of a group, and masks of the values that they have."""
+        """Return the factors of adapters on the host as arrays of one label, and masks of the values that they have."""
         values = {key: np.zeros((len(names), *each.shape), np.float32) for key, each in self._factors.items()}
         masks = {key: np.zeros(array.shape, bool) for key, array in values.items()}
         for i, name in enumerate(names):
@@ -224,9 +224,9 @@ class Trainer:
         put = {key: jax.device_put(array, self._factors[key].sharding) for key, array in values.items()}
         return put, {key: jnp.asarray(mask) for key, mask in masks.items()}
 
-    def _initial(self, group: str, factors: dict[str, jax.Array]) -> Tree:
-        """Return the state of the optimizer of a group, with the adapters on the first axis, sharded as the factors."""
-        init = jax.vmap(self._optimizers[group].init)
+    def _initial(self, label: str, factors: dict[str, jax.Array]) -> Tree:
+        """Return the state of the optimizer of a label, with the adapters on the first axis, sharded as the factors."""
+        init = jax.vmap(self._optimizers[label].init)
         mesh = next((each.sharding.mesh for each in self._factors.values() if each.sharding is not None), None)
         if mesh is None:
             return cast("Tree", jax.jit(init)(factors))
@@ -239,21 +239,21 @@ class Trainer:
         return cast("Tree", jax.jit(init, out_shardings=shardings)(factors))
 
     def _advance(
-        self, model: Any, state: Any, batch: LoRABatch, places: Any, owners: Int[Array, "B"], masks: Any, *inputs: Any
+        self, model: Any, state: Any, batch: LoRABatch, slots_of: Any, owners: Int[Array, "B"], masks: Any, *inputs: Any
     ) -> Any:
         """Return the state after a step, and the loss of each adapter."""
         graphdef, slots, rest = cast("Any", nnx.split(model, lambda path, _: _key(path) in self._factors, ...))
         count = len(self.names)
 
         def total(factors: Any) -> Any:
-            placed: list[Any] = []
+            written: list[Any] = []
             for path, variable in cast("Any", nnx.to_flat_state(slots)):
                 key, array = _key(path), raw_value(variable)
-                for group in factors:
-                    array = self._factors[key].put(array, factors[group][key], places[group])
-                placed.append((path, variable.replace(array)))
+                for label in factors:
+                    array = self._factors[key].put(array, factors[label][key], slots_of[label])
+                written.append((path, variable.replace(array)))
             # Flax refuses variables of the outer trace inside `nnx.scan`. The copies are of this one.
-            arrays, tree = cast("Any", jax.tree.flatten((nnx.from_flat_state(placed), rest)))
+            arrays, tree = cast("Any", jax.tree.flatten((nnx.from_flat_state(written), rest)))
             own = jax.tree.unflatten(tree, arrays)
             losses, weights = self._loss(nnx.merge(graphdef, *own), batch, *inputs)
             zeros = jnp.zeros(count, jnp.float32)
@@ -262,13 +262,13 @@ class Trainer:
             mean = jnp.where(weight > 0, summed / jnp.where(weight > 0, weight, 1), 0)
             return mean.sum(), (mean, weight > 0)
 
-        trained = {group: own["factors"] for group, own in state.items()}
+        trained = {label: own["factors"] for label, own in state.items()}
         (_, (losses, active)), gradients = jax.value_and_grad(total, has_aux=True)(trained)
         new: dict[str, Any] = {}
         start = 0
-        for group, names in self._members.items():  # JAX sorts the keys of `state`
-            move = jax.vmap(partial(_moved, self._optimizers[group]))
-            new[group] = move(state[group], gradients[group], masks[group], active[start : start + len(names)])
+        for label, names in self._members.items():  # JAX sorts the keys of `state`
+            move = jax.vmap(partial(_moved, self._optimizers[label]))
+            new[label] = move(state[label], gradients[label], masks[label], active[start : start + len(names)])
             start += len(names)
         return new, dict(zip(self.names, losses, strict=True))
 

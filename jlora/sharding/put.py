@@ -25,20 +25,20 @@ def put(arrays: Sequence[Any], where: Sequence[Sharding]) -> list[jax.Array]:
     """
     if all(sharding.is_fully_addressable for sharding in where):
         return jax.device_put(list(arrays), list(where))
-    parts = [_parts(array, sharding) for array, sharding in zip(arrays, where, strict=True)]
+    shards = [_shards(array, sharding) for array, sharding in zip(arrays, where, strict=True)]
     targets = [
         SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-        for own, sharding in zip(parts, where, strict=True)
+        for own, sharding in zip(shards, where, strict=True)
         for device in own
     ]
-    moved = iter(jax.device_put([part for own in parts for part in own.values()], targets))
+    moved = iter(jax.device_put([shard for own in shards for shard in own.values()], targets))
     return [
         jax.make_array_from_single_device_arrays(array.shape, sharding, list(itertools.islice(moved, len(own))))
-        for array, sharding, own in zip(arrays, where, parts, strict=True)
+        for array, sharding, own in zip(arrays, where, shards, strict=True)
     ]
 
 
-def _parts(array: Any, sharding: Sharding) -> dict[Any, Any]:
+def _shards(array: Any, sharding: Sharding) -> dict[Any, Any]:
     """Return device -> shard, for the devices of this process."""
     if isinstance(array, jax.Array):
         return {shard.device: shard.data for shard in array.addressable_shards}

@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jlora.errors import LoRAError
 
-Names = tuple[str, ...]
+AxisNames = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -38,23 +38,23 @@ class KernelSharding:
     """
 
     mesh: Mesh | AbstractMesh
-    ins: Names = ()
-    outs: Names = ()
-    experts: Names = ()
-    data: Names = ()
+    ins: AxisNames = ()
+    outs: AxisNames = ()
+    experts: AxisNames = ()
+    data: AxisNames = ()
     fully: bool = False
 
-    def size(self, axes: Names) -> int:
+    def size(self, axes: AxisNames) -> int:
         """Return the number of shards over these mesh axes."""
         return int(np.prod([self.mesh.shape[name] for name in axes], dtype=np.int64))
 
     @property
-    def a(self) -> tuple[Names, Names, Names, Names]:
+    def a(self) -> tuple[AxisNames, AxisNames, AxisNames, AxisNames]:
         """Mesh axes of A's experts, slices, ranks and K."""
         return self.experts, (), self.outs if self.fully else (), self.ins
 
     @property
-    def b(self) -> tuple[Names, Names, Names]:
+    def b(self) -> tuple[AxisNames, AxisNames, AxisNames]:
         """Mesh axes of B's experts, ranks and N."""
         return self.experts, (), (*self.outs, *self.ins) if self.fully else self.outs
 
@@ -78,7 +78,7 @@ class KernelSharding:
         """Sharding of a replicated array."""
         return NamedSharding(self.mesh, PartitionSpec())
 
-    def named(self, *axes: Names) -> NamedSharding:
+    def named(self, *axes: AxisNames) -> NamedSharding:
         """Return the sharding of an array, given one tuple of mesh axes for each array axis."""
         return NamedSharding(self.mesh, partition(*axes))
 
@@ -88,7 +88,7 @@ def process_of(device: Any) -> int:
     return device.process_index
 
 
-def partition(*axes: Names) -> PartitionSpec:
+def partition(*axes: AxisNames) -> PartitionSpec:
     """Return the PartitionSpec for one tuple of mesh axes for each array axis."""
     return PartitionSpec(*(names if len(names) > 1 else names[0] if names else None for names in axes))
 
@@ -98,7 +98,7 @@ def kernel_sharding(
     sharding: Any,
     axes: Sequence[Sequence[int]],
     sizes: Sequence[int],
-    data: Names,
+    data: AxisNames,
     fully: bool,
 ) -> KernelSharding | None:
     """Return how a base parameter is split, or None if its sharding is not on a mesh of several devices.
@@ -122,7 +122,7 @@ def kernel_sharding(
     # An axis of size 1 has no effect.
     spec = [tuple(name for name in names_of(entry) if mesh.shape[name] > 1) for entry in sharding.spec]
     spec += [()] * (len(sizes) - len(spec))
-    found: list[Names] = []
+    found: list[AxisNames] = []
     taken = {axis for group in axes for axis in group}
     for axis, names in enumerate(spec):
         if names and axis not in taken:
@@ -151,12 +151,12 @@ def split_axis(group: Sequence[int], sizes: Sequence[int]) -> int:
     return next((axis for axis in group if sizes[axis] > 1), group[0])
 
 
-def names_of(entry: Any) -> Names:
+def names_of(entry: Any) -> AxisNames:
     """Return the mesh axes in one entry of a PartitionSpec."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
     return (entry,) if isinstance(entry, str) else tuple[str, ...](entry)
 
 
-def _said(names: Names) -> str:
+def _said(names: AxisNames) -> str:
     return " and ".join(map(repr, names))

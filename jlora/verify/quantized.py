@@ -28,7 +28,7 @@ from jlora import _qwix
 from jlora.errors import LoRAError
 from jlora.layers.base_kernel import arrays_of, can_dequantize, dequantized
 from jlora.layers.forward.linear import parameters_of, rows_of_call
-from jlora.layers.forward.mesh import across_mesh, parts_of
+from jlora.layers.forward.mesh import across_mesh, shards_of
 from jlora.layers.site import Site, set_attribute
 from jlora.layers.specs import LinearSpec
 
@@ -133,7 +133,7 @@ def _cells(z: np.ndarray, variance: np.ndarray) -> list[bytes]:
 
 
 @dataclass(frozen=True)
-class _Product:
+class _ProductTask:
     """The task of a copied layer: compare its product if `products` is given, else compute a reference of it."""
 
     site: Site
@@ -144,7 +144,7 @@ class _Product:
 
 def compare_product(layer: nnx.Module, site: Site, spec: LinearSpec, products: Products) -> None:
     """Make the class of a copied layer add each of its products to `products`."""
-    set_attribute(layer, "jlora_product", _Product(site, spec, products))
+    set_attribute(layer, "jlora_product", _ProductTask(site, spec, products))
     where = site.spec.stack
     set_attribute(layer, "jlora_product_index", nnx.Param(jnp.arange(where[0] if where else 1).reshape(*where)))
 
@@ -154,7 +154,7 @@ def float_product(layer: nnx.Module, site: Site, spec: LinearSpec, dtype: Any = 
 
     The result has `dtype`, or that of the layer's own product.
     """
-    set_attribute(layer, "jlora_product", _Product(site, spec, dtype=dtype))
+    set_attribute(layer, "jlora_product", _ProductTask(site, spec, dtype=dtype))
 
 
 def add_factors(layer: nnx.Module, factors: Sequence[jax.Array]) -> None:
@@ -172,9 +172,9 @@ def with_product(cls: type) -> type:
     @functools.wraps(own)
     def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         y = own(self, *args, **kwargs)
-        task: _Product = vars(self)["jlora_product"]
+        task: _ProductTask = vars(self)["jlora_product"]
         site, spec = task.site, task.spec
-        if parts_of(site) != (1, 1):
+        if shards_of(site) != (1, 1):
             raise LoRAError(
                 f"verify: {site.path} is called inside a jax.shard_map over its features, and has no kernel of floats "
                 "to compare with; give `forward` a step that calls it outside"
@@ -201,7 +201,7 @@ def with_product(cls: type) -> type:
 
 
 @_qwix.unintercepted
-def _compare(task: _Product, int8: bool, base: Array, x: Array, weight: Array, index: Array) -> Array:
+def _compare(task: _ProductTask, int8: bool, base: Array, x: Array, weight: Array, index: Array) -> Array:
     assert task.products is not None
     rows, y = (array.astype(jnp.float32).reshape(-1, array.shape[-1]) for array in (x, base))
     weights, squares = jnp.square(weight), jnp.square(rows)

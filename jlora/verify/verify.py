@@ -36,7 +36,7 @@ from jlora.verify.quantized import Products
 
 Forward: TypeAlias = Callable[[nnx.Module, Any, LoRABatch | None], Any]
 Factors: TypeAlias = dict[Site, tuple[np.ndarray, np.ndarray]]  # a [(layers,) (E,) n, r, K], b [.., r, N]
-Rows: TypeAlias = list[np.ndarray]  # the arrays of one forward, rows first
+Outputs: TypeAlias = list[np.ndarray]  # the arrays of one forward, rows first
 
 _TOLERANCE, _HALF_TOLERANCE, _QUANTIZED_TOLERANCE = 1e-4, 2e-2, 1e-1
 _NAMES = ("one", "two")
@@ -151,9 +151,9 @@ class _RowOwners:
         """The sequence of each packed row; None if rows are not packed."""
         return self.shape.row_owners()
 
-    def rows(self, output: Any) -> tuple[Rows, list[np.ndarray]]:
+    def rows(self, output: Any) -> tuple[Outputs, list[np.ndarray]]:
         """Return the arrays of an output in float64, rows first, and the sequence of each row, -1 for padding."""
-        arrays: Rows = []
+        arrays: Outputs = []
         owners: list[np.ndarray] = []
         for leaf in jax.tree.leaves(output):
             if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
@@ -219,7 +219,7 @@ class _Probe:
         self.factors: dict[str, Factors] = {name: self._draw(i) for i, name in enumerate(self.names)}
         self._filled: dict[Site, list[Array]] = {}
         self._empty: dict[SlotSpec, list[Array]] = {}
-        self._bases: dict[bool, Rows] = {}
+        self._bases: dict[bool, Outputs] = {}
         self._owners: list[np.ndarray] = []
 
     def _choose_tolerance(self, dtypes: Iterable[Any]) -> None:
@@ -266,7 +266,7 @@ class _Probe:
 
     # --- the two sides --------------------------------------------------------------------------------------------
 
-    def serve(self, sites: Iterable[Site], names: Sequence[str | None], products: Products | None = None) -> Rows:
+    def serve(self, sites: Iterable[Site], names: Sequence[str | None], products: Products | None = None) -> Outputs:
         """Return the outputs of one mixed batch, with factors only in `sites`.
 
         If `products` is given, layers that can be dequantized compute their own product and add it there.
@@ -289,7 +289,7 @@ class _Probe:
         arrays, self._owners = self._run(copy, self.inputs, batch)
         return arrays
 
-    def merged(self, sites: Iterable[Site], name: str | None, cast: bool) -> Rows:
+    def merged(self, sites: Iterable[Site], name: str | None, cast: bool) -> Outputs:
         """Return the outputs of an unwrapped copy, with one adapter's factors merged into the kernels of `sites`."""
         copy, layers = unwrapped_copy(self.wrapped, self.inexact, jnp.float32 if cast else None)
         inputs = self.inputs
@@ -300,7 +300,7 @@ class _Probe:
             merge(layers[site], self.wrapped, site, *self.factors[name or ""][site])
         return self._run(copy, inputs, None)[0]
 
-    def _run(self, model: nnx.Module, inputs: Any, batch: LoRABatch | None) -> tuple[Rows, Any]:
+    def _run(self, model: nnx.Module, inputs: Any, batch: LoRABatch | None) -> tuple[Outputs, Any]:
         """Run one forward on copies of the inputs, which it may donate, and return its rows and their owners."""
         given: Any = jax.tree.map(_copied, inputs)
         return self.layout.rows(self.forward(model, given, batch))
@@ -405,7 +405,7 @@ class _Probe:
         self.batches += len(mixes)
         return worst, changed
 
-    def _base(self, cast: bool) -> Rows:
+    def _base(self, cast: bool) -> Outputs:
         if cast not in self._bases:
             try:
                 self._bases[cast] = self.merged((), None, cast)

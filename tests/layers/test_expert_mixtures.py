@@ -24,7 +24,7 @@ PLAIN = {name: shared_experts.plain(adapter) for name, adapter in ADAPTERS.items
 
 def summed(entry):
     """Return an adapter whose deltas are those of an entry of a batch; None for none."""
-    parts = () if entry is None else entry.parts if isinstance(entry, Scaled | Mix) else ((entry, 1.0),)
+    parts = () if entry is None else entry.terms if isinstance(entry, Scaled | Mix) else ((entry, 1.0),)
     modules = {}
     for name, weight in parts:
         for key, module in PLAIN[name].modules.items():

@@ -35,7 +35,7 @@ def parts_of(entry, adapters):
     if entry is None:
         return ()
     return [
-        (adapters[name], scale) for name, scale in (entry.parts if isinstance(entry, Scaled | Mix) else [(entry, 1)])
+        (adapters[name], scale) for name, scale in (entry.terms if isinstance(entry, Scaled | Mix) else [(entry, 1)])
     ]
 
 
@@ -108,7 +108,7 @@ def test_handles_takes_an_open_batch_of_this_manager(world, adapters):
 
 
 def parts_names(entry):
-    return [] if entry is None else [n for n, _ in entry.parts] if isinstance(entry, Scaled | Mix) else [entry]
+    return [] if entry is None else [n for n, _ in entry.terms] if isinstance(entry, Scaled | Mix) else [entry]
 
 
 def test_factor_0_and_inactive_rows_are_bitwise_base(world):

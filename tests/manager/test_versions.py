@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import jlora
-from jlora.manager import loading, stage, updating
+from jlora.manager import loading, stage, update
 from tests.manager.tiny import MODULES, make_adapter, make_world, tensors
 from tests.matrix import thinned
 from tests.records import content_of, on_host, slot_names
@@ -457,7 +457,7 @@ def updated_on_device(world, name: str, seed: int) -> jlora.Adapter:
 @pytest.fixture
 def copy_back(monkeypatch) -> Iterator[SimpleNamespace]:
     """Hold the copies of updated adapters to the host, until `go` is set; with `fails` set, they raise instead."""
-    found, to_host = SimpleNamespace(go=threading.Event(), fails=False, failed=threading.Event()), updating.to_host
+    found, to_host = SimpleNamespace(go=threading.Event(), fails=False, failed=threading.Event()), update.to_host
 
     def copied(blocks):
         if found.fails:
@@ -466,7 +466,7 @@ def copy_back(monkeypatch) -> Iterator[SimpleNamespace]:
         assert found.go.wait(30)
         return to_host(blocks)
 
-    monkeypatch.setattr(updating, "to_host", copied)
+    monkeypatch.setattr(update, "to_host", copied)
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     yield found
     found.go.set()

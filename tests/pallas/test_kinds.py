@@ -35,7 +35,7 @@ MIXED = [
 def parts_of(entry):
     """Return (adapter, factor) pairs; the adapter itself if there is one without a factor."""
     if isinstance(entry, Scaled | Mix):
-        return [(ADAPTERS[name], factor) for name, factor in entry.parts]
+        return [(ADAPTERS[name], factor) for name, factor in entry.terms]
     return entry and ADAPTERS[entry]
 
 

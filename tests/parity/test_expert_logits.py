@@ -118,7 +118,7 @@ def test_scaled_and_mixed_adapters(world):
         found = np.asarray(forward(manager.model, world.tokens, batch))
     for row, entry in enumerate(entries):
         model = copy.deepcopy(world.theirs)
-        for name, weight in () if entry is None else entry.parts:
+        for name, weight in () if entry is None else entry.terms:
             expert_files.merge(torch, model, world.shapes, world.adapters[name], weight)
         assert_close(found[row], logits(torch, model, world.tokens)[row], (row, entry))
 

@@ -92,11 +92,11 @@ class World:
                 if isinstance(module, peft.tuners.lora.LoraLayer):
                     module.scaling["default"] *= entry.scale
             return model
-        (first, _), *others = entry.parts
+        (first, _), *others = entry.terms
         model = peft.PeftModel.from_pretrained(copy.deepcopy(self.theirs), self.path(first), adapter_name=first)
         for name, _ in others:
             model.load_adapter(self.path(name), adapter_name=name)
-        names, weights = zip(*entry.parts, strict=True)
+        names, weights = zip(*entry.terms, strict=True)
         model.add_weighted_adapter(list(names), list(weights), "mix", combination_type="cat")
         model.set_adapter("mix")
         return model.eval()

@@ -14,7 +14,7 @@ from jlora.adapters.activation import active_from
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.forward.batch_shape import LENGTH_NEEDED, FirstRows, checked_length, first_rows_of
 from jlora.layers.forward.lease import Lease
-from jlora.layers.forward.row_space import RowSpace, placed
+from jlora.layers.forward.row_space import RowSpace, put_tree
 from jlora.layers.site import SEQUENCES, ModelSites, Site
 
 _CLOSED = "this LoRABatch is closed: its slots may hold other adapters now; prepare a new one"
@@ -44,8 +44,8 @@ class Layout:
       unserved: the sites that serve no adapter.
       undecided: True if there are aLoRA adapters, and the first active rows are not given.
       orphan: True if the batch was returned by a traced function. A step is traced for it and raises.
-      lease: weak reference to the lease of the batch, since compiled functions keep static parts alive forever. None if
-        the batch was returned by a traced function.
+      lease: weak reference to the lease of the batch, since compiled functions keep their static fields alive forever.
+        None if the batch was returned by a traced function.
     """
 
     sites: ModelSites
@@ -124,7 +124,7 @@ class LoRABatch:
         Raises:
           LoRAUsageError: inside a traced function, where the versions are unknown.
         """
-        versions = (tuple(version for _, version, _ in parts) for parts in self._host_state().parts)
+        versions = (tuple(version for _, version, _ in terms) for terms in self._host_state().terms)
         return tuple(None if not each else each[0] if len(each) == 1 else each for each in versions)
 
     @property
@@ -169,8 +169,8 @@ class LoRABatch:
         """
         lease = self._host_state()
         tokens = {(each.name, each.version): each.invocation_tokens for each in lease.adapters}
-        of_parts = ((tokens[name, version] for name, version, _ in parts) for parts in lease.parts)
-        return tuple(next(filter(None, found), ()) for found in of_parts)
+        of_terms = ((tokens[name, version] for name, version, _ in terms) for terms in lease.terms)
+        return tuple(next(filter(None, found), ()) for found in of_terms)
 
     @property
     def needs_activation(self) -> bool:
@@ -208,7 +208,7 @@ class LoRABatch:
         if lease is None:
             first = jnp.asarray(first)
         elif not isinstance(first, jax.Array):  # placed as by `prepare`, so that no step is compiled again
-            first = placed(first, self.layout.sites)
+            first = put_tree(first, self.layout.sites)
         own = replace(self.sequences, first=first, length=length, differ=True)
         return LoRABatch({**self.spaces, SEQUENCES: own}, replace(self.layout, undecided=False), lease)
 
@@ -245,10 +245,10 @@ class LoRABatch:
         if self.lease is None:  # inside a traced function, or returned by one
             return f"LoRABatch({self.layout.num_sequences} sequences, traced)"
         names = [
-            " + ".join(f"{name!r}" + (f" * {scale:g}" if scale != 1 else "") for name, _, scale in parts) or "None"
-            for parts in self.lease.parts[:_SHOWN]
+            " + ".join(f"{name!r}" + (f" * {scale:g}" if scale != 1 else "") for name, _, scale in terms) or "None"
+            for terms in self.lease.terms[:_SHOWN]
         ]
-        more = ["..."] if len(self.lease.parts) > _SHOWN else []
+        more = ["..."] if len(self.lease.terms) > _SHOWN else []
         state = "closed" if self.lease.closed else "open"
         return f"LoRABatch({self.layout.num_sequences} sequences: {', '.join(names + more)}; {state})"
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import jax.extend.core
 from jaxtyping import Array, Float, Int
@@ -18,7 +18,6 @@ from jlora.layers.site import Site, SlotSpec
 from jlora.pallas.plan import Plan
 
 T = TypeVar("T")
-Plans: TypeAlias = tuple[Plan, ...]  # of the rows of one adapter of each entry, for each site in `Site.with_shared`
 
 
 @dataclass(frozen=True)
@@ -28,12 +27,13 @@ class CallRows:
     Attributes:
       layout: how the rows map to the row space of the layer.
       sharding: how the rows are split over the mesh.
-      adapters: plans of the first adapter of each entry, then of the second of each, and so on.
+      adapters: for the first adapter of each entry, then for the second of each, and so on, its plans: one for each
+        site in `Site.with_shared`.
     """
 
     layout: RowLayout
     sharding: RowSharding
-    adapters: tuple[Plans, ...]
+    adapters: tuple[tuple[Plan, ...], ...]
 
     def slots(self, none: int) -> list[Int[Array, "..."]]:
         """Return the slot of each row for each adapter, `none` without one, as `RowLayout.slots`."""

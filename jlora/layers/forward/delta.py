@@ -29,18 +29,18 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int, Integer
 
 from jlora.errors import LoRAError
-from jlora.layers.forward.call_rows import CallRows, Plans
+from jlora.layers.forward.call_rows import CallRows
 from jlora.layers.forward.context import staged
 from jlora.layers.forward.merged_columns import merged_columns
 from jlora.layers.forward.mesh import experts_reached, on_mesh, reached, split_of
 from jlora.layers.forward.rows import RowMap
 from jlora.layers.forward.scope import Scope
 from jlora.layers.forward.stamps import check_stamps
-from jlora.layers.site import Blocks, Site, SlotSpec
-from jlora.layers.specs import EmbedSpec, LinearSpec
+from jlora.layers.site import Site, SlotSpec
+from jlora.layers.specs import Blocks, EmbedSpec, LinearSpec
 from jlora.pallas.api import add_lora, expand, shrink
 from jlora.pallas.plan import Plan
-from jlora.sharding.rules import KernelSharding, Names, partition
+from jlora.sharding.rules import AxisNames, KernelSharding, partition
 
 _STALE_SLOTS = (
     "{path}: the model is read inside `jax.jit` without being an argument of it: its slots would be baked into the "
@@ -168,7 +168,7 @@ def add_delta(
         base: Array,
         x: Array,
         own: SlotFactors,
-        adapters: Sequence[Plans],
+        adapters: Sequence[tuple[Plan, ...]],
         expert: Array | None,
         x_rows: Array | None,
         shared: Sequence[Factor],
@@ -226,14 +226,16 @@ def add_lookup(
             "outside, or leave it out with LoRAConfig.exclude_modules"
         )
 
-    def local(base: Array, tokens: Array, ids: Sequence[Array], own: SlotFactors, adapters: Sequence[Plans]) -> Array:
+    def local(
+        base: Array, tokens: Array, ids: Sequence[Array], own: SlotFactors, adapters: Sequence[tuple[Plan, ...]]
+    ) -> Array:
         flat = base.reshape(-1, base.shape[-1])
         found = tokens.reshape(-1)
         found = jnp.where(found < 0, found + spec.vocab, found)  # negative ids count from the end, as in the table
         size = own.a.shape[-1]
         column = found - lax.axis_index(sharding.ins) * size if sharding.ins else found
 
-        def add(total: Array, plans: Plans, slots: Array) -> Array:
+        def add(total: Array, plans: tuple[Plan, ...], slots: Array) -> Array:
             # Rows without an adapter read a column of an arbitrary slot here; `expand` has no tile for them.
             slots = jnp.repeat(slots.reshape(-1), len(column) // max(1, slots.size)).clip(0, site.spec.num_slots - 1)
             h = own.a.at[slots, 0, :, column].get(mode="clip").astype(jnp.float32)  # [M, R]
@@ -243,8 +245,8 @@ def add_lookup(
             return _expand_whole(site, site.spec, total, h, own.second, plans[0], complete=True)
 
         out = _summed_adapters(flat, [partial(add, plans=a, slots=s) for a, s in zip(adapters, ids, strict=True)])
-        if spec.rows < spec.vocab:
-            out = jnp.where((found < spec.rows)[:, None], out, flat)
+        if spec.table.real_in < spec.vocab:
+            out = jnp.where((found < spec.table.real_in)[:, None], out, flat)
         return out.reshape(base.shape)
 
     with jax.named_scope("lora"):
@@ -267,7 +269,7 @@ def add_rows(
     base: Array,
     x: Array,
     own: SlotFactors,
-    adapters: Sequence[Plans],
+    adapters: Sequence[tuple[Plan, ...]],
     *,
     complete: bool,
     x_rows: Array | None = None,
@@ -326,7 +328,7 @@ def _add_adapter(
     x: Array,
     own: SlotFactors,
     shared: Sequence[Factor],
-    plans: Plans,
+    plans: tuple[Plan, ...],
     complete: bool,
     x_rows: Array | None,
 ) -> Array:
@@ -422,7 +424,7 @@ def _expand_merged(
     return expand(h, b, plan, slice_sizes=sizes, base=rows, ranks=ranks, **options(site))
 
 
-def _real(sharding: KernelSharding, axes: Names, blocks: Blocks) -> Bool[Array, "1 own"] | None:
+def _real(sharding: KernelSharding, axes: AxisNames, blocks: Blocks) -> Bool[Array, "1 own"] | None:
     """Return a mask of a shard's features that are not padding; None if there is no padding.
 
     `axes` split all features in `blocks`.
@@ -451,15 +453,15 @@ def _shared_specs(slots: SlotSpec) -> Factor:
     return specs.second if 1 in slots.factors else specs.first
 
 
-def plan_specs(rows: CallRows, experts: Names = ()) -> PartitionSpec:
+def plan_specs(rows: CallRows, experts: AxisNames = ()) -> PartitionSpec:
     """Return the PartitionSpec of `rows.adapters`, whose plans are split over the shards of rows or over `experts`."""
     return partition((*rows.sharding.names, *experts))
 
 
-def summed(array: Array, axes: Names) -> Array:
+def summed(array: Array, axes: AxisNames) -> Array:
     """Return the sum over the shards along `axes`."""
     return cast("Array", lax.psum(array, axes)) if axes else array
 
 
-def _gathered(array: Array, axes: Names, axis: int) -> Array:
+def _gathered(array: Array, axes: AxisNames, axis: int) -> Array:
     return cast("Array", lax.all_gather(array, axes, axis=axis, tiled=True))

@@ -11,7 +11,7 @@ from flax import nnx
 from jlora.errors import LoRAError
 from jlora.layers.forward.delta import add_delta, add_lookup
 from jlora.layers.forward.linear import added_bias, first_input, parameters_of
-from jlora.layers.forward.mesh import parts_of
+from jlora.layers.forward.mesh import shards_of
 from jlora.layers.forward.scope import enter_site
 from jlora.layers.site import Site
 from jlora.layers.specs import EmbedSpec
@@ -60,7 +60,7 @@ def _attend(cls: type, name: str) -> Callable[..., Any]:
 
 def _check_output(site: Site, method: str, y: object, lead: tuple[int, ...], features: int, given: str) -> None:
     """Raise `LoRAError` unless the output of a method has the shape [*lead, features of a shard]."""
-    own = features // parts_of(site)[1]
+    own = features // shards_of(site)[1]
     if not isinstance(y, jax.Array) or y.shape != (*lead, own):
         raise LoRAError(
             f"{site.path}: {method} must return [..., {own}] for {given}, as its EmbedSpec says, and returned "

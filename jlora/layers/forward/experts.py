@@ -16,7 +16,7 @@ from jlora._typing import is_mapping
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.forward.delta import add_delta
 from jlora.layers.forward.linear import first_input, parameters_of
-from jlora.layers.forward.mesh import parts_of
+from jlora.layers.forward.mesh import shards_of
 from jlora.layers.forward.rows import RowMap
 from jlora.layers.forward.scope import Scope, enter_site
 from jlora.layers.site import Site
@@ -169,7 +169,7 @@ def _add_product_delta(
     spec, gathers = experts.products[name], name in experts.gathers
     if not isinstance(row_map, RowMap) or row_map.expert is None:
         raise LoRAUsageError(f"{site.path}: rows of experts are said by a jlora.RowMap with `expert`, got {row_map!r}")
-    of_in, of_out = parts_of(site)
+    of_in, of_out = shards_of(site)
     sizes = spec.in_features // of_in, spec.out_features // of_out
     for label, array, size in zip(("takes", "returned"), (x, y), sizes, strict=True):
         good = isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jnp.floating)

@@ -11,12 +11,12 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jlora.errors import LoRAError
-from jlora.layers.forward.call_rows import Plans
 from jlora.layers.forward.delta import SlotFactors, factor_specs, options, plan_specs, slot_factors, summed
 from jlora.layers.forward.mesh import on_mesh, reached, split_of
 from jlora.layers.forward.scope import Scope
 from jlora.layers.site import Site
 from jlora.pallas.api import shrink
+from jlora.pallas.plan import Plan
 from jlora.sharding.rules import partition
 
 
@@ -48,7 +48,7 @@ def replace_rows(
         )
     sharding, columns = split_of(site.spec), max(base.shape[-1], site.spec.max_rank)
 
-    def local(base: Array, x: Array, ids: Array, own: SlotFactors, plans: Plans) -> Array:
+    def local(base: Array, x: Array, ids: Array, own: SlotFactors, plans: tuple[Plan, ...]) -> Array:
         flat, inputs = base.reshape(-1, base.shape[-1]), x.reshape(-1, x.shape[-1]).astype(own.a.dtype)
         h = shrink(inputs, own.a, plans[0], ranks=own.ranks, **options(site))
         slots = jnp.repeat(ids.reshape(-1), len(flat) // max(1, ids.size))

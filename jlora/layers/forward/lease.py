@@ -21,7 +21,7 @@ class Served(Protocol):
     def invocation_tokens(self) -> tuple[int, ...]: ...
 
 
-ServedParts: TypeAlias = tuple[tuple[str, int, float], ...]  # (name, version, factor) of the adapters of a sequence
+ServedTerms: TypeAlias = tuple[tuple[str, int, float], ...]  # (name, version, factor) of the adapters of a sequence
 
 
 class CacheKey(NamedTuple):
@@ -33,7 +33,7 @@ class CacheKey(NamedTuple):
       items: (row group, number of its items that the sequence owns), for groups with such items.
     """
 
-    adapters: ServedParts
+    adapters: ServedTerms
     active_from: int = 0
     items: tuple[tuple[str, int], ...] = ()
 
@@ -45,7 +45,7 @@ class Lease:
 
     Attributes:
       adapters: the distinct adapters of the batch.
-      parts: for each sequence, (name, version, factor) of its adapters, in the order of their sum; () for the base
+      terms: for each sequence, (name, version, factor) of its adapters, in the order of their sum; () for the base
         model.
       shape: the shape of the batch; None if rows are neither packed, of a declared length, nor inactive.
       opened: `time.monotonic()` when it was opened, in seconds.
@@ -55,13 +55,21 @@ class Lease:
     """
 
     __slots__ = (
-        "__weakref__", "_on_close", "adapters", "closed", "opened", "parts", "shape", "thread", "where"
+        "__weakref__",
+        "_on_close",
+        "adapters",
+        "closed",
+        "opened",
+        "shape",
+        "terms",
+        "thread",
+        "where"
     )  # fmt: skip
 
     def __init__(
         self,
         adapters: Sequence[Served],
-        parts: Sequence[ServedParts],
+        terms: Sequence[ServedTerms],
         thread: int,
         where: str | None = None,
         on_close: Callable[[], object] | None = None,
@@ -69,7 +77,7 @@ class Lease:
         shape: BatchShape | None = None,
     ):
         self.adapters = tuple(adapters)
-        self.parts = parts
+        self.terms = terms
         self.shape = shape
         self.thread = thread
         self.where = where
@@ -96,13 +104,13 @@ class Lease:
           length: rows of each sequence in this forward, if declared.
           first: the first active row of each sequence; None for those of `shape`.
         """
-        shape = self.shape or BatchShape(len(self.parts))
+        shape = self.shape or BatchShape(len(self.terms))
         first = shape.active_from if first is None else first
-        rows = shape.token_counts or (length,) * len(self.parts)
+        rows = shape.token_counts or (length,) * len(self.terms)
         keys: list[CacheKey | None] = []
-        for i, parts in enumerate(self.parts):
+        for i, terms in enumerate(self.terms):
             start, count = 0 if first is None else first[i], rows[i]
-            inactive = not parts or (count is not None and start >= count > 0)
+            inactive = not terms or (count is not None and start >= count > 0)
             items = tuple((group, owned) for group, given in shape.items if (owned := given.owners.count(i)))
-            keys.append(None if inactive else CacheKey(parts, start, items))
+            keys.append(None if inactive else CacheKey(terms, start, items))
         return tuple(keys)

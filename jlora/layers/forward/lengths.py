@@ -81,10 +81,10 @@ def _cover(seen: dict[str, list[int]], kept: int, *, exact: bool = False) -> tup
 
 def _names(path: str) -> list[str]:
     """Return the names of the modules that contain a layer, outermost first, and those below the last number."""
-    parts = path.split(".")
-    after = next((i + 1 for i, part in reversed([*enumerate(parts)]) if part.isdigit()), len(parts))
-    every = [parts[:end] for end in range(1, len(parts) + 1)] + [
-        parts[after:end] for end in range(after + 1, len(parts) + 1)
+    keys = path.split(".")
+    after = next((i + 1 for i, key in reversed([*enumerate(keys)]) if key.isdigit()), len(keys))
+    every = [keys[:end] for end in range(1, len(keys) + 1)] + [
+        keys[after:end] for end in range(after + 1, len(keys) + 1)
     ]
     return [".".join(name) for name in every]
 
@@ -92,5 +92,5 @@ def _names(path: str) -> list[str]:
 def _shown(seen: dict[str, list[int]], length: int) -> str:
     """Return the first layers that see a length, with "*" for the numbers of layers."""
     paths = (path.split(".") for path, lengths in seen.items() if length in lengths)
-    names = [*dict.fromkeys(".".join("*" if part.isdigit() else part for part in path) for path in paths)]
+    names = [*dict.fromkeys(".".join("*" if key.isdigit() else key for key in path) for path in paths)]
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

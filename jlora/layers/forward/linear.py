@@ -17,7 +17,7 @@ from jlora.layers.einsum import EinsumRows
 from jlora.layers.forward.delta import add_delta
 from jlora.layers.forward.few_rows import few_rows_output
 from jlora.layers.forward.heads import replace_rows
-from jlora.layers.forward.mesh import parts_of
+from jlora.layers.forward.mesh import shards_of
 from jlora.layers.forward.row_parallel import row_parallel_output
 from jlora.layers.forward.scope import enter_site
 from jlora.layers.site import HEAD, Site
@@ -76,7 +76,7 @@ def rows_of_call(
       LoRAError: the call does not fit the spec.
     """
     x, args, kwargs = first_input(parameters, args, kwargs)
-    of_in, of_out = parts_of(site)
+    of_in, of_out = shards_of(site)
     sizes = spec.in_features // of_in, spec.out_features // of_out
     pack: Callable[[Any], Any] = _unchanged
     bias = added_bias(layer, site, spec)

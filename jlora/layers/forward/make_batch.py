@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -10,14 +9,12 @@ from jaxtyping import Float, Int
 from jlora.layers.forward.batch import Layout, LoRABatch
 from jlora.layers.forward.batch_shape import BatchShape
 from jlora.layers.forward.lease import Lease
-from jlora.layers.forward.row_space import RowSpace, Table, placed
+from jlora.layers.forward.row_space import RowSpace, Table, put_tree
 from jlora.layers.site import SEQUENCES, ModelSites, Site
-
-Entry: TypeAlias = Sequence[tuple[int, int, float]]  # (slot, stamp, factor) of the adapters of a sequence
 
 
 def make_batch(
-    entries: Sequence[Entry],
+    entries: Sequence[Sequence[tuple[int, int, float]]],
     index: Sequence[int],
     shape: BatchShape,
     sites: ModelSites,
@@ -29,8 +26,8 @@ def make_batch(
     """Return a batch with its arrays on the device or the mesh.
 
     Args:
-      entries: the distinct entries of the batch, each of at most `max_adapters_per_sequence` adapters. With the stamp
-        0 every copy of the model is accepted.
+      entries: the distinct entries of the batch, each (slot, stamp, factor) of at most `max_adapters_per_sequence`
+        adapters. With the stamp 0 every copy of the model is accepted.
       index: the entry of each sequence.
       shape: the shape of the batch.
       sites: the sites of the model.
@@ -46,7 +43,7 @@ def make_batch(
     spaces = fill_spaces(shape, slots, stamps, scales, none=none, one_each=not sites.rows_declared)
     own, undecided = weakref.ref(lease), lease.needs_first_rows
     layout = Layout(sites, shape.num_sequences, unserved, undecided=undecided, lease=own)
-    return LoRABatch(placed(spaces, sites), layout, lease)
+    return LoRABatch(put_tree(spaces, sites), layout, lease)
 
 
 def fill_spaces(

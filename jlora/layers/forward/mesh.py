@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jlora.errors import LoRAError
 from jlora.layers.site import Site, SlotSpec
-from jlora.sharding.rules import KernelSharding, Names, names_of, partition
+from jlora.sharding.rules import AxisNames, KernelSharding, names_of, partition
 
 
 def across_mesh(compute: Callable[..., Array], base: Array, *args: Any) -> Array:
@@ -149,7 +149,7 @@ def experts_reached(site: Site) -> bool:
     return _inside(site, split_of(site.spec).experts, "experts")
 
 
-def _inside(site: Site, axes: Names, what: str) -> bool:
+def _inside(site: Site, axes: AxisNames, what: str) -> bool:
     inside = [name for name in axes if name in manual_axes(jax.sharding.get_abstract_mesh())]
     if inside and len(inside) < len(axes):
         raise LoRAError(
@@ -159,7 +159,7 @@ def _inside(site: Site, axes: Names, what: str) -> bool:
     return bool(inside)
 
 
-def parts_of(site: Site) -> tuple[int, int]:
+def shards_of(site: Site) -> tuple[int, int]:
     """Return the number of shards of K and of N along the Manual axes, (1, 1) outside of `jax.shard_map`."""
     sharding, manual = split_of(site.spec), manual_axes(jax.sharding.get_abstract_mesh())
     ins, outs = (tuple(name for name in names if name in manual) for names in (sharding.ins, sharding.outs))

@@ -11,7 +11,7 @@ from jlora.layers.forward.mesh import explicit_axes, here, manual_axes
 from jlora.layers.forward.row_space import RowSpace, Table
 from jlora.layers.forward.rows import RowMap
 from jlora.layers.site import Site
-from jlora.sharding.rules import Names, names_of
+from jlora.sharding.rules import AxisNames, names_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +105,7 @@ class RowSharding:
       axes: the mesh axes that split each axis before the features; () off meshes.
     """
 
-    axes: tuple[Names, ...] = ()
+    axes: tuple[AxisNames, ...] = ()
 
     @property
     def split(self) -> bool:
@@ -113,7 +113,7 @@ class RowSharding:
         return any(self.axes)
 
     @property
-    def names(self) -> Names:
+    def names(self) -> AxisNames:
         """All mesh axes that split rows, in order."""
         return tuple(name for names in self.axes for name in names)
 

@@ -14,14 +14,14 @@ from jlora import _qwix
 from jlora._compat import promote_dtype
 from jlora.errors import LoRAError
 from jlora.layers.einsum import EinsumAxes, EinsumRows
-from jlora.layers.forward.call_rows import Plans
 from jlora.layers.forward.delta import SlotFactors, add_rows, factor_specs, plan_specs, slot_factors, summed
 from jlora.layers.forward.mesh import on_mesh, reached
 from jlora.layers.forward.scope import Scope
 from jlora.layers.forward.stamps import check_stamps
 from jlora.layers.site import Site
 from jlora.layers.specs import LinearSpec, general_rows
-from jlora.sharding.rules import Names, partition, split_axis
+from jlora.pallas.plan import Plan
+from jlora.sharding.rules import AxisNames, partition, split_axis
 
 
 class _Product(NamedTuple):
@@ -70,9 +70,9 @@ def row_parallel_output(
     call = scope.rows(site, _flat(x, axes))
     if call is None:
         return None
-    of_kernel: list[Names] = [()] * kernel.ndim
-    of_x: list[Names] = [()] * x.ndim
-    of_y: list[Names] = [()] * len(axes.y)
+    of_kernel: list[AxisNames] = [()] * kernel.ndim
+    of_x: list[AxisNames] = [()] * x.ndim
+    of_y: list[AxisNames] = [()] * len(axes.y)
     for i, axis in enumerate(axes.kernel_in):
         if axis == split_axis(axes.kernel_in, kernel.shape):
             of_kernel[axis] = of_x[axes.x[axes.lead + i]] = sharding.ins
@@ -82,7 +82,7 @@ def row_parallel_output(
     for i, names in enumerate(call.sharding.axes):
         of_x[axes.x[i]] = of_y[axes.y[i]] = names
 
-    def local(x: Array, kernel: Array, slots: SlotFactors, adapters: Sequence[Plans]) -> Array:
+    def local(x: Array, kernel: Array, slots: SlotFactors, adapters: Sequence[tuple[Plan, ...]]) -> Array:
         base = found.compute(x.astype(found.x.dtype), kernel).transpose(axes.y)
         rows = base.reshape(*base.shape[: axes.lead], -1)
         out = add_rows(site, spec, rows, _flat(x, axes), slots, adapters, complete=False).reshape(base.shape)

@@ -74,7 +74,7 @@ class RowSpace:
         return self.entries if self.one_each else self.rows
 
 
-def placed(tree: Any, sites: ModelSites) -> Any:
+def put_tree(tree: Any, sites: ModelSites) -> Any:
     """Return a tree of arrays on the device, or replicated over the mesh, so that each shard slices its own rows."""
     arrays, structure = cast("tuple[list[Any], Any]", jax.tree.flatten(tree))
     if sites.sharding is None:

@@ -300,7 +300,7 @@ def _contradiction(module: nnx.Module, spec: LinearSpec | EmbedSpec, experts: in
         return None  # packed weights have other shapes
     if isinstance(spec, EmbedSpec):
         return None if own == (spec.vocab, spec.features) else f"its table has shape {own}, and its spec says {spec}"
-    sizes = tuple(math.prod(own[i] for i in group) for group in (spec.in_axes, spec.out_axes))
+    sizes = tuple(math.prod(own[i] for i in axes) for axes in (spec.in_axes, spec.out_axes))
     if sizes != (spec.in_features, spec.out_features):
         return (
             f"its parameter {spec.param!r} {own} has {sizes[0]} features in and {sizes[1]} out by in_axes="

@@ -250,7 +250,7 @@ def _uses(found: Found, spec: Spec, context: _Context) -> list[_Use]:
 
         def attend() -> Site:
             parts = dict.fromkeys((*aliases, *names), (0, 1))
-            slots = _slots(found, spec, spec.head, (spec.rows,), parts, context)
+            slots = _slots(found, spec, spec.head, (spec.head.real_out,), parts, context)
             doubt = None if key in context.heads.known else _HEAD
             for name in names:
                 context.headless.setdefault(name, "its weight is that of an embedding (tied), which is not replaced")
@@ -422,7 +422,7 @@ def _on_mesh(
     where = f"{path}.{linear.param}"
     stack = len(slots.stack)
     first = stack + (slots.experts is not None)
-    axes = [[first + axis for axis in group] for group in (linear.in_axes, linear.out_axes)]
+    axes = [[first + axis for axis in own] for own in (linear.in_axes, linear.out_axes)]
     axes += [[stack]] if slots.experts is not None else []
     data = tuple(config.data_axes)
     found = None

@@ -177,7 +177,7 @@ def slices(
     entry = _entry(aliases, packed)
     if isinstance(entry, Mapping):
         covered = {name: (size,) if isinstance(size, int) else tuple(size) for name, size in entry.items()}
-        sizes = tuple(size for group in covered.values() for size in group)
+        sizes = tuple(size for own in covered.values() for size in own)
     elif entry is not None:
         if len(sizes) == 1 and out_features % len(entry) == 0:
             sizes = (out_features // len(entry),) * len(entry)
@@ -194,9 +194,9 @@ def slices(
     for alias in aliases:
         names[alias] = (0, len(sizes))
         start = 0
-        for name, group in covered.items():
-            names[_sibling(alias, name)] = (start, len(group))
-            start += len(group)
+        for name, own in covered.items():
+            names[_sibling(alias, name)] = (start, len(own))
+            start += len(own)
     return sizes, names
 
 

@@ -213,7 +213,7 @@ def _as_stored(spec: LinearSpec | EmbedSpec, site: Site, row: int, weight: np.nd
     if site.spec.rows:
         weight = weight[np.unravel_index(row, site.spec.rows)]
     if isinstance(spec, EmbedSpec):
-        return weight[: spec.rows]
+        return weight[: spec.head.real_out]
     flat = weight.transpose(*spec.out_axes, *spec.in_axes).reshape(spec.out_features, spec.in_features)
     return _of_columns(spec, flat)
 

@@ -37,7 +37,7 @@ _LEAST_EXTENT = 512  # below this, reading the weights dominates a decode step
 _LEAST_CHUNK = 32
 
 
-class Rows(NamedTuple):
+class RowState(NamedTuple):
     """State of each row on the device.
 
     Attributes:
@@ -140,7 +140,7 @@ class Steps:
             return self._whole(logits.astype(jnp.float32)), cache
 
         @jax.jit
-        def fresh() -> tuple[Any, Rows]:
+        def fresh() -> tuple[Any, RowState]:
             sampling = Sampling(
                 temperature=jnp.zeros(rows),
                 top_k=jnp.full(rows, model.config.vocab_size, jnp.int32),
@@ -148,14 +148,14 @@ class Steps:
                 keys=jax.random.split(jax.random.key(0), rows),
             )
             last, length, drawn = (jnp.zeros(rows, jnp.int32) for _ in range(3))
-            return model.init_cache(rows, self.capacity), Rows(last, length, drawn, sampling)
+            return model.init_cache(rows, self.capacity), RowState(last, length, drawn, sampling)
 
         @partial(jax.jit, donate_argnums=(0, 1))
-        def settle(cache: Any, rows: Rows) -> tuple[Any, Rows]:
+        def settle(cache: Any, rows: RowState) -> tuple[Any, RowState]:
             return self._laid(cache), self._whole(rows)  # sharded like the output of every step
 
         @partial(manager.jit, static_argnames="extent", donate_argnames="cache")
-        def decode(model: Any, batch: Any, cache: Any, rows: Rows, *, extent: int) -> Any:
+        def decode(model: Any, batch: Any, cache: Any, rows: RowState, *, extent: int) -> Any:
             here = jnp.minimum(rows.length, self.capacity - 1)[:, None]
             with jlora.use(batch):
                 zeros = jnp.zeros_like(rows.last)
@@ -163,7 +163,7 @@ class Steps:
             return logits, self._laid(cache)
 
         @partial(manager.jit, static_argnames="extent", donate_argnames=("cache", "rows"))
-        def prefill(model: Any, batch: Any, cache: Any, rows: Rows, tokens: Any, where: Any, *, extent: int) -> Any:
+        def prefill(model: Any, batch: Any, cache: Any, rows: RowState, tokens: Any, where: Any, *, extent: int) -> Any:
             row, start, count = where
             positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
             own = self._mapped(partial(row_of, row=row, extent=extent), cache)
@@ -174,7 +174,9 @@ class Steps:
             return logits, self._laid(cache), self._whole(rows)
 
         @partial(jax.jit, static_argnames=("sampled", "ranked"), donate_argnames="rows")
-        def begin(logits: Any, rows: Rows, ints: Any, floats: Any, seed: Any, *, sampled: bool, ranked: bool) -> Any:
+        def begin(
+            logits: Any, rows: RowState, ints: Any, floats: Any, seed: Any, *, sampled: bool, ranked: bool
+        ) -> Any:
             (row, top_k), (temperature, top_p) = ints, floats
             key = jax.random.fold_in(jax.random.key(seed[0]), seed[1])
             own = Sampling(temperature[None], top_k[None], top_p[None], key[None])
@@ -184,7 +186,7 @@ class Steps:
             return self._whole((token, rows._replace(last=last, drawn=rows.drawn.at[row].set(1), sampling=sampling)))
 
         @partial(jax.jit, static_argnames=("sampled", "ranked"), donate_argnames="rows")
-        def pick(logits: Any, rows: Rows, active: Bool[Array, "R"], *, sampled: bool, ranked: bool) -> Any:
+        def pick(logits: Any, rows: RowState, active: Bool[Array, "R"], *, sampled: bool, ranked: bool) -> Any:
             tokens = _chosen(logits, rows.drawn, rows.sampling, sampled, ranked)
             step = active.astype(jnp.int32)
             last = jnp.where(active, jnp.maximum(tokens, 0), rows.last)
@@ -199,7 +201,7 @@ class Steps:
         self._fresh, self._settle, self._decode, self._prefill = fresh, settle, decode, prefill
         self._begin, self._pick, self._report = begin, pick, report
         self._vocab = int(model.config.vocab_size)
-        self._state: tuple[Any, Rows] | None = None
+        self._state: tuple[Any, RowState] | None = None
         self._shardings: list[Any] = []  # sharding of each array of the cache
 
     # --- state --------------------------------------------------------------------------------------------------
@@ -305,7 +307,7 @@ class Steps:
             array.copy_to_host_async()
         return chosen
 
-    def _held(self) -> tuple[Any, Rows]:
+    def _held(self) -> tuple[Any, RowState]:
         assert self._state is not None
         return self._state
 

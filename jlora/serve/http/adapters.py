@@ -14,7 +14,7 @@ from jlora.serve.engine.engine import Engine
 from jlora.serve.engine.resolvers import LONGEST_NAME, below, listed
 from jlora.serve.http.errors import NOT_FOUND, ApiError, invalid_input
 from jlora.serve.http.log import log_event
-from jlora.serve.http.state import State
+from jlora.serve.http.state import StateFolder
 
 _OF_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
@@ -75,7 +75,7 @@ class Adapters:
       state: Persistent state; None without one.
     """
 
-    def __init__(self, engine: Engine, sources: AllowedSources, taken: Sequence[str], state: State | None = None):
+    def __init__(self, engine: Engine, sources: AllowedSources, taken: Sequence[str], state: StateFolder | None = None):
         self.sources = sources
         self._engine = engine
         self._taken = frozenset(taken)

@@ -11,7 +11,7 @@ from jlora.errors import LoRAError
 from jlora.serve.http.log import log
 
 
-class State:
+class StateFolder:
     """The state of one server (`LoRAManager.save`), in a folder locked by it.
 
     Args:

@@ -11,7 +11,7 @@ import pytest
 
 import jlora
 from jlora.errors import LoRAError
-from jlora.serve.http.state import State
+from jlora.serve.http.state import StateFolder
 from tests.manager.tiny import as_new, make_world, request
 from tests.serve.client import make_service, post
 from tests.serve.demo_process import ADAPTERS, DemoServer
@@ -34,7 +34,7 @@ def begin():
     begun = []
 
     def make(folder, world):
-        state = State(folder)
+        state = StateFolder(folder)
         begun.append(state)
         return state, state.restore(world.manager)
 
@@ -87,7 +87,7 @@ def test_folder_belongs_to_one_server(world, tmp_path, begin, lock_file):
     if lock_file == "deleted":
         (tmp_path / "server.lock").unlink()
     with pytest.raises(LoRAError, match="another server keeps its adapters there"):
-        State(tmp_path)
+        StateFolder(tmp_path)
     end(state)
     begin(tmp_path, world)
 
@@ -95,7 +95,7 @@ def test_folder_belongs_to_one_server(world, tmp_path, begin, lock_file):
 def test_folder_that_cannot_be_created_is_an_error(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(LoRAError, match=r"--lora-state .*file"):
-        State(tmp_path / "file")
+        StateFolder(tmp_path / "file")
 
 
 def test_damaged_state_is_refused(world, tmp_path, begin):
@@ -156,7 +156,7 @@ class Disk:
 def test_unsaved_change_is_saved_before_a_retry_is_acknowledged(tmp_path, verb, status):
     """Retries fail while the disk is full. A later retry saves the change, and gets the status of a repeated call."""
     engine = FakeEngine()
-    disk, state = Disk(engine), State(tmp_path / "state")
+    disk, state = Disk(engine), StateFolder(tmp_path / "state")
     state.restore(disk)
     service = make_service(engine, root=tmp_path)
     service.adapters.state = state

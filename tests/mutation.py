@@ -10,6 +10,7 @@ interrupted goes on where it stopped.
 
 import argparse
 import ast
+import contextlib
 import functools
 import hashlib
 import json
@@ -47,20 +48,8 @@ OPPOSITE: dict[type[ast.AST], Any] = {
     ast.Mod: ast.FloorDiv,
 }
 # Calls whose exchanged arguments change no result, or fail in any test.
-KEPT_ORDER = {
-    "max",
-    "min",
-    "isinstance",
-    "issubclass",
-    "getattr",
-    "setattr",
-    "hasattr",
-    "cast",
-    "replace",
-    "partial",
-    "map",
-    "next",
-}
+KEPT_ORDER = {"max", "min", "isinstance", "issubclass", "getattr", "setattr", "hasattr"}
+KEPT_ORDER |= {"cast", "replace", "partial", "map", "next"}
 LOGGERS = {"log", "_log", "logger", "logging", "warnings"}
 TEXTS = {"fix", "expected", "found", "message"}  # keyword arguments of errors
 
@@ -218,7 +207,7 @@ def measure(tree: Path, data: Path) -> None:
     """Run the tests of `tree` once, and write their coverage and durations into `data`."""
     data.mkdir(parents=True, exist_ok=True)
     command = [*PYTEST, "-p", "tests.mutation", "-m", SELECTION, "-n", "logical", "--dist", "worksteal"]
-    paths = f"{tree}{os.pathsep}{Path(__file__).parents[1]}"
+    paths = os.pathsep.join([str(tree), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     subprocess.run(command, cwd=tree, env=dict(os.environ, PYTHONPATH=paths, MUTATION_DATA=str(data)), check=True)
 
 
@@ -297,18 +286,27 @@ def rewrite(path: Path, source: bytes) -> None:
 def run_tests(tree: Path, tests: list[str], limit: float, *, stop: bool = True) -> tuple[str, list[str], float]:
     """Return the outcome, the tests that failed, and the seconds."""
     command = [*PYTEST, "-rfE", "--tb=no", "--timeout=200", *(["-x"] if stop else []), "-m", SELECTION, *tests]
-    start = time.monotonic()
     limits = functools.partial(resource.setrlimit, resource.RLIMIT_CPU, (round(limit), round(limit) + 5))
-    ran = subprocess.run(command, cwd=tree, env=environment(tree), capture_output=True, text=True, preexec_fn=limits)
-    seconds = time.monotonic() - start
+    start = time.monotonic()
+    with tempfile.TemporaryFile("w+") as stream:
+        ran = subprocess.Popen(
+            command, cwd=tree, env=environment(tree), stdout=stream, stderr=stream, preexec_fn=limits,
+            start_new_session=True,
+        )  # fmt: skip
+        ran.wait()
+        seconds = time.monotonic() - start
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(ran.pid, signal.SIGKILL)  # processes that the tests have left
+        stream.seek(0)
+        printed = stream.read()
     if ran.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
         return "survived (limit)", [], seconds
-    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", ran.stdout, re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", printed, re.MULTILINE)
     if ran.returncode == 0:
         return "survived", [], seconds
-    if failed or ran.returncode < 0 or "ImportError while loading conftest" in ran.stderr:
+    if failed or ran.returncode < 0 or "ImportError while loading conftest" in printed:
         return "killed", failed or ["a crash"], seconds
-    return f"error {ran.returncode}: {(ran.stderr or ran.stdout)[-300:]}", [], seconds
+    return f"error {ran.returncode}: {printed[-300:]}", [], seconds
 
 
 def main() -> None:

@@ -100,6 +100,14 @@ def test_stability_lists_each_public_name_once():
     assert sorted(found) == sorted(public_names() | adapters)
 
 
+def test_contributing_names_each_make_target():
+    root = DOCS.parent
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", (root / "Makefile").read_text(), re.MULTILINE)
+    targets = set(phony.split()) - {"same-python"}
+    assert len(targets) <= 12
+    assert set(re.findall(r"`make ([\w-]+)`", (root / "CONTRIBUTING.md").read_text())) == targets
+
+
 def walk_steps() -> list[tuple[str, str]]:
     """Return (file, qualified name) of each call in the tables of how_it_works.md."""
     rows = re.findall(r"^\| `(jlora/\S+\.py)` \| (.*?) \| .*\|$", (DOCS / "how_it_works.md").read_text(), re.MULTILINE)

@@ -45,14 +45,14 @@ def test_floor_of_one_projection_by_hand(device):
 
 # Benchmark -> options of its smallest case. FOLDER is a new folder.
 QUICK = {
-    "bench": "--only prepare --minutes 1 --out FOLDER",
-    "gradients": "--small --layers 1 --rounds 1 --calls 1 --projections o --tokens 64",
+    "bench": "--only prepare --minutes 1 --out FOLDER",  # starts `prepare`
     "kernels": "--projection o --rank 16 --tokens 1 --layers 2 --wall",
 }
 SLOW = {
     "adapter_load": "--layers 4 --experts 16 --rank 16 --repeats 1",
     "attention": "--tiny",
     "decode_step": "--model small --layers 1 --rounds 1 --batches 2 --steps decode",
+    "gradients": "--small --layers 1 --rounds 1 --calls 1 --projections o --tokens 64",
     "mesh": "--model tiny --layers 1 --batch 8 --adapters 2 --slots 2 --rounds 1 --steps decode --no-fully",
     "mesh_of_a_host": "--devices 4 --tiny --only 8b_data_tensor --out FOLDER",
     "processes": "--devices 2 --model tiny --layers 1",
@@ -64,7 +64,7 @@ SLOW = {
 IMPORTED = {"aot", "aot_gpu", "aot_tpu", "decode_loop", "moe_block", "moe_kernels", "serve_zipf", "swap"}
 # These need packages that the tests do not install.
 ELSEWHERE = {"aot_vllm", "plot", "serve_replicas", *(name for name in summaries() if name.startswith("peers."))}
-OPTIONS = [("prepare", ""), *QUICK.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW.items())]
+OPTIONS = [*QUICK.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW.items())]
 
 
 @pytest.mark.parametrize(("name", "options"), OPTIONS)

@@ -35,7 +35,7 @@ def run_serve(args: argparse.Namespace) -> int:
     from jlora.serve.http.adapters import Adapters, AllowedSources
     from jlora.serve.http.server import address, listen, serve
     from jlora.serve.http.service import Keys, Limits, Service
-    from jlora.serve.http.state import State
+    from jlora.serve.http.state import StateFolder
     from jlora.serve.http.template import load_template
 
     modules = [_module(text) for text in args.lora_modules]
@@ -98,7 +98,7 @@ def run_serve(args: argparse.Namespace) -> int:
     plan = _plan(plan_over, sizes)
     plan.check()
     mesh = _mesh(sizes)
-    state = None if args.lora_state is None else State(Path(args.lora_state).expanduser())
+    state = None if args.lora_state is None else StateFolder(Path(args.lora_state).expanduser())
 
     survey = Survey(skeleton(config, dtype, mesh), lora, name_map=name_map, skip=args.skip_modules)
     if state is None or not state.saved:  # saved adapters do not depend on the folders

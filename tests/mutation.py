@@ -35,7 +35,7 @@ PACKAGES = ("adapters", "layers", "manager", "pallas", "sharding")
 SELECTION = "not parity and not slow and not mesh and not browser"
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
 FEWEST = 8  # mutants of a package, however small
-MOST_TESTS = 400  # of a mutant
+MOST_TESTS, MOST_FILES = 80, 10  # of a mutant; to import a file of tests takes as long as many tests
 
 _PAIRS = [
     *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn)),
@@ -236,25 +236,30 @@ class Coverage:
                     lines.setdefault(line, set()).update(tests)
 
     def tests(self, mutant: Mutant, most: float) -> list[str]:
-        """Return tests of at most `most` seconds together: of each function the quickest first, then the rest.
+        """Return tests of at most `most` seconds together, the quickest first.
 
-        A line that runs only at import has the tests of its file. A line that does not run has none.
+        The quickest case of each function precedes all other cases, and tests of the mutant's package precede others. A
+        line that runs only at import has the tests of its file. A line that does not run has none.
         """
         lines = self._tests.get(mutant.file, {})
         found = set[str]().union(*(lines.get(line, ()) for line in range(mutant.lines[0], mutant.lines[1] + 1)))
         if found == {""}:
             found = set[str]().union(*lines.values())
         seen: Counter[str] = Counter()
-        order: list[tuple[bool, float, bool, str]] = []
+        order: list[tuple[bool, bool, float, str]] = []
         for seconds, test in sorted((round(self._seconds.get(test, 0), 1), test) for test in found if test):
             function = test.partition("[")[0]
-            order.append((seen[function] > 0, seconds, f"/{mutant.package}/" not in test, test))
+            order.append((seen[function] > 0, f"/{mutant.package}/" not in test, seconds, test))
             seen[function] += 1
         kept: list[str] = []
-        for _, seconds, _, test in sorted(order)[:MOST_TESTS]:
-            most -= seconds
-            if most > 0 or not kept:
+        files: set[str] = set()
+        for _, _, seconds, test in sorted(order):
+            file = test.partition("::")[0]
+            fits = seconds < most and len(kept) < MOST_TESTS and (file in files or len(files) < MOST_FILES)
+            if fits or not kept:
+                most -= seconds
                 kept.append(test)
+                files.add(file)
         return kept
 
 

@@ -50,18 +50,17 @@ QUICK = {
 }
 SLOW = {
     "adapter_load": "--layers 4 --experts 16 --rank 16 --repeats 1",
-    "attention": "--tiny",
     "decode_step": "--model small --layers 1 --rounds 1 --batches 2 --steps decode",
     "gradients": "--small --layers 1 --rounds 1 --calls 1 --projections o --tokens 64",
     "mesh": "--model tiny --layers 1 --batch 8 --adapters 2 --slots 2 --rounds 1 --steps decode --no-fully",
     "mesh_of_a_host": "--devices 4 --tiny --only 8b_data_tensor --out FOLDER",
     "processes": "--devices 2 --model tiny --layers 1",
     "serve_decode": "--tiny",
-    "serve_http": "--shape tiny",
     "soak": "--steps 20 --out FOLDER/soak.json",
 }
 # These need an accelerator or minutes, and are only imported.
-IMPORTED = {"aot", "aot_gpu", "aot_tpu", "decode_loop", "moe_block", "moe_kernels", "serve_zipf", "swap"}
+IMPORTED = {"aot", "aot_gpu", "aot_tpu", "attention", "decode_loop", "moe_block", "moe_kernels"}
+IMPORTED |= {"serve_http", "serve_zipf", "swap"}
 # These need packages that the tests do not install.
 ELSEWHERE = {"aot_vllm", "plot", "serve_replicas", *(name for name in summaries() if name.startswith("peers."))}
 OPTIONS = [*QUICK.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW.items())]

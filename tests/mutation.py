@@ -33,7 +33,7 @@ import pytest
 
 PACKAGES = ("adapters", "layers", "manager", "pallas", "sharding")
 SELECTION = "not parity and not slow and not mesh and not browser"
-PYTEST = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
+PYTEST = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider"]
 FEWEST = 8  # mutants of a package, however small
 MOST_TESTS, MOST_FILES = 80, 10  # of a mutant; to import a file of tests takes as long as many tests
 
@@ -354,7 +354,9 @@ def run(tree: Path, covered: Coverage, out: Path, options: argparse.Namespace) -
             print(f"not covered: {mutant.file}:{mutant.line}: {mutant.old} -> {mutant.new}")
     command = [*PYTEST, "--collect-only", "-m", SELECTION]
     listed = subprocess.run(command, cwd=tree, env=environment(tree), capture_output=True, text=True)
-    existing = set(listed.stdout.splitlines())
+    existing = {line for line in listed.stdout.splitlines() if "::" in line}
+    if not existing:
+        raise RuntimeError(f"pytest lists no tests: {listed.stdout[-2000:]}{listed.stderr[-2000:]}")
     results = {r["id"]: r for r in map(json.loads, out.read_text().splitlines())} if out.exists() else {}
     for number, mutant in enumerate(chosen):
         if mutant.id in results:

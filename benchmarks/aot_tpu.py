@@ -49,9 +49,9 @@ def sharding_of(chip: str) -> SingleDeviceSharding:
 
 def compile_add_lora(
     chip: str, tokens: int, k: int, slices: tuple[int, ...], rank: int, *, dtype="bfloat16", groups=SLOTS,
-    row_scales: bool = False,
+    row_scales: bool = False, int8: bool = False,
 ):  # fmt: skip
-    """Compile one `add_lora` with a given plan, and return properties of the program.
+    """Compile one `add_lora` with a given plan, and return properties of the program. With `int8`, a and b are int8.
 
     Returns:
       dict: vmem_bytes, the VMEM of the kernel; temp_bytes, the HBM of the whole program; in_place, True if the result
@@ -65,10 +65,14 @@ def compile_add_lora(
 
     operand = partial(operand_of, chip)
     shapes = [(tokens, columns), (tokens, k), (groups, n, rank, k), (groups, rank, columns)]
-    arrays = [operand(shape, dtype) for shape in shapes]
+    dtypes = [dtype] * 2 + ["int8" if int8 else dtype] * 2
+    arrays = [operand(shape, each) for shape, each in zip(shapes, dtypes, strict=True)]
     plan = jax.eval_shape(partial(make_plan, num_groups=groups, backend="mosaic_tpu"), operand((tokens,), "int32"))
     plan = jax.tree.map(lambda leaf: operand(leaf.shape, leaf.dtype), plan)
-    scales = operand((groups, n, 2), "float32"), operand((tokens,), "float32") if row_scales else None
+    scales = (
+        operand((groups, n, 1 + (rank if int8 else 1)), "float32"),
+        operand((tokens,), "float32") if row_scales else None,
+    )
     program = jax.jit(f, donate_argnums=0).lower(*arrays, *scales, plan).compile()
     (kernel,), given = _kernels(program.as_text())
     sizes = mosaic_tpu._sizes(*arrays, slices)
@@ -81,7 +85,9 @@ def compile_add_lora(
     }
 
 
-def compile_experts(chip: str, model: Experts, tokens: int, rank: int, *, layers: int = 2, slots: int = SLOTS):
+def compile_experts(
+    chip: str, model: Experts, tokens: int, rank: int, *, layers: int = 2, slots: int = SLOTS, int8=False
+):
     """Compile the LoRA of a model's expert layers, and return properties of the program.
 
     A layer is plan, w1 and w3, activation, w2 and sums; its base products are operands. "auto" must choose the kernels,
@@ -111,8 +117,9 @@ def compile_experts(chip: str, model: Experts, tokens: int, rank: int, *, layers
 
     # Slots and experts are separate axes, as in a layer, because XLA chooses the layout of an argument by its shape.
     r, h, i = rank, e.hidden, e.intermediate
-    shapes = [(2, r, h), (r, 2 * i), (2, 2), (1, r, i), (r, h), (1, 2)]
-    dtypes = ["bfloat16", "bfloat16", "float32"] * 2
+    factor, scales = ("int8", r) if int8 else ("bfloat16", 1)
+    shapes = [(2, r, h), (r, 2 * i), (2, 1 + scales), (1, r, i), (r, h), (1, 1 + scales)]
+    dtypes = [factor, factor, "float32"] * 2
     weights = [operand((slots, e.experts, *s), dtype) for s, dtype in zip(shapes, dtypes, strict=True)]
     bases = [operand((pairs, 2 * i), "bfloat16"), operand((pairs, h), "bfloat16")]
     ids = operand((tokens,), "int32"), operand((tokens, e.top_k), "int32")

@@ -11,15 +11,16 @@ from jlora._typing import Backend, DType, is_list_or_tuple, is_mapping
 from jlora.errors import LoRAUsageError
 
 _SLOT_DTYPES = ("bfloat16", "float16", "float32")
+CONFIG_DTYPES = (*_SLOT_DTYPES, "int8")
 
 
-def slot_dtype(dtype: object) -> str | None:
-    """Return the name of `dtype` if slot arrays can have it, else None."""
+def slot_dtype(dtype: object, known: Sequence[str] = _SLOT_DTYPES) -> str | None:
+    """Return the name of `dtype` if it is one of `known`, the floats of slot arrays by default, else None."""
     try:
         name = None if dtype is None else np.dtype(cast("Any", dtype)).name
     except TypeError:
         return None
-    return name if name in _SLOT_DTYPES else None
+    return name if name in known else None
 
 
 def _is_count(value: object, _: object = None) -> bool:
@@ -66,7 +67,7 @@ _CONFIG: Mapping[str, Rule] = {
         lambda value, config: _is_count(value) and value >= config.max_loras,
         "an int of at least max_loras, because every adapter in a slot is also in the host cache",
     ),
-    "dtype": SLOT_DTYPE,
+    "dtype": (lambda value, _: slot_dtype(value, CONFIG_DTYPES) is not None, f"one of {CONFIG_DTYPES}"),
     "target_modules": _NAMES,
     "exclude_modules": _NAMES,
     "max_cpu_bytes": _COUNT,
@@ -128,9 +129,12 @@ class LoRAConfig:
         expanded during staging and it takes one of the first P slots.
       max_cpu_loras: Number of adapters in the host cache, at least `max_loras` (the default). Adapters from memory, or
         changed by `update_adapter`, are never evicted from it.
-      dtype: Dtype of the slot arrays, bfloat16, float16 or float32. None uses, for each layer, the dtype of its spec,
-        else its `dtype` attribute, else the dtype of its parameter if that is a float of at least 16 bits. A layer
-        without any of these takes no adapter.
+      dtype: Dtype of the slot arrays, bfloat16, float16, float32 or int8. None uses, for each layer, the dtype of its
+        spec, else its `dtype` attribute, else the dtype of its parameter if that is a float of at least 16 bits. A
+        layer without any of these takes no adapter. With int8, half the size of bfloat16, a load rounds each row of A
+        and of B to 255 values and keeps a float32 scale beside it. The delta of a layer changes by 1 to 1.3% of its
+        norm for factors of normal distribution (`jlora inspect` computes it). Embedding tables and saved heads have the
+        dtype of None.
       target_modules: Layers to wrap, as dotted suffixes ("q_proj", "self_attn.q_proj") or full paths. A packed
         layer is matched by its own name and by those of its parts. None wraps every eligible layer. The manager raises
         `LoRAUsageError` for a name without a match and for a layer that cannot be wrapped.

@@ -53,7 +53,7 @@ def test_target_modules_become_a_tuple():
         ("saved_heads", {"": 2}, "saved_heads must be None or a mapping"),
         ("saved_heads", {"score": 0}, 'such as {"score": 8}, got'),
         ("max_cpu_bytes", 0, "max_cpu_bytes must be None or a positive int"),
-        ("dtype", "int8", "dtype must be None or one of"),
+        ("dtype", "int16", "dtype must be None or one of"),
         ("dtype", "float99", "got 'float99'"),
         ("dtype", jnp.float8_e4m3fn, "dtype must be None or one of"),
         ("max_adapters_per_sequence", 3, "must be None or a positive int of at most max_loras, got 3"),

@@ -23,6 +23,7 @@ from jlora.adapters.escaping import listed, shown, shown_path, shown_value
 from jlora.adapters.expert_formats import flat_orientation, flattened, stored_names
 from jlora.adapters.extras import MAGNITUDE, Extra, brought, extras_of
 from jlora.adapters.files import MemoryFile, content_key
+from jlora.adapters.int8 import error_of
 from jlora.adapters.lora import FLOATS, ExpertsLoRA, HostArray, LoRA, ModuleLoRA, SavedHead, check_variants, tensors_of
 from jlora.adapters.peft_config import Kind, PeftConfig, scaling_of
 from jlora.adapters.problems import Problems
@@ -355,6 +356,15 @@ class Adapter:
         config_part.write_bytes(config)
         os.replace(weights_part, folder / WEIGHTS_FILE)
         os.replace(config_part, folder / CONFIG_FILE)
+
+    def int8_errors(self) -> dict[str, float]:
+        """Return what slots of int8 cost each module, largest first: module name -> relative error of its delta.
+
+        It is the Frobenius norm of the change by int8, divided by the norm of the delta. Modules of experts have one
+        value. Embeddings, which are served in floats, are left out.
+        """
+        errors = {name: error_of(module) for name, module in self.modules.items() if module.kind != "embedding"}
+        return dict(sorted(errors.items(), key=lambda error: -error[1]))
 
     def to_bytes(self) -> tuple[bytes, bytes]:
         """Return the bytes of the two files that `save_pretrained` writes: weights (safetensors), configuration (JSON).

@@ -168,7 +168,12 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
         "--name-map", type=_text, metavar="JSON",
         help='{"regex": "replacement"} from names in adapters to names in the model (default: none)',
     )  # fmt: skip
-    lora.add_argument("--lora-dtype", choices=dtypes, default="auto", help="auto: the model's")
+    lora.add_argument(
+        "--lora-dtype",
+        choices=(*dtypes, "int8"),
+        default="auto",
+        help="auto: the model's",
+    )
     lora.add_argument("--activated-loras", action="store_true", help="serve activated LoRA (aLoRA) too")
     lora.add_argument("--dora-loras", action="store_true", help="serve DoRA too")
     lora.add_argument(

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from jlora import Adapter, LoRAConfig, LoRARequest, Survey
-from jlora.cli.generate import check_rank
+from jlora.cli.generate import MAX_RANK, check_rank
 from jlora.cli.text import patterns, size
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError, printable
 from jlora.models import read_skeleton, read_weight
@@ -63,6 +63,7 @@ def _inspect(
     print(f"base model   {printable(adapter.base_model_name or '(not said)')}")
     print(f"modules      {len(adapter.modules)}, rank up to {adapter.rank}, {size(adapter.nbytes)}")
     _print_modules(adapter)
+    _print_int8(adapter)
     for name, head in adapter.heads.items():
         bias = "with a bias" if head.biased else "without bias"
         print(
@@ -110,6 +111,16 @@ def _print_modules(adapter: Adapter) -> None:
         print(f"  {count:4d} x {printable(name):<20} {kind:<9} rank {rank:<4} scaling {scaling:<8g} {dtype}")
     if len(groups) > _SHOWN_GROUPS:
         print(f"  ... and {len(groups) - _SHOWN_GROUPS} more kinds")
+
+
+def _print_int8(adapter: Adapter) -> None:
+    errors = adapter.int8_errors() if adapter.rank <= MAX_RANK else {}
+    if errors:
+        print("int8         relative error of each delta in slots of int8 (Frobenius norm), largest first:")
+    for name, error in list(errors.items())[:_SHOWN_PROBLEMS]:
+        print(f"  {100 * error:6.2f}%  {printable(name)}")
+    if len(errors) > _SHOWN_PROBLEMS:
+        print(f"  ... and {len(errors) - _SHOWN_PROBLEMS} more, least {100 * min(errors.values()):.2f}%")
 
 
 def fit(adapter: Adapter, model: str | Path, revision: str | None = None) -> tuple[dict[str, int], tuple[str, ...]]:

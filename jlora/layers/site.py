@@ -51,8 +51,9 @@ class SlotSpec:
     """Shapes and dtype of the slot arrays of a site. Sites with equal specs are staged and written together.
 
     A is [(layers,) S, (E,) n, R, K], B is [(layers,) S, (E,) R, N], and the ranks are float32 [(layers,) S, (E,) n, 2]:
-    the true rank of each output slice, as a whole number, and the scale that multiplies its delta. The extras of the
-    finishers follow, float32 [(layers,) S, N].
+    the true rank of each output slice, as a whole number, and the scale that multiplies its delta. In int8 they are
+    [..., 1 + R], with a scale for each rank: the product of the steps of its rows of A and B and of the delta's scale.
+    The extras of the finishers follow, float32 [(layers,) S, N].
 
     Attributes:
       layers: length of the leading axis when the layer is a stack (`nnx.vmap` + `nnx.scan`), else None.
@@ -60,7 +61,7 @@ class SlotSpec:
       in_features: K, for an embedding the number of table rows; 0 if the site holds only B.
       out_sizes: sizes of the n output slices; their sum is N. All are 0 if the site holds only A.
       max_rank: R.
-      dtype: dtype of A and B, by name: "bfloat16", "float16" or "float32".
+      dtype: dtype of A and B, by name: "bfloat16", "float16", "float32" or "int8".
       experts: E, if every expert has its own factors, else None.
       first_slot: index of the first of these slots among the slots of the model.
       sharding: how the base kernel is split over a mesh, which determines the sharding of these arrays; None off
@@ -227,13 +228,23 @@ class SlotSpec:
         return self.stack if self.experts is None else (*self.stack, self.experts)
 
     @property
+    def float_dtype(self) -> str:
+        """Dtype of the factors before they are rounded to int8: float32; or `dtype` if that is no int8."""
+        return "float32" if self.dtype == "int8" else self.dtype
+
+    @property
+    def rank_columns(self) -> int:
+        """Size of the last axis of the ranks."""
+        return 1 + self.max_rank if self.dtype == "int8" else 2
+
+    @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of A, B, the ranks and each of the extras."""
         lead = (*self.stack, self.num_slots, *self.rows[len(self.stack) :])
         return (
             (*lead, self.slices, self.stored_rank, self.stored_in),
             (*lead, self.max_rank, self.stored_out),
-            (*lead, self.slices, 2),
+            (*lead, self.slices, self.rank_columns),
             *[(*self.stack, self.num_slots, self.stored_out)] * len(self.extras),
         )
 
@@ -251,8 +262,8 @@ class SlotSpec:
     def slot_nbytes(self) -> int:
         """Bytes of one slot: A, B, ranks and extras, on a mesh the sum over all shards."""
         values = self.slices * self.stored_rank * self.stored_in + self.max_rank * self.stored_out
-        extras = 4 * self.stored_out * len(self.extras)
-        return math.prod(self.rows) * (values * jnp.dtype(self.dtype).itemsize + 8 * self.slices + extras)
+        tables = 4 * (self.slices * self.rank_columns + self.stored_out * len(self.extras))
+        return math.prod(self.rows) * (values * jnp.dtype(self.dtype).itemsize + tables)
 
     @property
     def device_nbytes(self) -> int:

@@ -7,7 +7,7 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
 from jlora._compat import gpu_compute_capability, triton_gap
 from jlora.layers.site import SlotSpec
@@ -16,14 +16,14 @@ from jlora.pallas.gpus import MIN_CAPABILITY
 
 def write_block(
     spec: SlotSpec,
-    arrays: Sequence[Sequence[Float[Array, "..."]]],
-    blocks: Sequence[Float[Array, "rows ..."]],
+    arrays: Sequence[Sequence[Real[Array, "..."]]],
+    blocks: Sequence[Real[Array, "rows ..."]],
     where: Int[Array, "4"],
     ranks_over: tuple[str, ...] = (),
     rows_over: tuple[str, ...] = (),
     *,
     one_launch: bool = False,
-) -> tuple[Float[Array, "..."], ...]:
+) -> tuple[Real[Array, "..."], ...]:
     """Write one block of each factor into one slot of each site.
 
     Args:
@@ -83,12 +83,12 @@ def takes_kernels(device: object) -> bool:
 
 
 def _own_ranks(
-    array: Float[Array, "..."],
-    update: Float[Array, "..."],
+    array: Real[Array, "..."],
+    update: Real[Array, "..."],
     lead: tuple[jax.Array, ...],
     start: Int[Array, ""],
     over: tuple[str, ...],
-) -> Float[Array, "..."]:
+) -> Real[Array, "..."]:
     """Return the new values of the ranks of A that a shard holds.
 
     Ranks covered by `update`, whose first rank is `start`, are replaced. The others keep their present values.

@@ -17,8 +17,10 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
+from jaxtyping import Float
 
 from jlora._memory import fresh
+from jlora.adapters.int8 import restored, rounded, steps_of
 from jlora.layers.site import Site, SlotSpec, as_brought
 
 RANK_STEP = 16  # ranks of a block: missing ranks are zeros, and the kernels mask them
@@ -26,7 +28,8 @@ MAX_ROWS = 64  # rows of a chunk: dispatch time is negligible, and programs stil
 
 Row = tuple[Site, int]
 _BFLOAT16, _UINT16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.uint16)
-_Bits = tuple[int, np.ndarray, np.ndarray]  # first rank of a block, and its A and B viewed as `bits_of`
+# First rank of a block, its A and B viewed as `bits_of`, and the steps of int8.
+_Bits = tuple[int, np.ndarray, np.ndarray, np.ndarray | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +84,7 @@ class Block:
       start: The first rank.
       a: [rows, n, rank_step, K] in slot dtype, on the host or on a device. K is `SlotSpec.stored_in`.
       b: [rows, rank_step, N] in slot dtype. N is `SlotSpec.stored_out`.
+      steps: For int8, the steps of A and of each slice of B, float64 [2, rows, n, rank_step] on the host.
     """
 
     chunk: Chunk
@@ -88,6 +92,7 @@ class Block:
     start: int
     a: Any
     b: Any
+    steps: Float[np.ndarray, "2 rows n step"] | None = None
 
     @property
     def factors(self) -> list[Any]:
@@ -182,12 +187,19 @@ class Packing:
             for indices in [range(chunk.count)] if whole else [[i] for i in brought]:
                 zeros = _zeros if whole or own[indices[0]] else _no_memory
                 made = [
-                    Block(chunk, None if whole else indices[0], start, *zeros(chunk.spec, len(indices)))
+                    Block(
+                        chunk,
+                        None if whole else indices[0],
+                        start,
+                        *zeros(chunk.spec, len(indices)),
+                        _no_steps(chunk.spec, len(indices)),
+                    )
                     for start in rank_starts(chunk.spec, max(ranks.get(rows[i], 0) for i in indices))
                 ]
                 blocks += made
                 bits = [
-                    (block.start, *(half.view(bits_of(half.dtype)) for half in (block.a, block.b))) for block in made
+                    (block.start, *(half.view(bits_of(half.dtype)) for half in (block.a, block.b)), block.steps)
+                    for block in made
                 ]
                 together = chunk.together if whole else 1
                 self._runs.update(
@@ -207,14 +219,18 @@ class Packing:
 
         Yields:
           (rows of the run, counted from `first`; its blocks). Each block is (first rank, A [rows, n, step, K],
-          B [rows, step, N]). A and B are writable views of dtype `bits_of`.
+          B [rows, step, N], steps [2, rows, n, step] of int8). A and B are writable views of dtype `bits_of`.
         """
         at = 0
         while at < count:
             i, follow, bits = self._runs[site, first + at]
             more = min(follow, count - at)
             if bits:
-                yield slice(at, at + more), [(start, a[i : i + more], b[i : i + more]) for start, a, b in bits]
+                own = slice(i, i + more)
+                yield (
+                    slice(at, at + more),
+                    [(start, a[own], b[own], None if s is None else s[:, own]) for start, a, b, s in bits],
+                )
             at += more
 
 
@@ -224,6 +240,10 @@ def _zeros(spec: SlotSpec, rows: int) -> tuple[np.ndarray, np.ndarray]:
     # One allocation for both, because the system uses larger pages for larger allocations.
     a, b = np.split(fresh(math.prod(of_a) + math.prod(of_b), np.dtype(spec.dtype), sparse=sparse), [math.prod(of_a)])
     return a.reshape(of_a), b.reshape(of_b)
+
+
+def _no_steps(spec: SlotSpec, rows: int) -> Float[np.ndarray, "2 rows n step"] | None:
+    return np.zeros((2, rows, spec.slices, rank_step(spec))) if spec.dtype == "int8" else None
 
 
 def _no_memory(spec: SlotSpec, rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -243,19 +263,32 @@ def pack(chunks: Iterable[Chunk], factors: Mapping[Row, tuple[np.ndarray, np.nda
 
     Args:
       chunks: All chunks of the pool.
-      factors: Row -> (A [n, r, K], B [r, N]) in slot dtype, for each row that the adapter has. Ranks can differ.
+      factors: Row -> (A [n, r, K], B [r, N]) in slot dtype, float32 for int8, for each row that the adapter has. Ranks
+        can differ.
     """
     packing = Packing(chunks, {row: len(b) for row, (_, b) in factors.items()})
     for (site, row), (a, b) in factors.items():
+        all_steps = np.zeros(0)
+        if site.spec.dtype == "int8":
+            all_steps = np.stack([steps_of(a), np.stack([steps_of(part) for part in _by_slice(site.spec, b)])])
+            a = rounded(a, all_steps[0])
+            b = np.concatenate(list(map(rounded, _by_slice(site.spec, b), all_steps[1])), axis=1)
         for _, bits in packing.runs(site, row, 1):
-            for start, into_a, into_b in bits:
+            for start, into_a, into_b, steps in bits:
                 of_b = b[start : start + into_b.shape[1]].view(into_b.dtype)
                 of_a = a[:, start : start + len(of_b)].view(into_a.dtype)
                 for features, stored in site.spec.in_runs:
                     into_a[0, :, : len(of_b), stored] = of_a[:, :, features]
                 for features, stored in site.spec.out_runs:
                     into_b[0, : len(of_b), stored] = of_b[:, features]
+                if steps is not None:
+                    steps[:, 0, :, : len(of_b)] = all_steps[..., start : start + len(of_b)]
     return packing.blocks
+
+
+def _by_slice(spec: SlotSpec, b: np.ndarray) -> list[np.ndarray]:
+    """Return the columns of B [R, N] of each output slice."""
+    return [b[:, spec.columns(i, 1)] for i in range(spec.slices)]
 
 
 def bits_of(dtype: np.dtype) -> np.dtype:
@@ -271,22 +304,28 @@ def unpack(blocks: Iterable[Block], wanted: Collection[Row]) -> dict[Row, tuple[
 
     The factors are NumPy arrays, zero-padded to the ranks of the blocks. Rows without a block are left out.
     """
-    stored: dict[Row, list[tuple[int, Any, Any]]] = {}
+    stored: dict[Row, list[tuple[int, Any, Any, Any]]] = {}
     for block in blocks:
         rows = block.chunk.rows if block.row is None else (block.chunk.rows[block.row],)
         if any(row in wanted for row in rows):
             a, b = jax.device_get((block.a, block.b))
             for i, row in enumerate(rows):
                 if row in wanted:
-                    stored.setdefault(row, []).append((block.start, a[i], b[i]))
+                    steps = None if block.steps is None else block.steps[:, i]
+                    stored.setdefault(row, []).append((block.start, a[i], b[i], steps))
     found: dict[Row, tuple[np.ndarray, np.ndarray]] = {}
     for row, pieces in stored.items():
         spec = row[0].spec
-        rank = max(start for start, _, _ in pieces) + rank_step(spec)
+        rank = max(start for start, *_ in pieces) + rank_step(spec)
+        all_steps = np.zeros((2, spec.slices, rank))
         a = np.zeros((spec.slices, rank, spec.in_features), spec.dtype)
         b = np.zeros((rank, spec.out_features), spec.dtype)
-        for start, own_a, own_b in pieces:
+        for start, own_a, own_b, steps in pieces:
             a[:, start : start + own_a.shape[1]] = as_brought(own_a, spec.in_features, spec.in_runs)
             b[start : start + len(own_b)] = as_brought(own_b, spec.out_features, spec.out_runs)
+            all_steps[..., start : start + len(own_b)] = 0 if steps is None else steps
+        if spec.dtype == "int8":
+            a = restored(a, all_steps[0])
+            b = np.concatenate(list(map(restored, _by_slice(spec, b), all_steps[1])), axis=1)
         found[row] = (a, b)
     return found

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 import ml_dtypes
 import numpy as np
 
+from jlora.adapters.int8 import rounded, steps_of
 from jlora.adapters.tensor_data import all_finite
 from jlora.errors import AdapterMismatchError
 from jlora.manager.blocks import bits_of
 
 _LARGEST = float(np.finfo(np.float32).max)
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_FLOAT32 = np.dtype(np.float32)
 _TILE = 1 << 18  # elements that are cast together, few enough to stay in the cache
 
 
@@ -19,6 +21,7 @@ def write(
     run: slice,
     dtype: np.dtype,
     into: Sequence[tuple[int, np.ndarray]],
+    steps: np.ndarray | None = None,
 ) -> bool:
     """Cast a run of rows of a factor and write it into blocks.
 
@@ -29,6 +32,7 @@ def write(
       run: The rows to write.
       dtype: The dtype of the slots.
       into: (first rank, [rows, slices, step, X] viewed as `bits_of(dtype)`) of each block to write.
+      steps: For int8, the step of each rank of the run, [rows, r] or [1, r].
 
     Returns:
       True if slot dtype holds all values. If False, some values are not written.
@@ -36,18 +40,19 @@ def write(
     shared = len(factor) == 1
     own = factor if shared else factor[run]
     sizes = own.shape
+    steps = None if steps is None else np.broadcast_to(steps, sizes[:2])
     if not shared and own.size <= _TILE:  # fast path for adapters of tens of thousands of small factors
-        return _write_tile(own, slice(None), slice(0, sizes[1]), slice(None), dtype, into)
+        return _write_tile(own, slice(None), slice(0, sizes[1]), slice(None), dtype, into, steps)
     outer = max(range(3), key=lambda axis: own.strides[axis] * (sizes[axis] > 1)) if own.size > _TILE else 0
     most = max(1, _TILE * sizes[outer] // own.size)
     for at in range(0, sizes[outer], most):
         rows, ranks, columns = (
             slice(at, min(at + most, size)) if axis == outer else slice(0, size) for axis, size in enumerate(sizes)
         )
-        values = own[rows, ranks, columns]
+        values, of_values = own[rows, ranks, columns], None if steps is None else steps[rows, ranks]
         if shared:
             rows = slice(None)
-        if not _write_tile(values, rows, ranks, columns, dtype, into):
+        if not _write_tile(values, rows, ranks, columns, dtype, into, of_values):
             return False
     return True
 
@@ -59,11 +64,13 @@ def _write_tile(
     columns: slice,
     dtype: np.dtype,
     into: Sequence[tuple[int, np.ndarray]],
+    steps: np.ndarray | None,
 ) -> bool:
     """Apply `write` to one tile, which is small enough to stay in the cache."""
-    cast = _cast(values, dtype)
+    cast = _cast(values, dtype if steps is None else _FLOAT32)
     if _too_large(values, cast) is not None:
         return False
+    cast = cast if steps is None else rounded(cast, steps)
     bits = cast.view(bits_of(dtype))[:, None]
     for first, target in into:
         begin, end = max(ranks.start, first), min(ranks.stop, first + target.shape[2])
@@ -73,12 +80,19 @@ def _write_tile(
     return True
 
 
+def row_steps(factor: np.ndarray) -> np.ndarray:
+    """Return the int8 steps [rows, r] of a factor [rows, r, X], computed as float32 in parts that stay in the cache."""
+    most = max(1, _TILE * len(factor) // factor.size)
+    return np.concatenate([steps_of(_cast(factor[i : i + most], _FLOAT32)) for i in range(0, len(factor), most)])
+
+
 def in_slot_dtype(where: str, label: str, factor: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return a factor in slot dtype. Messages start with `where` and call the factor `label`.
+    """Return a factor in slot dtype, float32 for int8. Messages start with `where` and call the factor `label`.
 
     Raises:
       AdapterMismatchError: Slot dtype cannot hold a value.
     """
+    dtype = _FLOAT32 if dtype == np.int8 else dtype
     with np.errstate(over="ignore", invalid="ignore"):
         cast = _cast(factor, dtype)
     overflow = _too_large(factor, cast)

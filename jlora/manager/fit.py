@@ -190,7 +190,7 @@ def check_finite(where: str, adapter: Adapter) -> None:
 def own_experts(modules: Mapping[str, LoRA], slices_of: Mapping[str, SiteSlices]) -> dict[str, tuple[range, ...]]:
     """Return module name -> the experts to read, for modules with experts on devices of other processes.
 
-    Modules that are read whole are left out.
+    Modules that are read whole are left out: in int8, the scales of slots for shared factors depend on all experts.
     """
     found: dict[str, tuple[range, ...]] = {}
     for name, (site, row, _, _) in slices_of.items():
@@ -198,6 +198,8 @@ def own_experts(modules: Mapping[str, LoRA], slices_of: Mapping[str, SiteSlices]
         if len(spec.own_shards) == spec.expert_shards or spec.experts is None:
             continue
         if modules[name].kind == "experts":
+            if spec.dtype == "int8" and site.shared:
+                continue
             found[name] = spec.own_experts
         elif not any(row % spec.experts in own for own in spec.own_experts):
             found[name] = ()

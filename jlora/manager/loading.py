@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from jlora._memory import page_locked_bytes
 from jlora.adapters import Adapter
+from jlora.adapters.adapter import open_adapter
 from jlora.adapters.resolve import AdapterFolder, resolve
 from jlora.config import LoRARequest
 from jlora.errors import (
@@ -20,6 +21,7 @@ from jlora.errors import (
     AdapterNotFoundError,
     AdapterUnavailableError,
     LoadTimeoutError,
+    LoRAError,
 )
 from jlora.manager.blocks import Block
 from jlora.manager.extras import check_extras, slot_values
@@ -306,6 +308,22 @@ def read(state: State, request: LoRARequest) -> PackedAdapter:
     """Read and pack an adapter, without adding it to the host cache or to page-locked memory."""
     with _logged(request.name, request.path):
         return with_extras(state, _read(state, request))
+
+
+def read_again(state: State, packed: PackedAdapter) -> Adapter | None:
+    """Return a loaded adapter as its files have it; None, with a warning, if they are gone or have changed."""
+    if packed.request is None:
+        return None
+    try:
+        with open_adapter(_find(state, packed.request, None)) as opened:
+            adapter = opened.read({}, allow_nonfinite=True)
+    except (LoRAError, OSError) as error:
+        _log.warning("adapter %r: its files are gone or damaged: %.500r", packed.name, str(error))
+        return None
+    if adapter.fingerprint == packed.key:
+        return adapter
+    _log.warning("adapter %r: its files have changed since they were loaded", packed.name)
+    return None
 
 
 def read_folder(state: State, found: AdapterFolder) -> PackedAdapter:

@@ -30,9 +30,9 @@ from jlora.layers.wrap.apply import wrap_model
 from jlora.layers.wrap.select import PackedModules
 from jlora.layers.wrap.wrapped import LayerInfo, WrappedModel
 from jlora.manager.batch_arguments import BatchArguments, Given, checked_names, given
-from jlora.manager.export import export
+from jlora.manager.export import export, export_blocks
 from jlora.manager.leases import AdapterHandle, LeaseInfo
-from jlora.manager.loading import add, load, prefetch, recall
+from jlora.manager.loading import add, load, prefetch, read_again, recall
 from jlora.manager.loads import Deadline, notify
 from jlora.manager.locks import StateLock
 from jlora.manager.multihost import peers_of
@@ -358,7 +358,8 @@ class LoRAManager:
 
         Returns:
           An `Adapter` with the module names, ranks, alphas and scalings of the loaded adapter, and the values of the
-          slot in the slot dtype.
+          slot in the slot dtype. With slots of int8, which cannot be trained, it has the values of the adapter's files,
+          or float32 values of the slot if it has none or they have changed.
 
         Raises:
           AdapterNotFoundError: the name was not added.
@@ -376,7 +377,9 @@ class LoRAManager:
             slot = state.pool.slot_of(packed)
             if slot is None:
                 raise LoRAError(f"adapter {name!r} is in no slot; activate_adapter it before training")
-            return export(packed, slot, state.wrapped.modules)
+            if all(site.spec.dtype != "int8" for site in packed.sites):
+                return export(packed, slot, state.wrapped.modules)
+        return read_again(state, packed) or export_blocks(packed, state.pool.sites)
 
     # --- save and restore ---------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 
 from jlora._compat import explicit_transfers, without_graphs
 from jlora.adapters.checkpoint import sorted_keys
+from jlora.adapters.int8 import steps_for
 from jlora.adapters.peft_config import scaling_of
 from jlora.adapters.tensor_data import all_finite
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageError
@@ -126,7 +127,10 @@ def updated(
     plan: _UpdatePlan | None = packed.update_plan
     if on_device and plan is not None and plan.names == names and plan.shapes == shapes:
         written = _blocks_on_device(where, plan, arrays, {}, allow_nonfinite)
-        return packed.with_values((*_untouched(packed.blocks, plan.rows), *written)), written
+        blocks = (*_untouched(packed.blocks, plan.rows), *written)
+        in_int8 = any(block.steps is not None for block in written)
+        table = rank_table(pool.sites, packed.placements, blocks) if in_int8 else packed.ranks
+        return packed.with_values(blocks, table), written
     had = {placement.module: placement for placement in packed.placements if placement.site.kind != "head"}
     try:
         keys_of = _sorted_keys(names, where)
@@ -157,14 +161,15 @@ def updated(
     kept: Sequence[Block] = _untouched(packed.blocks, rows)
     if not (on_device or on_host):
         kept = to_host(kept)
+    blocks = (*kept, *written)
     new = replace(
         packed,
         placements=placements,
-        ranks=rank_table(pool.sites, placements),
+        ranks=rank_table(pool.sites, placements, blocks),
         rank=largest_rank(placements),
         request=None,
         key=None,
-        life=LifeCycle((*kept, *written), on_host=not on_device),
+        life=LifeCycle(blocks, on_host=not on_device),
         update_plan=plan,
         warnings=(),
     )
@@ -209,6 +214,11 @@ def _check(
     if placement is None:
         raise AdapterMismatchError(f"{at}: the adapter has no such module. {_taken(packed, module)}")
     site = placement.site
+    if site.spec.dtype == "int8" and not site.spec.whole:
+        raise AdapterMismatchError(
+            f"{at}: the experts share a factor, and in int8 their other factors have common scales, so that all change "
+            "together; load_inplace=True replaces all weights"
+        )
     names = ("lora_embedding_A", "lora_embedding_B") if site.kind == "embedding" else ("lora_A", "lora_B")
     halves = (site.spec.in_features, site.spec.out_features)
     allowed = [name for name, size in zip(names, halves, strict=True) if size]
@@ -247,7 +257,9 @@ def _untouched(blocks: Sequence[Block], rows: set[Row]) -> list[Block]:
             with explicit_transfers():  # the blocks may be page-locked
                 for i, row in enumerate(own):
                     if row not in rows:
-                        kept.append(Block(block.chunk, i, block.start, block.a[i : i + 1], block.b[i : i + 1]))
+                        own = slice(i, i + 1)
+                        steps = None if block.steps is None else block.steps[:, own]
+                        kept.append(Block(block.chunk, i, block.start, block.a[own], block.b[own], steps))
     return kept
 
 
@@ -266,8 +278,8 @@ def _assemble_on_host(
         row = (p.site, p.row)
         if row not in factors:
             zeros = (
-                np.zeros((spec.slices, 0, spec.in_features), spec.dtype),
-                np.zeros((0, spec.out_features), spec.dtype),
+                np.zeros((spec.slices, 0, spec.in_features), spec.float_dtype),
+                np.zeros((0, spec.out_features), spec.float_dtype),
             )
             factors[row] = _fitted(old.get(row, zeros), ranks[row])
         a, b = factors[row]
@@ -347,15 +359,16 @@ def _blocks_on_device(
     with auto_axes(), explicit_transfers():
         assemble = _assembler(jax.default_backend())
         made, finite = assemble(plan.shape, given, kept)
+        largest = jax.device_get([of_chunk for _, of_chunk in made])
     if not allow_nonfinite and not jax.device_get(finite):
         raise AdapterFormatError(
             f"{where}: the new weights hold NaN or infinity, or values that the slots' dtype cannot hold; expected "
             "finite numbers"
         )
     return tuple(
-        Block(chunk, i, start, a, b)
-        for (chunk, i, starts), pairs in zip(plan.blocks, made, strict=True)
-        for start, (a, b) in zip(starts, pairs, strict=True)
+        Block(chunk, i, start, a, b, None if own is None else steps_for(own))
+        for (chunk, i, starts), (factors, _), of_chunk in zip(plan.blocks, made, largest, strict=True)
+        for start, (a, b), own in zip(starts, factors, of_chunk, strict=True)
     )
 
 
@@ -390,7 +403,7 @@ def _assembler(platform: str) -> Callable[..., tuple[Any, jax.Array]]:
 
 
 def _assemble(shape: _Shape, given: Sequence[jax.Array], old: Sequence[Any]) -> tuple[Any, jax.Array]:
-    """Return (blocks of each chunk, True if all of their values are finite)."""
+    """Return ((A and B of the blocks, for int8 largest magnitudes) of each chunk, True if all values are finite)."""
     feed, kept = (given[i] for i in shape.order), iter(old)
     made: list[Any] = []
     finite = jnp.ones((), bool)
@@ -400,8 +413,8 @@ def _assemble(shape: _Shape, given: Sequence[jax.Array], old: Sequence[Any]) -> 
         all_b: list[jax.Array] = []
         for whole, modules in rows:
             if whole:
-                a = jnp.zeros((spec.slices, size, spec.in_features), spec.dtype)
-                b = jnp.zeros((size, spec.out_features), spec.dtype)
+                a = jnp.zeros((spec.slices, size, spec.in_features), spec.float_dtype)
+                b = jnp.zeros((size, spec.out_features), spec.float_dtype)
             else:
                 a, b = (jnp.asarray(factor) for factor in next(kept))
             for module in modules:
@@ -410,10 +423,30 @@ def _assemble(shape: _Shape, given: Sequence[jax.Array], old: Sequence[Any]) -> 
             all_b.append(b)
         stacked_a, stacked_b = jnp.stack(all_a), jnp.stack(all_b)
         finite &= jnp.isfinite(stacked_a).all() & jnp.isfinite(stacked_b).all()
-        step = rank_step(spec)
+        step, largest = rank_step(spec), None
+        if spec.dtype == "int8":
+            stacked_a, stacked_b, largest = _in_int8(spec, stacked_a, stacked_b)
         stacked_a, stacked_b = stored(stacked_a, spec.in_blocks), stored(stacked_b, spec.out_blocks)
-        made.append([(stacked_a[:, :, s : s + step], stacked_b[:, s : s + step]) for s in starts])
+        factors = [(stacked_a[:, :, s : s + step], stacked_b[:, s : s + step]) for s in starts]
+        made.append((factors, [None if largest is None else largest[..., s : s + step] for s in starts]))
     return made, finite
+
+
+def _in_int8(spec: SlotSpec, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the codes of A [rows, n, R, K] and B [rows, R, N], and the largest magnitudes of rows [2, rows, n, R].
+
+    It computes `jlora.adapters.int8` on the device.
+    """
+
+    def rounded(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+        largest = jnp.abs(values).max(axis=-1, initial=0)
+        inverse = 127 / jnp.where(largest > 0, largest, 1)
+        return jnp.rint(values * inverse[..., None]).clip(-127, 127).astype(jnp.int8), largest
+
+    a, of_a = rounded(a)
+    parts = [rounded(b[..., spec.columns(i, 1)]) for i in range(spec.slices)]
+    of_b = jnp.stack([own for _, own in parts], axis=1)
+    return a, jnp.concatenate([codes for codes, _ in parts], axis=-1), jnp.stack([of_a, of_b])
 
 
 def stored(factors: jax.Array, blocks: Sequence[tuple[int, int]]) -> jax.Array:
@@ -432,11 +465,11 @@ def _fill(
 ) -> tuple[jax.Array, jax.Array]:
     """Return A [n, R, K] and B [R, N] of a row with the new factors of one module written into them."""
     if module.has_a:
-        new = next(feed).astype(spec.dtype)
-        rows = jnp.zeros((a.shape[1], spec.in_features), spec.dtype).at[: module.rank].set(new)
+        new = next(feed).astype(spec.float_dtype)
+        rows = jnp.zeros((a.shape[1], spec.in_features), spec.float_dtype).at[: module.rank].set(new)
         a = a.at[module.first : module.first + module.count].set(rows[None])
     if module.has_b:
-        new = next(feed).T.astype(spec.dtype)
-        columns = jnp.zeros((b.shape[0], new.shape[1]), spec.dtype).at[: module.rank].set(new)
+        new = next(feed).T.astype(spec.float_dtype)
+        columns = jnp.zeros((b.shape[0], new.shape[1]), spec.float_dtype).at[: module.rank].set(new)
         b = b.at[:, spec.columns(module.first, module.count)].set(columns)
     return a, b

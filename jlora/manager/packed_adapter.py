@@ -91,7 +91,7 @@ class PackedAdapter:
     Attributes:
       name: Name of the adapter.
       placements: Destinations of its modules.
-      ranks: (true rank, scale) of each output slice of every site, in the order of the pool (`rank_table`).
+      ranks: true rank and scales of each output slice of every site, in the order of the pool (`rank_table`).
       rank: The largest rank of a LoRA module.
       life: Its blocks and version, and where the blocks are.
       extras: `Extra.name` -> values of a slot (`slot_values`), for the extras that its modules bring.
@@ -105,7 +105,7 @@ class PackedAdapter:
 
     name: str
     placements: tuple[Placement, ...]
-    ranks: Float[np.ndarray, "slices 2"]
+    ranks: Float[np.ndarray, "scales"]
     rank: int
     life: LifeCycle
     extras: Mapping[str, Float[np.ndarray, "values"]] = field(default_factory=dict[str, np.ndarray])
@@ -142,11 +142,11 @@ class PackedAdapter:
         of_sites = {site.spec.slots for site in self.sites}
         return range(max((s.start for s in of_sites), default=0), min((s.stop for s in of_sites), default=0))
 
-    def with_values(self, blocks: tuple[Block, ...]) -> "PackedAdapter":
+    def with_values(self, blocks: tuple[Block, ...], ranks: Float[np.ndarray, "scales"]) -> "PackedAdapter":
         """Return a version whose blocks were changed on the device, with the same modules and without a request."""
         new = copy.copy(self)
         # In place of `replace`, which drops the cached sets.
-        vars(new).update(request=None, key=None, warnings=(), life=LifeCycle(blocks, on_host=False))
+        vars(new).update(ranks=ranks, request=None, key=None, warnings=(), life=LifeCycle(blocks, on_host=False))
         return new
 
     @property
@@ -184,6 +184,6 @@ class PackedAdapter:
                 found.update(name.encode() + array.tobytes())
         for block in self.blocks:
             if block.chunk.spec.experts is None:
-                for half in (block.a, block.b):
+                for half in (block.a, block.b, *(() if block.steps is None else (block.steps,))):
                     found.update(zlib.crc32(np.asarray(half).view(np.uint8).data).to_bytes(4, "little"))
         return found.hexdigest()

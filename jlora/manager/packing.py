@@ -15,7 +15,7 @@ from jlora.adapters.lora import ExpertsLoRA, Layer
 from jlora.layers.site import Site
 from jlora.layers.wrap.wrapped import WrappedModel, own_order_of
 from jlora.manager.blocks import Block, Chunk, Packing, Row, bits_of
-from jlora.manager.casting import check_scaling, in_slot_dtype, write
+from jlora.manager.casting import check_scaling, in_slot_dtype, row_steps, write
 from jlora.manager.fit import is_exchanged, rows_of
 from jlora.manager.names import SiteSlices
 from jlora.manager.packed_adapter import Placement
@@ -176,16 +176,28 @@ def _fill(
     dtype = np.dtype(site.spec.dtype)
     fills = [(target, rows, piece) for target, rows in _targets(module, site, row, shared) for piece in pieces]
     for target, rows, piece in fills:
-        start = sum(site.spec.out_sizes[: piece.first])
-        slices, columns = slice(piece.first, piece.first + piece.slices), slice(start, start + piece.b.shape[2])
+        slices = slice(piece.first, piece.first + piece.slices)
+        # In int8 each slice has steps of its own.
+        parts = [site.spec.columns(i, 1) for i in range(slices.start, slices.stop)]
+        parts = parts if dtype == np.int8 else [site.spec.columns(piece.first, piece.slices)]
         for run, blocks in packing.runs(target, rows.start, len(rows)):
             fits = True
+            of_a, of_b = None, [None] * len(parts)
+            if dtype == np.int8:
+                of_a, of_b = _steps(piece, run, parts, together=shared and bool(site.spec.experts))
+                for begin, _, _, steps in blocks:
+                    assert steps is not None
+                    ranks = slice(begin, begin + steps.shape[3])
+                    for j, own in enumerate((of_a[:, None, ranks], np.stack(of_b, axis=1)[..., ranks])):
+                        steps[j, :, slices, : own.shape[2]] = own
             for features, stored in target.spec.in_runs if target.spec.in_features else ():
-                into_a = [(begin, a[:, slices, :, stored]) for begin, a, _ in blocks]
-                fits &= write(piece.a[:, :, features], run, dtype, into_a)
-            for features, stored in _within(target.spec.out_runs, columns) if target.spec.out_features else ():
-                into_b = [(begin, b[:, None, :, stored]) for begin, _, b in blocks]
-                fits &= write(piece.b[:, :, features], run, dtype, into_b)
+                into_a = [(begin, a[:, slices, :, stored]) for begin, a, _, _ in blocks]
+                fits &= write(piece.a[:, :, features], run, dtype, into_a, of_a)
+            for columns, steps in zip(parts, of_b, strict=True):
+                own = piece.b[:, :, columns.start - parts[0].start : columns.stop - parts[0].start]
+                for features, stored in _within(target.spec.out_runs, columns) if target.spec.out_features else ():
+                    into_b = [(begin, b[:, None, :, stored]) for begin, _, b, _ in blocks]
+                    fits &= write(own[:, :, features], run, dtype, into_b, steps)
             if not fits:
                 _refuse(where, dtype, pieces)
     extras = {
@@ -209,6 +221,16 @@ def _fill(
     ]
 
 
+def _steps(piece: _Piece, run: slice, parts: Sequence[slice], *, together: bool) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Return the int8 steps [rows or 1, r] of A, and of each of the `parts` of the columns of B, in a run of rows.
+
+    If `together` is True and the rows share B, they have one step for A too, because a slot then has one scale for all.
+    """
+    a, b = (factor if len(factor) == 1 else factor[run] for factor in piece[-2:])
+    of_a = row_steps(piece.a).max(axis=0, keepdims=True) if together and len(b) == 1 else row_steps(a)
+    return of_a, [row_steps(b[:, :, part.start - parts[0].start : part.stop - parts[0].start]) for part in parts]
+
+
 def _within(runs: Iterable[tuple[slice, slice]], columns: slice) -> list[tuple[slice, slice]]:
     """Return the shares of runs within `columns`, as (features counted from the first column, stored features)."""
     found: list[tuple[slice, slice]] = []
@@ -229,19 +251,30 @@ def _refuse(where: str, dtype: np.dtype, pieces: Sequence[_Piece]) -> NoReturn:
     raise AssertionError("slot dtype holds all values of all rows")
 
 
-def rank_table(sites: tuple[Site, ...], placements: tuple[Placement, ...]) -> Float[np.ndarray, "slices 2"]:
-    """Return (true rank, scale) of each output slice of every row, float32, in the order of `sites`.
+def rank_table(
+    sites: tuple[Site, ...], placements: tuple[Placement, ...], blocks: Iterable[Block]
+) -> Float[np.ndarray, "values"]:
+    """Return the true rank and the scales of each output slice of every row, float32, in the order of `sites`.
 
-    Slices without factors, or with scale 0 and no extras, have rank 0: the base output keeps its bits there.
+    A slice has `SlotSpec.rank_columns` values. In int8 the scales contain the steps of `blocks`. Slices without
+    factors, or with scale 0 and no extras, have rank 0: the base output keeps its bits there.
     """
-    starts: dict[Site, int] = {}
-    total = 0
-    for site in sites:
-        starts[site] = total
-        total += math.prod((*site.spec.rows, site.spec.slices))
-    table = np.zeros((total, 2), np.float32)
+    sizes = [math.prod((*site.spec.rows, site.spec.slices, site.spec.rank_columns)) for site in sites]
+    table = np.zeros(sum(sizes))
+    parts = np.split(table, np.cumsum(sizes)[:-1])  # views
+    of_site = {
+        site: part.reshape(-1, site.spec.slices, site.spec.rank_columns)
+        for site, part in zip(sites, parts, strict=True)
+    }
+    for block in blocks:
+        if block.steps is not None:
+            rows = block.chunk.rows if block.row is None else (block.chunk.rows[block.row],)
+            for (site, row), steps in zip(rows, block.steps.prod(axis=0), strict=True):
+                of_site[site][row, :, 1 + block.start : 1 + block.start + steps.shape[1]] = steps
     for p in placements:
         if np.float32(p.scaling) or p.extras:
-            start = starts[p.site] + p.row * p.site.spec.slices + p.first
-            table[start : start + p.count] = p.rank, p.scaling
-    return table
+            own = of_site[p.site][p.row, p.first : p.first + p.count]
+            own[:, 0] = p.rank
+            own[:, 1:] = p.scaling * (own[:, 1:] if p.site.spec.dtype == "int8" else 1)
+    with np.errstate(over="ignore", invalid="ignore"):  # values that the configuration lets through
+        return table.astype(np.float32)

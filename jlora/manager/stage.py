@@ -125,7 +125,7 @@ def _pack(
     return PackedAdapter(
         name=adapter.name,
         placements=placements,
-        ranks=rank_table(pool.sites, placements),
+        ranks=rank_table(pool.sites, placements, blocks),
         rank=largest_rank(placements),
         life=LifeCycle(blocks),
         about=replace(adapter.with_layers({}), base_weights={}, config=None),

@@ -98,6 +98,11 @@ class Trainer:
         optimizers: Mapping[str, Optimizer],
     ):
         self._slot_of, self._update, self._loss = slot_of, update, loss
+        if any(site.spec.dtype == "int8" for site in modules):
+            raise LoRAUsageError(
+                "trainer: slots of int8 are constants of the gradients; train with a manager of another "
+                "LoRAConfig.dtype, and give Trainer.tensors to update_adapter of this one"
+            )
         names_of: dict[Any, list[str]] = {}
         for name, optimizer in optimizers.items():
             names_of.setdefault(optimizer, []).append(name)

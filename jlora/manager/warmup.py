@@ -24,7 +24,7 @@ def warm_up(
     pool, slots, wrapped = state.pool, state.slots, state.wrapped
     pool.compile()
     none = len(pool.table)
-    blank = PackedAdapter("(warm-up)", (), rank_table(pool.sites, ()), 0, LifeCycle(_blank_blocks(pool.chunks)))
+    blank = PackedAdapter("(warm-up)", (), rank_table(pool.sites, (), ()), 0, LifeCycle(_blank_blocks(pool.chunks)))
     lease = Lease([blank], ((),) * shape.num_sequences, threading.get_ident(), shape=shape)
     try:
         with state.lock.writing:
@@ -48,8 +48,8 @@ def _blank_blocks(chunks: Sequence[Chunk]) -> tuple[Block, ...]:
     """Return zero blocks for the chunks that all slots have. Expert blocks are left out: they would take gigabytes."""
     rows = {
         row: (
-            np.zeros((chunk.spec.slices, 1, chunk.spec.in_features), chunk.spec.dtype),
-            np.zeros((1, chunk.spec.out_features), chunk.spec.dtype),
+            np.zeros((chunk.spec.slices, 1, chunk.spec.in_features), chunk.spec.float_dtype),
+            np.zeros((1, chunk.spec.out_features), chunk.spec.float_dtype),
         )
         for chunk in chunks
         if chunk.spec.experts is None and chunk.spec.whole

@@ -15,6 +15,10 @@ and its own columns of b.
 `ranks` has one meaning in all functions and their gradients. It is a float32 array [G, n, 2] of true ranks, which are
 whole numbers, and scales. Let r, s = ranks[g, i].
 
+Both factors may be int8. Then `ranks` is [G, n, 1 + R]: the true rank, and a scale for each of the R rows of a[g, i].
+Such a scale is the product of three: the step between two values of that row of a, the step of the same row of slice i
+of b, and s. Scales from the true rank on may be NaN. Products have the dtype of x, to which int8 converts exactly.
+
 The results do not depend on the entries of a[g, i], or of slice i's columns of b[g], from rank r rounded up to a
 multiple of 16 (at most R) on. With r = 0 they depend on no entry at all. These entries may be NaN, because they are
 masked and never multiplied by zero. When factors of rank r are written, only the ranks from r up to that multiple of 16
@@ -26,8 +30,9 @@ before the product with b, so that b is stored as the adapter's file has it. `sh
 Rows without a group and slices of rank 0 keep the base, bitwise. Without a base the result is the delta alone. It is
 -0.0 in these rows and slices, so that adding it to a base changes no bit there.
 
-Ranks and scales are constants of the gradients, which are those of reverse mode only. A group without rows has zero
-gradients, and so have ranks from the true rank on. Under `jax.checkpoint`, h of `add_lora` has the name "lora_h".
+Ranks, scales and int8 factors are constants of the gradients, which are those of reverse mode only. A group without
+rows has zero gradients, and so have ranks from the true rank on. Under `jax.checkpoint`, h of `add_lora` has the name
+"lora_h".
 
 `batch_invariant` fixes all sizes that decide the order of a sum: the rows of a tile, the blocks and parts of K, and the
 number of launches. They then follow K, N, R and dtypes alone. The kernels of a backend give a row's delta the same bits
@@ -43,7 +48,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Real
 
 from jlora import _qwix
 from jlora._compat import triton_gap
@@ -61,10 +66,10 @@ __all__ = ["Plan", "add_lora", "expand", "make_plan", "shrink", "unsupported_rea
 @_qwix.unintercepted
 def shrink(
     x: Float[jax.Array, "T K"],
-    a: Float[jax.Array, "G n R K"],
+    a: Real[jax.Array, "G n R K"],
     plan: Plan,
     *,
-    ranks: Float[jax.Array, "G n 2"] | None = None,
+    ranks: Float[jax.Array, "G n s"] | None = None,
     x_rows: Int[jax.Array, "M"] | None = None,
     batch_invariant: bool = False,
     backend: Backend = "auto",
@@ -73,11 +78,11 @@ def shrink(
 
     Args:
       x: [M, K] rows in the order that the plan was made for, or [T, K] with `x_rows`.
-      a: [G, n, R, K] first factors in bfloat16, float16 or float32.
+      a: [G, n, R, K] first factors in bfloat16, float16, float32 or int8.
       plan: Plan of M rows from `make_plan`, with num_groups = G.
-      ranks: [G, n, 2] float32: ranks from 0 to R, and scales, which are not used here. Entries of h at and past the
-        rank are zero, and the kernels skip their work. Entries of a past the rank, rounded up to 16, are never used and
-        may be NaN. None means R everywhere.
+      ranks: [G, n, 2] float32, or [G, n, 1 + R] with int8 factors: ranks from 0 to R, and scales, which are not used
+        here. Entries of h at and past the rank are zero, and the kernels skip their work. Entries of a past the rank,
+        rounded up to 16, are never used and may be NaN. None means R everywhere.
       x_rows: [M] integers. Row m of the plan is x[x_rows[m]]; the index must be in [0, T) where m has a group. With it,
         a token's row is stored once for all of its experts. A row of x may occur at most once in a group.
       batch_invariant: As for `add_lora`.
@@ -91,7 +96,7 @@ def shrink(
     """
     x_rows = _check_x("shrink", x, x_rows, plan)
     check_a("shrink", a, plan, x.shape[1])
-    ranks = check_ranks("shrink", ranks, a.shape[:2])
+    ranks = check_ranks("shrink", ranks, a.shape[:3], a.dtype)
     rows, (groups, n, rank, _) = plan.num_rows, a.shape
     base, b = _like((rows, n * rank)), _like((groups, rank, n * rank))
     check_invariant("shrink", batch_invariant, plan)
@@ -105,12 +110,12 @@ def shrink(
 @_qwix.unintercepted
 def expand(
     h: Float[jax.Array, "n M R"],
-    b: Float[jax.Array, "G R N"],
+    b: Real[jax.Array, "G R N"],
     plan: Plan,
     *,
     slice_sizes: Sequence[int],
     base: Float[jax.Array, "M N"] | None = None,
-    ranks: Float[jax.Array, "G n 2"] | None = None,
+    ranks: Float[jax.Array, "G n s"] | None = None,
     batch_invariant: bool = False,
     backend: Backend = "auto",
 ) -> Float[jax.Array, "M N"]:
@@ -118,19 +123,20 @@ def expand(
 
     Args:
       h: [n, M, R] float32 from `shrink`. Entries at and past a row's rank are ignored.
-      b: [G, R, N] second factors, all n slices side by side.
+      b: [G, R, N] second factors, all n slices side by side, in a dtype of `shrink`'s a.
       plan: Plan that was given to `shrink`.
       slice_sizes: The n column counts, which sum to N.
       base: [M, N] to add the delta to. The sum is computed in float32 and rounded once to base.dtype. None returns the
         delta alone.
-      ranks: [G, n, 2] as for `shrink`. Entries of b past the rank, rounded up to 16, are never used. The scale
-        multiplies h in float32, with that of the row (`Plan.scaled`). None means rank R and scale 1 everywhere.
+      ranks: [G, n, 2] or [G, n, 1 + R] as for `shrink`. Entries of b past the rank, rounded up to 16, are never used.
+        The scale multiplies h in float32, with that of the row (`Plan.scaled`). None means rank R and scale 1
+        everywhere.
       batch_invariant: As for `add_lora`.
       backend: As for `shrink`.
 
     Returns:
       [M, N]. With `base`, base + delta in base.dtype; rows without a group and slices of rank 0 are bitwise the base.
-      Without `base`, delta in b.dtype; these rows and slices are -0.0.
+      Without `base`, delta in b.dtype, or float32 if b is int8; these rows and slices are -0.0.
 
     Raises:
       LoRAError: As for `shrink`.
@@ -139,9 +145,9 @@ def expand(
     if h.ndim != 3 or h.shape != (len(sizes), plan.num_rows, b.shape[1]):
         raise LoRAError(f"expand: h must be [n, M, R] = [{len(sizes)}, {plan.num_rows}, {b.shape[1]}], got {h.shape}")
     check_base("expand", base, plan, b.shape[2])
-    ranks = check_ranks("expand", ranks, (b.shape[0], len(sizes)))
+    ranks = check_ranks("expand", ranks, (b.shape[0], len(sizes), b.shape[1]), b.dtype)
     (n, rows, rank), groups = h.shape, b.shape[0]
-    out = _like((rows, b.shape[2]), b.dtype) if base is None else base
+    out = _like((rows, b.shape[2]), xla.float_of(b)) if base is None else base
     check_invariant("expand", batch_invariant, plan)
     x, a = _like((rows, n * rank)), _like((groups, n, rank, n * rank))
     kernels = choose("expand", backend, out, x, a, b, sizes, batch_invariant)
@@ -155,12 +161,12 @@ def expand(
 def add_lora(
     base: Float[jax.Array, "M N"] | None,
     x: Float[jax.Array, "T K"],
-    a: Float[jax.Array, "G n R K"],
-    b: Float[jax.Array, "G R N"],
+    a: Real[jax.Array, "G n R K"],
+    b: Real[jax.Array, "G R N"],
     plan: Plan,
     *,
     slice_sizes: Sequence[int] | None = None,
-    ranks: Float[jax.Array, "G n 2"] | None = None,
+    ranks: Float[jax.Array, "G n s"] | None = None,
     x_rows: Int[jax.Array, "M"] | None = None,
     batch_invariant: bool = False,
     backend: Backend = "auto",
@@ -173,13 +179,13 @@ def add_lora(
       base: [M, N] output of the base layer. A backend may write the result in its place. None returns the delta alone,
         in float32.
       x: [M, K] input of the base layer, or [T, K] with `x_rows`.
-      a: [G, n, R, K] first factors.
-      b: [G, R, N] second factors.
+      a: [G, n, R, K] first factors in bfloat16, float16, float32 or int8.
+      b: [G, R, N] second factors, int8 if and only if a is.
       plan: Plan of M rows from `make_plan`, with num_groups = G.
       slice_sizes: The n column counts, which sum to N. None means one slice.
-      ranks: [G, n, 2] float32, the true rank and the scale of each group and slice. A rank of 0 leaves the slice
-        unchanged. Entries of a and b past the rank, rounded up to 16, are never used and may be NaN. None means rank R
-        and scale 1 everywhere.
+      ranks: [G, n, 2] float32, the true rank and the scale of each group and slice, or [G, n, 1 + R] with int8
+        factors, the true rank and the scale of each of the R rows. A rank of 0 leaves the slice unchanged. Entries of a
+        and b past the rank, rounded up to 16, are never used and may be NaN. None means rank R and scale 1 everywhere.
       x_rows: [M] as for `shrink`.
       batch_invariant: Compute a row's delta with the same bits for any number of rows, mix and slots (see above). The
         plan must be made for it, and the result may take longer.
@@ -189,8 +195,8 @@ def add_lora(
       [M, N] in base.dtype. Products are summed in float32. If x, a and b are bfloat16, the kernels round scale *
       (a @ x) to bfloat16 before the product with b; on a GPU they also round each partial sum over K. base + delta is
       computed in float32 and rounded once. Only for up to 256 rows of bfloat16 on a GPU, without `batch_invariant`, the
-      delta is rounded to bfloat16 before, and on a GPU a delta alone of bfloat16 x, a and b. Rows without a group and
-      slices of rank 0 are bitwise the base, or -0.0 without one.
+      delta is rounded to bfloat16 before, and on a GPU a delta alone of bfloat16 x, a and b. The same holds for
+      bfloat16 x with int8 a and b. Rows without a group and slices of rank 0 are bitwise the base, or -0.0 without one.
 
     Raises:
       LoRAError: Shapes or dtypes do not fit, or the backend does not support them.
@@ -198,7 +204,7 @@ def add_lora(
     x_rows = _check_x("add_lora", x, x_rows, plan)
     sizes = _check_pair("add_lora", a, b, plan, x.shape[1], slice_sizes)
     check_base("add_lora", base, plan, b.shape[2])
-    ranks = check_ranks("add_lora", ranks, a.shape[:2])
+    ranks = check_ranks("add_lora", ranks, a.shape[:3], a.dtype)
     check_invariant("add_lora", batch_invariant, plan)
     if plan.num_rows == 0:
         return jnp.zeros((0, b.shape[2])) if base is None else base
@@ -317,7 +323,7 @@ def check_a(op: str, a, plan: Plan, features: int) -> None:
             f"{op}: a must be [G, n, R, K] with G = {plan.num_groups} (the plan's groups) and K = {features} (x), "
             f"got {a.shape}"
         )
-    check_float(op, "a", a)
+    _check_factor(op, "a", a)
 
 
 def check_b(op: str, b, plan: Plan, slice_sizes: Sequence[int]) -> tuple[int, ...]:
@@ -326,7 +332,7 @@ def check_b(op: str, b, plan: Plan, slice_sizes: Sequence[int]) -> tuple[int, ..
         raise LoRAError(f"{op}: b must be [G, R, N] with G = {plan.num_groups} (the plan's groups), got {b.shape}")
     if not sizes or min(sizes) < 1 or sum(sizes) != b.shape[2]:
         raise LoRAError(f"{op}: slice_sizes must be positive and sum to N = {b.shape[2]} (b), got {sizes}")
-    check_float(op, "b", b)
+    _check_factor(op, "b", b)
     return sizes
 
 
@@ -338,6 +344,8 @@ def _check_pair(op: str, a, b, plan: Plan, features: int, slice_sizes: Sequence[
         raise LoRAError(
             f"{op}: a [G, n, R, K] = {a.shape} and b [G, R, N] = {b.shape}, {len(sizes)} slices: n or R disagree"
         )
+    if (a.dtype == jnp.int8) != (b.dtype == jnp.int8):
+        raise LoRAError(f"{op}: a and b must both be int8, or neither, got a {a.dtype} and b {b.dtype}")
     return sizes
 
 
@@ -349,15 +357,23 @@ def check_base(op: str, base, plan: Plan, columns: int) -> None:
     check_float(op, "base", base)
 
 
-def check_ranks(op: str, ranks, shape: tuple[int, ...]) -> Float[jax.Array, "G n 2"] | None:
+def check_ranks(op: str, ranks, shape: tuple[int, ...], factors) -> Float[jax.Array, "G n s"] | None:
+    """Check `ranks` for factors of this dtype with (G, n, R) = shape."""
     if ranks is None:
         return None
-    if ranks.shape != (*shape, 2) or ranks.dtype != jnp.float32:
+    *groups, rank = shape
+    width, name, of_rows = (1 + rank, "1 + R", " of the rows of int8 factors") if factors == jnp.int8 else (2, "2", "")
+    if ranks.shape != (*groups, width) or ranks.dtype != jnp.float32:
         raise LoRAError(
-            f"{op}: ranks must be float32 [G, n, 2] = {[*shape, 2]} of ranks and scales, "
+            f"{op}: ranks must be float32 [G, n, {name}] = {[*groups, width]} of ranks and scales{of_rows}, "
             f"got {ranks.dtype}{list(ranks.shape)}"
         )
     return jax.lax.stop_gradient(jnp.asarray(ranks))
+
+
+def _check_factor(op: str, name: str, array) -> None:
+    if array.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.int8):
+        raise LoRAError(f"{op}: {name} must be bfloat16, float16, float32 or int8, got {array.dtype}")
 
 
 def check_float(op: str, name: str, array) -> None:

@@ -47,7 +47,8 @@ def _shrink_forward(run, backward, x, a, plan, ranks, x_rows):
 @_qwix.unintercepted
 def _shrink_backward(run, backward, residuals, dh):
     x, a, plan, ranks, x_rows = residuals
-    return *backward.shrink_grads(_rows_of(dh)[0], x, a, plan, ranks, x_rows), None, None, None
+    dx, da = backward.shrink_grads(_rows_of(dh)[0], x, a, plan, ranks, x_rows)
+    return dx, _of_factor(a, da), None, None, None
 
 
 def _expand_forward(run, backward, slice_sizes, h, b, plan, base, ranks):
@@ -60,7 +61,8 @@ def _expand_backward(run, backward, slice_sizes, residuals, dout):
     h, b, plan, no_base, ranks = residuals
     dh, db = backward.expand_grads(_rows_of(h), dout, b, plan, ranks, slice_sizes)
     dh = jnp.moveaxis(dh.reshape(len(dh), *h.shape[::2]), 1, 0)
-    return xla.mask_rows(dh, plan, ranks).astype(h.dtype), db, None, None if no_base else dout, None
+    dh = xla.mask_rows(dh, plan, ranks).astype(h.dtype)
+    return dh, _of_factor(b, db), None, None if no_base else dout, None
 
 
 def _add_lora_forward(run, backward, slice_sizes, base, x, a, b, plan, ranks, x_rows):
@@ -74,7 +76,12 @@ def _add_lora_backward(run, backward, slice_sizes, residuals, dout):
     no_base, h, x, a, b, plan, ranks, x_rows = residuals
     dh, db = backward.expand_grads(h, dout, b, plan, ranks, slice_sizes)
     dx, da = backward.shrink_grads(dh, x, a, plan, ranks, x_rows)
-    return None if no_base else dout, dx, da, db, None, None, None
+    return None if no_base else dout, dx, _of_factor(a, da), _of_factor(b, db), None, None, None
+
+
+def _of_factor(factor, gradient):
+    """Return the gradient of a factor; None for int8, which has none. That of `backward` is then undefined."""
+    return None if factor.dtype == jnp.int8 else gradient
 
 
 def _rows_of(h):

@@ -21,7 +21,7 @@ class GPUTiles:
       shrink_warps, shrink_stages, shrink_programs: Warps of a program, blocks of a and x in flight, size of the grid.
       block_n: Columns of b and of the output in one step of the expand.
       ahead: Blocks of the base output that are read ahead.
-      warps, stages, programs: As for the shrink; `stages` counts blocks of b.
+      warps, stages, programs: As for the shrink; `stages` counts blocks of b, which in int8 are read at once.
     """
 
     block_k: int = 128
@@ -132,7 +132,8 @@ def expand_shared_bytes(tiles: GPUTiles, p: GPUProblem) -> int:
     one stage less.
     """
     stages = max(1, tiles.stages - 1) if p.itemsizes.b == 4 else tiles.stages
-    b = stages * tiles.block_n * p.padded_rank * p.itemsizes.b
+    of_b = p.itemsizes.h if p.itemsizes.b == 1 else stages * p.itemsizes.b  # int8 waits in registers
+    b = tiles.block_n * p.padded_rank * of_b
     h = p.tile_rows * p.padded_rank * p.itemsizes.h
     return b + h + p.tile_rows * tiles.block_n * 4
 
@@ -223,7 +224,8 @@ def _expand_rule(p: GPUProblem, few: bool, cores: int) -> dict[str, int]:
     else:  # of few rows, h has many parts and ranks to add up
         warps, programs = 8 if few else 4, 2
     return {
-        "block_n": block_n, "warps": warps, "stages": 3 if few and p.rank <= 16 and not p.experts else 2,
+        "block_n": block_n, "warps": warps,
+        "stages": 3 if few and p.rank <= 16 and not p.experts and p.itemsizes.b > 1 else 2,
         "programs": programs * cores,
     }  # fmt: skip
 

@@ -5,12 +5,13 @@ with the number of tiles (rows and active groups), not of slots. JAX differentia
 vmap, scan and remat.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Real
 
 from jlora.pallas.plan import Plan
 
@@ -19,10 +20,10 @@ H = "lora_h"  # name of h for the policies of `jax.checkpoint`
 
 def shrink(
     x: Float[jax.Array, "T K"],
-    a: Float[jax.Array, "G n R K"],
+    a: Real[jax.Array, "G n R K"],
     plan: Plan,
     *,
-    ranks: Float[jax.Array, "G n 2"] | None,
+    ranks: Float[jax.Array, "G n s"] | None,
     x_rows: Int[jax.Array, "M"] | None = None,
 ) -> Float[jax.Array, "n M R"]:
     """Implement `jlora.ops.shrink`."""
@@ -32,27 +33,27 @@ def shrink(
 
 def expand(
     h: Float[jax.Array, "n M R"],
-    b: Float[jax.Array, "G R N"],
+    b: Real[jax.Array, "G R N"],
     plan: Plan,
     *,
     slice_sizes: tuple[int, ...],
     base: Float[jax.Array, "M N"] | None,
-    ranks: Float[jax.Array, "G n 2"] | None,
+    ranks: Float[jax.Array, "G n s"] | None,
 ) -> Float[jax.Array, "M N"]:
     """Implement `jlora.ops.expand`."""
     delta = to_rows(_expand_tiles(to_slice_tiles(h, plan), b, plan, slice_sizes, ranks), plan)
-    return _added(base, delta, plan, slice_sizes, ranks, b.dtype)
+    return _added(base, delta, plan, slice_sizes, ranks, float_of(b))
 
 
 def add_lora(
     base: Float[jax.Array, "M N"] | None,
     x: Float[jax.Array, "T K"],
-    a: Float[jax.Array, "G n R K"],
-    b: Float[jax.Array, "G R N"],
+    a: Real[jax.Array, "G n R K"],
+    b: Real[jax.Array, "G R N"],
     plan: Plan,
     *,
     slice_sizes: tuple[int, ...],
-    ranks: Float[jax.Array, "G n 2"] | None,
+    ranks: Float[jax.Array, "G n s"] | None,
     x_rows: Int[jax.Array, "M"] | None = None,
     keep_h: bool = False,
 ) -> Any:
@@ -73,11 +74,11 @@ def add_lora(
 def expand_grads(
     h: Float[jax.Array, "P M nR"],
     dout: Float[jax.Array, "M N"],
-    b: Float[jax.Array, "G R N"],
+    b: Real[jax.Array, "G R N"],
     plan: Plan,
-    ranks: Float[jax.Array, "G n 2"] | None,
+    ranks: Float[jax.Array, "G n s"] | None,
     slice_sizes: tuple[int, ...],
-) -> tuple[Float[jax.Array, "M nR"], Float[jax.Array, "G R N"]]:
+) -> tuple[Float[jax.Array, "M nR"], Real[jax.Array, "G R N"]]:
     """Return dh = s dout bᵀ in float32, of the rows with a group, and db = (s h)ᵀ dout, summed over each group's rows.
 
     h is a sum of P parts. s is the scale of the row's group and slice times the row's own.
@@ -89,7 +90,7 @@ def expand_grads(
     def tile(group, rows, live):
         below = _ranks_below(rank, ranks[group])
         taken = live[:, None] & below.reshape(1, -1)  # [tile_m, n * R]
-        scale = jnp.repeat(ranks[group, :, 1], rank)[None]
+        scale = jnp.broadcast_to(ranks[group, :, 1:], (n, rank)).reshape(1, -1)
         scale = scale if plan.row_scales is None else scale * plan.row_scales[rows, None]
         values = jnp.where(live[:, None], dout[rows].astype(jnp.float32), 0)
         scaled = jnp.where(taken, h[:, rows].astype(jnp.float32).sum(0) * scale, 0)
@@ -107,11 +108,11 @@ def expand_grads(
 def shrink_grads(
     dh: Float[jax.Array, "M nR"],
     x: Float[jax.Array, "T K"],
-    a: Float[jax.Array, "G n R K"],
+    a: Real[jax.Array, "G n R K"],
     plan: Plan,
-    ranks: Float[jax.Array, "G n 2"] | None,
+    ranks: Float[jax.Array, "G n s"] | None,
     x_rows: Int[jax.Array, "M"] | None,
-) -> tuple[Float[jax.Array, "T K"], Float[jax.Array, "G n R K"]]:
+) -> tuple[Float[jax.Array, "T K"], Real[jax.Array, "G n R K"]]:
     """Return dx = dh a and da = dhᵀ x, summed over each group's rows. dh need not be finite past the rank."""
     groups, n, rank, k = a.shape
     ranks = all_ranks(groups, n, rank) if ranks is None else ranks
@@ -170,6 +171,17 @@ def sum_by_source(rows, x_rows, plan: Plan, sources: int):
     return jax.lax.fori_loop(0, jnp.max(count), add, jnp.zeros((sources, rows.shape[1]), jnp.float32))
 
 
+def dot_dtype(*operands):
+    """Return the dtype of a product: the widest of the operands. int8 is exact in all of them."""
+    with jax.numpy_dtype_promotion("standard"):  # operands of mixed dtypes work under any setting of the caller
+        return functools.reduce(jnp.promote_types, [operand.dtype for operand in operands])
+
+
+def float_of(factor):
+    """Return the dtype of a delta without a base: that of the factor, float32 of int8."""
+    return jnp.dtype(jnp.float32) if factor.dtype == jnp.int8 else factor.dtype
+
+
 def _dot(x, y):
     return jnp.dot(x, y, precision="highest")
 
@@ -206,7 +218,7 @@ def has_group(plan: Plan):
 def _shrink_tiles(x_tiles, a, plan: Plan, ranks):
     """Multiply [T, t, K] x [G, n, R, K] -> [T, n, t, R] float32."""
     a_tiles = take_a(a, plan, ranks)
-    dtype = jnp.promote_types(x_tiles.dtype, a.dtype)
+    dtype = dot_dtype(x_tiles, a)
     h = jnp.einsum(
         "tmk,tnrk->tnmr",
         x_tiles.astype(dtype),
@@ -250,7 +262,7 @@ def mask_rows(h, plan: Plan, ranks):
 def scale_tiles(h, plan: Plan, ranks):
     """Multiply [T, n, tile_m, R] by the scales of groups and slices and of rows, and zero it from the true rank on."""
     if ranks is not None:
-        h = h * ranks[plan.tile_group][:, :, 1, None, None]
+        h = h * ranks[plan.tile_group][:, :, None, 1:]
     if plan.row_scales is not None:
         h = h * to_tiles(plan.row_scales, plan)[:, None, :, None]
     return mask_ranks(h, plan, ranks)
@@ -262,7 +274,7 @@ def _below_rank(rank: int, plan: Plan, ranks):
 
 
 def _ranks_below(rank: int, ranks):
-    """Return [n, R] of one group's ranks [n, 2]: True below the true rank."""
+    """Return [n, R] of one group's `ranks`: True below the true rank."""
     return jnp.arange(rank, dtype=jnp.float32)[None] < ranks[:, :1]
 
 
@@ -290,7 +302,7 @@ def _added(base, delta, plan: Plan, slice_sizes, ranks, dtype):
 
 
 def all_ranks(groups: int, n: int, rank: int):
-    """Return [groups, n, 2] ranks that are all `rank`, with scale 1."""
+    """Return [groups, n, 2] ranks that are all `rank`, with scale 1 for all rows."""
     return jnp.broadcast_to(jnp.array([rank, 1], jnp.float32), (groups, n, 2))
 
 

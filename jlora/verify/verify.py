@@ -7,6 +7,7 @@ its weight in another form adds the delta of one adapter to all of its rows in t
 own product is compared with that of its dequantized weight, which then takes its place.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias, cast
@@ -216,6 +217,7 @@ class _Probe:
         self.rounds = any(site not in self.quantized and not self._multiplies_floats(site) for site in others)
         self.batches = 0
         self.record = ForwardRecord(wrapped.sites)
+        self._steps: dict[tuple[str, Site], tuple[float, float]] = {}  # of int8
         self.factors: dict[str, Factors] = {name: self._draw(i) for i, name in enumerate(self.names)}
         self._filled: dict[Site, list[Array]] = {}
         self._empty: dict[SlotSpec, list[Array]] = {}
@@ -246,9 +248,14 @@ class _Probe:
             size = size or spec.in_features**-0.5
             a = self.rng.normal(size=(*spec.rows, spec.slices, rank, spec.in_features))
             b = self.rng.normal(size=(*spec.rows, rank, spec.out_features)) * (size / rank**0.5)
-            dtype = jnp.dtype(spec.dtype)
             # Round to the slots' dtype, so that the merged copy has the same factors.
+            steps = 1.0, 1.0
+            if spec.dtype == "int8":
+                steps = 2.0**-5, 2.0 ** round(math.log2(size / rank**0.5) - 5)
+                a, b = (np.rint(each / step).clip(-127, 127) * step for each, step in zip((a, b), steps, strict=True))
+            dtype = jnp.dtype(spec.float_dtype)
             factors[site] = a.astype(dtype).astype(np.float32), b.astype(dtype).astype(np.float32)
+            self._steps[self.names[i], site] = steps
         return factors
 
     def _linear(self, site: Site) -> LinearSpec | None:
@@ -311,12 +318,12 @@ class _Probe:
             lead = (slice(None),) * len(site.spec.stack)
             for slot, name in enumerate(self.names):
                 a, b = self.factors[name][site]
-                rank = b.shape[-2]
+                rank, (step_a, step_b) = b.shape[-2], self._steps[name, site]
                 for features, stored in site.spec.in_runs:
-                    values[0][(*lead, slot)][..., :rank, stored] = a[..., features]
+                    values[0][(*lead, slot)][..., :rank, stored] = a[..., features] / step_a
                 for features, stored in site.spec.out_runs:
-                    values[1][(*lead, slot)][..., :rank, stored] = b[..., features]
-                values[2][(*lead, slot)] = rank, 1
+                    values[1][(*lead, slot)][..., :rank, stored] = b[..., features] / step_b
+                values[2][(*lead, slot)] = rank, *(step_a * step_b,) * (site.spec.rank_columns - 1)
             self._filled[site] = _like(values, site, layer)
         return self._filled[site]
 

@@ -53,6 +53,26 @@ def make_module(rng, k: int, n: int, rank: int, kind: str = "linear") -> ModuleL
     return ModuleLoRA(a=a, b=b, kind=kind, alpha=0.75 * rank, scaling=0.75)  # type: ignore[arg-type]  # kind is a plain str here
 
 
+def in_int8(adapter: Adapter, sizes: Mapping[str, Sequence[int]] | None = None) -> Adapter:
+    """Return an adapter with its linear factors rounded to 255 values a row, as slots of int8 have them.
+
+    `sizes` has the output slices of modules that fill several.
+    """
+
+    def rounded(rows: np.ndarray) -> np.ndarray:
+        step = np.abs(rows).max(axis=-1, keepdims=True).astype(np.float64) / 127
+        return (np.round(rows / np.where(step > 0, step, 1)) * step).astype(np.float32)
+
+    def module_of(name: str, module: ModuleLoRA) -> ModuleLoRA:
+        if module.kind != "linear":
+            return module
+        parts = np.split(module.b, np.cumsum((sizes or {}).get(name, ()))[:-1].astype(int))
+        b = np.concatenate([rounded(part.T).T for part in parts])
+        return replace(module, a=rounded(module.a), b=b)
+
+    return replace(adapter, modules={name: module_of(name, module) for name, module in adapter.modules.items()})
+
+
 def delta(module: ModuleLoRA) -> np.ndarray:
     """Return scaling * B @ A, [N, K] float64."""
     return module.scaling * module.b.astype(np.float64) @ module.a.astype(np.float64)

@@ -208,7 +208,7 @@ ENTRIES = st.lists(
 def packed(name: str, size: int, with_request: bool = True) -> PackedAdapter:
     """Return an adapter of 8 * `size` bytes."""
     source = jlora.LoRARequest(name, name) if with_request else None
-    return PackedAdapter(name, (), np.zeros((size, 2), np.float32), 0, LifeCycle(()), request=source)
+    return PackedAdapter(name, (), np.zeros(2 * size, np.float32), 0, LifeCycle(()), request=source)
 
 
 def cache_of(entries: list[Entry], max_count: int, max_bytes: int) -> tuple[HostCache, set[Any]]:

@@ -248,7 +248,7 @@ def test_blocks_take_the_memory_of_own_rows(monkeypatch, own):
     written = 0
     for run, parts in packing.runs(site, 0, 128):
         assert {e // 32 for e in range(128)[run]} <= set(own)
-        for _, a, b in parts:
+        for _, a, b, _ in parts:
             a[...], b[...] = 1, 1
             written += a.nbytes + b.nbytes
     assert len(packing.blocks) > 1

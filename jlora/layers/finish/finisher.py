@@ -28,7 +28,7 @@ class Apply(Protocol):
 
         Args:
           y: base + delta in float32, rounded once after all finishers. Where there is no delta, it is equal to `base`.
-          x: the input in the dtype of A.
+          x: the input in the dtype of A, or, for A in int8, in its own.
           base: the output without LoRA.
           bias: the part of `base` that is no product; None for zeros.
           extras: the arrays of all slots, in the order of `Finisher.extras`.

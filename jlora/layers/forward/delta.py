@@ -54,7 +54,7 @@ class Factor(NamedTuple):
 
     Attributes:
       array: A [S, (E,) n, R, K] or B [S, (E,) R, N].
-      ranks: float32 [S, (E,) n, 2], true ranks and scales.
+      ranks: float32 [S, (E,) n, 2], or [S, (E,) n, 1 + R] in int8: true ranks and scales.
     """
 
     array: Array
@@ -67,7 +67,7 @@ class SlotFactors(NamedTuple):
     Attributes:
       a: [S, (E,) n, R, K].
       b: [S, (E,) R, N].
-      ranks: float32 [S, (E,) n, 2], true ranks and scales.
+      ranks: float32 [S, (E,) n, 2], or [S, (E,) n, 1 + R] in int8: true ranks and scales.
       extras: the arrays of the finishers, float32 [S, N].
     """
 
@@ -286,8 +286,11 @@ def add_rows(
     own = own._replace(a=a, b=b, ranks=ranks)
     shared = [Factor(*_by_group(each.spec, *factor)) for each, factor in zip(site.shared, shared, strict=False)]
     all_rows = rows = base.reshape(-1, base.shape[-1])
-    # PEFT casts the input to the adapter's dtype too (peft.tuners.lora.layer, _cast_input_dtype).
-    x = x.reshape(-1, x.shape[-1]).astype(own.a.dtype)
+    x = x.reshape(-1, x.shape[-1])
+    if own.a.dtype != jnp.int8:  # PEFT casts the input to the adapter's dtype too (_cast_input_dtype)
+        x = x.astype(own.a.dtype)
+    elif x.dtype not in (jnp.bfloat16, jnp.float16):
+        x = x.astype(jnp.float32)
     if sharding.ins:  # padding features may hold any value
         real = _real(sharding, sharding.ins, site.spec.in_blocks)
         x = x if real is None else jnp.where(real, x, 0)
@@ -373,6 +376,7 @@ def _shrink_own(site: Site, slots: SlotSpec, x: Array, first: Factor, plan: Plan
         # The scales beside the ranks do not matter here, because only `expand` uses them.
         first_rank = (lax.axis_index(axes) * size).astype(ranks.dtype)
         ranks = ranks.at[..., 0].set(jnp.clip(ranks[..., 0] - first_rank, 0, size))
+        ranks = ranks[..., : 1 + size] if a.dtype == jnp.int8 else ranks
     return shrink(x, a, plan, ranks=ranks, x_rows=x_rows, **options(site))
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from jlora.config import LoRAConfig, count_expert_slots, slot_dtype
+from jlora.config import CONFIG_DTYPES, LoRAConfig, count_expert_slots, slot_dtype
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.base_kernel import Kernel, arrays_of, kernel_of
 from jlora.layers.finish import chosen
@@ -278,7 +278,8 @@ def _head(layer: nnx.Module, site: Site, spec: LinearSpec, context: _Context) ->
     if (name := matching(saved, site.aliases)) is None:
         return None
     sharding = None if sharding is None else replace(sharding, fully=False)
-    slots = replace(slots, out_sizes=(1,), max_rank=saved[name], sharding=sharding, finishers=())
+    dtype = _slot_dtype(layer, spec, spec, kernel_of(layer, spec), context.config)
+    slots = replace(slots, out_sizes=(1,), max_rank=saved[name], dtype=dtype, sharding=sharding, finishers=())
     return Site(
         site.path,
         site.aliases,
@@ -322,13 +323,14 @@ def _slots(
     if stack > 1:
         raise LoRAError(f"its parameter has shape {shape}: {stack} axes more than one stack of layers")
     table = isinstance(spec, EmbedSpec) and linear is spec.table
+    in_int8 = slot_dtype(config.dtype, CONFIG_DTYPES) == "int8"
     slots = SlotSpec(
         layers=next(iter(shape)) if stack else None,
         num_slots=config.max_loras if experts is None else count_expert_slots(config)[0],
         in_features=linear.real_in,
         out_sizes=sizes,
         max_rank=largest_rank(config, names),
-        dtype=_slot_dtype(found.module, spec, linear, kernel, config),
+        dtype="int8" if in_int8 and not table else _slot_dtype(found.module, spec, linear, kernel, config),
         experts=experts,
         finishers=() if table or experts is not None else chosen(config),
     )
@@ -338,12 +340,13 @@ def _slots(
 
 
 def _slot_dtype(layer: nnx.Module, spec: Spec, linear: LinearSpec, kernel: Kernel | None, config: LoRAConfig) -> str:
-    """Return the configured dtype, else that of the spec, of the layer, or of the values of its kernel.
+    """Return the configured dtype of floats, else that of the spec, of the layer, or of the values of its kernel.
 
     Raises:
       LoRAError: the dtype of the kernel is needed, and slots cannot have it or there is no kernel.
     """
-    given = next((own for own in (config.dtype, linear.dtype, spec.dtype) if own is not None), None)
+    configured = slot_dtype(config.dtype)  # None for int8
+    given = next((own for own in (configured, linear.dtype, spec.dtype) if own is not None), None)
     own = slot_dtype(own_attribute(layer, "dtype") if given is None else given)
     if own is not None:
         return own

@@ -39,6 +39,7 @@ class LayerInfo:
       row_group: the group in `LoRAManager(row_groups=)` that the layer is of, or "sequences", "last" or "packed"; None
         if it is undeclared.
       saved_outputs: most outputs of a saved head that can replace the layer; 0 if none can.
+      dtype: dtype of A and B in the slots; None if the layer is not wrapped.
     """
 
     path: str
@@ -52,6 +53,7 @@ class LayerInfo:
     shared_slot_bytes: int = 0
     row_group: str | None = None
     saved_outputs: int = 0
+    dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ class WrappedModel:
                 site.shared_slot_nbytes,
                 site.row_group,
                 0 if site.head is None else site.head.spec.max_rank,
+                site.spec.dtype,
             )
             for site in self.modules
             if site.spec.whole and site.kind != "head"

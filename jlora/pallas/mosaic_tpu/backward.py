@@ -30,7 +30,7 @@ def expand_grads(h, dout, b, plan: Plan, ranks, slice_sizes, *, interpret=False)
     """Return dh and db, as `xla.expand_grads`."""
     n, rank = len(slice_sizes), b.shape[1]
     ranks = xla.all_ranks(b.shape[0], n, rank) if ranks is None else ranks
-    if _too_many(plan, n):
+    if b.dtype == jnp.int8 or _too_many(plan, n):
         return xla.expand_grads(h, dout, b, plan, ranks, slice_sizes)
     h = xla.mask_rows(jnp.moveaxis(h.astype(jnp.float32).sum(0).reshape(-1, n, rank), 1, 0), plan, ranks)
     scale = ranks[jnp.minimum(plan.row_groups, plan.num_groups - 1), :, 1].T[..., None]  # [n, M, 1]
@@ -50,7 +50,7 @@ def shrink_grads(dh, x, a, plan: Plan, ranks, x_rows, *, interpret=False):
     """Return dx and da, as `xla.shrink_grads`."""
     groups, n, rank, k = a.shape
     ranks = xla.all_ranks(groups, n, rank) if ranks is None else ranks
-    if _too_many(plan, n):
+    if a.dtype == jnp.int8 or _too_many(plan, n):
         return xla.shrink_grads(dh, x, a, plan, ranks, x_rows)
     dh = xla.mask_rows(jnp.moveaxis(dh.reshape(-1, n, rank), 1, 0), plan, ranks)
     dh = jnp.moveaxis(dh, 0, 1).reshape(-1, n * rank)

@@ -1,6 +1,6 @@
 """The Mosaic kernel of `lora`: copy the weights of visited bundles from HBM, shrink, expand."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial, reduce
 from itertools import accumulate
 
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Real
 
 LANES = 128
 NOBODY = -1  # group of a row without an adapter
@@ -16,54 +16,25 @@ VACANT = -2  # group of an empty place in a bundle; differs from every row's gro
 _VMEM_LIMIT = 58 << 20  # limit for the compiler, its own temporaries included; tpu7x has 64 MiB
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Static sizes of a call.
+@dataclass(frozen=True, kw_only=True)
+class Listing:
+    """Static sizes of the list of visits. Calls with equal ones share the list.
 
     Attributes:
-      rows, k, n, rank, groups: M, K, N, R and G of the operands.
-      slices: Column counts of the n output slices.
+      rows, groups: M and G of the operands.
       bundle: Number of groups that are processed together.
-      step: Ranks of one copy.
-      tile_m, tile_k, tile_n: Rows, in-features and out-features of a grid step.
+      tile_m: Rows of a grid step.
       chunk: Row tiles whose intermediate h is in VMEM at the same time.
       by_group: True if rows must be sorted by group, because the visits in any other order might not fit into SMEM or
         because there are many groups.
     """
 
     rows: int
-    k: int
-    n: int
-    rank: int
     groups: int
-    slices: tuple[int, ...]
     bundle: int
-    step: int
     tile_m: int
-    tile_k: int
-    tile_n: int
     chunk: int
     by_group: bool
-
-    @property
-    def width(self) -> int:
-        """Ranks of a bundle."""
-        return self.bundle * self.rank
-
-    @property
-    def edges(self) -> tuple[int, ...]:
-        """Columns at which slices start and end."""
-        return (0, *accumulate(self.slices))
-
-    @property
-    def k_tiles(self) -> int:
-        """Number of tiles of the in-features."""
-        return self.k // self.tile_k
-
-    @property
-    def n_tiles(self) -> int:
-        """Number of tiles of the out-features."""
-        return -(-self.n // self.tile_n)
 
     @property
     def row_tiles(self) -> int:
@@ -101,6 +72,51 @@ class Sizes:
         return first[c] + jnp.minimum(v, first[c + 1] - first[c] - 1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sizes(Listing):
+    """Static sizes of a call.
+
+    Attributes:
+      k, n, rank: K, N and R of the operands.
+      slices: Column counts of the n output slices.
+      step: Ranks of one copy.
+      tile_k, tile_n: In-features and out-features of a grid step.
+    """
+
+    k: int
+    n: int
+    rank: int
+    slices: tuple[int, ...]
+    step: int
+    tile_k: int
+    tile_n: int
+
+    @property
+    def listing(self) -> Listing:
+        """The sizes of the list of visits."""
+        return Listing(**{one.name: getattr(self, one.name) for one in fields(Listing)})
+
+    @property
+    def width(self) -> int:
+        """Ranks of a bundle."""
+        return self.bundle * self.rank
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """Columns at which slices start and end."""
+        return (0, *accumulate(self.slices))
+
+    @property
+    def k_tiles(self) -> int:
+        """Number of tiles of the in-features."""
+        return self.k // self.tile_k
+
+    @property
+    def n_tiles(self) -> int:
+        """Number of tiles of the out-features."""
+        return -(-self.n // self.tile_n)
+
+
 def overlaps(slices, i, tile, tile_n):
     """Return True if slice i has columns in the given N tile."""
     start = sum(slices[:i])
@@ -112,10 +128,10 @@ def call(
     s: Sizes,
     base: Float[jax.Array, "M N"],
     x: Float[jax.Array, "M K"],
-    a: Float[jax.Array, "G n R K"],
-    b: Float[jax.Array, "G R N"],
+    a: Real[jax.Array, "G n R K"],
+    b: Real[jax.Array, "G R N"],
     group: Int[jax.Array, "M"],
-    ranks: Float[jax.Array, "G n 2"],
+    ranks: Float[jax.Array, "G n s"],
     row_scales: Float[jax.Array, "M"] | None,
     visits: tuple[jax.Array, ...],
     *,
@@ -126,11 +142,15 @@ def call(
     `visits` is the result of `schedule.visits`. A row with group < 0 has no adapter.
     """
     count, *schedule = visits
-    scalars = (*schedule[:3], ranks.ravel(), *schedule[3:])
+    scalars = (*schedule[:3], ranks[..., :2].ravel(), *schedule[3:])
     interpret = pltpu.InterpretParams() if interpret is True else interpret
     padding = 0, s.row_tiles * s.tile_m - s.rows
     group = jnp.pad(group, padding, constant_values=NOBODY)[:, None]
     row_scales = None if row_scales is None else jnp.pad(row_scales, padding)[:, None]
+    if ranks.shape[2] > 2:  # SMEM would not hold the scales of all ranks, so rows bring their own: [n, M, width]
+        scales = jnp.moveaxis(ranks[jnp.maximum(group[:, 0], 0), :, 1:], 1, 0)
+        scales = scales if row_scales is None else scales * row_scales[None]
+        row_scales = jnp.tile(scales, (1, 1, s.bundle))
     loose = s.n % LANES if s.n_tiles > 1 else 0  # trailing columns, which no aligned copy can reach
     b_loose = jnp.pad(b[:, :, s.n - loose :], ((0, 0), (0, 0), (0, LANES - loose))) if loose else b
 
@@ -145,7 +165,9 @@ def call(
         v = jnp.where(j < s.k_tiles, 0, v)
         return tile[s.visit(c, v, *first)], jnp.maximum(j - s.k_tiles, 0)
 
-    row_spec = pl.BlockSpec((s.tile_m, 1), group_index)
+    row_spec = scale_spec = pl.BlockSpec((s.tile_m, 1), group_index)
+    if row_scales is not None and row_scales.ndim == 3:
+        scale_spec = pl.BlockSpec((len(s.slices), s.tile_m, s.width), lambda *at: (0, *group_index(*at)))
     base_spec = pl.BlockSpec((s.tile_m, s.tile_n), base_index)
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     # Without the constraint, XLA may move the weights of all slots into VMEM before the kernel starts.
@@ -161,15 +183,15 @@ def call(
             grid=(s.chunks, s.k_tiles + s.n_tiles, count),
             in_specs=[
                 row_spec,
-                None if row_scales is None else row_spec,
+                None if row_scales is None else scale_spec,
                 pl.BlockSpec((s.tile_m, s.tile_k), x_index),
                 *(hbm, hbm, hbm),
                 base_spec,
             ],
             out_specs=base_spec,
             scratch_shapes=[
-                pltpu.VMEM((2, len(s.slices), s.width, s.tile_k), a.dtype),
-                pltpu.VMEM((2, s.width, s.tile_n), b.dtype),
+                pltpu.VMEM((2, len(s.slices), *_places(s, a), s.tile_k), a.dtype),
+                pltpu.VMEM((2, *_places(s, b), s.tile_n), b.dtype),
                 pltpu.VMEM((s.chunk, len(s.slices), s.tile_m, s.width), jnp.float32),
                 pltpu.SMEM((2,), jnp.int32),
                 pltpu.SemaphoreType.DMA((2,)),
@@ -183,6 +205,14 @@ def call(
         name="jlora_add_lora",
     )(*scalars, group, row_scales, x, *weights, base)
     return total[: s.rows, : s.n] if interpret else total
+
+
+def _places(s: Sizes, factor):
+    """Return the axes of a bundle's ranks in a buffer.
+
+    A place of int8 is an array of its own, because tiles of 8-bit values have up to 32 rows.
+    """
+    return (s.bundle, s.rank) if factor.dtype == jnp.int8 else (s.width,)
 
 
 def _kernel(s: Sizes, tile, active, fresh, ranks, *refs):
@@ -230,11 +260,14 @@ def _kernel(s: Sizes, tile, active, fresh, ranks, *refs):
 
     @pl.when((j >= s.k_tiles) & new)
     def _():
-        state[1] = _has_nonfinite(b_buf.at[slot])
+        state[1] = 0 if b_buf.dtype == jnp.int8 else _has_nonfinite(b_buf.at[slot])
 
     @pl.when(j >= s.k_tiles)
     def _():
-        _expand(s, place, group, h_tile, b_buf.at[slot], out, j - s.k_tiles, state[1] != 0)
+        dtype = b.dtype
+        if dtype == jnp.int8:
+            dtype = min(x.dtype, out.dtype, key=lambda one: one.itemsize)
+        _expand(s, place, group, h_tile, b_buf.at[slot], out, dtype, j - s.k_tiles, state[1] != 0)
 
 
 def _place(s: Sizes, active, ranks, visit, p, i):
@@ -303,22 +336,32 @@ def _copy_member(s: Sizes, place, weights, buffers, sem, slot, j, verb, p, _):
         @pl.when(n_tile == s.n_tiles - 1)
         def _():
             if aligned:
-                copy(rank, b.at[group, :, pl.ds(s.n - rest, aligned)], b_buf.at[slot, :, pl.ds(0, aligned)])
+                copy(rank, b.at[group, :, pl.ds(s.n - rest, aligned)], b_buf.at[slot, ..., pl.ds(0, aligned)])
             if aligned < rest:
-                copy(rank, b_loose.at[group], b_buf.at[slot, :, pl.ds(aligned, LANES)])
+                copy(rank, b_loose.at[group], b_buf.at[slot, ..., pl.ds(aligned, LANES)])
 
 
 def _copy_ranks(s: Sizes, sem, verb, p, rank, source, target):
     """Copy rows 0..rank of `source` to place p of `target`, in whole steps."""
-    if s.step == s.rank == s.width:
+    step, start = s.step, p * s.rank
+    if target.dtype == jnp.int8:
+        step, start, target = 32 if s.rank % 32 == 0 else s.rank, 0, target.at[p]
+    if step == s.rank == target.shape[0]:
         pl.when(rank > 0)(getattr(pltpu.make_async_copy(source, target, sem), verb))
         return
 
     def body(r, _):
-        rows = [pl.ds(pl.multiple_of(first + r * s.step, s.step), s.step) for first in (0, p * s.rank)]
+        rows = [pl.ds(pl.multiple_of(first + r * step, step), step) for first in (0, start)]
         getattr(pltpu.make_async_copy(source.at[rows[0]], target.at[rows[1]], sem), verb)()
 
-    jax.lax.fori_loop(0, jax.lax.div(rank + s.step - 1, s.step), body, None)
+    jax.lax.fori_loop(0, jax.lax.div(rank + step - 1, step), body, None)
+
+
+def _matrix(factor, dtype):
+    """Return the ranks of a bundle [width, columns] as they are, or int8 in `dtype`."""
+    if factor.dtype != jnp.int8:
+        return factor[...]
+    return factor[...].astype(jnp.float32).reshape(-1, factor.shape[-1]).astype(dtype)
 
 
 def _shrink(s: Sizes, place, group, row_scales, x, a, h, first):
@@ -334,19 +377,20 @@ def _shrink(s: Sizes, place, group, row_scales, x, a, h, first):
             g, rank, scale = place(p, i)
             own = (lane >= p * s.rank) & (lane < p * s.rank + rank)
             owner, scales = jnp.where(own, g, owner), jnp.where(own, scale, scales)
-        scales = scales if row_scales is None else scales * row_scales[...]
-        part = jnp.where(group[...] == owner, scales * dot(x[...], a[i], transpose=True), 0.0)
+        if row_scales is not None:
+            scales = scales * row_scales[...] if len(row_scales.shape) == 2 else row_scales[i]
+        part = jnp.where(group[...] == owner, scales * dot(x[...], _matrix(a.at[i], x.dtype), transpose=True), 0.0)
         before = jnp.where(first & mine, 0.0, h[i])
         h[i] = before + part
 
 
-def _expand(s: Sizes, place, group, h, b, out, n_tile, tainted):
-    """Add h[i] @ b to out for each slice i in this N tile, in the rows whose group is in the bundle."""
+def _expand(s: Sizes, place, group, h, b, out, dtype, n_tile, tainted):
+    """Add h[i] in `dtype` @ b to out for each slice i in this N tile, in the rows whose group is in the bundle."""
     column = n_tile * s.tile_n + jax.lax.broadcasted_iota(jnp.int32, (1, s.tile_n), 1)
     rank_row = jax.lax.broadcasted_iota(jnp.int32, (s.width, 1), 0)
 
     def add(i, touched, weights):
-        total = (out[...].astype(jnp.float32) + dot(h[i].astype(b.dtype), weights)).astype(out.dtype)
+        total = (out[...].astype(jnp.float32) + dot(h[i].astype(dtype), weights)).astype(out.dtype)
         if any(edge % s.tile_n for edge in s.edges[1:-1]):
             touched &= (column >= s.edges[i]) & (column < s.edges[i + 1])
         out[...] = jnp.where(touched, total, out[...])
@@ -354,7 +398,11 @@ def _expand(s: Sizes, place, group, h, b, out, n_tile, tainted):
     def add_slice(i):
         @pl.when(jnp.logical_not(tainted))
         def _():
-            add(i, reduce(jnp.logical_or, [group[...] == place(p, i)[0] for p in range(s.bundle)]), b[...])
+            touched = [group[...] == place(p, i)[0] for p in range(s.bundle)]
+            add(i, reduce(jnp.logical_or, touched), _matrix(b, dtype))
+
+        if b.dtype == jnp.int8:
+            return
 
         @pl.when(tainted)  # NaN and infinities must not reach the other groups of the bundle
         def _():

@@ -7,7 +7,12 @@ place of a group in its bundle is its id modulo the bundle's size. A row is thus
 batch.
 
 Visits. A "visit" is a tile of rows with a bundle that occurs in it. Only the groups of visited bundles are read from
-HBM, each up to its true rank, and once for all consecutive row tiles that need the same bundle.
+HBM, each up to its true rank, and once for all consecutive row tiles that need the same bundle. The list of visits
+follows from the plan and from sizes that the projections of a model share. XLA therefore makes it once for all layers
+of a plan, and before a loop over layers.
+
+int8. The blocks of a and b that a step needs are converted in VMEM to the dtype of the products. The scales of ranks
+reach the kernel as a scale for each row, slice and rank, gathered by XLA. Those of all groups would not fit into SMEM.
 
 Layouts. The copies expect K, or N, as the innermost axis of the factors. XLA chooses the layout of an argument by its
 shape, with the axis that needs the least padding innermost. If K is not a multiple of 128 but another axis is (slots,
@@ -29,7 +34,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Real
 
 from jlora.errors import LoRAError
 from jlora.pallas import xla
@@ -47,12 +52,12 @@ _MANY_GROUPS = 256  # more groups than this come from experts, not from slots al
 def add_lora(
     base: Float[jax.Array, "M N"] | None,
     x: Float[jax.Array, "T K"],
-    a: Float[jax.Array, "G n R K"],
-    b: Float[jax.Array, "G R N"],
+    a: Real[jax.Array, "G n R K"],
+    b: Real[jax.Array, "G R N"],
     plan: Plan,
     *,
     slice_sizes: tuple[int, ...],
-    ranks: Float[jax.Array, "G n 2"] | None,
+    ranks: Float[jax.Array, "G n s"] | None,
     x_rows: Int[jax.Array, "M"] | None = None,
     batch_invariant: bool = False,
     interpret: bool | pltpu.InterpretParams = False,
@@ -107,23 +112,23 @@ def _call(s: Sizes, base, x, a, b, group, ranks, row_scales, interpret):
         base, x = (jnp.pad(array, (more, (0, 0))) for array in (base, x))
         group = jnp.pad(group, more, constant_values=NOBODY)
         row_scales = None if row_scales is None else jnp.pad(row_scales, more)
-    out = call(s, base, x, a, b, group, ranks, row_scales, visits(s, group), interpret=interpret)
+    out = call(s, base, x, a, b, group, ranks, row_scales, visits(s.listing, group), interpret=interpret)
     return out[:rows] if rows < s.rows else out
 
 
 def shrink(
     x: Float[jax.Array, "T K"],
-    a: Float[jax.Array, "G n R K"],
+    a: Real[jax.Array, "G n R K"],
     plan: Plan,
     *,
-    ranks: Float[jax.Array, "G n 2"] | None,
+    ranks: Float[jax.Array, "G n s"] | None,
     x_rows: Int[jax.Array, "M"] | None = None,
     batch_invariant: bool = False,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[jax.Array, "n M R"]:
     """Implement `jlora.ops.shrink` by the fused kernel, expanding by the identity, which is exact."""
     groups, n, rank, _ = a.shape
-    ranks = None if ranks is None else ranks.at[..., 1].set(1)  # h is scaled by `expand`
+    ranks = None if ranks is None else ranks[..., :2].at[..., 1].set(1)  # h is scaled by `expand`
     plan = replace(plan, row_scales=None)
     identity = jnp.tile(jnp.eye(rank), (groups, 1, n))
     zeros, sizes = jnp.zeros((plan.num_rows, n * rank)), (rank,) * n
@@ -136,12 +141,12 @@ def shrink(
 
 def expand(
     h: Float[jax.Array, "n M R"],
-    b: Float[jax.Array, "G R N"],
+    b: Real[jax.Array, "G R N"],
     plan: Plan,
     *,
     slice_sizes: tuple[int, ...],
     base: Float[jax.Array, "M N"] | None,
-    ranks: Float[jax.Array, "G n 2"] | None,
+    ranks: Float[jax.Array, "G n s"] | None,
     batch_invariant: bool = False,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[jax.Array, "M N"]:
@@ -153,7 +158,7 @@ def expand(
         h = jnp.where(jnp.arange(rank, dtype=jnp.float32)[None, None, :] < row_ranks[..., None], h, 0)
     identity = jnp.broadcast_to(jnp.eye(n * rank).reshape(n, rank, -1), (b.shape[0], n, rank, n * rank))
     x = jnp.moveaxis(h.astype(jnp.float32), 0, 1).reshape(rows, n * rank)
-    base = jnp.full((rows, b.shape[2]), -0.0, b.dtype) if base is None else base
+    base = jnp.full((rows, b.shape[2]), -0.0, xla.float_of(b)) if base is None else base
     return add_lora(
         base, x, identity, b, plan, slice_sizes=slice_sizes, ranks=ranks, batch_invariant=batch_invariant,
         interpret=interpret,
@@ -163,7 +168,7 @@ def expand(
 def unsupported_reason(base, x, a, b, *, slice_sizes: tuple[int, ...], batch_invariant: bool = False) -> str | None:
     """Return why this backend cannot run `add_lora` on operands of these shapes and dtypes, or None if it can."""
     for name, array in (("base", base), ("x", x), ("a", a), ("b", b)):
-        if array.dtype not in (jnp.bfloat16, jnp.float32):
+        if array.dtype not in (jnp.bfloat16, jnp.float32) and not (name in "ab" and array.dtype == jnp.int8):
             return f"takes bfloat16 and float32, but {name} is {array.dtype}; cast it, or use backend='xla'"
     s = _sizes(base, x, a, b, slice_sizes, batch_invariant)
     if s is None:
@@ -205,20 +210,25 @@ def _choose(rows, k, groups, rank, n, slices, itemsizes, batch_invariant: bool =
 def _tiled(rows, k, groups, rank, n, slices, itemsizes, bundle: int, tiles_m=None) -> Sizes | None:
     step = next((step for step in (16, 8) if rank % step == 0), rank)
     width, lanes = bundle * rank, -(-bundle * rank // LANES) * LANES
-    base_size, x_size, a_size, b_size = itemsizes
+    base_size, x_size, *sizes = itemsizes
+    a_size, b_size = (x_size if size == 1 else size for size in sizes)  # int8 is converted to the dtype of x
     many = groups > _MANY_GROUPS  # few rows each: a bundle seldom fills the 128 rows of the matrix unit
     for tile_m in tiles_m or ((128, 64, 32, 16) if many else (256, 128, 64, 32, 16)):
         tile_m = min(tile_m, rows)
         tile_k = _tile_k(k, min((4 << 20) // (len(slices) * width * a_size), (4 << 20) // (tile_m * x_size)))
         tile_n = _tile_n(slices, min((2 << 20) // (width * b_size), (2 << 20) // (tile_m * base_size)))
         fixed = 2 * tile_k * (len(slices) * width * a_size + tile_m * x_size) + 2 * tile_m * LANES * 4
+        fixed += 2 * len(slices) * tile_m * lanes * 4 * (1 in sizes)  # scales of rows
         fixed += tile_n * (2 * width * b_size + tile_m * (4 * base_size + 8) + width * 4)
         per_tile = len(slices) * tile_m * lanes * 4
         row_tiles = -(-rows // tile_m)
         even = row_tiles if row_tiles < 8 else -(-row_tiles // 2)  # two chunks for chips of two cores (v5p)
         chunk = min((_VMEM_BYTES - fixed) // per_tile, even)
         if chunk >= 1:
-            s = Sizes(rows, k, n, rank, groups, slices, bundle, step, tile_m, tile_k, tile_n, chunk, by_group=many)
+            s = Sizes(
+                rows=rows, groups=groups, bundle=bundle, tile_m=tile_m, chunk=chunk, by_group=many, k=k, n=n, rank=rank,
+                slices=slices, step=step, tile_k=tile_k, tile_n=tile_n,
+            )  # fmt: skip
             return s if _smem_bytes(s) <= _SMEM_BYTES else replace(s, by_group=True)
     return None
 

@@ -1,17 +1,23 @@
 """The schedule of `kernel`: the bundles that each row tile needs, as flat vectors for SMEM."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Int
 
-from jlora.pallas.mosaic_tpu.kernel import NOBODY, VACANT, Sizes
+from jlora.pallas.mosaic_tpu.kernel import NOBODY, VACANT, Listing
 
 
-def visits(s: Sizes, group: Int[jax.Array, "M"]) -> tuple[jax.Array, ...]:
+@partial(jax.jit, static_argnames="s")
+def visits(s: Listing, group: Int[jax.Array, "M"]) -> tuple[jax.Array, ...]:
     """Return the visits of rows of these groups.
 
+    The calls of a step that have equal arguments share them: this is one function of the lowered program, and XLA
+    merges its calls, also those in a loop over layers.
+
     Args:
-      s: Static sizes of the call.
+      s: Static sizes.
       group: [M] group of each row, below 0 for none. If `s.by_group`, it is sorted, with rows without a group last.
 
     Returns:
@@ -24,7 +30,7 @@ def visits(s: Sizes, group: Int[jax.Array, "M"]) -> tuple[jax.Array, ...]:
     return _of_sorted_rows(s, group) if s.by_group else _of_any_order(s, group)
 
 
-def _of_any_order(s: Sizes, group):
+def _of_any_order(s: Listing, group):
     """Compare all rows with all groups. Every chunk lists `max_visits`."""
     blocks = -(-s.groups // s.bundle)
     ids = jnp.arange(blocks * s.bundle, dtype=jnp.int32)
@@ -51,7 +57,7 @@ def _of_any_order(s: Sizes, group):
     return count, tile.ravel(), active.ravel(), fresh.astype(jnp.int32).ravel()
 
 
-def _of_sorted_rows(s: Sizes, group):
+def _of_sorted_rows(s: Listing, group):
     """Compute the same visits as `_of_any_order` from the groups that rows have.
 
     The cost and the length of the list depend on the number of rows, not of groups.

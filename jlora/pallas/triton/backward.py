@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Real
 
 from jlora.pallas.gpus import GPU, current_gpu
 from jlora.pallas.plan import Plan, segments
@@ -27,17 +27,16 @@ from jlora.pallas.triton.parts import (
     add_in_order,
     compiler_params,
     dot,
-    dot_dtype,
     find_chunk,
     h_dtype,
     load,
     rank_of,
     scalar,
-    scale_of,
+    scales_of,
     store,
     sum_parts,
 )
-from jlora.pallas.xla import all_ranks, sum_by_source
+from jlora.pallas.xla import all_ranks, dot_dtype, sum_by_source
 
 MOST_RANKS = 64  # ranks whose sums a program keeps in registers
 _PIECE = 2048  # elements of the partial sums that one program adds
@@ -76,15 +75,15 @@ def choose(rows: int, columns: int, ranks: int, itemsize: int, gpu: GPU | None, 
 def expand_grads(
     h: Float[jax.Array, "P M nR"],
     dout: Float[jax.Array, "M N"],
-    b: Float[jax.Array, "G R N"],
+    b: Real[jax.Array, "G R N"],
     plan: Plan,
-    ranks: Float[jax.Array, "G n 2"] | None,
+    ranks: Float[jax.Array, "G n s"] | None,
     slice_sizes: tuple[int, ...],
     *,
     blocks: Blocks | None = None,
     gpu: GPU | None = None,
     interpret: bool = False,
-) -> tuple[Float[jax.Array, "M nR"], Float[jax.Array, "G R N"]]:
+) -> tuple[Float[jax.Array, "M nR"], Real[jax.Array, "G R N"]]:
     """Return dh and db, as `xla.expand_grads`. Rows without a group, and entries past the rank, of dh are undefined."""
     rank, n = b.shape[1], len(slice_sizes)
     size = rank_block(rank)
@@ -107,15 +106,15 @@ def expand_grads(
 def shrink_grads(
     dh: Float[jax.Array, "M nR"],
     x: Float[jax.Array, "T K"],
-    a: Float[jax.Array, "G n R K"],
+    a: Real[jax.Array, "G n R K"],
     plan: Plan,
-    ranks: Float[jax.Array, "G n 2"] | None,
+    ranks: Float[jax.Array, "G n s"] | None,
     x_rows: Int[jax.Array, "M"] | None,
     *,
     blocks: Blocks | None = None,
     gpu: GPU | None = None,
     interpret: bool = False,
-) -> tuple[Float[jax.Array, "T K"], Float[jax.Array, "G n R K"]]:
+) -> tuple[Float[jax.Array, "T K"], Real[jax.Array, "G n R K"]]:
     """Return dx and da, as `xla.shrink_grads`.
 
     A launch takes up to `MOST_RANKS` ranks of all slices together. With more, the next launch adds to dx.
@@ -220,10 +219,10 @@ def _kernel(
         live = (place < last)[:, None]
         source = row if index_ref is None else load(index_ref, (row,), (place < last) & real, other=2**30)
         values = load(rows_ref, (source[:, None], col[None, :]), live & real & inside)
-        dtype = jnp.promote_types(values.dtype, factor_ref.dtype)
+        dtype = dot_dtype(values, factor_ref)
         new, total = [], jnp.zeros((step, block), jnp.float32)
         for (own, r, true_rank, _, factor), before in zip(of_ranks, sums, strict=True):
-            scale = scale_of(ranks_ref, group, own, row_scales_ref, row) if expand else 1.0
+            scale = scales_of(ranks_ref, group, own, [r], row_scales_ref, row)[0] if expand else 1.0
             w = sum_parts(w_ref, own * work.rank, row, r, live, work.rank, true_rank, scale)
             new.append(before + dot(w.T, values, dtype, 0))
             if expand:

@@ -17,6 +17,7 @@ from jlora.pallas.plan import Plan
 from jlora.pallas.triton.parts import (
     compiler_params,
     find_chunk,
+    group_scale,
     load,
     rank_of,
     scalar,
@@ -94,13 +95,13 @@ def _kernel(
         i, block, _, begin, end = find_chunk(u % sum(per_slice), per_slice, slice_sizes)
         col = begin + block * block_n + jnp.arange(block_n, dtype=jnp.int32)
         inside = col < end
-        true_rank, group_scale = rank_of(ranks_ref, group, i), scalar(ranks_ref, group, i, jnp.int32(1))
+        true_rank, of_group = rank_of(ranks_ref, group, i), group_scale(ranks_ref, group, i, r)
         factors = load(b_ref, (group, r[:, None], col[None, :]), read[:, None] & inside[None, :])
 
         def one(j, row):
             following = scalar(rows_ref, jnp.minimum(tile * tile_m + j + 1, rows_ref.shape[0] - 1))
             source = row if index_ref is None else scalar(index_ref, row)
-            scale = group_scale if row_scales_ref is None else group_scale * scalar(row_scales_ref, row)
+            scale = of_group if row_scales_ref is None else of_group * scalar(row_scales_ref, row)
 
             def step(s, total):
                 k = s * block_k + jnp.arange(block_k, dtype=jnp.int32)

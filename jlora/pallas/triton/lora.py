@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Real
 
 from jlora.pallas.gpus import GPU, MIN_CAPABILITY, current_gpu
 from jlora.pallas.plan import Plan
@@ -33,19 +33,18 @@ from jlora.pallas.triton.parts import (
     both,
     compiler_params,
     dot,
-    dot_dtype,
     find_chunk,
     find_tile,
     h_dtype,
     load,
     rank_of,
-    scale_of,
+    scales_of,
     share_out,
     store,
     sum_parts,
     tiles_used,
 )  # fmt: skip
-from jlora.pallas.xla import H, all_ranks, has_group, mask_rows
+from jlora.pallas.xla import H, all_ranks, dot_dtype, float_of, has_group, mask_rows
 
 MAX_RANK = 512
 # Most rows for which XLA adds the delta. With more, the delta's bytes cost as much as they save. Qwen2.5-7B on an H100:
@@ -64,7 +63,8 @@ def unsupported_reason(base, x, a, b, *, slice_sizes: tuple[int, ...]) -> str | 
     if gpu.capability is not None and gpu.capability < MIN_CAPABILITY:
         return f"needs an NVIDIA GPU of compute capability 8.0 or newer, which {gpu.kind} is not; use backend='xla'"
     for name, array in (("base", base), ("x", x), ("a", a), ("b", b)):
-        if array.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        of_factor = name in "ab" and array.dtype == jnp.int8
+        if array.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32) and not of_factor:
             return f"takes bfloat16, float16 and float32, but {name} is {array.dtype}; cast it"
     if a.shape[2] > MAX_RANK:
         return f"takes ranks up to {MAX_RANK}, but R is {a.shape[2]}; use backend='xla'"
@@ -86,10 +86,10 @@ def sizes_of(rows: int, x, a, b, slices: int, tile_m: int = 16, experts: bool = 
 
 def shrink(
     x: Float[jax.Array, "T K"],
-    a: Float[jax.Array, "G n R K"],
+    a: Real[jax.Array, "G n R K"],
     plan: Plan,
     *,
-    ranks: Float[jax.Array, "G n 2"] | None,
+    ranks: Float[jax.Array, "G n s"] | None,
     x_rows: Int[jax.Array, "M"] | None = None,
     batch_invariant: bool = False,
     tiles: GPUTiles | None = None,
@@ -107,12 +107,12 @@ def shrink(
 
 def expand(
     h: Float[jax.Array, "n M R"],
-    b: Float[jax.Array, "G R N"],
+    b: Real[jax.Array, "G R N"],
     plan: Plan,
     *,
     slice_sizes: tuple[int, ...],
     base: Float[jax.Array, "M N"] | None,
-    ranks: Float[jax.Array, "G n 2"] | None,
+    ranks: Float[jax.Array, "G n s"] | None,
     batch_invariant: bool = False,
     tiles: GPUTiles | None = None,
     gpu: GPU | None = None,
@@ -120,25 +120,26 @@ def expand(
 ) -> Float[jax.Array, "M N"]:
     """Implement `jlora.ops.expand`."""
     ranks = all_ranks(b.shape[0], len(slice_sizes), b.shape[1]) if ranks is None else ranks
+    dtype = float_of(b) if base is None else base.dtype
+    products = dtype if b.dtype == jnp.int8 else b.dtype
     # Stand-ins with K = N, which only choose the tiles.
-    x = jax.ShapeDtypeStruct((plan.num_rows, b.shape[2]), b.dtype)
+    x = jax.ShapeDtypeStruct((plan.num_rows, b.shape[2]), products)
     a = jax.ShapeDtypeStruct((b.shape[0], len(slice_sizes), *b.shape[1:]), b.dtype)
     tiles = tiles or gpu_tiles(problem_of(plan, x, a, b, len(slice_sizes), batch_invariant), gpu)
     h = jnp.moveaxis(h, 0, 1).reshape(1, plan.num_rows, -1)
-    dtype = b.dtype if base is None else base.dtype
-    total = _expand(base, h, b, plan, ranks, slice_sizes, tiles, b.dtype, dtype, interpret)
+    total = _expand(base, h, b, plan, ranks, slice_sizes, tiles, products, dtype, interpret)
     return jnp.where(has_group(plan)[:, None], total, -0.0) if base is None else total
 
 
 def add_lora(
     base: Float[jax.Array, "M N"] | None,
     x: Float[jax.Array, "T K"],
-    a: Float[jax.Array, "G n R K"],
-    b: Float[jax.Array, "G R N"],
+    a: Real[jax.Array, "G n R K"],
+    b: Real[jax.Array, "G R N"],
     plan: Plan,
     *,
     slice_sizes: tuple[int, ...],
-    ranks: Float[jax.Array, "G n 2"] | None,
+    ranks: Float[jax.Array, "G n s"] | None,
     x_rows: Int[jax.Array, "M"] | None = None,
     batch_invariant: bool = False,
     tiles: GPUTiles | None = None,
@@ -228,7 +229,7 @@ def _expand(base, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles, dtype, 
         grid=(min(tiles.programs, units),),
         out_shape=jax.ShapeDtypeStruct((plan.num_rows, b.shape[2]), out_dtype),
         input_output_aliases={} if base is None else {6: 0},
-        compiler_params=compiler_params(tiles.warps, tiles.stages),
+        compiler_params=compiler_params(tiles.warps, 1 if b.dtype == jnp.int8 else tiles.stages),
         interpret=interpret,
         name="lora_expand",
     )(plan.tiles_used, plan.tile_group, plan.tile_rows, ranks, h, b, base, plan.row_scales)
@@ -276,7 +277,7 @@ def _shrink_kernel(
                 load(a_ref, (group, r[:, None], k[None, :]), both(m[:, None], inside))
                 for r, m in zip(columns, read, strict=True)
             ]
-            dtype = jnp.promote_types(x.dtype, a_ref.dtype)
+            dtype = dot_dtype(x, a_ref)
             return tuple(total + dot(x, a, dtype, 1) for total, a in zip(sums, loaded, strict=True))
 
         @pl.when(reduce(jnp.logical_or, busy))
@@ -317,9 +318,12 @@ def _expand_kernel(
 
     `base_ref` and `out_ref` are the same memory, or `base_ref` is None and `out` is the delta. The delta of a slice of
     rank 0 is -0.0, which changes no bit of a base output. `row_scales_ref` may be None. Base is read a few blocks ahead
-    of its use. For b, Triton's pipeline does so.
+    of its use. For b, Triton's pipeline does so through shared memory, from where the matrix unit takes no transposed
+    int8. Int8 is therefore read into registers, the first block before h and then `stages` blocks at once. The select
+    after its conversion keeps Triton from converting in the layout of the matrix unit, which moves single bytes.
     """
     rank, block_n = b_ref.shape[1], tiles.block_n
+    together = tiles.stages if b_ref.dtype == jnp.int8 else 0
     used = tiles_used(used_ref, group_ref)
     counts = column_chunks(slice_sizes, block_n, used, tiles.programs)
     per_tile = sum(counts[1:], counts[0])
@@ -329,9 +333,10 @@ def _expand_kernel(
         live = (rows < out_ref.shape[0])[:, None]
         i, first, stride, begin, end = find_chunk(u % per_tile, counts, slice_sizes)
         steps = (pl.cdiv(end - begin, block_n) - first + stride - 1) // stride
-        true_rank, scale = rank_of(ranks_ref, group, i), scale_of(ranks_ref, group, i, row_scales_ref, rows)
-        read = jnp.int32(rank) if rank <= WAIT_FOR_RANK else true_rank
+        true_rank = rank_of(ranks_ref, group, i)
         blocks = [r0 + jnp.arange(rank_block(rank), dtype=jnp.int32) for r0 in range(0, rank, rank_block(rank))]
+        scales = scales_of(ranks_ref, group, i, blocks, row_scales_ref, rows)
+        read = jnp.int32(rank) if rank <= WAIT_FOR_RANK else true_rank
 
         def columns(j):
             col = begin + (first + j * stride) * block_n + jnp.arange(block_n, dtype=jnp.int32)
@@ -343,12 +348,15 @@ def _expand_kernel(
             col, inside = columns(j)
             return load(base_ref, (rows[:, None], col[None, :]), live & inside & (j < steps))
 
-        def column_block(j, ahead, h):
+        def read_b(r, col, inside):
+            return load(b_ref, (group, r[:, None], col[None, :]), (r < read)[:, None] & inside)
+
+        def column_block(j, ahead, h, factors=None):
             base, *ahead = *ahead, read_base(j + tiles.ahead)
             col, inside = columns(j)
             total = base.astype(jnp.float32)
-            for r, h_block in zip(blocks, h, strict=True):
-                b = load(b_ref, (group, r[:, None], col[None, :]), (r < read)[:, None] & inside)
+            for k, (r, h_block) in enumerate(zip(blocks, h, strict=True)):
+                b = jnp.where((r < read)[:, None], factors[k].astype(dtype), 0) if factors else read_b(r, col, inside)
                 total += dot(h_block, b, dtype, 0)
             if base_ref is None:
                 store(out_ref, (rows[:, None], col[None, :]), jnp.where(true_rank > 0, total, -0.0), live & inside)
@@ -356,10 +364,25 @@ def _expand_kernel(
                 store(out_ref, (rows[:, None], col[None, :]), total, live & inside & (true_rank > 0))
             return tuple(ahead)
 
+        def column_blocks(s, ahead, h):
+            several = [1 + s * together + d for d in range(together)]
+            factors = [[read_b(r, *columns(j)) for r in blocks] for j in several]
+            for j, own in zip(several, factors, strict=True):
+                ahead = column_block(j, ahead, h, own)
+            return ahead
+
         def all_blocks():
             ahead = tuple(read_base(jnp.int32(d)) for d in range(tiles.ahead))  # before h, whose loads take as long
-            h = tuple(sum_parts(h_ref, i * rank, rows, r, live, rank, true_rank, scale) for r in blocks)
-            jax.lax.fori_loop(0, steps, partial(column_block, h=h), ahead)
+            factors = [read_b(r, *columns(jnp.int32(0))) for r in blocks] if together else None
+            h = tuple(
+                sum_parts(h_ref, i * rank, rows, r, live, rank, true_rank, scale)
+                for r, scale in zip(blocks, scales, strict=True)
+            )
+            if together:
+                ahead = column_block(jnp.int32(0), ahead, h, factors)
+                jax.lax.fori_loop(0, pl.cdiv(steps - 1, together), partial(column_blocks, h=h), ahead)
+            else:
+                jax.lax.fori_loop(0, steps, partial(column_block, h=h), ahead)
 
         if tile_m > 16 and base_ref is not None:
             pl.when(read > 0)(all_blocks)

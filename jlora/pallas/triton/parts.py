@@ -11,14 +11,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from jlora.pallas.tiles import matrix_rows
+from jlora.pallas.xla import dot_dtype
 
 WAIT_FOR_RANK = 16  # up to this rank all of a and b is read, because waiting for the true rank takes longer
-
-
-def dot_dtype(x, a, b):
-    """Return the dtype of a dot of x, a and b."""
-    with jax.numpy_dtype_promotion("standard"):  # operands of mixed dtypes work under any setting of the caller
-        return jnp.promote_types(jnp.promote_types(x.dtype, a.dtype), b.dtype)
 
 
 def h_dtype(x, a, b):
@@ -107,16 +102,29 @@ def rank_of(ranks_ref, group, i):
     return scalar(ranks_ref, group, i, jnp.int32(0)).astype(jnp.int32)
 
 
-def scale_of(ranks_ref, group, i, row_scales_ref, rows):
-    """Load the scale of a group and slice, times those of the rows [tile_m, 1] unless `row_scales_ref` is None."""
-    scale = scalar(ranks_ref, group, i, jnp.int32(1))
-    if row_scales_ref is None:
-        return scale
-    return scale * load(row_scales_ref, (rows,), rows < row_scales_ref.shape[0])[:, None]
+def group_scale(ranks_ref, group, i, r):
+    """Load the scale of a group and slice: a scalar, or with int8 factors those of the ranks r."""
+    if ranks_ref.shape[2] == 2:
+        return scalar(ranks_ref, group, i, jnp.int32(1))
+    return load(ranks_ref, (group, i, 1 + r), r < ranks_ref.shape[2] - 1)
+
+
+def scales_of(ranks_ref, group, i, blocks, row_scales_ref, rows):
+    """Return the scales of a group and slice for each block of ranks, times those of the rows unless the ref is None.
+
+    Each is a scalar, or broadcasts to [tile_m, block].
+    """
+    one = ranks_ref.shape[2] == 2
+    scales = [group_scale(ranks_ref, group, i, r) for r in (blocks[:1] if one else blocks)]
+    scales = scales if one else [scale[None, :] for scale in scales]
+    if row_scales_ref is not None:
+        of_rows = load(row_scales_ref, (rows,), rows < row_scales_ref.shape[0])[:, None]
+        scales = [scale * of_rows for scale in scales]
+    return scales * (len(blocks) // len(scales))
 
 
 def sum_parts(h_ref, first, rows, r, live, rank: int, true_rank, scale):
-    """Add the partial sums of h in order, times `scale_of` -> [tile_m, block_r] float32, zero from the true rank on.
+    """Add the partial sums of h in order, times one of `scales_of` -> [tile_m, block_r] float32, zero from the rank on.
 
     Entries from the true rank on were never written. They are dropped after the load, because a mask on the load would
     prevent wide loads.

@@ -69,6 +69,20 @@ def test_compiles_scales_of_rows():
     check("v5e", compile_add_lora("v5e", 64, 4096, (4096, 1024, 1024), 16, row_scales=True))
 
 
+@pytest.mark.parametrize(
+    ("chip", "tokens", "k", "slices", "rank", "groups", "dtype"),
+    [
+        ("v5e", 64, 4096, (4096, 1024, 1024), 16, 64, "bfloat16"),
+        pytest.param("v6e", 2048, 14336, (4096,), 64, 64, "bfloat16", marks=slow),
+        pytest.param("tpu7x", 64, 4096, (14336, 14336), 128, 64, "bfloat16", marks=slow),
+        pytest.param("tpu7x", 16, 4096, (32001,), 64, 8, "bfloat16", marks=slow),
+        pytest.param("v5p", 33, 1408, (2048,), 24, 9, "float32", marks=slow),
+    ],
+)
+def test_compiles_int8(chip, tokens, k, slices, rank, groups, dtype):
+    check(chip, compile_add_lora(chip, tokens, k, slices, rank, groups=groups, dtype=dtype, int8=True))
+
+
 def test_compiles_rank_one():
     """A shard may hold one rank. XLA chooses its own layouts for factors this narrow."""
     facts = compile_add_lora("v5e", 64, 4096, (4096, 1024, 1024), 1, groups=8)
@@ -130,6 +144,14 @@ def test_compiles_experts_by_default(chip, model, tokens, rank, default_device):
 
 
 @slow
+@pytest.mark.parametrize(("chip", "tokens", "rank"), [("v5e", 64, 16), ("tpu7x", 2048, 64)])
+def test_compiles_experts_in_int8(chip, tokens, rank, default_device):
+    default_device("TPU", "tpu")
+    facts = {"chip": chip, "layers": 1} | compile_experts(chip, QWEN3, tokens, rank, layers=1, int8=True)
+    assert good(facts), facts
+
+
+@slow
 @pytest.mark.xfail(
     strict=True,
     reason="K = 2880 is no multiple of 128 and E = 128 is: XLA lays the experts out innermost and copies them",
@@ -146,31 +168,59 @@ class Stack(nnx.Module):
         options = {"use_bias": False, "dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
         self.layers = nnx.List([nnx.Linear(512, 512, **options) for _ in range(layers)])
 
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jax.nn.relu(layer(x))
+        return x
 
-def operations_of(layers):
-    """Return the number of each kind of operation in a step of 64 tokens, compiled for a v5e."""
-    model = Stack(layers)
+
+class Scanned(nnx.Module):
+    """The layers of `Stack`, stacked under `nnx.scan`."""
+
+    def __init__(self, layers):
+        @nnx.split_rngs(splits=layers)
+        @nnx.vmap
+        def make(rngs):
+            return nnx.Linear(512, 512, use_bias=False, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=rngs)
+
+        self.layer = make(nnx.Rngs(0))
+
+    def __call__(self, x):
+        axes = nnx.StateAxes({jlora.SlotParam: 0, nnx.Param: 0, ...: None})
+        run = nnx.scan(lambda layer, x: jax.nn.relu(layer(x)), in_axes=(axes, nnx.Carry), out_axes=nnx.Carry)
+        return run(self.layer, x)
+
+
+def compiled_step(model):
+    """Return the text of a step of 64 tokens, compiled for a v5e."""
     manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=8, max_lora_rank=16, backend="mosaic_tpu"))
     graph, state = nnx.split(model)
 
     def step(state, x, batch):
         with jlora.use(batch):
-            for layer in nnx.merge(graph, state).layers:
-                x = jax.nn.relu(layer(x))
-        return x
+            return nnx.merge(graph, state)(x)
 
     with manager.prepare([None] * 64) as batch:
         given = state, jnp.zeros((64, 512), jnp.bfloat16), batch
         operands = jax.tree.map(lambda leaf: operand_of("v5e", leaf.shape, leaf.dtype), given)
-        text = jax.jit(step).lower(*operands).compile().as_text()
-    return Counter(re.findall(r"= \S+ ([\w-]+)\(", text))
+        return jax.jit(step).lower(*operands).compile().as_text()
 
 
 @slow
 def test_schedule_is_made_once_a_step():
     """XLA merges the schedules of layers of one size. Reductions and running sums occur nowhere else in this step."""
-    one, three = operations_of(1), operations_of(3)
+    one, three = (Counter(re.findall(r"= \S+ ([\w-]+)\(", compiled_step(Stack(layers)))) for layers in (1, 3))
     for name in ("reduce", "reduce-window"):
         assert one[name] == three[name] > 0
     assert three["custom-call"] > one["custom-call"]
     assert three["fusion"] - one["fusion"] <= 8  # product, activation and scales of two layers
+
+
+@slow
+def test_schedule_is_made_before_a_loop_over_layers():
+    loop, entry = compiled_step(Scanned(3)).split("\nENTRY")
+    assert "tpu_custom_call" in loop
+    assert "tpu_custom_call" not in entry
+    for name in ("sort", "reduce-window"):
+        assert f" {name}(" in entry
+        assert f" {name}(" not in loop

@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.specs import PROJECTIONS
 from jlora.errors import LoRAError
 from jlora.pallas.mosaic_tpu import lora as mosaic_tpu
-from jlora.pallas.mosaic_tpu.kernel import Sizes
+from jlora.pallas.mosaic_tpu.kernel import Listing
 from jlora.pallas.mosaic_tpu.schedule import visits
 from jlora.pallas.plan import make_plan
 from tests import oracle
+from tests.pallas.lowering import lowered_text
 from tests.pallas.running import interpret_of
 from tests.pallas.scales import with_scales
 
@@ -210,7 +212,7 @@ def test_visits_cover_every_tile_and_group_once(rows, groups, bundle, tile_m, ch
     ids = np.array(data.draw(st.lists(st.integers(-1, groups - 1), min_size=rows, max_size=rows)))
     if sort:
         ids = np.concatenate([np.sort(ids[ids >= 0]), ids[ids < 0]])
-    s = Sizes(rows, 128, 128, 8, groups, (128,), bundle, 8, tile_m, 128, 128, chunk, by_group=sort)
+    s = Listing(rows=rows, groups=groups, bundle=bundle, tile_m=tile_m, chunk=chunk, by_group=sort)
     count, tile, active, fresh, *first = listing(s, ids)
     assert len(tile) == len(fresh) == s.listed
     assert len(active) == s.listed * bundle
@@ -239,6 +241,26 @@ def test_visits_cover_every_tile_and_group_once(rows, groups, bundle, tile_m, ch
         every = [c * s.max_visits + v for c in range(s.chunks) for v in range(same)]
         assert same == count
         assert listed == [(other_tile[v], *other.reshape(-1, bundle)[v]) for v in every]
+
+
+def test_projections_share_the_list_of_visits():
+    """The lowered program lists the visits in one function, for all projections of Llama-3-8B."""
+    projections, struct = PROJECTIONS.values(), jax.ShapeDtypeStruct
+    factors = [
+        (struct((8, len(p.slices), 16, p.k), jnp.bfloat16), struct((8, 16, sum(p.slices)), jnp.bfloat16))
+        for p in projections
+    ]
+
+    def step(ids, factors):
+        plan = make_plan(ids, num_groups=8)
+        return [
+            mosaic_tpu.add_lora(None, jnp.zeros((64, p.k), a.dtype), a, b, plan, slice_sizes=p.slices, ranks=None)
+            for (a, b), p in zip(factors, projections, strict=True)
+        ]
+
+    text = lowered_text(step, (struct((64,), jnp.int32), factors), "tpu")
+    assert text.count("tpu_custom_call") == len(projections)
+    assert text.count("func.func private @visits") == 1
 
 
 def test_unsupported_reason_names_the_cause_and_the_fix():

@@ -1,6 +1,6 @@
 """LoRA in the JAX models of vLLM: tpu-inference's wheel, in front of stubs of what it requires, on virtual devices.
 
-The oracle adds the deltas to the weights of a second model, in NumPy. Run by `make test-newest`.
+The oracle adds the deltas to the weights of a second model, in NumPy. Run by `.ci/newest`.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from starlette.testclient import TestClient
 import jlora
 
 if importlib.util.find_spec("tpu_inference") is None or importlib.util.find_spec("vllm") is not None:
-    pytest.skip("needs tpu-inference without vLLM: make test-newest", allow_module_level=True)
+    pytest.skip("needs tpu-inference without vLLM: .ci/newest", allow_module_level=True)
 
 from tests.integrations import vllm_stubs
 

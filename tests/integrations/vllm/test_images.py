@@ -1,6 +1,6 @@
 """vLLM's server with a multimodal JAX model: adapters of its language part, aLoRA, and adapters without files.
 
-As test_serve.py, of another model and with other options. Run by `make test-vllm`.
+As test_serve.py, of another model and with other options. Run by `.ci/vllm`.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ import jlora
 from jlora.serve import push
 
 if importlib.util.find_spec("tpu_inference") is None:
-    pytest.skip("needs vLLM and tpu-inference (make test-vllm)", allow_module_level=True)
+    pytest.skip("needs vLLM and tpu-inference (.ci/vllm)", allow_module_level=True)
 from tests.integrations.vllm.images import image, logprobs, save_adapter, save_model
 from tests.integrations.vllm.serving import TOLERANCE, Server, serve
 

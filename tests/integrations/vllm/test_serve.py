@@ -1,6 +1,6 @@
 """vLLM's own server, scheduler, input batch and runner, with jlora loaded as its plugin. No test calls the plugin.
 
-tests/integrations/vllm/without_tpu.py lists what is replaced because there is no TPU. Run by `make test-vllm`.
+tests/integrations/vllm/without_tpu.py lists what is replaced because there is no TPU. Run by `.ci/vllm`.
 """
 
 import importlib.util
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 if importlib.util.find_spec("tpu_inference") is None:
-    pytest.skip("needs vLLM and tpu-inference (make test-vllm)", allow_module_level=True)
+    pytest.skip("needs vLLM and tpu-inference (.ci/vllm)", allow_module_level=True)
 from tests.integrations.vllm.checkpoints import save_adapter, save_model
 from tests.integrations.vllm.serving import Server, serve
 

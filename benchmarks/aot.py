@@ -21,7 +21,7 @@ all-gather for each column-parallel projection. With both, each row-parallel pro
 output, which the base model has already reduced.
 
 The counts for a model with all its layers follow from those with two layers and with none. `--more` adds to the rows of
-an earlier run. Needs the `libtpu` wheel (extra `test`).
+an earlier run. Needs the `libtpu` wheel (group `test`).
 """
 
 import argparse

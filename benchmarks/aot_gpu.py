@@ -1,6 +1,6 @@
 """Compile the GPU kernels for an A100, L4, H200 and B200 without a GPU, over the shapes of `specs` and `moe_specs`.
 
-    make aot-gpu                                                      # installs the compiler, and compiles all shapes
+    .ci/aot_gpu                                                       # installs the compiler, and compiles all shapes
     PYTHONPATH=.venv/cuda:. python -m benchmarks.aot_gpu [--gpus l4] [--ranks 16] [--tokens 64] [--out kernels.json]
 
 The compiled program shows that XLA and ptxas accept each kernel, how many registers and how much shared memory it
@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="FILE")
     args = parser.parse_args()
     if compiler() is None:
-        parser.error("JAX's CUDA plugin or NVIDIA's compiler is not on the path; `make aot-gpu` brings both")
+        parser.error("JAX's CUDA plugin or NVIDIA's compiler is not on the path; `.ci/aot_gpu` brings both")
     rows = []
     for gpu, rank, tokens, name in itertools.product(
         args.gpus, args.ranks, args.tokens, (*args.projections, *args.models)

@@ -4,7 +4,7 @@
     JAX_PLATFORMS=cpu python -m benchmarks.aot_tpu --experts [--out benchmarks/results/aot_tpu_moe.json]
 
 The compiled program shows that Mosaic accepts the kernel, how much VMEM it takes, that the base output is written in
-place, and that only the kernel moves the weights of slots. Needs the `libtpu` wheel (extra `test`).
+place, and that only the kernel moves the weights of slots. Needs the `libtpu` wheel (group `test`).
 
 The second command compiles two expert layers of each model with 64 slots for all its experts, allocated as by a manager
 (one layer if two do not fit the chip's memory). A layer is plan, w1 and w3, activation, w2 and the sums over experts.

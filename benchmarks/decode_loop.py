@@ -92,11 +92,11 @@ def main() -> None:
     split = jax.jit(lambda s, r, *a: forward(nnx.merge(graphdef, s, r), *a), donate_argnums=3, **options)
     flat_lora, own = base_step(model, forward, donate_argnums=2, **options)
     plain = jax.jit(forward, donate_argnames="cache")
-    optimised = jax.jit(forward, donate_argnames="cache", **options)
+    optimized = jax.jit(forward, donate_argnames="cache", **options)
     step = manager.jit(forward, donate_argnames="cache")
     ways = {
         "jax.jit(forward)": lambda t, c: plain(model, t, c, batch),
-        "jax.jit(forward, compiler_options=)": lambda t, c: optimised(model, t, c, batch),
+        "jax.jit(forward, compiler_options=)": lambda t, c: optimized(model, t, c, batch),
         "nnx.split(model, SlotParam, ...)": lambda t, c: split(manager.slots, rest, t, c, batch),
         "flat": lambda t, c: flat_lora(own, t, c, batch),
         "manager.jit(forward)": lambda t, c: step(model, t, c, batch),

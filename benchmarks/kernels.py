@@ -200,7 +200,7 @@ def geometric_mean(ratios: list[float]) -> float | None:
 
 
 def summary(rows: list[dict]) -> dict:
-    """Summarise the rows: speed over peers, the worst row, and the share of the roofline floor."""
+    """Summarize the rows: speed over peers, the worst row, and the share of the roofline floor."""
     best = [r["best_peer_us"] / r["wall_us"] for r in rows if r.get("best_peer_us")]
     default = [r["vllm_default_us"] / r["wall_us"] for r in rows if r.get("vllm_default_us")]
     large = [r["of_floor"] for r in rows if (r["floor_us"] or 0) >= 20]

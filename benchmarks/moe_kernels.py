@@ -221,7 +221,7 @@ class Row:
 
 
 def summary(rows: list[dict]) -> dict:
-    """Summarise the rows."""
+    """Summarize the rows."""
     slowest = min(rows, key=lambda r: r["faster"])
     return {
         "rows": len(rows),

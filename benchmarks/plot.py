@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 HERE = Path(__file__).parent
-COLOURS = {"qkv": "tab:blue", "o": "tab:orange", "gate_up": "tab:green", "down": "tab:red"}
+COLORS = {"qkv": "tab:blue", "o": "tab:orange", "gate_up": "tab:green", "down": "tab:red"}
 
 
 def panels(suptitle: str) -> tuple[Figure, Axes, Axes]:
@@ -30,11 +30,11 @@ def panels(suptitle: str) -> tuple[Figure, Axes, Axes]:
 
 def draw_projections(axes: Axes, rows: list[dict], value: Callable[[dict], float], label: str) -> None:
     """Draw a value of each row of `benchmarks.kernels`, by tokens."""
-    for name, colour in COLOURS.items():
+    for name, color in COLORS.items():
         for rank, marker in ((16, "o"), (64, "s")):
             if found := [r for r in rows if r["projection"] == name and r["rank"] == rank]:
                 x, y = [r["tokens"] for r in found], [value(r) for r in found]
-                axes.scatter(x, y, s=18, marker=marker, color=colour, label=f"{name}, rank {rank}")
+                axes.scatter(x, y, s=18, marker=marker, color=color, label=f"{name}, rank {rank}")
     axes.set_xscale("log", base=2)
     axes.set_xlabel("tokens")
     axes.set_ylabel(label)

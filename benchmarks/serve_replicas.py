@@ -1,6 +1,6 @@
 """Count the adapter loads of the replicas of examples/ray_serve, with requests routed by adapter or to any replica.
 
-    pip install ".[ray,test]"
+    pip install ".[ray]" --group test
     python -m benchmarks.serve_replicas [--out results.json] [--adapters 200] [--requests 4000] [--held 64]
         [--replicas 2] [--in-flight 32]
 

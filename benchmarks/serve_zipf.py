@@ -345,13 +345,13 @@ def plot(arms: list[Arm], found: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (rates, times, memory) = plt.subplots(1, 3, figsize=(13, 3.6))
-    for arm, colour in zip(arms, ("tab:red", "tab:blue"), strict=True):
+    for arm, color in zip(arms, ("tab:red", "tab:blue"), strict=True):
         label = f"{len(arm.load.tenants):,} adapters"
-        rates.plot(range(1, len(arm.rates) + 1), arm.rates, "o-", color=colour, label=label)
+        rates.plot(range(1, len(arm.rates) + 1), arm.rates, "o-", color=color, label=label)
         for values, style, what in ((arm.first, "--", "first token"), (arm.whole, "-", "whole answer")):
             shares = np.linspace(0, 100, 401)
-            times.plot(np.percentile(values, shares), shares, style, color=colour, label=f"{label}, {what}")
-        memory.plot([at / 60 for at, _ in arm.memory], [mb for _, mb in arm.memory], color=colour, label=label)
+            times.plot(np.percentile(values, shares), shares, style, color=color, label=f"{label}, {what}")
+        memory.plot([at / 60 for at, _ in arm.memory], [mb for _, mb in arm.memory], color=color, label=label)
     most = max(max(arm.rates) for arm in arms), max(mb for arm in arms for _, mb in arm.memory)
     rates.set(xlabel="turn", ylabel="requests a second", ylim=(0, 1.1 * most[0]))
     times.set(xlabel="seconds from submission", ylabel="% of requests", xscale="log")

@@ -4,7 +4,7 @@
 
 Each selected part writes its figures to `benchmarks/results/soak.json` and leaves those of the others unchanged.
 Failures are counted by kind (`tests.manager.hostile.Harm`) and described, and a new world is started after each. The
-exit status is 1 if there were any. Run it from the repository, with the extra `test` installed.
+exit status is 1 if there were any. Run it from the repository, with the group `test` installed.
 """
 
 import argparse

@@ -215,7 +215,7 @@ def cudnn_attention(
       k: [B, C, G, D] keys.
       v: [B, C, G, D] values.
       causal: True if query i sees keys 0..i only.
-      window: number of latest keys that a causal query sees; None means all.
+      window: Number of latest keys that a causal query sees; None means all.
       lengths: [B] int32 number of keys of each sequence; None means C.
     """
     library: Any = jax._src.cudnn.fused_attention_stablehlo

@@ -12,8 +12,8 @@ class Preset:
     """Arguments of `LoRAManager` for one family of models.
 
     Attributes:
-      name_map: regex -> replacement, from module names in PEFT checkpoints to the paths of a Flax model.
-      row_groups: module of the Flax model -> row group.
+      name_map: Regex -> replacement, from module names in PEFT checkpoints to the paths of a Flax model.
+      row_groups: Module of the Flax model -> row group.
     """
 
     name_map: Mapping[str, str]

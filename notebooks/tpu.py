@@ -63,10 +63,10 @@ if ON_TPU and find_spec("ensurepip") is None:  # Colab's Python lacks the module
 # %% [markdown]
 # ## 2. The tests
 #
-# `make test-tpu` installs jlora and JAX for TPUs into `.venv`, and runs the tests marked `device` on the TPU.
+# `make test-device` installs jlora and JAX for TPUs into `.venv`, and runs the tests marked `device` on the TPU.
 
 # %%
-failed = run("make", "test-tpu") if ON_TPU else 0
+failed = run("make", "test-device", "ACCELERATOR=tpu") if ON_TPU else 0
 
 # %% [markdown]
 # ## 3. The figures
@@ -87,6 +87,6 @@ else:
 # Copy the text below into an issue, with the file `bench.json` that it names.
 
 # %%
-print("make test-tpu:", "not run" if not ON_TPU else "failed" if failed else "passed")
+print("make test-device:", "not run" if not ON_TPU else "failed" if failed else "passed")
 print((folder / "report.md").read_text())
 print("The figures are in", folder / "bench.json")

@@ -1,10 +1,14 @@
-"""Figures of the benchmarks that no device is needed for."""
+"""The smallest case of each benchmark that a CPU can run, and figures that no device is needed for."""
 
+import os
+import subprocess
+import sys
 import types
 
 import jax
 import pytest
 
+from benchmarks.__main__ import summaries
 from benchmarks.moe_specs import MODELS
 from benchmarks.moe_specs import floor_us as experts_floor_us
 from benchmarks.roofline import floor_us
@@ -37,3 +41,47 @@ def test_floor_of_one_projection_by_hand(device):
     device("NVIDIA H200")
     elements = 64 * 4096 + 8 * 16 * 4096 + 8 * 16 * 4096 + 2 * 64 * 4096
     assert floor_us(PROJECTIONS["o"], 16, 64, 8) == pytest.approx(2 * elements / 4.3e12 * 1e6)
+
+
+# Benchmark -> options of its smallest case. FOLDER is a new folder.
+QUICK = {
+    "bench": "--only prepare --minutes 1 --out FOLDER",  # starts `prepare`
+    "kernels": "--projection o --rank 16 --tokens 1 --layers 2 --wall",
+}
+SLOW = {
+    "adapter_load": "--layers 4 --experts 16 --rank 16 --repeats 1",
+    "decode_step": "--model small --layers 1 --rounds 1 --batches 2 --steps decode",
+    "gradients": "--small --layers 1 --rounds 1 --calls 1 --projections o --tokens 64",
+    "mesh": "--model tiny --layers 1 --batch 8 --adapters 2 --slots 2 --rounds 1 --steps decode --no-fully",
+    "mesh_of_a_host": "--devices 4 --tiny --only 8b_data_tensor --out FOLDER",
+    "processes": "--devices 2 --model tiny --layers 1",
+    "serve_decode": "--tiny",
+    "soak": "--steps 20 --out FOLDER/soak.json",
+}
+# These need an accelerator or minutes, and are only imported.
+IMPORTED = {"aot", "aot_gpu", "aot_tpu", "attention", "decode_loop", "moe_block", "moe_kernels"}
+IMPORTED |= {"serve_http", "serve_zipf", "swap"}
+# These need packages that the tests do not install.
+ELSEWHERE = {"aot_vllm", "plot", "serve_replicas", *(name for name in summaries() if name.startswith("peers."))}
+OPTIONS = [*QUICK.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW.items())]
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIONS)
+def test_the_smallest_case_runs(name, options, tmp_path):
+    assert started("-m", f"benchmarks.{name}", *options.replace("FOLDER", str(tmp_path)).split())
+
+
+def test_the_others_are_imported():
+    modules = ", ".join(f"benchmarks.{name}" for name in sorted(IMPORTED))
+    assert started("-c", f"import {modules}; print('imported')")
+
+
+def started(*options: str) -> str:
+    environment = dict(os.environ, XLA_FLAGS="--xla_force_host_platform_device_count=4")
+    ran = subprocess.run([sys.executable, *options], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.strip()
+
+
+def test_every_benchmark_is_in_a_list():
+    assert {"prepare", *QUICK, *SLOW} | IMPORTED | ELSEWHERE == set(summaries())

@@ -10,6 +10,7 @@ import jax
 import pytest
 
 import jlora
+import jlora.adapters
 import jlora.errors
 import jlora.integrations.qwix
 import jlora.integrations.tunix
@@ -24,7 +25,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 LONG = {"adapters.md", "mesh.md", "models.md", "serve.md"}  # a model in each style, each compiled and checked
 # Without Python, or run by other tests: tests/test_readme.py, tests/serve/http/test_kubernetes.py (manifests).
 OTHERS = {"faq.md", "glossary.md", "how_it_works.md", "install.md", "kubernetes.md", "loop.md", "performance.md"}
-OTHERS |= {"upstream.md", "vllm.md"}
+OTHERS |= {"upstream.md", "vllm.md", "migrate.md", "stability.md"}
 PAGES = [
     pytest.param(path.name, marks=[pytest.mark.slow] * (path.name in LONG))
     for path in sorted(DOCS.glob("*.md"))
@@ -89,6 +90,22 @@ def test_reference_has_each_public_name_once():
     pages = [path.read_text() for path in sorted((DOCS / "reference").glob("*.md"))]
     found = [name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE)]
     assert sorted(found) == sorted(public_names())
+
+
+def test_stability_lists_each_public_name_once():
+    text = (DOCS / "stability.md").read_text()
+    rows = re.findall(r"^\| `(jlora[\w.]*)` \| (?:stable|provisional) \| (.*) \|$", text, re.MULTILINE)
+    found = [f"{module}.{name}" for module, names in rows for name in re.findall(r"`(\w+)`", names)]
+    adapters = {f"jlora.adapters.{name}" for name in jlora.adapters.__all__ if name not in jlora.__all__}
+    assert sorted(found) == sorted(public_names() | adapters)
+
+
+def test_contributing_names_each_make_target():
+    root = DOCS.parent
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", (root / "Makefile").read_text(), re.MULTILINE)
+    targets = set(phony.split()) - {"same-python"}
+    assert len(targets) <= 12
+    assert set(re.findall(r"`make ([\w-]+)`", (root / "CONTRIBUTING.md").read_text())) == targets
 
 
 def walk_steps() -> list[tuple[str, str]]:

@@ -90,14 +90,9 @@ def test_serve_multihost():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quickly_compiled")
-@pytest.mark.parametrize(
-    "arguments",
-    [(), ("--moe",), ("--quantize", "int8", "--devices", "8", "--dtype", "bfloat16")],
-    ids=["dense", "moe", "int8 on a mesh"],
-)
-def test_train_demo_writes_the_shipped_files(run, tmp_path, arguments):
-    run("train_demo.py", *arguments, "--out", str(tmp_path), "--base-steps", "2", "--steps", "2")
-    shipped = Path(__file__).parent.parent / "jlora" / "demo" / ("moe" if "--moe" in arguments else "")
+def test_train_demo_writes_the_shipped_files(run, tmp_path):
+    run("train_demo.py", "--moe", "--out", str(tmp_path), "--base-steps", "2", "--steps", "2")
+    shipped = Path(__file__).parent.parent / "jlora" / "demo" / "moe"
     assert (tmp_path / "prompts.json").read_text() == (shipped / "prompts.json").read_text()
     assert (tmp_path / "model" / "tokenizer.json").read_text() == (shipped / "model" / "tokenizer.json").read_text()
     assert from_pretrained(tmp_path / "model").config == from_pretrained(shipped / "model").config

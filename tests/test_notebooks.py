@@ -16,7 +16,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.py"))
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_equals_its_python_file(path):
-    """`make notebooks` writes it."""
+    """`make format` writes it."""
     want, found = (
         [(cell.cell_type, cell.source, cell.get("outputs", [])) for cell in jupytext.read(file).cells]
         for file in (path, path.with_suffix(".ipynb"))
@@ -48,7 +48,7 @@ def test_train_notebook_runs(tmp_path):
 def test_tpu_notebook_runs_without_tpu(tmp_path):
     """The tests are left out, and the report is of a short measurement."""
     printed = run("tpu.py", tmp_path)
-    assert "make test-tpu: not run" in printed
+    assert "make test-device: not run" in printed
     assert "| figures: swap: median_us |" in printed
     (written,) = tmp_path.glob("*/bench.json")
     found = json.loads(written.read_text())

@@ -30,8 +30,8 @@ def factors(model: Any, names: Names | None = None) -> Factors:
     """Return the LoRA factors of a model or of its state, in PEFT's orientation.
 
     Args:
-      model: an `nnx.Module` with LoRA parameters of qwix, its `nnx.state`, or nested mappings of its arrays.
-      names: regex -> replacement, from the dotted path of a layer in the model to the module name in the checkpoint.
+      model: An `nnx.Module` with LoRA parameters of qwix, its `nnx.state`, or nested mappings of its arrays.
+      names: Regex -> replacement, from the dotted path of a layer in the model to the module name in the checkpoint.
         The first pattern that matches the whole path is used. A path that none matches stays as it is. A tuple of
         replacements splits a merged layer, whose weight has an axis of that size before its other out axes.
 
@@ -65,10 +65,10 @@ def export(
     """Write the LoRA parameters of a model or of its state as a PEFT adapter folder.
 
     Args:
-      model: as in `factors`.
-      folder: the folder, created if it is missing.
-      alpha: alpha of the qwix rule. The parameters do not contain it.
-      names: as in `factors`.
+      model: As in `factors`.
+      folder: The folder, created if it is missing.
+      alpha: Alpha of the qwix rule. The parameters do not contain it.
+      names: As in `factors`.
       base_model_name: `base_model_name_or_path` of the adapter.
 
     Raises:
@@ -90,10 +90,10 @@ def restore(
     Layers that the adapter lacks get a delta of zero. Parameters keep their dtypes and shardings.
 
     Args:
-      model: the model after `qwix.apply_lora_to_model`.
-      adapter: an adapter, or a path or repository that `jlora.Adapter.from_pretrained` reads.
-      alpha: alpha of the qwix rule.
-      names: as in `factors`.
+      model: The model after `qwix.apply_lora_to_model`.
+      adapter: An adapter, or a path or repository that `jlora.Adapter.from_pretrained` reads.
+      alpha: Alpha of the qwix rule.
+      names: As in `factors`.
 
     Raises:
       LoRAUsageError: as in `factors`.

@@ -34,9 +34,9 @@ def lora_manager(model: nnx.Module, config: jlora.LoRAConfig, **options: Any) ->
     samples and is saved as before.
 
     Args:
-      model: the model, without LoRA parameters of qwix.
-      config: as for `jlora.LoRAManager`.
-      **options: other arguments of `jlora.LoRAManager`.
+      model: The model, without LoRA parameters of qwix.
+      config: As for `jlora.LoRAManager`.
+      **options: Other arguments of `jlora.LoRAManager`.
 
     Raises:
       LoRAUsageError: the model has LoRA parameters of qwix.
@@ -80,14 +80,14 @@ def push(
     """Load the LoRA parameters of a trainer's model as an adapter, in place of one of that name and without files.
 
     Args:
-      model: the model of the trainer, or its `nnx.state`.
-      to: the address of a running `jlora serve`, or a manager of this process.
-      name: name of the adapter.
-      alpha: alpha of the qwix rule. The parameters do not contain it.
-      admin_key: a key of `jlora serve --admin-api-key`, for an address.
-      names: paths of layers -> module names of the checkpoint, as in `jlora.integrations.qwix.factors`.
+      model: The model of the trainer, or its `nnx.state`.
+      to: The address of a running `jlora serve`, or a manager of this process.
+      name: Name of the adapter.
+      alpha: Alpha of the qwix rule. The parameters do not contain it.
+      admin_key: A key of `jlora serve --admin-api-key`, for an address.
+      names: Paths of layers -> module names of the checkpoint, as in `jlora.integrations.qwix.factors`.
       base_model_name: `base_model_name_or_path` of the adapter.
-      timeout: seconds to wait for the server, or for open batches of the manager.
+      timeout: Seconds to wait for the server, or for open batches of the manager.
 
     Raises:
       LoRAUsageError: as in `jlora.integrations.qwix.factors`, or `admin_key` is missing.
@@ -115,10 +115,10 @@ def from_orbax(
     """Load the LoRA parameters of a checkpoint of Tunix's trainers, `nnx.state(model, nnx.LoRAParam)` written by Orbax.
 
     Args:
-      path: folder of a trainer's checkpoints, of which the last is read, of one step, or of its `model_params`.
-      alpha: alpha of the qwix rule. None reads `alpha` of the step's custom metadata, where a trainer may keep it.
-      name: name of the adapter; None for the last part of `path`.
-      names: paths of layers -> module names of the checkpoint, as in `jlora.integrations.qwix.factors`.
+      path: Folder of a trainer's checkpoints, of which the last is read, of one step, or of its `model_params`.
+      alpha: Alpha of the qwix rule. None reads `alpha` of the step's custom metadata, where a trainer may keep it.
+      name: Name of the adapter; None for the last part of `path`.
+      names: Paths of layers -> module names of the checkpoint, as in `jlora.integrations.qwix.factors`.
       base_model_name: `base_model_name_or_path` of the adapter.
 
     Raises:
@@ -211,10 +211,10 @@ class Rollout:
         """Make the sampler.
 
         Args:
-          manager: the manager of a model of Tunix.
-          tokenizer: as for `tunix.generate.sampler.Sampler`.
-          cache_config: the same.
-          **options: its other arguments.
+          manager: The manager of a model of Tunix.
+          tokenizer: As for `tunix.generate.sampler.Sampler`.
+          cache_config: The same.
+          **options: Its other arguments.
         """
         # No extra installs Tunix, so type checkers do not find it.
         from tunix.generate import sampler  # type: ignore[import-not-found]
@@ -230,8 +230,8 @@ class Rollout:
         Args:
           prompts: B prompts.
           names: B names of adapters, None for the base model, as `LoRAManager.prepare` takes them.
-          max_generation_steps: the most tokens of a completion.
-          **options: other arguments of the sampler's call, except `beam_size`.
+          max_generation_steps: The most tokens of a completion.
+          **options: Other arguments of the sampler's call, except `beam_size`.
 
         Returns:
           Tunix's `SamplerOutput`.

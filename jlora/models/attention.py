@@ -153,9 +153,9 @@ class Attention(nnx.Module):
         """Return the attention output [B, L, E] and the updated cache.
 
         Args:
-          x: [B, L, E] normalised hidden states.
+          x: [B, L, E] normalized hidden states.
           positions: [B, L] position of each token, increasing by one from that of a sequence's first token.
-          rotation: cos and sin of these positions.
+          rotation: Cos and sin of these positions.
           cache: Keys and values of earlier positions, or None to attend to the keys of `x` only.
           end: [B] number of real positions of each sequence. None means no padding.
           extent: Static number of cache positions to read. None means all.

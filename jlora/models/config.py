@@ -118,8 +118,8 @@ class DecoderConfig:
       query_pre_attn_scalar: Scores are divided by its square root; None stands for `head_dim`.
       activation: Activation of the gates of MLPs.
       zero_centered_norms: True if norms multiply by 1 + w (Gemma).
-      post_norms: True if the outputs of attention and MLP are normalised too, before they are added (Gemma).
-      qk_norm: True if every query and key head is normalised before the rotation (Qwen3).
+      post_norms: True if the outputs of attention and MLP are normalized too, before they are added (Gemma).
+      qk_norm: True if every query and key head is normalized before the rotation (Qwen3).
       sinks: True if the softmax of attention has one more logit per head, for no position (gpt-oss).
       sliding_windows: One entry per layer, the number of positions that a token sees including its own; None for a
         layer without a window. None instead of a tuple means that no layer has a window.

@@ -98,7 +98,7 @@ class Experts(nnx.Module):
     Attributes:
       gate_up_proj: [E, H, 2 * I], all columns of the gate first; `gate_up_proj_bias` [E, 2 * I] with `bias`.
       down_proj: [E, I, H]; `down_proj_bias` [E, H] with `bias`.
-      gate_up_proj_scale, down_proj_scale: with `quantization`, the scales of the two, as in `QuantizedLinear`.
+      gate_up_proj_scale, down_proj_scale: With `quantization`, the scales of the two, as in `QuantizedLinear`.
       dtype: dtype of the activations.
       alternating: Products whose columns of gate and up alternate in checkpoint tensors of all experts.
       output_blocks: Order of the columns of `gate_up_proj`, only if a mesh needs another than the checkpoint's

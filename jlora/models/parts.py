@@ -21,7 +21,7 @@ class RMSNorm(nnx.Module):
         self.epsilon = config.rms_norm_eps
 
     def __call__(self, x: Float[jax.Array, "B L *F"]) -> Float[jax.Array, "B L *F"]:
-        """Normalise the last axis of `x`; returns the dtype of `x`."""
+        """Normalize the last axis of `x`; returns the dtype of `x`."""
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
         scale = self.scale[...].astype(jnp.float32) + self.offset

@@ -65,10 +65,10 @@ def attend(
       v: [B, L, G, D] values of these tokens.
       start: [B] int32 number of earlier positions of each sequence.
       count: [B] int32 number of tokens before the padding; None means L. Padding may hold any values, including NaN.
-      past: keys and values of positions 0..C-1. Those from `start` on may hold any values, including NaN.
+      past: Keys and values of positions 0..C-1. Those from `start` on may hold any values, including NaN.
       sinks: [H] one more logit per head, without a value (arXiv:2309.17453).
-      window: number of latest positions that a token sees, itself included; None means all.
-      kernel: the result of `kernel_of`.
+      window: Number of latest positions that a token sees, itself included; None means all.
+      kernel: The result of `kernel_of`.
 
     Raises:
       NotImplementedError: The result is differentiated, and there are `past` or `sinks`.

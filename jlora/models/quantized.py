@@ -124,11 +124,11 @@ def read_quantized(
 
     Args:
       read: (index, None, device) -> the stored values in floating point.
-      index: slices of the shard.
+      index: Slices of the shard.
       inputs: K of the whole kernel.
       quantization: "int8" or "fp8".
-      tops: largest magnitudes of columns, kept for the next shards of the same kernel.
-      device: device of the result.
+      tops: Largest magnitudes of columns, kept for the next shards of the same kernel.
+      device: Device of the result.
 
     Raises:
       ModelError: a value is not finite.

@@ -20,7 +20,7 @@ class Routing(NamedTuple):
 def softmax_top_k(logits: Float[Array, "T E"], k: int, *, renormalize: bool) -> Routing:
     """Apply a softmax over all experts and choose the k largest; with `renormalize` their weights sum to 1.
 
-    Mixtral (arXiv:2401.04088) renormalises; Qwen3-MoE does so if `norm_topk_prob` is set.
+    Mixtral (arXiv:2401.04088) renormalizes; Qwen3-MoE does so if `norm_topk_prob` is set.
     """
     weights, experts = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), k)
     return Routing(experts, weights / jnp.sum(weights, axis=-1, keepdims=True) if renormalize else weights)

@@ -23,12 +23,12 @@ def push(
     """Send an adapter to a running `jlora serve`. Requests that begin after the return are served with it.
 
     Args:
-      url: address of the server, such as "http://localhost:8000".
-      adapter: the adapter, for example of `Adapter.from_state_dict` or `LoRAManager.export_adapter`.
-      admin_key: a key of `jlora serve --admin-api-key`.
-      name: name of the adapter on the server; None for its own.
-      load_inplace: replace a loaded adapter of that name, which running requests keep.
-      timeout: seconds that the server may take to answer.
+      url: Address of the server, such as "http://localhost:8000".
+      adapter: The adapter, for example of `Adapter.from_state_dict` or `LoRAManager.export_adapter`.
+      admin_key: A key of `jlora serve --admin-api-key`.
+      name: Name of the adapter on the server; None for its own.
+      load_inplace: Replace a loaded adapter of that name, which running requests keep.
+      timeout: Seconds that the server may take to answer.
 
     Raises:
       LoRAError: the server cannot be reached, or refuses the adapter; it then serves as before. Or PEFT's files cannot

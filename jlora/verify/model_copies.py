@@ -30,9 +30,9 @@ def wrapped_copy(
     """Return a copy of the wrapped model and its layers. Its variables are new but hold the same arrays.
 
     Args:
-      wrapped: the wrapped model.
-      quantized: the sites whose layers compute the product of their dequantized weight.
-      products: if given, these layers compute their own product, and add it to `products`.
+      wrapped: The wrapped model.
+      quantized: The sites whose layers compute the product of their dequantized weight.
+      products: If given, these layers compute their own product, and add it to `products`.
     """
     copy, layers = _copied(wrapped)
     for site in quantized:

@@ -52,12 +52,12 @@ class Products:
         """Add the rows of one call, all [R, N].
 
         Args:
-          site: the site of the layer.
-          layer: index of the layer in a stack, else 0.
-          y: the layer's own product.
-          z: the product of its input and its dequantized weight.
-          variance: of the error in y that the rounding of its input gives.
-          size: the norm of the products of each input and its weight.
+          site: The site of the layer.
+          layer: Index of the layer in a stack, else 0.
+          y: The layer's own product.
+          z: The product of its input and its dequantized weight.
+          variance: Of the error in y that the rounding of its input gives.
+          size: The norm of the products of each input and its weight.
         """
         arrays = [np.asarray(rows, np.float64) for rows in (y, z, variance, size)]
         with self._lock:

@@ -57,17 +57,17 @@ class VerifyReport:
     """Result of a successful `verify`.
 
     Attributes:
-      checked: paths of the layers that were compared, in the order in which the forward calls them.
-      unserved: path -> the reason why that wrapped layer serves no adapter in this forward. `manager.unserved` contains
+      checked: Paths of the layers that were compared, in the order in which the forward calls them.
+      unserved: Path -> the reason why that wrapped layer serves no adapter in this forward. `manager.unserved` contains
         it from now on.
-      unchecked: path -> the reason why that layer, which serves adapters, was not compared.
-      confirmed: paths of the layers with an uncertain spec, such as a guessed one, that were confirmed.
-      error: the largest error of a row. It is relative to the outputs' largest value if the model computes in float32,
+      unchecked: Path -> the reason why that layer, which serves adapters, was not compared.
+      confirmed: Paths of the layers with an uncertain spec, such as a guessed one, that were confirmed.
+      error: The largest error of a row. It is relative to the outputs' largest value if the model computes in float32,
         else to the norm of the row's delta.
-      tolerance: the upper bound for `error`: 1e-4 for a model in float32, else 2e-2; 1e-1 if a quantized layer, which
+      tolerance: The upper bound for `error`: 1e-4 for a model in float32, else 2e-2; 1e-1 if a quantized layer, which
         may round its input to few bits, has no `LinearSpec.dequantize` or is a table or a product of experts.
-      batches: number of mixed batches that were compared.
-      rows_only: path -> what was not compared, for the layers in `checked` without a kernel of floats or
+      batches: Number of mixed batches that were compared.
+      rows_only: Path -> what was not compared, for the layers in `checked` without a kernel of floats or
         `LinearSpec.dequantize`. Their rows were compared with those of other sequences alone.
     """
 
@@ -356,7 +356,7 @@ class _Probe:
             linear = site.spec.experts is None and self._linear(site) is not None
             if site in unserved or site in self.exact or (linear and not (site.doubt and site in self.rows_only)):
                 continue
-            why = "its parameter is quantised, so nothing can be merged into it to compare with"
+            why = "its parameter is quantized, so nothing can be merged into it to compare with"
             (unchecked if site.doubt is None else unserved)[site] = why
         compared = [site for site in called if site in self.quantized and site not in unserved]
         for site, (rows, wrong, first) in zip(compared, products.judge(compared), strict=True):

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from jlora.adapters import Adapter, ModuleLoRA
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError, LoRAUsageError
-from tests.adapters.conftest import Q, V, lora_tensors
+from tests.adapters.conftest import Q, V
 
 # Names that end in one another, or read as a regular expression.
 NAMES = ["lm_head", "model.lm_head", "a.b", "axb", "x.a.b", "m.layers.0.q", "layers.0.q", "q+", "c(d", "embed-1", "ü"]
@@ -124,11 +124,6 @@ def test_round_trip_of_invocation_tokens(tmp_path):
     assert json.loads((tmp_path / "adapter_config.json").read_text())["alora_invocation_tokens"] == [49152, 7, 7]
 
 
-def test_a_plain_adapter_is_saved_without_the_fields_of_variants(tmp_path):
-    Adapter.from_arrays("a", arrays_of(0, {"q": 2}), alpha=4).save_pretrained(tmp_path)
-    assert not {"use_dora", "alora_invocation_tokens"} & set(json.loads((tmp_path / "adapter_config.json").read_text()))
-
-
 VARIANTS = {
     "a module without magnitude": ({"magnitudes": {"q": np.ones(2)}}, LoRAUsageError, "magnitudes must name"),
     "another module": ({"magnitudes": dict.fromkeys("qex", np.ones(2))}, LoRAUsageError, "magnitudes must name"),
@@ -163,13 +158,6 @@ def test_dora_of_some_modules_is_refused():
     mixed = {"q": dora.modules["q"], "e": dataclasses.replace(dora.modules["e"], magnitude=None)}
     with pytest.raises(AdapterFormatError, match="module 'e' has no magnitude"):
         dataclasses.replace(dora, modules=mixed)
-
-
-def test_saved_over_itself(folder_of):
-    folder = folder_of(lora_tensors({Q: 4, V: 2}), rank_pattern={"v_proj": 2}, target_modules=".*_proj")
-    adapter = Adapter.from_pretrained(folder)
-    adapter.save_pretrained(folder)
-    assert_same(adapter, Adapter.from_pretrained(folder))
 
 
 FIELDS = {
@@ -220,30 +208,6 @@ def test_fields_that_cannot_be_checked_are_reported(folder_of):
     assert Adapter.from_pretrained(folder_of(target_modules=r".*_proj")).unchecked == ()
 
 
-def test_224_mixed_ranks_survive_a_save(tmp_path):
-    ranks = {
-        f"model.layers.{i}.block.{name}": 1 + (7 * i + j) % 16 for i in range(32) for j, name in enumerate("qkvogud")
-    }
-    alphas = {name: float(1 + i % 5) for i, name in enumerate(ranks)}
-    mixed = Adapter.from_arrays("mixed", arrays_of(0, ranks, k=64, n=64), alpha=alphas)
-    mixed.save_pretrained(tmp_path / "mixed")
-    assert len(json.loads((tmp_path / "mixed" / "adapter_config.json").read_text())["rank_pattern"]) > 200
-    found = Adapter.from_pretrained(tmp_path / "mixed")
-    assert {module: lora.rank for module, lora in found.modules.items()} == ranks
-    assert {module: lora.alpha for module, lora in found.modules.items()} == alphas
-
-
-def test_from_arrays():
-    arrays = arrays_of(0, {Q: 2, V: 4})
-    adapter = Adapter.from_arrays("a", arrays, alpha=8)
-    assert [(m.rank, m.alpha, m.scaling, m.kind) for m in adapter.modules.values()] == [
-        (2, 8.0, 4.0, "linear"),
-        (4, 8.0, 2.0, "linear"),
-    ]
-    assert (adapter.rank, adapter.nbytes) == (4, 4 * (2 * 5 + 4 * 5))
-    assert Adapter.from_arrays("a", arrays, alpha={Q: 1, V: 2}, use_rslora=True).modules[V].scaling == 1.0
-
-
 def test_from_jax_and_transposed_arrays(tmp_path):
     a = np.arange(6, dtype=np.float32).reshape(3, 2).T
     adapter = Adapter.from_arrays("a", {Q: (a, jnp.ones((4, 2), jnp.bfloat16))}, alpha=1)
@@ -251,13 +215,6 @@ def test_from_jax_and_transposed_arrays(tmp_path):
     lora = Adapter.from_pretrained(tmp_path).modules[Q]
     np.testing.assert_array_equal(lora.a, [[0, 2, 4], [1, 3, 5]])
     assert lora.b.dtype == ml_dtypes.bfloat16
-
-
-def test_whole_alphas_are_written_as_integers(tmp_path):
-    Adapter.from_arrays("a", arrays_of(0, {Q: 2, V: 2}), alpha={Q: 8.0, V: 0.5}).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert [config["lora_alpha"], *config["alpha_pattern"].values()] == [8, 0.5]
-    assert isinstance(config["lora_alpha"], int)
 
 
 @pytest.mark.usefixtures("unchecked_calls")

@@ -2,7 +2,6 @@
 
 import json
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import event, given
@@ -153,15 +152,6 @@ def test_one_parameter_alone(load_of, name, exchanged):
     assert decide_exchanged(sizes, SIZES[name], None, "here") is exchanged
 
 
-@pytest.mark.parametrize(
-    "entries", [["gate_up_proj", "down_proj"], [f"{EXPERTS}.down_proj", f"{EXPERTS}.gate_up_proj"]]
-)
-def test_ways_to_name_parameters(load_of, entries):
-    adapter = load_of(fused_file(), target_parameters=entries)
-    for name in FUSED:
-        assert_delta(adapter.modules[f"{EXPERTS}.{name}"], factors(name))
-
-
 def test_parameters_of_some_layers(load_of):
     """A full name targets one layer: what `experts` holds differs from layer to layer."""
     other = EXPERTS.replace("layers.0", "layers.1")
@@ -183,21 +173,6 @@ def test_the_other_parameter_orients_a_square_down_projection(load_of, exchanged
     for name in FUSED:
         assert adapter.modules[f"{EXPERTS}.{name}"].exchanged is exchanged
         assert_delta(adapter.modules[f"{EXPERTS}.{name}"], factors(name, sizes=sizes))
-
-
-def test_vllm_layouts(load_of):
-    """Converters write PEFT's two names without `target_parameters`: there base_layer is always gate and up."""
-    adapter = load_of(fused_file(), target_modules=["q_proj", "experts"])
-    for name in FUSED:
-        assert_delta(adapter.modules[f"{EXPERTS}.{name}"], factors(name))
-
-
-def test_flat_pairs_under_their_parameters_names(load_of):
-    found = tensors({f"{EXPERTS}.{name}": flat(factors(name)) for name in FUSED})
-    adapter = load_of(found, target_modules=list(FUSED))
-    for name in FUSED:
-        assert adapter.modules[f"{EXPERTS}.{name}"].own_order
-        assert_delta(adapter.modules[f"{EXPERTS}.{name}"], factors(name))
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -229,13 +204,6 @@ def test_the_placeholder_of_a_projection_that_is_not_there(load_of):
     found = tensors({f"{EXPERTS}.{name}": three_axes(factors(name)) for name in ("w1", "w2")})
     found |= tensors({f"{EXPERTS}.w3": (np.zeros((E, R, 0), np.float32), np.zeros((E, 0, R), np.float32))})
     assert list(load_of(found, target_modules="all-linear").modules) == [f"{EXPERTS}.w1", f"{EXPERTS}.w2"]
-
-
-def test_three_axes_of_gate_and_up_in_one_are_gate_then_up(load_of):
-    adapter = load_of(
-        tensors({f"{EXPERTS}.gate_up_proj": three_axes(factors("gate_up_proj"))}), target_modules=["experts"]
-    )
-    assert not adapter.modules[f"{EXPERTS}.gate_up_proj"].own_order
 
 
 def test_one_expert_at_a_time(load_of):
@@ -278,59 +246,6 @@ def test_a_router_targeted_as_a_parameter(load_of):
     assert (type(lora), lora.kind, lora.rank) == (ModuleLoRA, "linear", 3)
     np.testing.assert_array_equal(lora.a, a)
     np.testing.assert_array_equal(lora.b, b)
-
-
-def test_the_header_determines_the_shapes_of_the_adapter(load_of):
-    seen = []
-    found = fused_file() | tensors({f"{MIXTRAL}.experts.w1": three_axes(factors("w1"), shared_a=True)})
-    options = {"check": seen.append, "dtype": "float16"}
-    adapter = load_of(found, **parameters(*FUSED), target_modules=["w1"], load_options=options, peft_version="0.18.0")
-    (unread,) = seen
-    assert unread.nbytes == adapter.nbytes
-    assert list(unread.modules) == list(adapter.modules)
-    for name, module in adapter.modules.items():
-        said = unread.modules[name]
-        for fact in ("kind", "rank", "experts", "scaling", "exchanged", "own_order", "peft_version"):
-            assert getattr(said, fact) == getattr(module, fact), (name, fact)
-        for array, expected in ((said.a, module.a), (said.b, module.b)):
-            assert (array.shape, array.dtype) == (expected.shape, expected.dtype)
-
-
-@given(
-    st.integers(2, 6),
-    st.integers(1, 5),
-    st.tuples(*[st.integers(1, 7)] * 2),
-    st.booleans(),
-    st.sampled_from(["rank_major", "grouped_by_expert"]),
-    st.booleans(),
-    st.sampled_from([np.float32, np.float16, ml_dtypes.bfloat16]),
-)
-def test_any_sizes(tmp_path_factory, e, r, sizes, exchanged, layout, gated, dtype):
-    """A saved adapter reads back bit for bit."""
-    hidden, inner = sizes
-    names = ("gate_up_proj" if gated else "up_proj", "down_proj")
-    sizes = {names[0]: (hidden, (1 + gated) * inner), "down_proj": (inner, hidden)}
-    pairs = {name: factors(name, e, r, sizes, dtype) for name in names}
-    grouped = layout == "grouped_by_expert"
-    found = tensors(
-        {
-            f"{EXPERTS}.base_layer": flat(pairs[names[0]], exchanged=exchanged, grouped=grouped),
-            EXPERTS: flat(pairs["down_proj"], exchanged=exchanged, grouped=grouped),
-        }
-    )
-    folder = tmp_path_factory.mktemp("any")
-    save_file(found, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": r, "lora_alpha": 8, "lora_B_layout": layout, **parameters(*names)}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    adapter = Adapter.from_pretrained(folder)
-    adapter.save_pretrained(folder / "again")
-    again = Adapter.from_pretrained(folder / "again")
-    for name in names:
-        module, saved = adapter.modules[f"{EXPERTS}.{name}"], again.modules[f"{EXPERTS}.{name}"]
-        # Without a gate, the sizes are the same both ways.
-        assert module.exchanged is (exchanged if gated else None)
-        assert_delta(module, [(b.T, a.T) for a, b in pairs[name]] if not gated and exchanged else pairs[name])
-        assert_same(module, saved)
 
 
 # ---- refused
@@ -589,14 +504,6 @@ def test_flat_pairs_that_peft_has_no_place_for(load_of, tmp_path, names):
     for name in names:
         assert_delta(adapter.modules[f"{EXPERTS}.{name}"], factors(name))
         assert_same(adapter.modules[f"{EXPERTS}.{name}"], again.modules[f"{EXPERTS}.{name}"])
-
-
-def test_one_parameter_is_saved_as_one(load_of, tmp_path):
-    adapter = load_of(fused_file(names=["gate_up_proj"]), **parameters("gate_up_proj"))
-    adapter.save_pretrained(tmp_path / "saved")
-    ((name, module),) = Adapter.from_pretrained(tmp_path / "saved").modules.items()
-    assert name == f"{EXPERTS}.gate_up_proj"
-    assert_same(adapter.modules[name], module)
 
 
 def in_memory(names, **facts):

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save
 
 from jlora.adapters import Adapter
-from jlora.adapters.files import StableFile, content_key
+from jlora.adapters.files import StableFile
 from jlora.errors import AdapterFormatError
 from tests.adapters.conftest import Q, V, lora_tensors
 from tests.adapters.reading import before_each_read, reading
@@ -79,7 +79,7 @@ def overwrite_and_restore_the_time(file):
 
 
 @pytest.mark.parametrize("change", [cut, grow, touch, overwrite, overwrite_and_restore_the_time, replace, os.remove])
-@pytest.mark.parametrize("at", [2, 3, 4, 6])
+@pytest.mark.parametrize("at", [2, 6])
 def test_weights_that_change_during_a_read_are_refused(folder_of, small_pieces, change, at):
     folder = folder_of()
     message = r"adapter 'sql': .*changed while it was read"
@@ -87,16 +87,6 @@ def test_weights_that_change_during_a_read_are_refused(folder_of, small_pieces, 
         Adapter.from_pretrained(folder)
     if change not in (cut, grow, os.remove):
         assert Adapter.from_pretrained(folder).modules  # the file no longer changes
-
-
-@pytest.mark.parametrize("at", [1, 2, 5])
-def test_a_configuration_that_changes_during_a_read_is_refused(folder_of, small_pieces, at):
-    folder = folder_of()
-    with (
-        during(lambda: grow(folder / CONFIG), at),
-        pytest.raises(AdapterFormatError, match="changed while it was read"),
-    ):
-        Adapter.from_pretrained(folder)
 
 
 def test_a_load_of_a_file_under_rewrite_returns_one_content_or_raises(folder_of):
@@ -141,17 +131,6 @@ def test_pipes_folders_and_missing_files_are_refused_at_once(tmp_path):
         StableFile(tmp_path / "none", "here")
 
 
-def test_no_descriptor_is_left_open(folder_of):
-    folder = folder_of()
-    before = len(os.listdir("/proc/self/fd"))
-    Adapter.from_pretrained(folder)
-    with during(lambda: cut(folder / WEIGHTS)):
-        for _ in range(3):
-            with pytest.raises(AdapterFormatError):
-                Adapter.from_pretrained(folder)
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
 # ---- fingerprint
 
 
@@ -187,23 +166,6 @@ def test_every_byte_changes_the_fingerprint(folder_of, name):
     assert len(seen) > 1
 
 
-def test_two_changes_within_one_tick_of_the_clock_have_different_keys(folder_of):
-    """File systems date changes in ticks of milliseconds."""
-    folder = folder_of()
-    seen = set()
-    for value in range(20):
-        with open(folder / WEIGHTS, "r+b") as opened:
-            opened.seek(-1, os.SEEK_END)
-            opened.write(bytes([value]))
-        seen.add(content_key([folder / WEIGHTS]))
-    assert len(seen) == 20
-
-
-@pytest.mark.usefixtures("unchecked_calls")
-def test_arrays_have_no_fingerprint():
-    assert Adapter.from_arrays("a", {Q: (np.ones((1, 2)), np.ones((3, 1)))}, alpha=1).fingerprint is None
-
-
 def snapshot(folder, cache, etags):
     home = cache / "models--org--sql" / "snapshots" / "0a1b"
     blobs = cache / "models--org--sql" / "blobs"
@@ -224,15 +186,3 @@ def test_a_rewrite_that_restores_the_time_changes_the_fingerprint(folder_of, tmp
     first = Adapter.from_pretrained(folder).fingerprint
     overwrite_and_restore_the_time((folder / WEIGHTS).resolve())
     assert Adapter.from_pretrained(folder, allow_nonfinite=True).fingerprint != first
-
-
-@pytest.mark.parametrize("change", [cut, overwrite])
-@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
-def test_a_blob_that_changes_during_a_read_is_refused(folder_of, tmp_path, change, name):
-    home = snapshot(folder_of(), tmp_path / "cache", ["ab" * 20, "cd" * 32])
-    (home / CONFIG).write_text((home / CONFIG).read_text() + " " * 2000)
-    with (
-        during(lambda: change(home / name), 1 if name == CONFIG else 4),
-        pytest.raises(AdapterFormatError, match=f"{name}: changed while it was read"),
-    ):
-        Adapter.from_pretrained(home)

@@ -49,22 +49,6 @@ def test_agrees_with_peft(keys, modules):
     assert lookup(keys, modules) == {module: by_peft(keys, module) for module in modules}
 
 
-@given(
-    st.lists(st.text("ab-_", max_size=3), max_size=5, unique=True),
-    st.lists(NAMES, min_size=1, max_size=6, unique=True),
-)
-def test_agrees_with_peft_on_keys_without_a_dot(keys, modules):
-    assert lookup(keys, modules) == {module: by_peft(keys, module) for module in modules}
-
-
-def test_real_names():
-    keys = [rf"layers\.{i}\.mlp" for i in range(3)] + [r"layers\.(1|2)\.self_attn\.\w+", "layers.3.mlp.up_proj"]
-    keys += ["^model.layers.4.mlp.up_proj", "^layers.5.mlp.up_proj", "up_proj", "k.proj", r".*\.31\.mlp\..*"]
-    found = lookup(keys, MODULES)
-    assert found == {module: by_peft(keys, module) for module in MODULES}
-    assert len(set(found.values())) == 7
-
-
 @pytest.mark.parametrize(
     ("key", "error", "words"),
     [

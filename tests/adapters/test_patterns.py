@@ -38,12 +38,6 @@ SERVED = st.recursive(LEAVES, extend, max_leaves=6)
 TEXTS = st.text("abc1._-", min_size=1, max_size=8)
 
 
-@settings(max_examples=20 * settings().max_examples)
-@given(SERVED, TEXTS)
-def test_agrees_with_re(pattern, text):
-    assert compile_pattern(pattern, "here").fullmatch(text) == bool(re.fullmatch(pattern, text))
-
-
 def is_python(pattern):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such as of sets that will change their meaning
@@ -68,19 +62,6 @@ def test_accepted_patterns_agree_with_re_and_malformed_ones_are_refused(pieces, 
         assert not is_python(pattern)
         return
     assert ours.fullmatch(text) == bool(re.fullmatch(pattern, text))
-
-
-@settings(max_examples=15 * settings().max_examples)
-@given(
-    st.text(string.printable + "éß\u0661", max_size=12),
-    st.text(string.ascii_letters + "._-19é\u0661", min_size=1, max_size=6),
-)
-def test_any_text_as_a_pattern(pattern, text):
-    try:
-        found = compile_pattern(pattern, "here").fullmatch(text)
-    except (AdapterFormatError, AdapterMismatchError):
-        return
-    assert found == bool(re.fullmatch(pattern, text))
 
 
 @pytest.mark.parametrize(
@@ -109,22 +90,6 @@ def test_agrees_with_re_on_every_short_text(pattern):
     for length in range(1, 6):
         for text in map("".join, itertools.product("abc.", repeat=length)):
             assert compiled.fullmatch(text) == bool(re.fullmatch(pattern, text)), text
-
-
-@pytest.mark.parametrize(
-    ("pattern", "name", "expected"),
-    [
-        (r"model\.layers\.\d+\.self_attn\.(q|v)_proj", "model.layers.12.self_attn.v_proj", True),
-        (r"model\.layers\.\d+\.self_attn\.(q|v)_proj", "model.layers.12.self_attn.o_proj", False),
-        (r".*decoder.*(SelfAttention|EncDecAttention).*(q|v)$", "decoder.block.0.SelfAttention.q", True),
-        (r"(?:.*?(?:language|text).*?(?:attn|mlp).*?(?:q_proj).*?)|(?:\blm\.x)", "a.text.0.mlp.q_proj", True),
-        (r"(?:\bmodel\.layers\.[\d]{1,}\.(?:mlp)\.(?:(?:gate_proj|up_proj)))", "model.layers.3.mlp.up_proj", True),
-        ("é+", "éé", True),
-        ("[^a]", "é", True),
-    ],
-)
-def test_patterns_as_people_write_them(pattern, name, expected):
-    assert compile_pattern(pattern, "here").fullmatch(name) is expected is bool(re.fullmatch(pattern, name))
 
 
 # 51 characters each. Sets of positions, which never backtrack either, took 14 s for one module, and for ever.
@@ -173,11 +138,6 @@ def test_refused_syntax(pattern, capfd):
 def test_too_large(pattern):
     with pytest.raises(AdapterMismatchError):
         compile_pattern(pattern, "here")
-
-
-def test_too_long():
-    with pytest.raises(AdapterMismatchError, match="8193 characters"):
-        compile_pattern("a" * 8193, "here")
 
 
 @pytest.mark.parametrize("pattern", [r"\d+", r"\w+", r".\b", r"[\W]+", r"\S"])

@@ -185,33 +185,6 @@ def test_logits_change_from_the_first_invocation_token_on():
         assert rows == [False] * first + [True] * (6 - first)
 
 
-NOT_IN_PEFT = {
-    "aLoRA of an embedding": {"alora_invocation_tokens": [1], "target_modules": ["embed_tokens"]},
-    "DoRA and aLoRA": {"alora_invocation_tokens": [1], "use_dora": True},
-    "aLoRA of a parameter": {
-        "alora_invocation_tokens": [1],
-        "target_parameters": ["q_proj.weight"],
-        "target_modules": [],
-    },
-    "DoRA of a parameter": {"use_dora": True, "target_parameters": ["q_proj.weight"], "target_modules": []},
-}
-
-
-@pytest.mark.parametrize("case", NOT_IN_PEFT)
-def test_combinations_that_peft_refuses(case):
-    """jlora refuses these too (`check_variants`), since no version of PEFT defines their result."""
-    fields = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | NOT_IN_PEFT[case]
-    with pytest.raises(ValueError, match=r"variant|does not work with"):
-        peft.get_peft_model(llama(), peft.LoraConfig(**fields))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(tmp_path, dtype):
-    base = llama(dtype=dtype)
-    adapter = assert_served(base, trained(base, peft.LoraConfig(r=4, target_modules=["embed_tokens", *ALL])), tmp_path)
-    assert {str(lora.a.dtype) for lora in adapter.modules.values()} == {str(dtype).removeprefix("torch.")}
-
-
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_fan_in_fan_out(tmp_path, use_dora):
     base = gpt2()
@@ -231,15 +204,6 @@ def test_base_weights_beside_embeddings(tmp_path):
     )
 
 
-def test_all_tables_saved_on_request(tmp_path):
-    base = llama()
-    model = trained(base, peft.LoraConfig(target_modules=["q_proj"]))
-    model.save_pretrained(tmp_path, save_embedding_layers=True)
-    adapter = Adapter.from_pretrained(tmp_path)
-    assert set(adapter.base_weights) == {"model.embed_tokens", "lm_head"}
-    assert_holds(adapter, lora_modules(model))
-
-
 @pytest.mark.parametrize("targets", [["embed_tokens", "lm_head"], ["embed_tokens"], ["lm_head"]])
 def test_tied_adapters(tmp_path, targets):
     base = llama(tied=True)
@@ -248,54 +212,6 @@ def test_tied_adapters(tmp_path, targets):
     table, head = adapter.modules["model.embed_tokens"], adapter.modules["lm_head"]
     np.testing.assert_array_equal(head.a, table.b.T)
     np.testing.assert_array_equal(head.b, table.a.T)
-
-
-@pytest.mark.parametrize("task", ["CAUSAL_LM", None])
-def test_saved_adapters_open_with_auto_peft_model(tmp_path, task):
-    """`AutoPeftModel` finds the base model by the configuration alone: name, revision, task or class."""
-    base = llama()
-    base.save_pretrained(tmp_path / "base")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type=task, lora_dropout=0.25)
-    model = trained(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base"), config)
-    model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
-    model.save_pretrained(tmp_path / "theirs")
-    adapter = Adapter.from_pretrained(tmp_path / "theirs")
-    adapter.save_pretrained(tmp_path / "ours")
-    auto = peft.AutoPeftModelForCausalLM if task else peft.AutoPeftModel
-    again = auto.from_pretrained(tmp_path / "ours").eval()
-    theirs, ours = model.peft_config["default"], again.peft_config["default"]
-    for field in ("task_type", "lora_dropout", "revision", "auto_mapping", "base_model_name_or_path", "peft_version"):
-        assert getattr(ours, field) == getattr(peft.LoraConfig.from_pretrained(tmp_path / "theirs"), field), field
-    assert ours.lora_dropout == theirs.lora_dropout == 0.25
-    tokens = torch.arange(12).reshape(2, 6)
-    with torch.no_grad():
-        assert torch.equal(again(tokens).logits, model(tokens).logits)
-
-
-@pytest.mark.parametrize("init", ["pissa", "olora"])
-def test_converted_inits_are_served_and_unconverted_are_not(tmp_path, init):
-    base = llama()
-    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=init)
-    model = peft.get_peft_model(copy.deepcopy(base), config).eval()
-    start = tmp_path / "start"
-    model.peft_config["default"].init_lora_weights = True
-    model.save_pretrained(start)
-    model.peft_config["default"].init_lora_weights = init
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.add_(torch.randn_like(parameter) * 0.05)
-    model.save_pretrained(tmp_path / "raw")
-    with pytest.raises(AdapterMismatchError, match=f"'init_lora_weights' is '{init}'"):
-        Adapter.from_pretrained(tmp_path / "raw")
-    tokens = torch.arange(12).reshape(2, 6)
-    with torch.no_grad():
-        expected = model(tokens).logits
-    model.save_pretrained(tmp_path / "plain", path_initial_model_for_weight_conversion=str(start))
-    Adapter.from_pretrained(tmp_path / "plain").save_pretrained(tmp_path / "ours")
-    again = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "ours").eval()
-    with torch.no_grad():
-        torch.testing.assert_close(again(tokens).logits, expected, rtol=1e-4, atol=1e-5)
 
 
 REFUSED = {
@@ -316,16 +232,6 @@ def test_refused(tmp_path, field):
     fields = {"r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | REFUSED[field]
     peft.get_peft_model(llama(), peft.LoraConfig(**fields)).save_pretrained(tmp_path)
     with pytest.raises(AdapterMismatchError, match=f"field '{field}'"):
-        Adapter.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]), peft.LoHaConfig(target_modules=["q_proj"])],
-)
-def test_other_methods(tmp_path, config):
-    peft.get_peft_model(llama(), config).save_pretrained(tmp_path)
-    with pytest.raises(AdapterMismatchError, match="'peft_type'"):
         Adapter.from_pretrained(tmp_path)
 
 
@@ -375,12 +281,6 @@ def test_layers_that_peft_targets(tmp_path, fields):
     (warning,) = manager.list_adapters()["it"].warnings
     count = len(targets)
     assert warning == f"brings weights for {count - 1} of {count} targeted layers; none for {targets[-1]!r}"
-
-
-def test_modules_to_save_of_peft_by_the_end_of_a_name(tmp_path):
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["head"], task_type="CAUSAL_LM")
-    trained(llama(), config).save_pretrained(tmp_path)
-    assert Adapter.from_pretrained(tmp_path).saved_outputs == {"lm_head": 37}
 
 
 def test_a_state_dict_of_a_live_model(tmp_path):

@@ -2,7 +2,6 @@
 
 import io
 import os
-import struct
 import time
 import weakref
 from itertools import accumulate, groupby, pairwise
@@ -205,19 +204,3 @@ def test_every_bit_pattern(dtype):
     assert all_finite(numbers[finite])
     assert not any(all_finite(numbers[i : i + 1]) for i in np.flatnonzero(~finite))
     assert all(all_finite(numbers[i : i + 1]) for i in np.flatnonzero(finite)[::97])
-
-
-@pytest.mark.parametrize("place", [0, 1, 131_071, 131_072, 299_999])
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
-def test_one_among_many(dtype, place):
-    array = np.ones((3, 100_000), dtype)
-    assert all_finite(array)
-    array.reshape(-1)[place] = np.nan
-    assert not all_finite(array)
-
-
-@given(st.lists(st.floats(width=64), max_size=6))
-def test_finiteness_of_doubles(numbers):
-    assert all_finite(np.array(numbers)) == all(abs(n) < float("inf") for n in numbers)
-    singles = [struct.unpack("<f", struct.pack("<I", hash(n) & 0xFFFFFFFF))[0] for n in numbers]
-    assert all_finite(np.array(singles, np.float32)) == all(abs(n) < float("inf") for n in singles)

@@ -185,11 +185,6 @@ def test_a_sparse_file_is_refused_before_it_is_read(folder_of):
     refused_unread(AdapterFormatError, "has rank 68000000; expected 4", sparse(folder_of(), ROWS))
 
 
-def test_a_rank_in_the_configuration_allocates_no_memory(folder_of):
-    refused_unread(AdapterFormatError, "has rank 4; expected 400000", folder_of(r=400_000))
-    refused_unread(AdapterFormatError, "has rank 4; expected 2147483647", folder_of(r=2**31 - 1))
-
-
 def test_a_sparse_configuration(folder_of):
     folder = folder_of()
     with open(folder / "adapter_config.json", "r+b") as opened:
@@ -205,27 +200,17 @@ def test_check_receives_the_adapter_with_its_arrays_unread(folder_of, dtype):
         f"{PREFIX}{embed}.lora_embedding_B": np.ones((6, 4), np.float64),
         f"{PREFIX}{embed}.base_layer.weight": np.ones((11, 6), np.float32),
     }
-    folder = folder_of(
-        tensors,
-        rank_pattern={"v_proj": 2},
-        target_modules=["q_proj", "v_proj", "embed_tokens"],
-        base_model_name_or_path="org/base",
-    )
+    folder = folder_of(tensors, rank_pattern={"v_proj": 2}, target_modules=["q_proj", "v_proj", "embed_tokens"])
     seen = []
     adapter = Adapter.from_pretrained(folder, name="x", dtype=dtype, check=seen.append)
     (unread,) = seen
-    assert (unread.name, unread.base_model_name, unread.nbytes) == ("x", "org/base", adapter.nbytes)
-    half, full, double = (np.dtype(dtype or d) for d in ("float16", "float32", "float64"))
-    found = {}
+    assert (unread.name, unread.nbytes) == ("x", adapter.nbytes)
+    assert unread.modules.keys() == adapter.modules.keys() == {Q, V, embed}
     for module, lora in unread.modules.items():
-        found[module] = lora.kind, lora.scaling, lora.a.shape, lora.a.dtype, lora.b.shape, lora.b.dtype
         read = adapter.modules[module]
-        assert found[module] == (read.kind, read.scaling, read.a.shape, read.a.dtype, read.b.shape, read.b.dtype)
-    assert found == {
-        Q: ("linear", 2.0, (4, 6), half, (5, 4), half),
-        V: ("linear", 4.0, (2, 6), half, (5, 2), half),
-        embed: ("embedding", 2.0, (4, 11), full, (6, 4), double),
-    }
+        assert (lora.kind, lora.scaling) == (read.kind, read.scaling)
+        for found, want in ((lora.a, read.a), (lora.b, read.b)):
+            assert (found.shape, found.dtype) == (want.shape, want.dtype)
     assert (unread.base_weights[embed].shape, unread.base_weights[embed].dtype) == ((11, 6), np.float32)
     with pytest.raises(LoRAUsageError, match=r"q_proj.lora_A.weight' has not been read"):
         np.asarray(unread.modules[Q].a)
@@ -247,17 +232,3 @@ def test_max_bytes(folder_of):
     for wrong in (0, -1, 1.5, "1", True):
         with pytest.raises(LoRAUsageError, match="max_bytes"):
             Adapter.from_pretrained(folder, max_bytes=wrong)
-
-
-def test_memory_of_a_load(folder_of):
-    """The peak is the size of the adapter, plus one tensor if it is converted."""
-    tensors = lora_tensors({Q: 4, V: 4}, k=100_000, n=100_000)
-    folder = folder_of(tensors)
-    one, all_of_it = 4 * 400_000, 16 * 400_000
-    for options, most in (({}, all_of_it), ({"dtype": "float64"}, 2 * all_of_it + one)):
-        tracemalloc.start()
-        try:
-            Adapter.from_pretrained(folder, **options)
-            assert tracemalloc.get_traced_memory()[1] < most + 400_000
-        finally:
-            tracemalloc.stop()

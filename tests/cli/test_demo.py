@@ -1,17 +1,14 @@
 """`jlora demo`, and the models, adapters and prompts that it ships."""
 
-import functools
 import re
 
 import numpy as np
 import pytest
 
-import jlora
 from jlora.adapters import Adapter
 from jlora.cli.commands import run
 from jlora.cli.demo import DEMO, DENSE, MIXTURE, demo_requests, schedule
-from jlora.cli.generate import Request, answer_all
-from jlora.cli.loading import load_model, load_tokenizer
+from jlora.cli.generate import Request
 
 ORACLE = {
     None: lambda word: word,
@@ -22,44 +19,7 @@ ORACLE = {
 }
 
 
-# Adapters of each demo -> True if one tensor of the file holds all experts of a parameter; None without experts.
-DEMOS = {
-    "dense": (DENSE, dict.fromkeys(("reverse", "shift", "sort", "swap"))),
-    "moe": (MIXTURE, {"reverse": True, "shift": False}),
-}
-EACH = [
-    pytest.param(name, adapter, marks=pytest.mark.slow)
-    for name, (_, adapters) in DEMOS.items()
-    for adapter in (None, *adapters)
-]
-
-
-@pytest.fixture(scope="module")
-def demos():
-    """Returns the manager, with two slots, and the tokenizer of a demo, made at the first call."""
-
-    @functools.cache
-    def make(name):
-        shipped, adapters = DEMOS[name]
-        folder = shipped.folder
-        model, tokenizer = load_model(folder / "model", "float32"), load_tokenizer(folder / "model" / "tokenizer.json")
-        manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=shipped.rank, max_cpu_loras=4))
-        for adapter, stacked in adapters.items():
-            path = str(folder / "adapters" / adapter)
-            manager.add_adapter(jlora.LoRARequest(adapter, path, is_3d_lora_weight=stacked))
-        return manager, tokenizer
-
-    return make
-
-
-def _score(demo, requests) -> float:
-    manager, tokenizer = demo
-    right = 0
-    for batch in schedule(requests, 40, 2):
-        padded = [*batch, *[Request(None, "a=")] * (40 - len(batch))]
-        answers = answer_all(manager, tokenizer, padded, max_new_tokens=10)
-        right += sum(answer == r.answer for r, (answer, _) in zip(batch, answers, strict=False))
-    return right / len(requests)
+DEMOS = {"dense": (DENSE, {"reverse", "shift", "sort", "swap"}), "moe": (MIXTURE, {"reverse", "shift"})}
 
 
 @pytest.mark.parametrize("name", DEMOS)
@@ -70,19 +30,6 @@ def test_shipped_answers_of_prompts_are_right(name):
     assert {r.adapter for r in requests[:64]} == {None, *adapters}
     for r in requests:
         assert r.answer == ORACLE[r.adapter](r.prompt.removesuffix("="))
-
-
-@pytest.mark.parametrize(("name", "adapter"), EACH)
-def test_each_adapter_answers_held_out_prompts(demos, name, adapter):
-    requests = [r for r in demo_requests(DEMOS[name][0]) if r.adapter == adapter]
-    assert len(requests) == 40
-    assert _score(demos(name), requests) >= 0.95
-
-
-@pytest.mark.parametrize(("name", "adapter"), [case for case in EACH if case.values[1] is not None])
-def test_base_alone_fails_at_the_adapters_tasks(demos, name, adapter):
-    requests = [Request(None, r.prompt, r.answer) for r in demo_requests(DEMOS[name][0]) if r.adapter == adapter]
-    assert _score(demos(name), requests) < 0.05
 
 
 def test_demo_data_is_small():

@@ -60,7 +60,7 @@ def test_inspect_shows_saved_heads(capsys, tmp_path):
         assert (": yes; " if fits else "has 31 input features, and 'score' has 32") in out.out + out.err
 
 
-def test_inspect_shows_activated_lora(capsys, tmp_path):
+def test_inspect_shows_activated_lora_and_dora(capsys, tmp_path):
     plain = adapter({f"{ATTENTION}.k_proj": (32, 16)}, name="act")
     tokens = tuple(range(40))
     replace(plain, invocation_tokens=tokens[:3]).save_pretrained(tmp_path / "act")
@@ -71,10 +71,6 @@ def test_inspect_shows_activated_lora(capsys, tmp_path):
     replace(plain, invocation_tokens=tokens).save_pretrained(tmp_path / "act")
     assert run(["inspect", str(tmp_path / "act")]) == 0
     assert " 30 31 ... on;" in capsys.readouterr().out
-
-
-def test_inspect_shows_dora(capsys, tmp_path):
-    plain = adapter({f"{ATTENTION}.k_proj": (32, 16)}, name="dora")
     modules = {n: replace(m, magnitude=np.ones(len(m.b), np.float32)) for n, m in plain.modules.items()}
     replace(plain, modules=modules).save_pretrained(tmp_path / "dora")
     assert run(["inspect", str(tmp_path / "dora")]) == 0
@@ -82,14 +78,6 @@ def test_inspect_shows_dora(capsys, tmp_path):
     plain.save_pretrained(tmp_path / "plain")
     assert run(["inspect", str(tmp_path / "plain")]) == 0
     assert "LoRAConfig" not in capsys.readouterr().out
-
-
-def test_inspect_refuses_an_adapter_of_another_model(capsys, tmp_path):
-    adapter({"model.layers.9.mlp.up_proj": (3, 3)}, name="other").save_pretrained(tmp_path / "other")
-    assert run(["inspect", str(tmp_path / "other"), "--model", str(DEMO / "model")]) == 1
-    err = capsys.readouterr().err
-    assert err.startswith("jlora: error: adapter 'other'")
-    assert "model.layers.9.mlp.up_proj" in err
 
 
 def test_skipped_modules_are_counted_and_listed(capsys, tmp_path):
@@ -177,7 +165,7 @@ def test_slot_bytes_equal_the_arrays():
     }
 
 
-@pytest.mark.parametrize("change", [None, "values", "shape", "module"])
+@pytest.mark.parametrize("change", ["float32", "bfloat16", "values", "shape", "module"])
 def test_base_weights_must_equal_the_models(change):
     table = load_file(TIED / "model.safetensors")["model.embed_tokens.weight"].copy()
     if change == "values":
@@ -187,8 +175,9 @@ def test_base_weights_must_equal_the_models(change):
     name = f"{MLP}.no_proj" if change == "module" else "lm_head"
     made = adapter({"lm_head": (32, 64)})
     made = jlora.Adapter(name="it", modules=made.modules, base_weights={name: table})
-    if change is None:
-        fit(made, TIED)
+    if change in ("float32", "bfloat16"):
+        weights = {name: table.astype(change)}
+        fit(replace(made, base_weights=weights), TIED)
     else:
         with pytest.raises(jlora.AdapterMismatchError, match=name):
             fit(made, TIED)
@@ -231,24 +220,6 @@ def test_every_problem_is_listed(capsys, tmp_path):
         assert err.startswith("jlora: error: adapter 'it'")
 
 
-@pytest.mark.parametrize("model", [[], ["--model", str(TIED)]])
-def test_a_problem_is_one_line(capsys, tmp_path, model):
-    """The first error of two has one problem, and the second one another."""
-    adapter({f"{MLP}.down_proj": (40, 31)}).save_pretrained(tmp_path / "it")
-    file = tmp_path / "it" / "adapter_config.json"
-    fields = json.loads(file.read_text())
-    file.write_text(json.dumps({**fields, "bias": "all"}))
-    assert run(["inspect", str(tmp_path / "it"), *model]) == 1
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem ")]
-    assert [line for line in lines if "\\n" in line] == []
-    assert len(lines) == (2 if model else 0)
-    file.write_text(json.dumps(fields))
-    assert run(["inspect", str(tmp_path / "it"), *model]) == (1 if model else 0)
-    out, err = capsys.readouterr()
-    assert "problem " not in out
-    assert ("down_proj: A and B have shapes" in err) == bool(model)
-
-
 def test_warnings_are_printed(capsys, tmp_path):
     made = adapter({f"{ATTENTION}.k_proj": (32, 16), f"{ATTENTION}.q_proj": (32, 32)})
     modules = {n: replace(m, b=np.zeros_like(m.b)) for n, m in made.modules.items()}
@@ -267,12 +238,3 @@ def test_warnings_are_printed(capsys, tmp_path):
         targeted = [line for line in lines if "targeted layers" in line]
         assert len(targeted) == bool(arguments)
         assert all("brings weights for 2 of " in line and "v_proj" in line for line in targeted)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_base_weights_may_be_rounded(dtype):
-    table = load_file(TIED / "model.safetensors")["model.embed_tokens.weight"]
-    made = jlora.Adapter(
-        name="it", modules=adapter({"lm_head": (32, 64)}).modules, base_weights={"lm_head": table.astype(dtype)}
-    )
-    fit(made, TIED)

@@ -1,6 +1,6 @@
 """LoRA in the JAX models of vLLM: tpu-inference's wheel, in front of stubs of what it requires, on virtual devices.
 
-The oracle adds the deltas to the weights of a second model, in NumPy. Run by `make test-newest`.
+The oracle adds the deltas to the weights of a second model, in NumPy. Run by `.ci/newest`.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from starlette.testclient import TestClient
 import jlora
 
 if importlib.util.find_spec("tpu_inference") is None or importlib.util.find_spec("vllm") is not None:
-    pytest.skip("needs tpu-inference without vLLM: make test-newest", allow_module_level=True)
+    pytest.skip("needs tpu-inference without vLLM: .ci/newest", allow_module_level=True)
 
 from tests.integrations import vllm_stubs
 
@@ -205,8 +205,7 @@ def test_weights_for_a_tower_or_connector_are_refused_by_name(tmp_path, architec
     assert runner.lora_manager.list_adapters() == set()
 
 
-@pytest.mark.parametrize("tensor", [1, 2, 4])
-@pytest.mark.parametrize("architecture", ["Qwen3", "Llama"])
+@pytest.mark.parametrize(("architecture", "tensor"), [("Llama", 1), ("Qwen3", 4)])
 def test_whole_model_equals_merged_weights(tmp_path, architecture, tensor):
     hf = vllm_steps.hf_config(architecture, num_hidden_layers=2 if tensor == 4 else 1)
     config = vllm_steps.vllm_config(hf, tensor)
@@ -250,7 +249,7 @@ def test_swaps_and_reloads_compile_nothing(tmp_path):
     assert_close(runner.step(tokens), base)
     traced, programs = len(vllm_steps.traces), []
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: programs.append(event))
-    for i in range(20):
+    for i in range(12):
         if i == 4:  # jlora's own programs, which write slots, have been compiled
             programs.clear()
         one, other = i % 5, (i * 3 + 1) % 5
@@ -303,8 +302,8 @@ def alora(hf, folder, seed=0):
     return write_adapter(folder, sizes, seed, alora_invocation_tokens=list(CALL))
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_alora_acts_from_its_invocation(tmp_path, tensor):
+def test_alora_acts_from_its_invocation(tmp_path):
+    tensor = 2
     hf = vllm_steps.hf_config("Qwen3", num_hidden_layers=1)
     config = vllm_steps.vllm_config(hf, tensor, additional_config={"jlora": {"activated": True}})
     runner = vllm_steps.Runner(config, tensor)
@@ -422,14 +421,6 @@ def test_an_upload_reaches_all_workers_or_none(tmp_path, monkeypatch):
         load(runner, "b", 2, loaded[1].lora_path)
 
 
-def test_alora_is_refused_unless_activated(tmp_path):
-    hf = vllm_steps.hf_config("Qwen3", num_hidden_layers=1)
-    runner = vllm_steps.Runner(vllm_steps.vllm_config(hf))
-    alora(hf, tmp_path / "a")
-    with pytest.raises(jlora.AdapterMismatchError, match="activated"):
-        load(runner, "a", 1, tmp_path / "a")
-
-
 def test_worker_protocol(tmp_path):
     hf = vllm_steps.hf_config("Llama", num_hidden_layers=1)
     runner = vllm_steps.Runner(vllm_steps.vllm_config(hf))
@@ -505,8 +496,7 @@ def served(mesh, manager, x, names, counts):
         return step(manager.slots, rest, x, batch)
 
 
-@pytest.mark.parametrize("tensor", [1, 2, 4])
-@pytest.mark.parametrize("parts", [(24, 24), (32, 8, 8)])
+@pytest.mark.parametrize(("parts", "tensor"), [((24, 24), 4), ((32, 8, 8), 2), ((32, 8, 8), 4)])
 def test_merged_layer_equals_merged_weights(tmp_path, parts, tensor):
     """The kernel has the parts of each shard side by side. The query, key and value layer returns its parts."""
     rng = np.random.default_rng(3)
@@ -535,27 +525,6 @@ def test_merged_layer_equals_merged_weights(tmp_path, parts, tensor):
     assert_close(*flat)
 
 
-def test_merged_layer_adds_no_collective():
-    """Gemma splits the output in two, which needs none either while the delta has the order of the kernel."""
-
-    def make():
-        kernel = nnx.with_partitioning(nnx.initializers.uniform(), (None, "model"))
-        return JaxMergedColumnParallelLinear(16, [24, 24], nnx.Rngs(0), use_bias=False, kernel_init=kernel)
-
-    mesh, _, manager = one_layer(make, 4)
-    graph, _, rest = nnx.split(manager.model, jlora.SlotParam, ...)
-
-    @jax.jit
-    def step(slots, rest, x, batch):
-        with jlora.use(batch):
-            gate, up = jax.numpy.split(nnx.merge(graph, slots, rest)(x), 2, axis=-1)
-        return jax.nn.silu(gate) * up
-
-    with jax.set_mesh(mesh), manager.prepare([None, None], [3, 2]) as batch:
-        text = step.lower(manager.slots, rest, np.ones((5, 16), "float32"), batch).compile().as_text()
-    assert not re.findall(r" (?:all-[a-z-]+|collective-permute)\(", text)
-
-
 QUANTIZED = {
     "TD,DNH->TNH": ((32, 4, 128), (None, "model", None), "q_proj"),
     "TNH,NHD->TD": ((4, 128, 32), ("model", None, None), "o_proj"),
@@ -563,16 +532,15 @@ QUANTIZED = {
 }
 
 
-@pytest.mark.parametrize("tensor", [1, 4])
 @pytest.mark.parametrize("equation", QUANTIZED)
-def test_quantized_layer_adds_its_delta(tmp_path, equation, tensor):
+def test_quantized_layer_adds_its_delta(tmp_path, equation):
     shape, spec, _ = QUANTIZED[equation]
 
     def make():
         kernel = nnx.with_partitioning(nnx.initializers.uniform(), spec)
         return JaxEinsum(equation, shape, nnx.Rngs(0), param_dtype=np.float32, kernel_init=kernel, quant_config=Fp8())
 
-    mesh, base, manager = one_layer(make, tensor, head_dim_original=16)
+    mesh, base, manager = one_layer(make, 4, head_dim_original=16)
     k, n = {"q": (32, 64), "o": (64, 32), "u": (32, 64)}[QUANTIZED[equation][2][0]]
     delta = write_adapter(tmp_path / "a", {"proj": (k, n)})["proj"]
     manager.add_adapter(jlora.LoRARequest("a", path=str(tmp_path / "a")))
@@ -659,11 +627,9 @@ def test_drift_is_named():
             pass
 
     assert drift(Drifted, "set_active_loras", "self batch") is None
-    for name, found in (
-        ("set_active_loras", r"takes \(self, batch\), not \(self, counts\)"),
-        ("gone", "does not exist"),
-    ):
-        assert re.search(rf"Drifted.{name} {found}", drift(Drifted, name, "self counts"))
+    wrong = r"Drifted.set_active_loras takes \(self, batch\), not \(self, counts\)"
+    assert re.search(wrong, drift(Drifted, "set_active_loras", "self counts"))
+    assert "Drifted.gone does not exist" in drift(Drifted, "gone", "self counts")
 
 
 def test_step_without_metadata_raises():

@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 import jlora
 from tests.layers.merging import assert_close, expected_rows, make_manager, merge, run
@@ -88,70 +86,18 @@ def head_of(rows_of_head):
     return step
 
 
-def test_the_head_of_the_last_row(world):
-    """[B, F], [B, 1, F], and rows of a map whose sequences have one row."""
-    order = np.array([2, 0, 3, 1, 0])
-
-    def mapped(model, x):
-        with jlora.rows(jlora.RowMap(order, of="tokens", length=1)):
-            return model.lm_head(x[order, -1])
-
-    world.check(head_of(lambda model, x: model.lm_head(x[:, -1])), TOKENS, take=lambda a: a[:, -1])
-    world.check(head_of(lambda model, x: model.lm_head(x[:, -1:])), TOKENS, take=lambda a: a[:, -1:])
-    world.check(head_of(mapped), TOKENS, take=lambda a: a[order, -1])
-
-
-def test_a_step_of_the_head_alone(world):
-    """The rows of the prompt are declared, so a step that sees its last ones alone knows their places."""
-
-    @jax.jit
-    def step(model, x, batch):
-        with jlora.use(batch, without=["embed", "proj"]):
-            return model.lm_head(x)
-
-    x = np.random.default_rng(2).normal(size=(SEQUENCES, 6)).astype(np.float32)
-    bare = Model()
-    merged = {"one": merge(bare, TARGETS, ONE), "two": merge(bare, TARGETS, TWO), None: bare}
-    for first in FIRST:
-        names = [name if row < LENGTH else None for name, row in zip(NAMES, first, strict=True)]
-        want = np.stack([np.asarray(merged[name].lm_head(row)) for name, row in zip(names, x, strict=True)])
-        with world.manager.prepare(NAMES, active_from=first, length=LENGTH) as batch:
-            assert_close(step(world.model, x, batch), want)
-            assert_close(step(world.model, x[:, None], batch)[:, 0], want)
-
-
-def test_maps_of_tokens(world):
-    order = np.array([11, 3, 0, 7, 7, 5, 2, 8, 9, 1])
-
-    def mapped(model, x):
-        with jlora.rows(jlora.RowMap(order, of="tokens")):
-            return model.lm_head(x.reshape(-1, x.shape[-1])[order])
-
-    world.check(head_of(mapped), TOKENS, take=lambda a: flat(a)[order])
-
-
 COUNTS = (3, 1, 2, 3)
 PACKED = np.concatenate([i * LENGTH + np.arange(n) for i, n in enumerate(COUNTS)])
 LAST = np.cumsum(COUNTS) - 1
 
 
-@pytest.mark.parametrize("pad_to", [9, 12])
-def test_packed_rows(world, pad_to):
-    """All rows, rows in another order, and one row a sequence for the logits."""
-    order = np.array([8, 2, 2, 0, 5])
-    rows = np.pad(flat(TOKENS)[PACKED], (0, pad_to - len(PACKED)))
-    packed = {"token_counts": COUNTS, "pad_to": pad_to}
-
-    def mapped(model, x):
-        with jlora.rows(jlora.RowMap(order, of="tokens")):
-            return model.lm_head(x[order])
-
-    def check(rows_of_head, of_head):
-        world.check(head_of(rows_of_head), rows, take=lambda a: flat(a)[PACKED][of_head], **packed)
-
-    check(lambda model, x: model.lm_head(x)[: len(PACKED)], slice(None))
-    check(mapped, order)
-    check(lambda model, x: model.lm_head(x[LAST]), LAST)
+def test_packed_rows(world):
+    """All rows with three of padding, and one row a sequence for the logits."""
+    rows = np.pad(flat(TOKENS)[PACKED], (0, 3))
+    packed = {"token_counts": COUNTS, "pad_to": 12}
+    whole, last = lambda model, x: model.lm_head(x)[: len(PACKED)], lambda model, x: model.lm_head(x[LAST])
+    world.check(head_of(whole), rows, take=lambda a: flat(a)[PACKED], **packed)
+    world.check(head_of(last), rows, take=lambda a: flat(a)[PACKED][LAST], **packed)
 
 
 def test_sequences_under_vmap(world):
@@ -175,13 +121,6 @@ def test_positions_under_vmap(world):
         step(world.manager.model, TOKENS[:, :1], batch.activate([0] * SEQUENCES, length=1))
 
 
-@pytest.mark.device(devices=8)
-def test_shards_of_sequences(world):
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-    specs = (P(), P("data"), P("data"))
-    world.check(jax.jit(jax.shard_map(serve, mesh=mesh, in_specs=specs, out_specs=P("data"))), TOKENS)
-
-
 def test_a_batch_activated_inside_a_step(world):
     @jax.jit
     def step(model, tokens, first, batch):
@@ -193,44 +132,6 @@ def test_a_batch_activated_inside_a_step(world):
         found = np.asarray(step(world.model, TOKENS, np.array(first), batch))
     with world.manager.prepare(NAMES, active_from=first, length=LENGTH) as batch:
         np.testing.assert_array_equal(found, np.asarray(serve(world.model, TOKENS, batch)))
-
-
-# --- Positions that no shape shows ------------------------------------------------------------------------------------
-
-
-class Heads(nnx.Module):
-    """A projection of every head."""
-
-    def __init__(self):
-        self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
-
-    def __call__(self, x):
-        return self.proj(x)
-
-
-def heads_of(**options):
-    model, target = Heads(), TARGETS[0]
-    twin = merge(model, [target], ONE)
-    adapter = dataclasses.replace(ONE, modules={"proj": ONE.modules["proj"]})
-    return model, twin, make_manager(model, [adapter], activated=True, **options)
-
-
-X = np.random.default_rng(1).normal(size=(2, 3, 5, 6)).astype(np.float32)  # [B, L, heads, K]
-
-
-def test_positions_before_heads():
-    model, twin, manager = heads_of()
-    with manager.prepare(["one", "one"], length=3, active_from=[2, 1]) as batch:
-        found = np.asarray(serve(model, X, batch))
-        with pytest.raises(jlora.LoRAError, match=r"proj: a sequence has rows of shape \(5, 3\), and `active_from`"):
-            serve(model, X.swapaxes(1, 2), batch)
-        with pytest.raises(jlora.LoRAError, match=r"proj: a sequence has rows of shape \(5, 3\), and `active_from`"):
-            jax.vmap(serve, in_axes=(None, 0, 0))(model, X.swapaxes(1, 2), batch)
-        for rows in (X[:, 0], X[:, -1:], X[:, -2:, 0]):
-            with pytest.raises(jlora.LoRAError, match=r"proj: a sequence has rows of shape .*, and `active_from`"):
-                serve(model, rows, batch)
-    active = np.arange(3) >= np.array([[2], [1]])
-    assert_close(found, np.where(active[..., None, None], run(twin, X), run(Heads(), X)))
 
 
 # --- Batches without first rows ---------------------------------------------------------------------------------------
@@ -257,8 +158,8 @@ def test_an_activated_adapter_needs_first_rows():
     np.testing.assert_array_equal(again, want)
 
 
-@pytest.mark.parametrize("count", [0, SEQUENCES - 1, SEQUENCES + 1])
-def test_a_prompt_for_each_sequence(world, count):
+def test_a_prompt_for_each_sequence(world):
+    count = SEQUENCES - 1
     message = f"{count} prompts for {SEQUENCES} sequences"
     with world.manager.prepare(NAMES) as batch, pytest.raises(jlora.LoRAUsageError, match=message):
         batch.activate_in([[1]] * count, length=LENGTH)
@@ -285,11 +186,10 @@ LARGE = [2**31, 2**31 + 5, jlora.NOWHERE + 3, 2**63 - 1]
     "make",
     [
         list,
-        lambda rows: np.array(rows, np.int64),
         lambda rows: np.array(rows, np.uint64),
         lambda rows: jnp.array(np.minimum(rows, 2**32 - 1).astype(np.uint32)),
     ],
-    ids=["list", "int64", "uint64", "device uint32"],
+    ids=["list", "uint64", "device uint32"],
 )
 def test_rows_past_int32_are_nowhere(world, make):
     """Left padding adds to the first row that means nowhere."""
@@ -306,13 +206,10 @@ def test_rows_past_int32_are_nowhere(world, make):
     "first",
     [
         [True] * SEQUENCES,
-        np.array(FIRST[0]) > 0,
         jnp.array(FIRST[0]) > 0,
         [0, 0, 0, -1],
         jnp.array([0, 0, 0, -1]),
         [0.0] * SEQUENCES,
-        jnp.zeros(SEQUENCES),
-        [0] * (SEQUENCES - 1),
         np.zeros((SEQUENCES, 1), int),
         0,
     ],
@@ -327,7 +224,7 @@ def test_first_rows_are_checked_alike(world, first):
 
 
 @pytest.mark.usefixtures("unchecked_calls")
-@pytest.mark.parametrize("length", [0, -1, 1.5, True, "3"])
+@pytest.mark.parametrize("length", [0, 1.5, True])
 def test_lengths_are_checked_alike(world, length):
     with pytest.raises(jlora.LoRAUsageError, match="prepare: length must be"):
         world.manager.prepare(NAMES, active_from=[0] * SEQUENCES, length=length)
@@ -346,7 +243,7 @@ def traced(world, batch, first, **options):
     return np.asarray(step(world.model, TOKENS, first, batch))
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint32])
+@pytest.mark.parametrize("dtype", [np.int8, np.uint32])
 def test_traced_first_rows_of_any_integer_type(world, dtype):
     """Values are clamped before they are narrowed: those below 0 act from the first row on."""
     most = np.iinfo(dtype).max
@@ -372,39 +269,16 @@ def test_traced_first_rows_are_checked(world, first, options, message):
         traced(world, batch, first, **options)
 
 
-def test_host_rows_inside_a_step(world):
-    @jax.jit
-    def step(model, tokens, batch):
-        with jlora.use(batch.activate(list(FIRST[0]), length=LENGTH)):
-            return model(tokens)
-
-    with world.manager.prepare(NAMES) as batch:
-        want = serve(world.model, TOKENS, batch.activate(FIRST[0], length=LENGTH))
-        np.testing.assert_array_equal(step(world.model, TOKENS, batch), want)
-
-
-def test_one_step_for_all_batches_with_first_rows(world):
-    """Also those that a warm-up and `verify` make, and that are activated later; packed ones likewise."""
-    traces = []
+@pytest.mark.parametrize("mapped", [False, True])
+def test_rows_whose_positions_no_shape_shows_are_refused(world, mapped):
+    """Heads stand between the sequences and their positions."""
 
     @jax.jit
-    def step(model, tokens, batch):
-        traces.append(1)
-        with jlora.use(batch):
-            return model(tokens)
+    def step(model, x, batch):
+        with jlora.use(batch, without=["*"]):
+            return model.proj(x)
 
-    world.manager.warmup(lambda batch: step(world.model, TOKENS, batch), num_sequences=SEQUENCES, length=LENGTH)
-    for options in ({"length": LENGTH, "active_from": FIRST[0]}, {}):
-        with world.manager.prepare(NAMES, **options) as batch:
-            step(world.model, TOKENS, batch.activate(FIRST[1], length=LENGTH))
-            if options:
-                step(world.model, TOKENS, batch)
-    assert len(traces) == 1
-    packed = {"token_counts": COUNTS, "pad_to": 12}
-    rows = np.pad(flat(TOKENS)[PACKED], (0, 3))
-    world.manager.warmup(lambda batch: step(world.model, rows, batch), num_sequences=SEQUENCES, **packed)
-    with world.manager.prepare(NAMES, active_from=FIRST[0], **packed) as batch:
-        step(world.model, rows, batch)
-    assert len(traces) == 2
-    report = world.manager.verify(serve, TOKENS, length=LENGTH)
-    assert set(report.checked) == {"embed", "proj", "lm_head"}
+    call, x = jax.vmap(step, in_axes=(None, 0, 0)) if mapped else step, jnp.zeros((SEQUENCES, 5, LENGTH, 6))
+    refused = pytest.raises(jlora.LoRAError, match=r"proj: a sequence has rows of shape \(5, 3\), and `active_from`")
+    with world.manager.prepare(NAMES, length=LENGTH, active_from=[0] * SEQUENCES) as batch, refused:
+        call(world.model, x, batch)

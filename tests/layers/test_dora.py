@@ -51,16 +51,14 @@ def adapters_of(zoo):
     ]
 
 
-MESHES = [({"t": 2}, pytest.mark.mesh), ({"u": 2, "t": 2}, pytest.mark.mesh), ({"data": 2, "t": 4}, pytest.mark.slow)]
-
-
 @pytest.mark.parametrize(
     ("axes", "fully_sharded", "dtype"),
     [
         ({}, False, None),
         ({}, False, "int8"),
+        pytest.param({"u": 2, "t": 2}, True, None, marks=pytest.mark.mesh),
         pytest.param({"u": 2, "t": 2}, True, "int8", marks=pytest.mark.slow),
-        *(pytest.param(axes, full, None, marks=mark) for axes, mark in MESHES for full in (False, True)),
+        pytest.param({"data": 2, "t": 4}, False, None, marks=pytest.mark.slow),
     ],
 )
 def test_every_kind_of_layer(axes, fully_sharded, dtype):

@@ -9,9 +9,9 @@ from flax import nnx
 
 import jlora
 from jlora import Mix, Scaled
-from tests.layers.expert_models import HIDDEN, Gathering, Model, Ragged, Roomy, Scanned, reference
+from tests.layers.expert_models import HIDDEN, Gathering, Model, reference
 from tests.layers.test_experts import ADAPTERS as OF_SOME
-from tests.layers.test_experts_on_mesh import CASES, Served, close
+from tests.layers.test_experts_on_mesh import Served, close
 from tests.manager import test_shared_experts as shared_experts
 
 pytestmark = pytest.mark.device
@@ -72,17 +72,9 @@ def check(world, entries, first, x=None, counts=None):
     np.testing.assert_array_equal(found[free], base[free])
 
 
-STYLES = {
-    "methods": lambda: Model(Gathering, nnx.Rngs(0)),
-    "scanned ragged_dot": lambda: Scanned(Ragged, nnx.Rngs(0)),
-    "one-hot": lambda: Model(Roomy, nnx.Rngs(0)),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("style", STYLES)
-def test_random_batches_equal_merged_weights(style):
-    world, rng = served(STYLES[style]()), np.random.default_rng(0)
+def test_random_batches_equal_merged_weights():
+    world, rng = served(Model(Gathering, nnx.Rngs(0))), np.random.default_rng(0)
     for _ in range(6):
         check(world, [drawn(rng) for _ in range(SEQUENCES)], rng.integers(0, LENGTH + 1, SEQUENCES).tolist())
     assert world.manager.stats().compilations == 1
@@ -94,7 +86,7 @@ def test_random_batches_equal_merged_weights(style):
 def test_an_activated_adapter_of_experts():
     """PEFT has aLoRA on linear layers, so on experts with a module each."""
     called = dataclasses.replace(ADAPTERS["some"], name="called", invocation_tokens=(3, 4))
-    world = served(STYLES["methods"]())
+    world = served(Model(Gathering, nnx.Rngs(0)))
     world.manager.remove_adapter("some")
     world.manager.add_adapter(called)
     with world.manager.prepare(["called"] * SEQUENCES) as batch:
@@ -106,7 +98,7 @@ def test_an_activated_adapter_of_experts():
 
 
 def test_dora_of_experts_is_refused():
-    model = STYLES["methods"]()
+    model = Model(Gathering, nnx.Rngs(0))
     manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=4, dora=True))
     modules = {
         name: dataclasses.replace(module, magnitude=np.ones(len(module.b), np.float32))
@@ -135,8 +127,7 @@ def logits(served):
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize(("axes", "dispatch", "config"), CASES, ids=str)
-def test_meshes_equal_one_device(axes, dispatch, config):
-    world = Served(axes, dispatch, **SWITCHES, **config)
+def test_meshes_equal_one_device():
+    world = Served({"expert": 2, "tensor": 2}, "all_to_all", **SWITCHES)
     close(logits(world), logits(Served(**SWITCHES)))
     assert world.traces == world.manager.stats().compilations == 1

@@ -12,7 +12,6 @@ from flax import nnx
 
 import jlora
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
-from tests import oracle
 from tests.layers.expert_models import (
     EXPERTS,
     HIDDEN,
@@ -23,14 +22,12 @@ from tests.layers.expert_models import (
     Model,
     OneHot,
     Ragged,
-    Roomy,
     Rows,
     Scanned,
     Seams,
     reference,
 )
-from tests.layers.merging import wrapped_paths
-from tests.matrix import thinned
+from tests.layers.merging import serve, wrapped_paths
 
 pytestmark = pytest.mark.device
 
@@ -38,10 +35,8 @@ STYLES = {
     "methods": lambda rngs: Model(Gathering, rngs),
     "interleaved": lambda rngs: Model(Interleaved, rngs),
     "bare ragged_dot": lambda rngs: Model(Ragged, rngs),
-    "one-hot": lambda rngs: Model(Roomy, rngs),
     "one-hot with capacity": lambda rngs: Model(OneHot, rngs),
     "scanned": lambda rngs: Scanned(Seams, rngs),
-    "scanned ragged_dot": lambda rngs: Scanned(Ragged, rngs),
 }
 PROJECTIONS = {"gate_proj": (HIDDEN, INNER), "up_proj": (HIDDEN, INNER), "down_proj": (INNER, HIDDEN)}
 
@@ -75,7 +70,6 @@ NAMES = ["all", None, "some", "down", "all", "one", None]
 
 class World:
     def __init__(self, style):
-        self.style = style
         self.model = STYLES[style](nnx.Rngs(0))
         self.manager = jlora.LoRAManager(self.model, jlora.LoRAConfig(max_loras=4, max_lora_rank=4))
         for adapter in ADAPTERS.values():
@@ -104,59 +98,44 @@ def world_of(style):
     return World(style)
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(style, marks=[pytest.mark.slow] * (style in ("interleaved", "one-hot", "scanned ragged_dot")))
-        for style in STYLES
-        if style != "one-hot with capacity"
-    ]
-)
-def world(request):
-    return world_of(request.param)
-
-
-def test_tokens_above_the_capacity_are_dropped_with_their_adapters():
-    world = world_of("one-hot with capacity")
-    found = world.serve(NAMES)
-    assert_close(found, world.expected([name for name in NAMES for _ in range(3)], world.x))
-    world.model.layers[0].experts.capacity = 99
-    try:
-        roomy = world.expected([name for name in NAMES for _ in range(3)], world.x)
-    finally:
-        del world.model.layers[0].experts.capacity
-    assert np.abs(found - roomy).max() > 1e-2
-
-
 def assert_close(found, expected):
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
 
 
-def test_each_row_has_its_own_adapter(world):
+@pytest.mark.parametrize("style", STYLES)
+def test_each_row_has_its_own_adapter(style):
+    """Rows without one keep the bits of the base, and swaps of adapters do not retrace."""
+    world = world_of(style)
     found = world.serve(NAMES)
     assert_close(found, world.expected([name for name in NAMES for _ in range(3)], world.x))
     base = np.asarray(world.forward(world.model, world.x, None))
     assert np.abs(found - base)[[0, 2, 3, 4, 5]].max(axis=(1, 2)).min() > 1e-3  # every adapter changes its rows
-
-
-def test_rows_without_adapter_are_the_base_bitwise(world):
-    base = np.asarray(world.forward(world.model, world.x, None))
-    rows = [i for i, name in enumerate(NAMES) if name is None]
-    np.testing.assert_array_equal(world.serve(NAMES)[rows], base[rows])
-
-
-def test_swaps_of_adapters_do_not_retrace(world):
-    names = ["down", "one", None, "all", "some", "some", "one"]
-    assert_close(world.serve(names), world.expected([name for name in names for _ in range(3)], world.x))
+    if "capacity" not in style:  # dropped tokens depend on the order and on the adapters of the others
+        np.testing.assert_array_equal(found[[1, 6]], base[[1, 6]])
+        order = np.random.default_rng(0).permutation(len(NAMES))
+        np.testing.assert_array_equal(world.serve([NAMES[i] for i in order], world.x[order]), found[order])
     world.manager.remove_adapter("some")
     world.manager.add_adapter(ADAPTERS["some"])
-    names = names[::-1]
+    names = ["down", "one", None, "all", "some", "some", "one"]
     assert_close(world.serve(names), world.expected([name for name in names for _ in range(3)], world.x))
     assert world.manager.stats().compilations == 1
 
 
-def test_modules_that_an_adapter_lacks_are_cleared_in_its_slot(world):
+def test_tokens_above_the_capacity_are_dropped_with_their_adapters():
+    world, names = world_of("one-hot with capacity"), [name for name in NAMES for _ in range(3)]
+    world.model.layers[0].experts.capacity = 99
+    try:
+        roomy = world.expected(names, world.x)
+    finally:
+        del world.model.layers[0].experts.capacity
+    assert np.abs(world.expected(names, world.x) - roomy).max() > 1e-2
+
+
+@pytest.mark.parametrize("style", ["methods", "scanned"])
+def test_modules_that_an_adapter_lacks_are_cleared_in_its_slot(style):
     """Load four adapters into four slots in several orders."""
-    for first in ("all", "some", "one", "down"):
+    world = world_of(style)
+    for first in ("all", "some"):
         for name in ("all", "some", "one", "down"):
             world.manager.remove_adapter(name)
         for name in (first, *(other for other in ADAPTERS if other != first)):
@@ -165,38 +144,25 @@ def test_modules_that_an_adapter_lacks_are_cleared_in_its_slot(world):
         assert_close(world.serve(NAMES), world.expected([name for name in NAMES for _ in range(3)], world.x))
 
 
-@pytest.mark.parametrize("world", thinned(["methods", "bare ragged_dot", "one-hot"], 0, 1), indirect=True)
-def test_packed_rows(world):
-    counts = [1, 4, 0, 2, 3, 1, 2]
+@pytest.mark.parametrize("style", ["methods", "bare ragged_dot"])
+def test_packed_rows(style):
+    world, counts = world_of(style), [1, 4, 0, 2, 3, 1, 2]
     x = jax.random.normal(jax.random.key(2), (sum(counts) + 2, HIDDEN))  # and two rows of padding
     found = world.serve(NAMES, x, token_counts=counts, pad_to=len(x))
     names = [name for name, count in zip(NAMES, counts, strict=True) for _ in range(count)] + [None, None]
     assert_close(found, world.expected(names, x))
 
 
-def test_the_order_of_sequences_changes_no_bit(world):
-    order = np.random.default_rng(0).permutation(len(NAMES))
-    found = world.serve([NAMES[i] for i in order], world.x[order])
-    np.testing.assert_array_equal(found, world.serve(NAMES)[order])
-
-
-@pytest.mark.parametrize(
-    "world",
-    ["methods", *(pytest.param(style, marks=pytest.mark.slow) for style in ("one-hot", "scanned", "bare ragged_dot"))],
-    indirect=True,
-)
-def test_verify_agrees(world):
-    @jax.jit
-    def forward(model, x, batch):
-        with jlora.use(batch):
-            return model(x)
-
-    report = world.manager.verify(forward, world.x)
+def test_verify_agrees():
+    world = world_of("methods")
+    report = world.manager.verify(serve, world.x)
     assert len(report.checked) == len(world.manager.layers())
     assert not report.unserved
 
 
-def test_an_exported_adapter_equals_the_loaded_one(world):
+@pytest.mark.parametrize("style", ["methods", "interleaved", "scanned"])
+def test_an_exported_adapter_equals_the_loaded_one(style):
+    world = world_of(style)
     world.serve(NAMES)
     found = world.manager.export_adapter("some")
     assert found.modules.keys() == ADAPTERS["some"].modules.keys()
@@ -205,8 +171,9 @@ def test_an_exported_adapter_equals_the_loaded_one(world):
         np.testing.assert_allclose(found.modules[name].b, module.b, rtol=1e-6)
 
 
-def test_unwrap_restores_the_model(world):
-    model = STYLES[world.style](nnx.Rngs(0))
+@pytest.mark.parametrize("style", ["methods", "scanned"])
+def test_unwrap_restores_the_model(style):
+    model = STYLES[style](nnx.Rngs(0))
 
     def seen():
         modules = [module for _, module in nnx.iter_graph(model) if isinstance(module, nnx.Module)]
@@ -219,108 +186,6 @@ def test_unwrap_restores_the_model(world):
     assert seen() == before
     for mine, theirs in zip(jax.tree.leaves(nnx.state(model)), state, strict=True):
         assert mine is theirs
-
-
-# --- several products in one forward ----------------------------------------------------------------------------------
-
-
-class Chosen(nnx.Module):
-    """The product of each row with the kernel of its expert; the rows are gathered from the tokens of the batch."""
-
-    def __init__(self, experts):
-        self.w = nnx.Param(jax.random.normal(jax.random.key(experts), (experts, HIDDEN, INNER)))
-
-    def __call__(self, x, rows):
-        taken = rows.source if rows.taken is None else rows.taken
-        y = jnp.einsum("mk,mkn->mn", x[taken], self.w[...][rows.expert])
-        return jlora.expert_delta(self, "down", x, y, rows)
-
-
-class Products(nnx.Module):
-    def __init__(self):
-        self.few, self.many = Chosen(3), Chosen(EXPERTS)
-
-    def __call__(self, x, few, many):
-        return self.few(x, few), self.many(x, many)
-
-
-@pytest.fixture
-def products(registered):
-    """Return a wrapped model of two products, and a function that computes the rows of one by the oracle."""
-    jlora.register_layer(
-        Chosen,
-        lambda layer: jlora.ExpertsSpec(
-            layer.w.shape[0], {"down": jlora.LinearSpec(HIDDEN, INNER, param="w")}, gathers=["down"]
-        ),
-    )
-    model, rng = Products(), np.random.default_rng(0)
-    sizes = {"few": 3, "many": EXPERTS}
-    pairs = {
-        name: {
-            f"{layer}.{e}.down_proj": (rng.normal(size=(2, HIDDEN)), rng.normal(size=(INNER, 2)))
-            for layer, experts in sizes.items()
-            for e in range(experts)
-        }
-        for name in ("one", "two")
-    }
-    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=2))
-    for name, arrays in pairs.items():
-        manager.add_adapter(
-            jlora.Adapter.from_arrays(
-                name, {key: (a.astype(np.float32), b.astype(np.float32)) for key, (a, b) in arrays.items()}, alpha=2
-            )
-        )
-
-    def expected(layer, x, adapters, expert):
-        count = sizes[layer]
-        factors = [pairs[name][f"{layer}.{e}.down_proj"] for name in pairs for e in range(count)]
-        a, b = np.stack([a[None] for a, _ in factors]), np.stack([b.T for _, b in factors])
-        kernels = np.asarray(getattr(model, layer).w[...], np.float64)
-        base = np.stack([row @ kernels[e] for row, e in zip(np.asarray(x, np.float64), expert, strict=True)])
-        first = {None: -count} | {name: i * count for i, name in enumerate(pairs)}
-        groups = [first[name] + e for name, e in zip(adapters, expert, strict=True)]
-        return oracle.add_lora(base, x, groups, a, b)
-
-    return manager, expected
-
-
-def test_layers_with_other_numbers_of_experts_share_a_step(products):
-    """Two layers that share their row arrays need different plans if their numbers of experts differ."""
-    manager, expected = products
-    x = np.random.default_rng(1).normal(size=(4, HIDDEN)).astype(np.float32)
-    source, expert = np.array([3, 0, 1, 2, 1, 3]), np.array([0, 2, 1, 1, 2, 0])
-    names = ["one", None, "two", "two"]
-
-    @jax.jit
-    def step(model, x, source, expert, batch):
-        rows = jlora.RowMap(source, of="tokens", expert=expert)
-        with jlora.use(batch):
-            return model(x, rows, rows)
-
-    with manager.prepare(names, length=1) as batch:
-        found = step(manager.model, x, source, expert, batch)
-    for layer, rows in zip(("few", "many"), found, strict=True):
-        assert_close(rows, expected(layer, x[source], [names[i] for i in source], expert))
-
-
-def test_each_row_map_of_a_forward_keeps_its_own_taken(products):
-    """Two maps have equal `source` and `expert` arrays but different `taken`."""
-    manager, expected = products
-    x = np.random.default_rng(1).normal(size=(4, HIDDEN)).astype(np.float32)
-    source, expert = np.array([3, 0, 1, 2]), np.array([0, 2, 1, 1])
-    first, second = np.array([0, 1, 2, 3]), np.array([2, 0, 3, 1])
-    names = ["one", None, "two", "two"]
-
-    @jax.jit
-    def step(model, x, source, expert, first, second, batch):
-        maps = [jlora.RowMap(source, of="tokens", expert=expert, taken=taken) for taken in (first, second)]
-        with jlora.use(batch, without=["few"]):
-            return [model.many(x, rows) for rows in maps]
-
-    with manager.prepare(names, length=1) as batch:
-        found = step(manager.model, x, source, expert, first, second, batch)
-    for taken, rows in zip((first, second), found, strict=True):
-        assert_close(rows, expected("many", x[taken], [names[i] for i in source], expert))
 
 
 # --- adapters that do not fit ---------------------------------------------------------------------------------------
@@ -350,28 +215,16 @@ def adapter_of(modules):
     ("name", "shapes", "message"),
     [
         ("layers.0.experts.5.gate_proj", ((2, 8), (6, 2)), "5 experts, and the name has no expert index below that"),
-        ("layers.0.experts.gate_proj", ((2, 8), (6, 2)), "5 experts, and the name has no expert index below that"),
         ("layers.0.experts.01.gate_proj", ((2, 8), (6, 2)), "the model has no module"),
         ("layers.0.experts.1.gate_proj", ((2, 6), (8, 2)), "A and B have shapes"),
         ("layers.0.experts.1.gate_proj", ((3, 8), (6, 3)), "rank 3 is above max_lora_rank=2"),
         ("layers.0.experts.1.w9", ((2, 8), (6, 2)), "the model has no module"),
-        ("layers.0.router", ((2, 8), (5, 2)), "the model has no module"),
     ],
 )
 def test_modules_that_fit_no_expert_are_refused(manager, name, shapes, message):
     with pytest.raises(AdapterMismatchError, match=message):
         manager.add_adapter(adapter_of({"layers.0.gate": ((2, 8), (5, 2)), name: shapes}))
     assert not manager.list_adapters()
-
-
-def test_an_adapter_of_experts_is_refused_by_a_dense_model():
-    class Dense(nnx.Module):
-        def __init__(self):
-            self.experts = nnx.Linear(8, 6, rngs=nnx.Rngs(0))
-
-    dense = jlora.LoRAManager(Dense(), jlora.LoRAConfig(max_loras=1, max_lora_rank=2))
-    with pytest.raises(AdapterMismatchError, match=r"experts\.0\.gate_proj"):
-        dense.add_adapter(adapter_of({"experts.0.gate_proj": ((2, 8), (6, 2))}))
 
 
 def test_an_excluded_product_serves_the_base():
@@ -452,7 +305,7 @@ def test_a_product_that_is_a_method_needs_rows():
         manager.model(jnp.ones((1, 2, HIDDEN)))
 
 
-@pytest.mark.parametrize("said", [{}, {"gate_up": "nothing"}, {"gate_up": "plain"}, {"gate_up": 3}, "wi", None])
+@pytest.mark.parametrize("said", [{"gate_up": "nothing"}, {"gate_up": "plain"}, {"gate_up": 3}, "wi"])
 def test_malformed_grouped_products_are_ignored(said):
     class Other(nnx.Module):
         def __init__(self):
@@ -481,7 +334,6 @@ def test_a_subclass_that_overrides_a_product_is_not_wrapped():
     ("rows", "message"),
     [
         (lambda source, expert: jlora.RowMap(source, of="tokens", length=2), "RowMap with `expert`"),
-        (lambda source, expert: None, "RowMap with `expert`"),
         (
             lambda source, expert: jlora.RowMap(source[1:], of="tokens", length=2, expert=expert[1:]),
             "a RowMap of 3 rows",
@@ -560,7 +412,7 @@ def test_a_dense_layer_refuses_a_row_map_of_experts(manager):
         manager.model.layers[0].gate(x)
 
 
-@pytest.mark.parametrize("expert", [jnp.zeros(3, jnp.int32), jnp.zeros(2), jnp.zeros((2, 1), jnp.int32)])
+@pytest.mark.parametrize("expert", [jnp.zeros(3, jnp.int32), jnp.zeros(2)])
 @pytest.mark.usefixtures("unchecked_calls")
 def test_row_maps_with_malformed_experts_are_refused(expert):
     with pytest.raises(LoRAUsageError, match=r"RowMap.expert must be integers \[2\]"):

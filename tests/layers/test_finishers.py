@@ -40,7 +40,7 @@ def arrays():
 
 @pytest.mark.usefixtures("quickly_compiled")
 @pytest.mark.parametrize("backend", [XLA, TRITON])
-@pytest.mark.parametrize("size", [0.1, 1, 10])
+@pytest.mark.parametrize("size", [0.1, 10])
 def test_errors_of_a_bfloat16_layer(arrays, backend, size):
     """They are at most 1.5 times those of a sum that is in float32 and rounded once."""
     *arrays, magnitudes = arrays

@@ -11,23 +11,18 @@ import pytest
 from flax import nnx
 
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
-from jlora.layers.site import SlotParam, SlotRanks
+from jlora.layers.site import SlotParam
 from tests.layers.merging import (
     Target,
-    assert_close,
     check_against_merged,
-    expected_rows,
     make_adapter,
     make_manager,
-    merge,
     normal,
     serve,
     wrapped_paths,
 )
 
 pytestmark = pytest.mark.device
-
-optimised = pytest.mark.optimised
 
 
 class Block(nnx.Module):
@@ -80,7 +75,6 @@ def test_paths_attributes_and_classes_stay():
     chex.assert_trees_all_equal_structs(manager.slots, nnx.state(model, SlotParam))
 
 
-@optimised
 def test_unwrap_gives_the_very_same_model():
     """Attributes, classes and the bookkeeping of Flax are restored, so compiled functions are reused."""
     model = Model()
@@ -106,7 +100,6 @@ def test_unwrap_gives_the_very_same_model():
     np.testing.assert_array_equal(forward(model, tokens), before)
 
 
-@optimised
 def test_wrapping_twice_is_refused_until_unwrap():
     model = Model()
     first = make_manager(model)
@@ -118,15 +111,6 @@ def test_wrapping_twice_is_refused_until_unwrap():
         [Target("blocks.1.q_proj", 6, 6, "blocks.1.q_proj.kernel")],
         np.arange(6, dtype=np.int32).reshape(3, 2),
     )
-
-
-def test_a_layer_shared_with_a_wrapped_model_is_refused():
-    model, other = Model(), Model()
-    make_manager(model)
-    other.dropout = model.blocks[0].q_proj
-    with pytest.raises(LoRAError, match="dropout: this model is wrapped already"):
-        make_manager(other)
-    assert type(other.embed) is nnx.Embed
 
 
 class Aliased(nnx.Module):
@@ -141,8 +125,7 @@ class Aliased(nnx.Module):
         return self.bank["b"](self.again(jnp.tanh(self.first(x))))
 
 
-@optimised
-@pytest.mark.parametrize("name", ["first", "again", "bank.a"])
+@pytest.mark.parametrize("name", ["again", "bank.a"])
 def test_an_alias_is_wrapped_once_and_served_under_every_name(name):
     manager = check_against_merged(Aliased(), [Target(name, 6, 6, "first.kernel")], normal(3, 2, 6))
     assert wrapped_paths(make_manager(manager.model, target_modules=[name])) == ["first"]
@@ -173,7 +156,6 @@ def test_reference_cycles_are_walked_once():
     assert [(layer.path, layer.aliases) for layer in manager.layers()] == [("child.proj", ())]
 
 
-@optimised
 def test_containers_of_modules():
     class Boxes(nnx.Module):
         def __init__(self):
@@ -193,22 +175,6 @@ def test_containers_of_modules():
     assert sorted(wrapped_paths(manager)) == sorted(paths)
 
 
-def test_base_weights_loaded_after_wrapping_are_served():
-    """Every base parameter keeps its path, so a checkpoint restored later fits."""
-    model, other = Model(), Model()
-    target = Target("blocks.0.q_proj", 6, 6, "blocks.0.q_proj.kernel")
-    adapter = make_adapter("one", [target], 2)
-    for _, param in nnx.to_flat_state(nnx.state(other, nnx.Param)):
-        param[...] = 2 * param[...]
-    manager = make_manager(model, [adapter])
-    nnx.update(model, nnx.state(other, nnx.Param))
-    tokens = np.arange(6, dtype=np.int32).reshape(3, 2)
-    with manager.prepare(["one", None, "one"]) as batch:
-        found = serve(model, tokens, batch)
-    twins = {"one": merge(other, [target], adapter), None: other}
-    assert_close(found, expected_rows(twins, ["one", None, "one"], tokens))
-
-
 def test_a_copy_that_no_manager_writes_is_refused():
     model = Model()
     manager = make_manager(model, [make_adapter("one", [Target("blocks.0.q_proj", 6, 6, "")], 2)])
@@ -219,7 +185,7 @@ def test_a_copy_that_no_manager_writes_is_refused():
         serve(clone, np.zeros((1, 2), np.int32), batch)
 
 
-@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
 def test_a_wrapped_model_cannot_be_pickled(protocol):
     model = Model()
     manager = make_manager(model)
@@ -242,16 +208,6 @@ def test_a_shallow_copy_of_a_wrapped_layer_is_wrapped():
     assert all(vars(twin)[name] is value for name, value in vars(layer).items() if name != "_pytree__state")
 
 
-def test_slot_arrays_are_their_own_filter():
-    model = Model()
-    manager = make_manager(model)
-    _, params, ranks, slots = nnx.split(model, nnx.Param, SlotRanks, SlotParam)
-    names = {path[-1] for path in nnx.to_flat_state(ranks).paths}
-    assert names == {"jlora_ranks", "jlora_attend_ranks", "jlora_stamps"}
-    assert len(jax.tree.leaves(slots)) == 2 * len(wrapped_paths(manager))
-    assert not any(isinstance(v, SlotParam) for _, v in nnx.to_flat_state(params))
-
-
 # --- Failed wrapping -----------------------------------------------------------------------------------------------
 
 
@@ -263,12 +219,11 @@ def held(model):
     }
 
 
-@pytest.mark.parametrize("rank", [10**11, {"*": 4, "blocks.1.q_proj": 10**11}], ids=["all", "the last layer"])
-def test_slots_that_do_not_fit_leave_the_model_as_it_was(rank):
+def test_slots_that_do_not_fit_leave_the_model_as_it_was():
     model = Model()
     before = held(model)
     with pytest.raises(LoRAError, match=r"do not fit on the device: [0-9,]{16,} bytes are needed, .* max_loras=3"):
-        make_manager(model, max_lora_rank=rank)
+        make_manager(model, max_lora_rank={"*": 4, "blocks.1.q_proj": 10**11})
     assert held(model) == before
     make_manager(model)
 

@@ -11,12 +11,12 @@ import pytest
 import jlora
 from tests.layers.merging import Target, assert_close, make_adapter, make_manager, merge, normal
 from tests.layers.rowwise import ADAPTERS, K, N, World
-from tests.layers.test_scope import ONE, TARGETS, TWO, Model, serve
+from tests.layers.test_scope import TARGETS, Model
 
 NAMES = ["one", "two", "one"]
 SEQUENCES = len(NAMES)
 FIRST = [None, [0, 0, 0], [1, 0, jlora.NOWHERE], [0, 1, 2]]
-PACKED = [([2, 1, 0], 3), ([1, 1, 0], 3), ([3, 1, 2], 8)]
+PACKED = [([2, 1, 0], 3), ([3, 1, 2], 8)]
 
 
 ANY = (0, -1)  # in place of a row of no meaning
@@ -135,9 +135,8 @@ def through_proj(model, x, batch):
         return model.proj(x)
 
 
-@pytest.mark.parametrize("counts", [[2, 1, 0], [1, 1, 0]])
-def test_rows_that_fit_two_layouts_raise(worlds, counts):
-    options = {"token_counts": counts, "pad_to": SEQUENCES}
+def test_rows_that_fit_two_layouts_raise(worlds):
+    options = {"token_counts": [2, 1, 0], "pad_to": SEQUENCES}
     with worlds[""].manager.prepare(NAMES, **options) as batch:
         for shape in ((SEQUENCES,), (SEQUENCES, 2)):
             with pytest.raises(
@@ -189,32 +188,3 @@ def test_the_lookup_and_the_logits_of_a_tied_table_are_declared_apart():
     for row, (of_proj, of_head) in enumerate([(merged, head), (bare, bare), (bare, head)]):
         x = jnp.tanh(of_proj.proj(bare.embed(tokens[[1, 2, 2]][row])))
         assert_close(found[row], of_head.embed.attend(x))
-
-
-def test_a_head_on_the_last_tokens_is_declared():
-    """[4, 2, 0, ...] padded to as many rows as sequences, as of a server that pads both."""
-    model, counts = Model(), [4, 2, 0, 0, 0, 0, 0, 0]
-    twins = {"one": merge(model, TARGETS, ONE), "two": merge(model, TARGETS, TWO), None: Model()}
-    manager = make_manager(model, [ONE, TWO], row_groups={"lm_head": "last"})
-    names = ["one", "two", *[None] * 6]
-    tokens = np.array([3, 1, 4, 1, 5, 9, 0, 0], np.int32)
-
-    @jax.jit
-    def step(model, tokens, last, batch):
-        with jlora.use(batch):
-            return model.lm_head(jnp.tanh(model.proj(model.embed(tokens)))[last])
-
-    with manager.prepare(names, counts, pad_to=8) as batch:
-        found = step(model, tokens, np.array([3, 5, *[5] * 6]), batch)
-    assert_close(found[0], twins["one"](tokens[3]))
-    assert_close(found[1], twins["two"](tokens[5]))
-    with manager.prepare(names) as batch:  # no token counts: as without the declaration
-        found = serve(model, tokens, batch)
-    assert_close(found, np.stack([twins[name](token) for name, token in zip(names, tokens, strict=True)]))
-
-
-@pytest.mark.usefixtures("unchecked_calls")
-def test_names_of_rows_are_no_groups_of_items():
-    manager = make_manager(Model(), row_groups={"lm_head": "last"})
-    with pytest.raises(jlora.LoRAUsageError, match="'last', and the row groups of this manager are none"):
-        manager.prepare([None], items={"last": jlora.Items([0])})

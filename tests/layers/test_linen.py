@@ -63,7 +63,7 @@ def expected(variables, module, adapter):
     return hidden @ (table.T + d.get("lm_head", 0))
 
 
-@pytest.mark.parametrize("bridge", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("bridge", [False, True])
 def test_linen_model(bridge):
     module = Model()
     variables = module.init(jax.random.key(0), TOKENS)

@@ -19,13 +19,11 @@ from tests.layers.merging import (
     make_manager,
     make_module,
     normal,
-    rounding_of,
     run,
     serve,
     wrapped_paths,
 )
 
-optimised = pytest.mark.optimised
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("registered")]
 
 
@@ -48,8 +46,8 @@ def bits(array):
 # --- Unusual attributes --------------------------------------------------------------------------------------------
 
 
-class Obliging(nnx.Linear):
-    """A layer with a `__getattr__` for every name, as layers that forward to a config have."""
+class Obliging:
+    """A module with a `__getattr__` for every name, as modules that forward to a config have."""
 
     def __getattr__(self, name):
         if name.startswith("__"):
@@ -57,25 +55,7 @@ class Obliging(nnx.Linear):
         return
 
 
-class ObligingModel(nnx.Module):
-    def __init__(self):
-        self.proj = Obliging(6, 5, rngs=nnx.Rngs(0))
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return
-
-    def __call__(self, x):
-        return self.proj(x)
-
-
-@optimised
-def test_a_layer_with_getattr_for_every_name_is_wrapped():
-    check_against_merged(ObligingModel(), [Target("proj", 6, 5, "proj.kernel")], normal(3, 2, 6))
-
-
-class Sealed(nnx.Linear):
+class Unusual(Obliging, nnx.Linear):
     """A layer with attributes that cannot be set or deleted after construction."""
 
     def __init__(self, *args, **kwargs):
@@ -91,9 +71,13 @@ class Sealed(nnx.Linear):
         raise AttributeError(f"{name} is sealed")
 
 
-@optimised
-def test_a_layer_with_sealed_attributes_is_wrapped():
-    check_against_merged(Holder(Sealed(6, 5, rngs=nnx.Rngs(0))), [Target("proj", 6, 5, "proj.kernel")], normal(3, 2, 6))
+class ObligingHolder(Obliging, Holder):
+    pass
+
+
+def test_modules_with_unusual_attributes_are_wrapped():
+    model = ObligingHolder(Unusual(6, 5, rngs=nnx.Rngs(0)))
+    check_against_merged(model, [Target("proj", 6, 5, "proj.kernel")], normal(3, 2, 6))
 
 
 # --- Embeddings ----------------------------------------------------------------------------------------------------
@@ -116,8 +100,8 @@ class Embedder(nnx.Module):
 class Gemma(nnx.Module):
     tie_word_embeddings = True
 
-    def __init__(self, vocab=11):
-        self.embedder = Embedder(vocab, 6)
+    def __init__(self):
+        self.embedder = Embedder(11, 6)
         self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(1))
 
     def __call__(self, tokens):
@@ -137,31 +121,23 @@ class ScaledLogits(Embedder):
         return super().decode(x) * 0.375
 
 
-@optimised
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_logits_that_are_scaled(dtype):
+def test_logits_that_are_scaled():
     register_layer(ScaledLogits, lambda layer: embed_spec(layer, attend_scale=0.375))
-
-    class Tied(Gemma):
-        def __init__(self):
-            super().__init__()
-            self.embedder = ScaledLogits(11, 6)
-
-    model, rng = Tied(), np.random.default_rng(0)
-    head = make_module(rng, 6, 11, 3)
+    model = Gemma()
+    model.embedder = ScaledLogits(11, 6)
+    head = make_module(np.random.default_rng(0), 6, 11, 3)
     table, kernel, bias = (
         np.asarray(v[...], np.float64) for v in (model.embedder.table, model.proj.kernel, model.proj.bias)
     )
-    manager = make_manager(model, [Adapter(name="head", modules={"lm_head": head})], dtype=dtype)
+    manager = make_manager(model, [Adapter(name="head", modules={"lm_head": head})])
     tokens = tokens_of(3, 4)
     with manager.prepare(["head", None, "head"]) as batch:
         found = np.asarray(serve(model, tokens, batch))
     hidden = 6**0.5 * table[tokens] @ kernel + bias
     change = hidden @ delta(head).T
     change[1] = 0
-    assert_close(found, 0.375 * (hidden @ table.T + change), 2e-5 if dtype == jnp.float32 else 1e-2)
-    if dtype == jnp.float32:
-        assert "embedder.attend" in manager.verify(serve, tokens).checked
+    assert_close(found, 0.375 * (hidden @ table.T + change))
+    assert "embedder.attend" in manager.verify(serve, tokens).checked
 
 
 class ScaledLookup(nnx.Embed):
@@ -289,7 +265,6 @@ def into(*shape, order):
     return lambda d: d.T.reshape(shape).transpose(order)
 
 
-@optimised
 def test_einsum_class_in_one_line():
     register_layer(Einsum, lambda layer: jlora.einsum_spec(layer.equation, layer.w.shape))
     q = Target("proj", 6, 8, "proj.w", into(6, 2, 4, order=(1, 0, 2)))
@@ -298,8 +273,7 @@ def test_einsum_class_in_one_line():
     check_against_merged(Holder(Einsum("BTNH,NHD->BTD", (2, 4, 6))), [out], normal(3, 2, 2, 4))
 
 
-@optimised
-@pytest.mark.parametrize("how", ["positions", "keywords", "another equation"])
+@pytest.mark.parametrize("how", ["keywords", "another equation"])
 def test_einsum_class_with_the_equation_in_the_call(how):
     class Model(nnx.Module):
         def __init__(self):
@@ -308,9 +282,7 @@ def test_einsum_class_with_the_equation_in_the_call(how):
         def __call__(self, x):
             if how == "keywords":
                 return self.proj(x=x, eqn="BTD,NDH->BTNH")
-            if how == "another equation":
-                return self.proj("BD,NDH->BNH", x[:, -1])[:, None] + self.proj("BTD,NDH->BTNH", x)
-            return self.proj("BTD,NDH->BTNH", x)
+            return self.proj("BD,NDH->BNH", x[:, -1])[:, None] + self.proj("BTD,NDH->BTNH", x)
 
     register_layer(CalledEinsum, lambda layer: jlora.einsum_spec("BTD,NDH->BTNH", layer.w.shape))
     check_against_merged(Model(), [Target("proj", 6, 8, "proj.w", into(6, 2, 4, order=(1, 0, 2)))], normal(3, 2, 6))
@@ -330,15 +302,6 @@ def test_einsum_spec_refuses_equations_that_are_not_linear(equation, shape, reas
         jlora.einsum_spec(equation, shape)
 
 
-def test_a_spec_that_its_parameter_contradicts_raises_with_the_path():
-    register_layer(Einsum, lambda layer: jlora.LinearSpec(6, 9, "w", in_axes=(1,), out_axes=(0, 2)))
-    with pytest.raises(LoRAError, match=r"proj \(Einsum\): its parameter 'w' \(2, 6, 4\) has 6 features in and 8"):
-        make_manager(Holder(Einsum("BTD,NDH->BTNH", (2, 6, 4))))
-    register_layer(Einsum, lambda layer: jlora.LinearSpec(6, 8, "kernel"))
-    with pytest.raises(LoRAError, match=r"names the parameter 'kernel', and the layer holds \['w'\]"):
-        make_manager(Holder(Einsum("BTD,NDH->BTNH", (2, 6, 4))))
-
-
 # --- Guessed specs -------------------------------------------------------------------------------------------------
 
 
@@ -352,11 +315,9 @@ class Gate(nnx.Linear):
 GUESSED = {
     "einsum by its equation": (lambda: Einsum("BTD,DF->BTF", (6, 6)), "taken for an einsum by its equation"),
     "overridden call": (lambda: Gate(6, 6, rngs=nnx.Rngs(0)), "Gate overrides the __call__ of Linear"),
-    "flax's own LoRA": (lambda: nnx.LoRALinear(6, 6, lora_rank=2, rngs=nnx.Rngs(0)), "LoRALinear overrides"),
 }
 
 
-@optimised
 @pytest.mark.parametrize("kind", GUESSED)
 def test_a_guessed_layer_takes_no_adapter_until_it_is_verified(kind):
     build, how = GUESSED[kind]
@@ -371,23 +332,6 @@ def test_a_guessed_layer_takes_no_adapter_until_it_is_verified(kind):
     assert how in (info.reason or "")
     with manager.prepare([None] * 3) as batch:
         np.testing.assert_array_equal(bits(serve(model, normal(3, 2, 6), batch)), bits(base))
-
-
-def test_a_registered_gate_keeps_its_own_output_dtype():
-    register_layer(Gate, lambda layer: jlora.LinearSpec(layer.in_features, layer.out_features))
-    model = Holder(Gate(6, 5, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16, use_bias=False, rngs=nnx.Rngs(0)))
-    x = jnp.asarray(normal(3, 2, 6), jnp.bfloat16)
-    base = np.asarray(run(nnx.clone(model), x))
-    adapter = make_adapter("one", [Target("proj", 6, 5, "")], 2)
-    manager = make_manager(model, [adapter])
-    with manager.prepare(["one", None, "one"]) as batch:
-        found = np.asarray(serve(model, x, batch))
-    assert found.dtype == np.float32
-    module = adapter.modules["proj"]
-    a, b = (np.asarray(jnp.asarray(v, jnp.bfloat16), np.float64) for v in (module.a, module.b))
-    change = module.scaling * np.asarray(x, np.float64) @ a.T @ b.T
-    change[1] = 0
-    assert_close(found, base + change, rounding_of(jnp.bfloat16))
 
 
 class TopK(nnx.Linear):
@@ -407,7 +351,6 @@ class Routed(nnx.Module):
         return self.proj(x) * weights.sum(-1, keepdims=True)
 
 
-@optimised
 def test_a_wrong_guess_serves_the_base_and_refuses_adapters():
     """The model serves the base, and adapters of the layer are refused."""
     manager = check_against_merged(Routed(), [Target("proj", 6, 6, "proj.kernel")], normal(3, 2, 6))
@@ -427,73 +370,12 @@ def test_a_registered_layer_that_is_not_linear_raises():
         serve(model, normal(3, 2, 6), batch)
 
 
-class AddsBiasLater(nnx.Linear):
-    """A layer that returns its bias, as in Megatron."""
-
-    has_bias = True
-
-    def __call__(self, x):
-        return x @ self.kernel[...], self.bias[...] if self.has_bias else None
-
-
-@optimised
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_a_layer_that_returns_its_bias_separately_is_served(has_bias):
-    class Model(nnx.Module):
-        def __init__(self):
-            self.proj = AddsBiasLater(6, 5, bias_init=nnx.initializers.normal(1.0), rngs=nnx.Rngs(0))
-            self.proj.has_bias = has_bias
-
-        def __call__(self, x):
-            y, bias = self.proj(x)
-            return y if bias is None else 3 * y + bias[None, None]
-
-    register_layer(AddsBiasLater, lambda layer: jlora.LinearSpec(layer.in_features, layer.out_features))
-    check_against_merged(Model(), [Target("proj", 6, 5, "proj.kernel")], normal(3, 2, 6))
-
-
 # --- Padding and order ---------------------------------------------------------------------------------------------
-
-
-class PaddedHeads(nnx.Module):
-    """3 heads of 5 stored as 4 of 8, as TPU stacks do. The padding is computed too."""
-
-    def __init__(self):
-        self.q = Einsum("TD,DNH->TNH", (6, 4, 8))
-        self.o = Einsum("TNH,NHD->TD", (4, 8, 6), seed=1)
-
-    def __call__(self, x):
-        return self.o(jnp.tanh(self.q(x)))
 
 
 REAL = (np.arange(3)[:, None] * 8 + np.arange(5)).reshape(-1)  # positions of 3 x 5 in 4 x 8
 
 
-def padded_heads_spec(layer):
-    place = "in_index" if layer.equation == "TNH,NHD->TD" else "out_index"
-    return jlora.einsum_spec(layer.equation, layer.w.shape, **{place: REAL.tolist()})
-
-
-@pytest.mark.slow
-@optimised
-def test_padded_heads():
-    register_layer(Einsum, padded_heads_spec)
-
-    def q_into(d):  # [15, 6] -> [6, 4, 8]
-        kernel = np.zeros((6, 4, 8))
-        kernel[:, :3, :5] = d.T.reshape(6, 3, 5)
-        return kernel
-
-    def o_into(d):  # [6, 15] -> [4, 8, 6]
-        kernel = np.zeros((4, 8, 6))
-        kernel[:3, :5] = d.T.reshape(3, 5, 6)
-        return kernel
-
-    targets = [Target("q", 6, 15, "q.w", q_into), Target("o", 15, 6, "o.w", o_into)]
-    check_against_merged(PaddedHeads(), targets, normal(3, 6))
-
-
-@optimised
 def test_padded_columns_are_the_bits_of_the_base():
     class Zeros(nnx.Module):
         """A layer that returns -0.0, so that an addition of 0.0 shows."""
@@ -514,38 +396,6 @@ def test_padded_columns_are_the_bits_of_the_base():
     assert (found[:, real] != 0).any()
     assert np.signbit(found[:, ~real]).all()
     assert not found[:, ~real].any()
-
-
-class Merged(nnx.Module):
-    """Merge gate and up shard by shard for two devices: gate 0-3, up 0-3, gate 4-7, up 4-7."""
-
-    packed_modules = {"gate_up": ("gate", "up")}
-
-    def __init__(self):
-        self.gate_up = nnx.Linear(6, 16, rngs=nnx.Rngs(0))
-
-    def __call__(self, x):
-        return self.gate_up(x)
-
-
-INTERLEAVED = np.concatenate([np.r_[0:4, 8:12], np.r_[4:8, 12:16]])
-
-
-class Interleaved(nnx.Linear):
-    pass
-
-
-@optimised
-def test_interleaved_shards_of_a_merged_projection():
-    register_layer(Interleaved, lambda layer: jlora.LinearSpec(6, 16, out_index=INTERLEAVED))
-    model = Merged()
-    model.gate_up = Interleaved(6, 16, rngs=nnx.Rngs(0))
-
-    def columns(name, places):
-        return Target(name, 6, 8, "gate_up.kernel", at=(slice(None), places))
-
-    targets = [columns("gate", np.r_[0:4, 8:12]), columns("up", np.r_[4:8, 12:16])]
-    check_against_merged(model, targets, normal(3, 2, 6))
 
 
 @pytest.mark.usefixtures("unchecked_calls")
@@ -571,7 +421,6 @@ class PaddedVocab(nnx.Module):
         return self.embedder.decode(hidden) if self.tied else self.lm_head(hidden)
 
 
-@optimised
 def test_a_padded_vocabulary_takes_adapters_of_the_real_one():
     register_layer(Embedder, lambda layer: embed_spec(layer, real_vocab=100))
     model = PaddedVocab()
@@ -601,35 +450,3 @@ def test_a_padded_vocabulary_takes_adapters_of_the_real_one():
     other = Adapter(name="other", modules=modules, base_weights={"embedder": base_table[:100] + 1})
     with pytest.raises(AdapterMismatchError, match="its values differ"):
         manager.add_adapter(other)
-
-
-@optimised
-def test_rows_of_padding_keep_negative_zeros():
-    model = Holder(nnx.Embed(8, 6, embedding_init=nnx.initializers.constant(-0.0), rngs=nnx.Rngs(0)))
-
-    class Padded(nnx.Embed):
-        pass
-
-    model.proj = Padded(8, 6, embedding_init=nnx.initializers.constant(-0.0), rngs=nnx.Rngs(0))
-    register_layer(Padded, lambda layer: jlora.EmbedSpec(8, 6, attend="attend", real_vocab=5))
-    manager = make_manager(model, [make_adapter("one", [Target("proj", 5, 6, "", kind="embedding")], 2)])
-    with manager.prepare(["one"] * 2) as batch:
-        found = np.asarray(serve(model, np.array([[0, 5, 7], [4, 6, -1]], np.int32), batch))
-    assert np.signbit(found[:, 1:]).all()
-    assert (found[:, 0] != 0).any()
-
-
-class PaddedHead(nnx.Linear):
-    pass
-
-
-@optimised
-def test_an_untied_head_of_a_padded_vocabulary():
-    register_layer(Embedder, lambda layer: embed_spec(layer, real_vocab=100))
-    register_layer(PaddedHead, lambda layer: jlora.LinearSpec(6, 128, real_vocab=100))
-    model = PaddedVocab()
-    model.tied, model.lm_head = False, PaddedHead(6, 128, use_bias=False, rngs=nnx.Rngs(2))
-    target = Target("lm_head", 6, 100, "lm_head.kernel", at=(slice(None), slice(100)))
-    check_against_merged(model, [target], tokens_of(3, 4, vocab=100))
-    with pytest.raises(AdapterMismatchError, match=r"shapes .* takes \(2, 6\) and \(100, 2\)"):
-        make_manager(model).add_adapter(make_adapter("wide", [Target("lm_head", 6, 128, "")], 2))

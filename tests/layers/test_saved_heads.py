@@ -100,10 +100,10 @@ NAMES = ["three", None, "one", "plain", "score", "four", "three"]
 
 
 @pytest.mark.device
-@pytest.mark.parametrize("shape", [(LENGTH,), (), (LENGTH, 2)])
+@pytest.mark.parametrize("shape", [(LENGTH,), ()])
 def test_mixed_rows(shape):
     manager, x = manager_of(), normal(len(NAMES), *shape, K)
-    for names in (NAMES, NAMES[::-1], [None] * 7, ["one"] * 7):
+    for names in (NAMES, NAMES[::-1]):
         with manager.prepare(names) as batch:
             close(serve(manager.model, x, batch), expected(names, x))
 
@@ -130,27 +130,15 @@ def test_packed_rows():
         close(np.asarray(found).reshape(9, MOST), expected(of_row, x))
 
 
-def test_items_of_a_row_group():
-    model = Classifier()
-    config = jlora.LoRAConfig(max_loras=5, max_lora_rank=2, saved_heads={"score": MOST})
-    manager = jlora.LoRAManager(model, config, row_groups={"proj": "images", "score": "images"})
-    for adapter in ADAPTERS:
-        manager.add_adapter(adapter)
-    names, owners, x = ["one", "four", None], [1, 1, 0, None, 2], normal(5, LENGTH, K)
-    with manager.prepare(names, items={"images": jlora.Items(owners)}) as batch:
-        found = serve(model, x, batch)
-    close(found, expected([None if owner is None else names[owner] for owner in owners], x))
-
-
-@pytest.mark.parametrize("config", [{"activated": True}, {"max_adapters_per_sequence": 2}, {"batch_invariant": True}])
+@pytest.mark.parametrize("config", [{"max_adapters_per_sequence": 2}, {"batch_invariant": True}])
 def test_beside_other_options(config):
     manager, x = manager_of(**config), normal(len(NAMES), LENGTH, K)
     with manager.prepare(NAMES) as batch:
         close(serve(manager.model, x, batch), expected(NAMES, x))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
-def test_short_dtypes(dtype):
+def test_bfloat16():
+    dtype = jnp.bfloat16
     model, x = Classifier(dtype=dtype), normal(len(NAMES), LENGTH, K).astype(dtype)
     manager = manager_of(model)
     with manager.prepare(NAMES) as batch:
@@ -165,23 +153,6 @@ def test_without_bias_and_with_more_base_outputs():
     manager = manager_of(model, adapters)
     with manager.prepare(names) as batch:
         close(serve(model, x, batch), expected(names, x, Classifier(bias=False, outputs=5), adapters, width=5))
-
-
-def test_rows_do_not_depend_on_who_shares_the_batch():
-    manager, x = manager_of(), normal(7, LENGTH, K)
-    x[6] = x[0]
-    with manager.prepare(NAMES) as batch:
-        found = np.asarray(serve(manager.model, x, batch))
-    assert np.array_equal(found[0], found[6])
-    with manager.prepare(["three", *["plain"] * 6]) as batch:
-        assert np.array_equal(np.asarray(serve(manager.model, x, batch))[0], found[0])
-
-
-def test_base_rows_keep_their_bits():
-    manager, x = manager_of(), normal(3, LENGTH, K)
-    with manager.prepare([None, "three", "one"]) as batch:
-        found = np.asarray(serve(manager.model, x, batch))
-    assert np.array_equal(found[0, :, :N], np.asarray(jax.jit(lambda m, x: m(x))(Classifier(), x))[0])
 
 
 def test_eviction_and_a_second_load():
@@ -238,24 +209,6 @@ def test_save_and_restore(tmp_path):
         manager_of(adapters=[], saved_heads={"score": 3}).restore(tmp_path)
 
 
-@pytest.mark.slow
-def test_verify_leaves_heads_out():
-    manager = manager_of()
-    manager.prepare(["three", "one"]).close()
-    report = manager.verify(lambda model, x, batch: serve_or_run(model, x, batch), jnp.asarray(normal(5, LENGTH, K)))
-    assert report.checked == ("proj", "score")
-    x = normal(2, LENGTH, K)
-    with manager.prepare(["three", "one"]) as batch:
-        close(serve(manager.model, x, batch), expected(["three", "one"], x))
-
-
-def serve_or_run(model, x, batch):
-    if batch is None:
-        return model(x)
-    with jlora.use(batch):
-        return model(x)
-
-
 # --- meshes -----------------------------------------------------------------------------------------------------------
 
 
@@ -273,18 +226,16 @@ def on_mesh(axes, kernel):
     ("axes", "kernel", "fully_sharded"),
     [
         ({"t": 2}, P("t"), False),
-        pytest.param({"t": 2}, P("t"), True, marks=pytest.mark.slow),
-        pytest.param({"t": 2}, P(), False, marks=pytest.mark.slow),
-        pytest.param({"data": 2, "t": 2}, P("t"), False, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "t": 2}, P("t"), True, marks=pytest.mark.slow),
     ],
 )
 def test_on_a_mesh(axes, kernel, fully_sharded):
     data = [name for name in axes if name == "data"]
     manager = manager_of(on_mesh(axes, kernel), data_axes=data, fully_sharded=fully_sharded)
     names = [*NAMES, "one"]
-    for x in (normal(8, LENGTH, K), normal(8, K)):
-        with manager.prepare(names) as batch:
-            close(serve(manager.model, x, batch), expected(names, x))
+    x = normal(8, LENGTH, K)
+    with manager.prepare(names) as batch:
+        close(serve(manager.model, x, batch), expected(names, x))
     with manager.prepare(names, token_counts=[2] * 8) as batch:
         close(serve(manager.model, normal(16, K), batch), expected([n for n in names for _ in "ab"], normal(16, K)))
 
@@ -390,7 +341,7 @@ class Wide(nnx.Module):
 TWO = {"first.score": head_of(5, 1), "second.proj": head_of(7, 2, bias=False)}
 
 
-@pytest.mark.parametrize("saved", [None, {"score": 2}, {"first.score": 5}, {"score": 5, "second.score": 1}])
+@pytest.mark.parametrize("saved", [None, {"score": 5, "second.score": 1}])
 def test_advice_serves_the_adapter(saved):
     """One message names all heads without room, and its option keeps the other layers of the configuration."""
     adapter = jlora.Adapter.from_arrays("a", {"first.proj": (normal(2, K), normal(K, 2))}, alpha=1, heads=TWO)
@@ -411,22 +362,17 @@ def test_advice_serves_the_adapter(saved):
     close(score, inner @ head.weight.astype(np.float64).T + head.bias)
 
 
-@pytest.mark.parametrize("saved", [{"score": 3}, {"classifier": 3}])
-def test_heads_of_a_mapped_name(saved):
+def test_heads_of_a_mapped_name():
     """The advice names the layer as the model does, not as the adapter does."""
     adapter = jlora.Adapter.from_arrays("a", {}, alpha=1, heads={"classifier": head_of(3, 1)})
     options = {"name_map": {"^classifier$": "score"}}
-    if "classifier" in saved:
-        with pytest.raises(jlora.LoRAUsageError, match="saved_heads names 'classifier'"):
-            jlora.LoRAManager(
-                Classifier(), jlora.LoRAConfig(max_loras=1, max_lora_rank=1, saved_heads=saved), **options
-            )
-        return
     config = jlora.LoRAConfig(max_loras=1, max_lora_rank=1)
+    with pytest.raises(jlora.LoRAUsageError, match="saved_heads names 'classifier'"):
+        jlora.LoRAManager(Classifier(), replace(config, saved_heads={"classifier": 3}), **options)
     with pytest.raises(jlora.AdapterMismatchError) as caught:
         jlora.LoRAManager(Classifier(), config, **options).add_adapter(adapter)
-    assert advised(caught.value) == saved
-    jlora.LoRAManager(Classifier(), replace(config, saved_heads=saved), **options).add_adapter(adapter)
+    assert advised(caught.value) == {"score": 3}
+    jlora.LoRAManager(Classifier(), replace(config, saved_heads={"score": 3}), **options).add_adapter(adapter)
 
 
 def test_two_heads_of_one_layer():
@@ -455,15 +401,6 @@ def test_modules_that_cannot_be_replaced(name, message):
         make_manager(Wide(), [], saved_heads={"score": 2, name: 8})
 
 
-def test_an_embedding_beside_an_output_layer():
-    """The reason is that of a head, not why the table serves no logits."""
-    model = Wide()
-    model.lm_head = nnx.Linear(K, 8, rngs=nnx.Rngs(0))
-    adapter = jlora.Adapter.from_arrays("a", {}, alpha=1, heads={"embed_tokens": jlora.SavedHead(normal_array(8, K))})
-    with pytest.raises(jlora.AdapterMismatchError, match="cannot be served: it is an embedding"):
-        make_manager(model, [adapter])
-
-
 def test_a_layer_that_is_not_wrapped():
     with pytest.raises(
         jlora.LoRAUsageError, match=r"saved_heads names 'score'.*not among the configured target_modules"
@@ -471,11 +408,10 @@ def test_a_layer_that_is_not_wrapped():
         manager_of(target_modules=["proj"])
 
 
-@pytest.mark.parametrize("given", [jlora.Scaled("three", 0.5), jlora.Mix({"three": 1.0, "plain": 1.0})])
-def test_factors_and_sums_are_refused(given):
+def test_sums_are_refused():
     manager = manager_of(max_adapters_per_sequence=2)
     with pytest.raises(jlora.LoRAUsageError, match="'three' is an adapter with a saved head, which is served alone"):
-        manager.prepare([given])
+        manager.prepare([jlora.Mix({"three": 1.0, "plain": 1.0})])
     manager.prepare([jlora.Scaled("plain", 0.5), "three"]).close()
 
 

@@ -53,10 +53,8 @@ def slot_dtype(manager):
     [
         (jnp.float16, jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.float16),
         (None, jnp.float16, jnp.bfloat16, jnp.float32, jnp.float16),
-        (None, "float16", None, FLOAT8, jnp.float16),
         (None, None, jnp.bfloat16, jnp.float32, jnp.bfloat16),
         (None, None, jnp.bfloat16, FLOAT8, jnp.bfloat16),
-        (None, None, jnp.float32, jnp.int8, jnp.float32),
         (None, None, None, jnp.bfloat16, jnp.bfloat16),
         (None, None, FLOAT8, jnp.bfloat16, jnp.bfloat16),  # computed in 8 bits, which slots do not support
         (None, None, "of the config", jnp.float32, jnp.float32),
@@ -67,8 +65,7 @@ def test_the_dtype_of_the_slots_has_a_fixed_precedence(config, spec, layer, stor
     assert slot_dtype(make_manager(Model(stored, dtype=layer), dtype=config)) == expected
 
 
-@pytest.mark.parametrize("stored", [FLOAT8, jnp.float8_e5m2, jnp.int8])
-@pytest.mark.parametrize("layer", [None, FLOAT8])
+@pytest.mark.parametrize(("stored", "layer"), [(FLOAT8, None), (jnp.int8, FLOAT8)])
 def test_a_kernel_of_8_bits_needs_a_configured_dtype(stored, layer):
     register()
     manager = make_manager(Model(stored, dtype=layer))
@@ -78,12 +75,11 @@ def test_a_kernel_of_8_bits_needs_a_configured_dtype(stored, layer):
     assert [info.path for info in manager.layers() if info.wrapped] == ["other"]
 
 
-@pytest.mark.parametrize("how", ["config", "spec", "layer"])
-def test_a_float8_kernel_is_served_as_precisely_as_its_slots(how):
-    register(jnp.float32 if how == "spec" else None)
-    model = Model(FLOAT8, dtype=jnp.float32 if how == "layer" else None)
+def test_a_float8_kernel_is_served_as_precisely_as_its_slots():
+    register(jnp.float32)
+    model = Model(FLOAT8)
     base = np.asarray(jax.jit(lambda model, x: model(x))(nnx.clone(model), X), np.float64)
-    manager = make_manager(model, [ADAPTER], dtype=jnp.float32 if how == "config" else None)
+    manager = make_manager(model, [ADAPTER])
     with manager.prepare(["one", None, "one"]) as batch:
         found = serve(model, X, batch)
     change = np.asarray(X, np.float64) @ delta(ADAPTER.modules["proj"]).T
@@ -134,7 +130,7 @@ def test_an_einsum_spec_takes_a_dtype():
         lambda dtype: jlora.ExpertsSpec(2, {"up": jlora.LinearSpec(D, D)}, dtype=dtype),
     ],
 )
-@pytest.mark.parametrize("dtype", [FLOAT8, jnp.int8, "floaty", 3])
+@pytest.mark.parametrize("dtype", [FLOAT8, "floaty"])
 def test_a_spec_with_an_unsupported_dtype_is_refused(make, dtype):
     with pytest.raises(LoRAUsageError, match=r"Spec.dtype must be None or one of"):
         make(dtype)

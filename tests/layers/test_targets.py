@@ -2,13 +2,11 @@
 
 import re
 
-import numpy as np
 import pytest
 from flax import nnx
 
 from jlora.config import LoRAConfig
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
-from jlora.layers.forward.scope import use
 from jlora.layers.wrap.select import Nearest
 from jlora.manager.manager import LoRAManager
 from tests.layers.merging import Target, make_adapter, make_manager, wrapped_paths
@@ -44,10 +42,8 @@ EVERYTHING = {"embed", "embed.attend", "proj"} | layers_of(0, 1)
     [
         (None, EVERYTHING),
         (["q_proj"], layers_of(0, 1, names=("q_proj",))),
-        (["layers.1.q_proj"], {"layers.1.q_proj"}),
         (["1.q_proj"], {"layers.1.q_proj"}),
         (["proj"], {"proj", "layers.0.proj", "layers.1.proj"}),  # never q_proj or qkv_proj
-        (["qkv_proj"], layers_of(0, 1, names=("qkv_proj",))),
         (["key"], layers_of(0, 1, names=("qkv_proj",))),
         (["layers.0.value", "embed"], {"layers.0.qkv_proj", "embed", "embed.attend"}),
         (["lm_head"], {"embed.attend"}),
@@ -62,8 +58,6 @@ def test_targets_are_suffixes_full_paths_and_packed_names(targets, paths):
     ("excluded", "left_out"),
     [
         (["q_proj"], layers_of(0, 1, names=("q_proj",))),
-        (["layers.1.q_proj"], {"layers.1.q_proj"}),
-        (["proj"], {"proj", "layers.0.proj", "layers.1.proj"}),
         (["key"], layers_of(0, 1, names=("qkv_proj",))),
         (["lm_head"], {"embed.attend"}),
         (["embed"], {"embed", "embed.attend"}),
@@ -76,23 +70,11 @@ def test_exclude_modules_leaves_layers_out(excluded, left_out):
     assert {*wrapped_paths(manager)} == EVERYTHING - left_out
 
 
-def test_exclusion_wins_over_a_target():
-    manager = make_manager(Model(), target_modules=["q_proj", "conv"], exclude_modules=["layers.0", "conv"])
-    assert wrapped_paths(manager) == ["layers.1.q_proj"]
-
-
-@pytest.mark.parametrize("target", ["roj", "q_pro", "layers", "0", "layers.0", "layers.2.q_proj", "Proj", "s.0.proj"])
+@pytest.mark.parametrize("target", ["roj", "layers", "layers.2.q_proj", "Proj", "s.0.proj"])
 def test_a_target_that_matches_nothing_raises(target):
     model = Model()
     with pytest.raises(LoRAError, match=r"match no layer of Model|match 'layers"):
         make_manager(model, target_modules=["q_proj", target])
-    assert type(model.proj) is nnx.Linear
-
-
-def test_a_target_that_cannot_be_wrapped_raises():
-    model = Model()
-    with pytest.raises(LoRAError, match=r"\['conv'\] match 'layers.0.conv' \(Conv\), but Conv is not a linear"):
-        make_manager(model, target_modules=["proj", "conv"])
     assert type(model.proj) is nnx.Linear
 
 
@@ -107,33 +89,6 @@ def test_a_model_with_nothing_to_wrap_raises():
         make_manager(nnx.Linear(6, 6, rngs=nnx.Rngs(0)))
 
 
-def test_layers_outside_the_targets_stay_plain_and_refuse_adapters():
-    model = Model()
-    manager = make_manager(model, target_modules=["q_proj"])
-    assert type(model.proj) is nnx.Linear
-    with pytest.raises(AdapterMismatchError, match=r"'proj' is not wrapped: it is not among the configured"):
-        manager.add_adapter(make_adapter("one", [Target("proj", 6, 6, "")], 2))
-    x = np.ones((1, 2, 6), np.float32)
-    model.proj(x)  # needs no scope
-    with pytest.raises(LoRAError, match=r"outside `jlora.use`"):
-        model.layers[0].q_proj(x)
-
-
-def test_a_target_of_the_lookup_does_not_wrap_the_logits():
-    model = Model()
-    adapter = make_adapter("one", [Target("embed", 11, 6, "", kind="embedding")], 2)
-    manager = make_manager(model, [adapter], target_modules=["lm_head", "embed"])
-    query = np.ones((1, 2, 6), np.float32)
-    plain = np.asarray(query @ np.asarray(model.embed.embedding[...]).T)
-    with manager.prepare(["one"]) as batch, use(batch, without=["*"]):
-        np.testing.assert_allclose(model.embed.attend(query), plain, rtol=1e-5)
-        changed = np.asarray(model.embed(np.zeros((1, 2), np.int32))) - np.asarray(model.embed.embedding[...])[0]
-    module = adapter.modules["embed"]
-    np.testing.assert_allclose(
-        np.asarray(changed)[0, 1], module.scaling * module.b @ module.a[:, 0], rtol=1e-4, atol=1e-5
-    )
-
-
 def test_fully_sharded_needs_a_mesh():
     model = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
     with pytest.raises(LoRAError, match="fully_sharded"):
@@ -141,7 +96,7 @@ def test_fully_sharded_needs_a_mesh():
     assert type(model.layers[0]) is nnx.Linear
 
 
-@pytest.mark.parametrize("name", ["roj", "q_pro", "layers.2", "layers.0.q", "Proj", "*"])
+@pytest.mark.parametrize("name", ["roj", "layers.0.q", "*"])
 def test_an_exclusion_that_matches_nothing_raises(name):
     model = Model()
     with pytest.raises(LoRAUsageError, match=rf"exclude_modules \['{re.escape(name)}'\] match no layer of Model"):
@@ -170,7 +125,6 @@ def test_layers_reports_wrapped_layers_and_reasons():
     ("name", "near"),
     [
         ("model.layers.1.self_attn.q_proj", "layers.1.q_proj"),
-        ("layers.1.qproj", "layers.1.q_proj"),
         ("layers.7.q_proj", "layers.0.q_proj"),
     ],
 )
@@ -210,7 +164,7 @@ def test_skip_ignores_matching_modules_only():
 
 
 @pytest.mark.usefixtures("unchecked_calls")
-@pytest.mark.parametrize("skip", ["mtp", ["("], [""], [None]])
+@pytest.mark.parametrize("skip", ["mtp", ["("], [None]])
 def test_a_malformed_skip_is_refused(skip):
     model = Model()
     with pytest.raises(LoRAUsageError, match="skip"):

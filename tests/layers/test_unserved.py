@@ -96,15 +96,6 @@ class Unknown(nnx.Module):
         return x @ self.w[...]
 
 
-class Einsum(nnx.Module):
-    def __init__(self, rngs):
-        self.equation = "btd,df->btf"
-        self.w = nnx.Param(jax.random.normal(rngs.params(), (D, D)))
-
-    def __call__(self, x):
-        return jnp.einsum(self.equation, x, self.w[...])
-
-
 class Model(nnx.Module):
     def __init__(self, odd):
         self.odd = odd(nnx.Rngs(0))
@@ -165,15 +156,6 @@ def test_an_unsupported_layer_leaves_the_others_served(kind):
         make_manager(model, target_modules=["proj", "odd"])
 
 
-@pytest.mark.parametrize("kind", REASONS)
-def test_an_excluded_layer_may_be_of_any_class(kind):
-    manager = make_manager(Model(REASONS[kind][0]), exclude_modules=["odd"])
-    (reason,) = [layer.reason for layer in manager.layers() if layer.path == "odd"]
-    assert reason == "it is among the configured exclude_modules (odd)"
-    with pytest.raises(AdapterMismatchError, match=r"'odd' is not wrapped: .* exclude_modules \(odd\)"):
-        manager.add_adapter(ODD)
-
-
 def test_an_excluded_layer_is_not_described():
     described = []
     register_layer(Unknown, lambda layer: described.append(layer) or jlora.LinearSpec(D, D, "w"))
@@ -181,15 +163,6 @@ def test_an_excluded_layer_is_not_described():
     assert not described
     make_manager(Model(Unknown))
     assert described
-
-
-def test_one_of_several_layers_that_a_target_names_may_be_odd():
-    class Two(nnx.Module):
-        def __init__(self):
-            self.layers = nnx.List([Model(quantised), Model(lambda rngs: nnx.Linear(D, D, rngs=rngs))])
-
-    manager = make_manager(Two(), target_modules=["odd"])
-    assert wrapped_paths(manager) == ["layers.1.odd"]
 
 
 def test_a_renamed_table_names_the_line_that_serves_it():
@@ -260,17 +233,6 @@ def test_the_line_for_a_class_follows_its_parameters(params, line):
 
     (reason,) = [layer.reason for layer in make_manager(Model(Other)).layers() if layer.path == "odd"]
     assert re.search(line, reason)
-
-
-def test_a_class_with_an_equation_of_several_parameters_gets_it_in_its_line():
-    class Scaled(Einsum):
-        def __init__(self, rngs):
-            super().__init__(rngs)
-            self.gain = nnx.Param(jnp.ones(D))
-
-    message = next(layer.reason for layer in make_manager(Model(Scaled)).layers() if layer.path == "odd")
-    write(message, Scaled)
-    check_against_merged(Model(Scaled), [Target("odd", D, D, "odd.w"), PROJ], X)
 
 
 # --- exclude_modules of unread layers --------------------------------------------------------------------------------

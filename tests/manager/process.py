@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"  # of its own, beside the other's four
@@ -27,7 +27,6 @@ from jax.sharding import PartitionSpec as P
 
 import jlora
 from jlora.adapters import ExpertsLoRA
-from jlora.adapters.files import StableFile
 from jlora.errors import (
     AdapterFormatError,
     AdapterInUseError,
@@ -43,7 +42,7 @@ from tests.layers.expert_models import HIDDEN, INNER, LAYERS, Gathering, Model, 
 from tests.layers.merging import assert_close, expected_rows, make_adapter, make_dora, merge
 from tests.layers.mesh_models import LENGTH, ONE, SMALL, SMALL_TARGETS, TWO, Small, tokens_of
 from tests.manager.tiny import DeviceError, failing_write
-from tests.records import on_host, slot_names
+from tests.records import slot_names
 
 THREE, FOUR = make_adapter("three", SMALL_TARGETS[:2], 1), make_adapter("four", SMALL_TARGETS, 2)
 ADAPTERS = [ONE, TWO, THREE, FOUR]
@@ -74,6 +73,7 @@ class World:
         with jax.default_device(jax.local_devices()[0]):
             self.twins: dict[str | None, nnx.Module] = {None: Small()}
             self.twins |= {a.name: merge(Small(), SMALL_TARGETS, a) for a in ADAPTERS}
+        self.adapters = {adapter.name: adapter for adapter in ADAPTERS}
         self.paths: dict[str, Path] = {}  # where this process finds an adapter, if not in the folder of its name
         self.gates: dict[str, threading.Event] = {}  # loads of this process wait for it
         self.resolving: Callable[[jlora.LoRARequest], str] = self.path_of  # a scenario may replace it
@@ -167,6 +167,11 @@ def scenario(run: Scenario) -> Scenario:
 
 @scenario
 def mixed_batches_through_swaps(world: World) -> None:
+    world.start(fully_sharded=True)
+    for adapter in ADAPTERS:
+        world.manager.add_adapter(adapter)  # from memory
+    world.check(["one", None, "two", "one"])
+    world.check(["three", "four", None, "four"])
     manager = world.start()
     for adapter in ADAPTERS:
         assert manager.add_adapter(world.request(adapter.name))
@@ -189,37 +194,23 @@ def mixed_batches_through_swaps(world: World) -> None:
 
 
 @scenario
-def fully_sharded(world: World) -> None:
-    manager = world.start(fully_sharded=True)
-    for adapter in ADAPTERS:
-        manager.add_adapter(adapter)  # from memory
-    for names in (["one", None, "two", "one"], ["three", "four", None, "four"]):
-        world.check(names)
-
-
-@scenario
 def dora(world: World) -> None:
     adapter = make_dora("dora", SMALL_TARGETS[1:], 3)
+    factors = {"a": ONE.modules["up"].a, "b": ONE.modules["up"].b}
+    updated = {**adapter.modules, "up": dataclasses.replace(adapter.modules["up"], **factors)}
     with jax.default_device(jax.local_devices()[0]):
-        world.twins["dora"] = merge(Small(), SMALL_TARGETS, adapter)
+        before = merge(Small(), SMALL_TARGETS, adapter)
+        after = merge(Small(), SMALL_TARGETS, dataclasses.replace(adapter, modules=updated))
     for fully_sharded in (False, True):
+        world.twins["dora"] = before
         manager = world.start(dora=True, fully_sharded=fully_sharded)
         manager.add_adapter(adapter)
         manager.add_adapter(world.request("one"))
-        for names in (["dora", None, "one", "dora"], ["one", "dora", None, "dora"]):
-            world.check(names)
-        arrays = {f"up.lora_{half}.weight": getattr(ONE.modules["up"], half.lower()) for half in "AB"}
-        manager.update_adapter("dora", arrays)
+        world.check(["dora", None, "one", "dora"])
+        manager.update_adapter("dora", {f"up.lora_{half.upper()}.weight": array for half, array in factors.items()})
         world.alike()
-        factors = {"a": ONE.modules["up"].a, "b": ONE.modules["up"].b}
-        up = dataclasses.replace(adapter.modules["up"], **factors)
-        updated = dataclasses.replace(adapter, modules={**adapter.modules, "up": up})
-        with jax.default_device(jax.local_devices()[0]):
-            world.twins["updated"] = merge(Small(), SMALL_TARGETS, updated)
-        with manager.prepare(["dora", None, None, "dora"]) as batch:
-            found = world.answers(batch)
-        with jax.default_device(jax.local_devices()[0]):
-            assert_close(found, expected_rows(world.twins, ["updated", None, None, "updated"], TOKENS))
+        world.twins["dora"] = after
+        world.check(["dora", None, None, "dora"])
 
 
 @scenario
@@ -246,51 +237,22 @@ def one_process_cannot_read_it(world: World) -> None:
     world.check(["one", None, None, "one"])
     before = world.state()
     cases = {"missing": AdapterNotFoundError, "cut": AdapterFormatError, "nan": AdapterFormatError}
-    for case, error in cases.items():
-        for process in (0, 1):
-            if world.me == process:
-                world.paths["two"] = world.folder / case
-            for attempt in (
-                lambda: manager.add_adapter(world.request("two")),
-                lambda: manager.prepare(["one", world.request("two")]),
-            ):
-                with pytest.raises(error) as caught:
-                    attempt()
-                assert str(caught.value).endswith(f"(process {process})"), caught.value
-                said = np.frombuffer(str(caught.value).encode().ljust(2000)[:2000], np.uint8)
-                multihost_utils.assert_equal(said, "the processes raise different errors")
-                world.unchanged(before)
-            world.paths.clear()
+    for process, (case, error) in enumerate(cases.items()):
+        if world.me == process % 2:
+            world.paths["two"] = world.folder / case
+        for attempt in (
+            lambda: manager.add_adapter(world.request("two")),
+            lambda: manager.prepare(["one", world.request("two")]),
+        ):
+            with pytest.raises(error) as caught:
+                attempt()
+            assert str(caught.value).endswith(f"(process {process % 2})"), caught.value
+            said = np.frombuffer(str(caught.value).encode().ljust(2000)[:2000], np.uint8)
+            multihost_utils.assert_equal(said, "the processes raise different errors")
+            world.unchanged(before)
+        world.paths.clear()
     manager.add_adapter(world.request("two"))  # and the next time it is there
     world.check(["one", "two", None, "one"])
-    world.alike()
-
-
-@scenario
-def what_failed_elsewhere_is_read_anew(world: World) -> None:
-    manager = world.start()
-    if world.me == 0:
-        world.paths["two"] = world.folder / "missing"
-    with pytest.raises(AdapterNotFoundError, match="process 0"):
-        manager.prepare([world.request("two")])
-    if world.me == 0:
-        del world.paths["two"]
-    else:
-        world.paths["two"] = world.folder / "nan"
-    with pytest.raises(AdapterFormatError, match="process 1"):
-        manager.add_adapter(world.request("two"))
-    assert not manager.list_adapters()
-
-
-@scenario
-def a_late_process_is_waited_for(world: World) -> None:
-    manager = world.start()
-    manager.add_adapter(world.request("one"))
-    if world.me == 1:
-        world.gates["two"] = gate = threading.Event()
-        threading.Timer(1.5, gate.set).start()
-    assert manager.add_adapter(world.request("two"))
-    world.check(["one", "two", None, "two"])
     world.alike()
 
 
@@ -327,21 +289,6 @@ def a_process_answers_while_it_waits_for_another(world: World) -> None:
 
 
 @scenario
-def more_names_than_the_host_keeps(world: World) -> None:
-    manager = world.start(max_cpu_loras=2)
-    for name in ("one", "two", "three", "four"):
-        assert manager.add_adapter(world.request(name))
-    world.check(["one", "two", None, None])  # both evicted, and loaded again
-    world.alike()
-    manager.prepare(["two", world.request("three", load_inplace=True)]).close()
-    world.check(["two", "three", None, None])
-    world.alike()
-    with manager.hold("one") as handle:
-        assert handle.version == 0
-    world.alike()
-
-
-@scenario
 def refused_calls(world: World) -> None:
     manager = world.start()
     manager.add_adapter(world.request("one"))
@@ -364,47 +311,29 @@ def refused_calls(world: World) -> None:
 
 
 @scenario
-def versions(world: World) -> None:
+def updates_and_held_versions(world: World) -> None:
     manager = world.start()
     manager.add_adapter(world.request("one"))
     with manager.prepare(["one"] * 4) as batch:
         assert batch.versions == (0,) * 4
         with pytest.raises(AdapterInUseError):
             manager.add_adapter(world.request("one", load_inplace=True))
-    assert manager.add_adapter(world.request("one", load_inplace=True))
-    if world.me == 1:  # written anew on one host alone, with the same weights
-        ONE.save_pretrained(world.folder / "again")
-        world.paths["one"] = world.folder / "again"
-    else:
-        world.paths["one"] = world.folder / "one"
-    manager.add_adapter(world.request("one", load_inplace=True))
-    world.alike()
-    world.check(["one", None, "one", None])
-    held = manager.hold("one")
-    version = held.version
-    module = THREE.modules["up"]
-    ones = {f"up.lora_{half}.weight": np.full_like(ONE.modules["up"].__dict__[half.lower()], 0.5) for half in "AB"}
-    assert manager.update_adapter("one", ones) == version + 1
+    held, up = manager.hold("one"), ONE.modules["up"]
+    arrays = {"up.lora_A.weight": np.full_like(up.a, 0.5), "up.lora_B.weight": np.full_like(up.b, 0.5)}
+    assert manager.update_adapter("one", arrays) == 1
     with manager.prepare([held, "one", None, None]) as batch:
-        assert batch.versions == (version, version + 1, None, None)
+        assert batch.versions == (0, 1, None, None)
         found = world.answers(batch)
     held.close()
-    changed = jlora.Adapter(
-        name="one",
-        modules={
-            **ONE.modules,
-            "up": type(module)(
-                **{**vars(ONE.modules["up"]), "a": ones["up.lora_A.weight"], "b": ones["up.lora_B.weight"]}
-            ),
-        },
-    )
+    new = dict(zip("ab", arrays.values(), strict=True))
+    changed = jlora.Adapter(name="one", modules={**ONE.modules, "up": dataclasses.replace(up, **new)})
     with jax.default_device(jax.local_devices()[0]):
-        twins = {None: world.twins[None], "one": world.twins["one"], "new": merge(Small(), SMALL_TARGETS, changed)}
+        twins = {**world.twins, "new": merge(Small(), SMALL_TARGETS, changed)}
         assert_close(found, expected_rows(twins, ["one", "new", None, None], TOKENS))
     with pytest.raises(LoRAUsageError, match="NumPy arrays"):
-        manager.update_adapter("one", {name: jax.numpy.asarray(array) for name, array in ones.items()})
+        manager.update_adapter("one", {name: jax.numpy.asarray(array) for name, array in arrays.items()})
     with pytest.raises(LoRAError, match="Files must be the same"):
-        manager.update_adapter("one", {name: array + world.me for name, array in ones.items()})
+        manager.update_adapter("one", {name: array + world.me for name, array in arrays.items()})
     world.alike()
 
 
@@ -528,47 +457,6 @@ def a_write_that_fails_in_one_process(world: World) -> None:
 
 
 @scenario
-def removing_and_pinning(world: World) -> None:
-    manager = world.start()
-    for adapter in ADAPTERS:
-        manager.add_adapter(adapter if adapter.name == "one" else world.request(adapter.name))
-    assert manager.pin_adapter("one")
-    world.check(["two", None, None, None])
-    world.check(["three", None, None, None])
-    assert slot_names(manager)[0] == "one"
-    with manager.prepare(["three"]):
-        with pytest.raises(AdapterInUseError):
-            manager.remove_adapter("three")
-        with pytest.raises(AdapterInUseError):
-            manager.deactivate_adapter("three")
-        with pytest.raises(AdapterInUseError):
-            manager.remove_all_adapters()
-    assert manager.deactivate_adapter("three")
-    assert manager.remove_adapter("three")
-    assert not manager.remove_adapter("three")
-    assert manager.unpin_adapter("one")
-    world.alike()
-    while manager.remove_oldest_adapter():
-        world.alike()
-    assert on_host(manager) == ["one"]  # from memory
-    world.check(["one", None, "two", None])
-    manager.remove_all_adapters()
-    assert not manager.list_adapters()
-    assert not manager.remove_oldest_adapter()
-    with pytest.raises(AdapterNotFoundError, match="process 0"):
-        manager.prepare(["one"])
-    manager.add_adapter(world.request("one"))
-    world.check(["one", None, None, None])
-
-
-@scenario
-def other_configurations(world: World) -> None:
-    with pytest.raises(LoRAError, match="LoRAManager: process 0 has"):
-        world.start(max_loras=2 + world.me, max_cpu_loras=4)
-    world.start()
-
-
-@scenario
 def whole_models(world: World) -> None:
     manager = world.start()
     report = manager.verify(world.step, TOKENS)
@@ -613,13 +501,10 @@ class Experts(World):
                 return jax.lax.with_sharding_constraint(model(x), whole)
 
         self.step = jax.jit(forward)
-        self.adapters = {
-            "each": self.adapter("each", 1),
-            "few": self.adapter("few", 2, (1, 6)),
-            "flat": self.adapter("flat", 3),
-        }
+        experts = {"each": range(8), "few": (1, 6), "flat": range(8)}
+        self.adapters = {name: self.adapter(name, seed, experts[name]) for seed, name in enumerate(experts)}
 
-    def adapter(self, name: str, seed: int, experts=range(8)) -> jlora.Adapter:
+    def adapter(self, name: str, seed: int, experts: Iterable[int]) -> jlora.Adapter:
         rng = np.random.default_rng(seed)
         arrays = {
             f"layers.{layer}.experts.{e}.{part}": [
@@ -634,8 +519,8 @@ class Experts(World):
                 arrays[key][0] = arrays[key.replace("up_proj", "gate_proj")][0]
         return jlora.Adapter.from_arrays(name, arrays, alpha=3)
 
-    def written(self, name: str) -> tuple[jlora.LoRARequest, int, int]:
-        """A request for an adapter, expert by expert in its file or flat; bytes of its A, and of its B."""
+    def written(self, name: str) -> jlora.LoRARequest:
+        """A request for an adapter, expert by expert in its file or flat."""
         modules = self.adapters[name].modules
         if name == "flat":
             fused = {}
@@ -651,8 +536,7 @@ class Experts(World):
         if self.me == 0:
             jlora.Adapter(name=name, modules=modules).save_pretrained(folder)
         multihost_utils.sync_global_devices(str(folder))
-        sizes = (sum(getattr(module, half).nbytes for module in modules.values()) for half in "ab")
-        return jlora.LoRARequest(name, str(folder)), *sizes
+        return jlora.LoRARequest(name, str(folder))
 
     def check(self, names) -> None:
         with self.manager.prepare(names) as batch:
@@ -666,20 +550,8 @@ class Experts(World):
 def experts(world: World) -> None:
     """Each process reads the slots of its own devices, and the answers equal those of one process."""
     world = Experts(world)
-    original, reads = StableFile.read_into, []
-
-    def read_into(self, offset, buffer):
-        if offset > 8:  # the header comes before
-            reads.append(len(buffer))
-        original(self, offset, buffer)
-
-    StableFile.read_into = read_into
     for name in world.adapters:
-        request, of_a, of_b = world.written(name)
-        reads.clear()
-        world.manager.add_adapter(request)
-        assert sum(reads) == of_a // 2 + (of_b if name == "flat" else of_b // 2), name
-    StableFile.read_into = original
+        world.manager.add_adapter(world.written(name))
     for names in (["each", None, "flat", "each"], ["few", "flat", None, "few"], ["each", "few", "few", None]):
         world.check(names)
         world.alike()
@@ -700,55 +572,24 @@ def experts(world: World) -> None:
     world.adapters["each"].modules["layers.0.experts.6.up_proj"].b[0, 0] = np.nan
     before = world.state()
     with pytest.raises(AdapterFormatError, match=r"experts\.6\.up_proj.*NaN.*process 1"):
-        world.manager.add_adapter(dataclasses.replace(world.written("each")[0], load_inplace=True))
+        world.manager.add_adapter(dataclasses.replace(world.written("each"), load_inplace=True))
     world.unchanged(before)
     world.check(["few", "flat", None, "few"])
 
 
-class Cut:
-    """The service of messages, with a KeyboardInterrupt before or after the nth message; as it was from then on."""
+class Interrupted:
+    """The service of messages, with a KeyboardInterrupt in place of the next message; as it was from then on."""
 
-    def __init__(self, manager: jlora.LoRAManager, nth: int, after: bool):
-        self._peers, self._left, self._after = manager._state.peers, nth, after
-        self._service = manager._state.peers._service
-        self._peers._service = self
+    def __init__(self, manager: jlora.LoRAManager):
+        self._peers = manager._state.peers
+        self._service, self._peers._service = self._peers._service, self
 
-    def key_value_set(self, *args: str) -> None:
-        self._left -= 1
-        if self._left:
-            self._service.key_value_set(*args)
-            return
+    def key_value_set(self, *_: str) -> None:
         self._peers._service = self._service
-        if self._after:
-            self._service.key_value_set(*args)
-            name, number, _ = args[0].rsplit("/", 2)
-            # Process 0 deletes its message before this one when it has read this one.
-            while any(key.endswith("/0") for key, _ in self._service.key_value_dir_get(f"{name}/{int(number) - 1}/")):
-                time.sleep(0.01)
         raise KeyboardInterrupt
 
     def __getattr__(self, name: str):
         return getattr(self._service, name)
-
-
-@scenario
-def an_interrupt_after_others_are_told(world: World) -> None:
-    """Only the other processes run these calls."""
-    manager = world.start()
-    manager.add_adapter(world.request("one"))
-    manager.add_adapter(world.request("two"))
-    world.check(["one", "two", None, None])
-    new = {"up.lora_B.weight": np.zeros_like(ONE.modules["up"].b)}
-    if world.me == 1:
-        Cut(manager, 2, after=True)
-        with pytest.raises(KeyboardInterrupt):
-            manager.update_adapter("one", new)
-        for names in (["one", "two", None, None], ["one"]):  # in their slots, here of an older version
-            with pytest.raises(LoRAError, match=r"update_adapter\('one'\) was cut short"):
-                manager.prepare(names)
-    else:
-        assert manager.update_adapter("one", new) == 1
-    world.start_again()
 
 
 @scenario
@@ -758,7 +599,7 @@ def an_interrupt_before_others_are_told(world: World) -> None:
     manager.add_adapter(world.request("one"))
     before = world.state()
     if world.me == 1:
-        Cut(manager, 1, after=False)
+        Interrupted(manager)
     with pytest.raises(KeyboardInterrupt if world.me == 1 else LoRAError, match="cut short" if not world.me else None):
         manager.add_adapter(world.request("two"))
     for name in ("one", "three"):  # the first is there
@@ -771,6 +612,8 @@ def an_interrupt_before_others_are_told(world: World) -> None:
 
 @scenario
 def a_manager_that_one_process_cannot_make(world: World) -> None:
+    with pytest.raises(LoRAError, match="LoRAManager: process 0 has"):
+        world.start(max_loras=2 + world.me)
     for process in (0, 1):
         targets = ["nowhere"] if world.me == process else ["up", "down"]
         with pytest.raises(LoRAUsageError, match=rf"nowhere.*\(process {process}\)"):
@@ -826,56 +669,27 @@ def other_orders_of_use(world: World) -> None:
 def batches_of_other_threads(world: World) -> None:
     """Are not waited for."""
     manager = world.start()
-    manager.add_adapter(world.request("one"))
-    manager.add_adapter(world.request("two"))
+    for name in ("one", "two"):
+        manager.add_adapter(world.request(name))
     world.check(["one", None, None, "two"])
     batch: list[jlora.LoRABatch] = []
     thread = threading.Thread(target=lambda: batch.append(manager.prepare(["one"])))
     thread.start()
     thread.join()
     again = world.request("one", load_inplace=True)
+    zeros = {"up.lora_B.weight": np.zeros_like(ONE.modules["up"].b)}
     for attempt in (
         lambda: manager.prepare([again, "two"]),
         lambda: manager.add_adapter(again),
         lambda: manager.remove_adapter("one"),
-        lambda: manager.update_adapter("one", {"up.lora_B.weight": np.zeros_like(ONE.modules["up"].b)}),
+        lambda: manager.update_adapter("one", zeros),
     ):
         with pytest.raises(AdapterInUseError):
             attempt()
     batch[0].close()
-    world.check(["one", None, None, "two"])
     manager.prepare([again, "two"]).close()
     world.check(["one", None, None, "two"])
     world.alike()
-
-
-@scenario
-def two_managers(world: World) -> None:
-    if world.me == 0:  # one of its own
-        with jax.default_device(jax.local_devices()[0]):
-            local = Small()
-        manager = jlora.LoRAManager(local, jlora.LoRAConfig(max_loras=1, max_lora_rank=3))
-        manager.add_adapter(world.request("one"))
-        assert manager.activate_adapter("one")
-    first = world.start()
-    models = world.model, world.step
-    first.add_adapter(world.request("one"))
-    second = world.start(max_loras=1, max_cpu_loras=1)
-    second.add_adapter(world.request("two"))
-    world.check(["two", None, None, "two"])
-    with first.hold("one") as handle:
-        for _ in range(2):
-            with pytest.raises(LoRAUsageError, match="of another manager"):
-                second.prepare([handle])
-            world.check(["two", None, None, "two"])
-        world.manager, (world.model, world.step) = first, models
-        world.check(["one", None, "one", None])
-        with first.prepare(["one"] * 4) as batch, pytest.raises(LoRAError), jlora.use(batch):
-            second.model(TOKENS)
-    first.unwrap()
-    world.manager, world.model = second, second.model
-    second.add_adapter(world.request("one"))
-    assert on_host(second) == ["one"]
 
 
 @scenario
@@ -883,45 +697,54 @@ def names_and_messages(world: World) -> None:
     manager = world.start()
     names = ["a/b", "../x", "ключ ☃", "\ud800 alone", "new\nline \x00", "n" * 100_000, "{'a': 1}"]
     for name in names:
-        request = jlora.LoRARequest(name, path=str(world.folder / "one"))
-        assert manager.add_adapter(request)
+        assert manager.add_adapter(jlora.LoRARequest(name, path=str(world.folder / "one")))
         manager.prepare([name, None]).close()
         assert name in manager.list_adapters()
     world.alike()
 
-    def resolve(request):
-        raise ValueError("ошибка ☃ \ud800 " + "x" * 5_000_000)
-
-    if world.me == 1:
-        world.resolving = resolve
-    with pytest.raises(LoRAError, match=r"^ValueError: ошибка ☃ \ud800 x+ \(process 1\)$"):
-        manager.add_adapter(world.request("one"))
-
     def refuse(request):
-        error = AdapterMismatchError("two problems")
+        error = AdapterMismatchError("ошибка ☃ \ud800 " + "x" * 5_000_000)
         error.problems = ("ошибка", "\ud800")
         raise error
 
     if world.me == 1:
         world.resolving = refuse
-    with pytest.raises(AdapterMismatchError) as caught:
+    with pytest.raises(AdapterMismatchError, match=r"^ошибка ☃ \ud800 x+ \(process 1\)$") as caught:
         manager.add_adapter(world.request("one"))
     assert caught.value.problems == ("ошибка", "\ud800")
+
+    def fail(request):
+        raise ValueError("not of jlora")
+
+    if world.me == 1:
+        world.resolving = fail
+    with pytest.raises(LoRAError, match=r"^ValueError: not of jlora \(process 1\)$"):
+        manager.add_adapter(world.request("one"))
     world.resolving = world.path_of
     manager.add_adapter(world.request("one"))
     world.check(["one", None, None, "one"])
 
 
-CALLS = [
-    *["add", "add", "add", "add", "prepare", "prepare", "prepare", "request", "request", "request"],
-    *["memory", "inplace", "update", "remove", "oldest", "pin", "unpin", "activate", "deactivate", "hold", "close"],
-]
+CALLS: dict[str, Callable[[World, str, str], object]] = {
+    "add": lambda w, name, other: w.manager.add_adapter(w.request(name)),
+    "in place": lambda w, name, other: w.manager.add_adapter(w.request(name, load_inplace=True)),
+    "memory": lambda w, name, other: w.manager.add_adapter(w.adapters[name]),
+    "prepare": lambda w, name, other: w.check([name, None, other, name]),
+    "request": lambda w, name, other: w.manager.prepare([w.request(name, load_inplace=True), other]).close(),
+    "hold": lambda w, name, other: w.manager.hold(name).close(),
+    "remove": lambda w, name, other: w.manager.remove_adapter(name),
+    "oldest": lambda w, name, other: w.manager.remove_oldest_adapter(),
+    "pin": lambda w, name, other: w.manager.pin_adapter(name),
+    "unpin": lambda w, name, other: w.manager.unpin_adapter(name),
+    "activate": lambda w, name, other: w.manager.activate_adapter(name),
+    "deactivate": lambda w, name, other: w.manager.deactivate_adapter(name),
+}
 
 
 @scenario
 def random_traffic(world: World) -> None:
     """The same calls in both, of a seed; a load takes another time in each."""
-    manager = world.start(max_cpu_loras=3)
+    world.start(max_cpu_loras=3)
     rng, own = np.random.default_rng(11), np.random.default_rng(world.me)
 
     def slow(request):
@@ -929,65 +752,19 @@ def random_traffic(world: World) -> None:
         return world.path_of(request)
 
     world.resolving = slow
-    adapters = {adapter.name: adapter for adapter in ADAPTERS}
-    twins = dict(world.twins)  # and that of the update, by name and version
-
-    def served(batch, names) -> list:
-        found = zip(names, batch.versions, strict=True)
-        return [name if (name, version) not in twins else (name, version) for name, version in found]
-
-    open_batches, handles, called, checked = [], [], set(), 0
-    for step in range(600):
-        name, other = rng.choice(list(adapters), 2, replace=False).tolist()
-        call, said, batch, names = str(rng.choice(CALLS)), "", None, [name, None, other, name]
+    called = set()
+    for step in range(200):
+        name, other = rng.choice(list(world.adapters), 2, replace=False).tolist()
+        call, said = str(rng.choice(list(CALLS))), ""
         try:
-            if call == "add":
-                manager.add_adapter(world.request(name))
-            elif call == "inplace":
-                manager.add_adapter(world.request(name, load_inplace=True))
-            elif call == "memory":
-                manager.add_adapter(adapters[name])
-            elif call == "request":
-                batch = manager.prepare([world.request(name, load_inplace=step % 3 == 0), None, other, name])
-            elif call == "prepare":
-                batch = manager.prepare(names)
-            elif call == "remove":
-                manager.remove_adapter(name)
-            elif call == "update":
-                up = dataclasses.replace(adapters[name].modules["up"], b=adapters[name].modules["up"].b * step / 250)
-                version = manager.update_adapter(name, {"up.lora_A.weight": up.a, "up.lora_B.weight": up.b})
-                with jax.default_device(jax.local_devices()[0]):
-                    changed = jlora.Adapter(name=name, modules={**adapters[name].modules, "up": up})
-                    twins[name, version] = merge(Small(), SMALL_TARGETS, changed)
-            elif call == "hold":
-                handles.append(manager.hold(name))
-                batch, names = manager.prepare([handles[-1], other, handles[-1], None]), [name, other, name, None]
-            elif call == "close":
-                for handle in handles:
-                    handle.close()
-                handles.clear()
-            elif call == "oldest":
-                manager.remove_oldest_adapter()
-            else:
-                getattr(manager, f"{call}_adapter")(name)
+            CALLS[call](world, name, other)
             called.add(call)
         except LoRAError as error:
             said = str(error)
-        infos = [(n, i.version, i.slot, i.pinned, i.leases) for n, i in manager.list_adapters().items()]
-        seen = f"{step} {call} {name} {other}: {said} {infos} {slot_names(manager)}"
+        infos = [(n, i.version, i.slot, i.pinned, i.leases) for n, i in world.manager.list_adapters().items()]
+        seen = f"{step} {call} {name} {other}: {said} {infos} {slot_names(world.manager)}"
         multihost_utils.assert_equal(np.frombuffer(seen.encode().ljust(2000)[:2000], np.uint8), f"not as here: {seen}")
-        if batch is not None:
-            open_batches.append((batch, served(batch, names)))
-        while len(open_batches) > step % 3 // 2:
-            batch, names = open_batches.pop(0)
-            with batch:
-                found = world.answers(batch)
-            with jax.default_device(jax.local_devices()[0]):
-                assert_close(found, expected_rows(twins, names, TOKENS))
-            checked += 1
-    assert called == set(CALLS), set(CALLS) - called
-    assert checked > 30, checked
-    assert len(twins) > len(world.twins) + 3
+    assert called == CALLS.keys(), CALLS.keys() - called
 
 
 def main(number: str, port: str, folder: str) -> None:

@@ -26,7 +26,6 @@ from tests.manager.tiny import (
     make_adapter,
     same,
 )
-from tests.matrix import thinned
 from tests.records import slot_names
 
 
@@ -56,22 +55,6 @@ def with_base(world, change, name="embed"):
 
 # defect -> (the adapter, the message: tensor, expected, found)
 BAD = {
-    "rank": (
-        lambda w: adapter(layers__0__q_proj=factors(MAX_RANK + 1, WIDTH, 16)),
-        ["layers.0.q_proj", "rank 5", "max_lora_rank=4"],
-    ),
-    "unknown module": (
-        lambda w: adapter(layers__0__up_proj=factors(2, WIDTH, 16)),
-        ["layers.0.up_proj", "the model has no module", "name_map"],
-    ),
-    "layer past the end": (
-        lambda w: adapter(layers__7__q_proj=factors(2, WIDTH, 16)),
-        ["layers.7.q_proj", "the model has no module"],
-    ),
-    "part of a name": (
-        lambda w: adapter(q_proj=factors(2, WIDTH, 16)),
-        ["q_proj", "the model has no module"],
-    ),
     "A": (
         lambda w: adapter(layers__1__k_proj=factors(2, WIDTH + 1, 8)),
         ["layers.1.k_proj", "(2, 17)", "(2, 16)", "(8, 2)", "layers.1.qkv_proj"],
@@ -83,14 +66,6 @@ BAD = {
     "all of a merged layer": (
         lambda w: adapter(layers__0__qkv_proj=factors(2, WIDTH, 16)),
         ["layers.0.qkv_proj", "(16, 2)", "(32, 2)"],
-    ),
-    "vocabulary": (
-        lambda w: adapter(embed=factors(2, VOCAB + 1, WIDTH, "embedding")),
-        ["embed", f"(2, {VOCAB + 1})", f"(2, {VOCAB})"],
-    ),
-    "embedding for linear": (
-        lambda w: adapter(layers__0__o_proj=factors(2, WIDTH, 16, "embedding")),
-        ["layers.0.o_proj", "takes linear weights", "these are embedding weights"],
     ),
     "a part twice": (
         lambda w: adapter(layers__0__qkv_proj=factors(2, WIDTH, 32), layers__0__k_proj=factors(2, WIDTH, 8)),
@@ -129,17 +104,15 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-@pytest.mark.parametrize("name", ["bad", "b"])
-def test_a_misfit_changes_nothing(busy, what, name):
-    """As a new adapter, and in the place of one that is in a slot."""
+def test_a_misfit_changes_nothing(busy, what):
+    """In the place of an adapter that is in a slot."""
     make, parts = BAD[what]
-    bad = make(busy)
-    bad = jlora.Adapter(name=name, modules=bad.modules, base_weights=bad.base_weights)
+    bad = dataclasses.replace(make(busy), name="b")
     with busy.manager.prepare(["a", None, "a"]) as batch:
         first, before, stats = busy.logits(batch), busy.held(), busy.manager.stats()
         with pytest.raises(jlora.AdapterMismatchError) as caught:
             busy.manager.add_adapter(bad, load_inplace=True)
-        for part in (f"adapter '{name}'", *parts):
+        for part in ("adapter 'b'", *parts):
             assert part in str(caught.value)
         assert same(before, busy.held())
         assert busy.manager.stats() == stats
@@ -155,11 +128,10 @@ def test_every_misfit_of_an_adapter_is_named_at_once(busy):
     assert "... and 3 more" in str(caught.value)
 
 
-@pytest.mark.parametrize("ranks", [[MAX_RANK + 2] * 7, [2, 5, 6, 5, 5, 2, 6, 5, 5]])
-def test_ranks_above_the_largest_are_named_together_with_the_way_out(busy, ranks):
-    modules = {name: lora(name, rank, np.random.default_rng(0)) for name, rank in zip(MODULES, ranks, strict=False)}
-    above = [name for name, module in modules.items() if module.rank > MAX_RANK]
-    first = next(name for name in above if modules[name].rank == 6)
+def test_ranks_above_the_largest_are_named_together_with_the_way_out(busy):
+    ranks = dict(zip(MODULES, [2, 5, 6, 5, 5, 2, 6, 5, 5], strict=False))
+    modules = {name: lora(name, rank, np.random.default_rng(0)) for name, rank in ranks.items()}
+    first = next(name for name, rank in ranks.items() if rank == 6)
     with pytest.raises(jlora.AdapterMismatchError) as caught:
         busy.manager.add_adapter(jlora.Adapter(name="bad", modules=modules))
     assert str(caught.value) == (
@@ -219,7 +191,7 @@ WRITES = 2 * 5  # of two adapters: the lookup, the logits, merged, o_proj, ranks
 
 
 @pytest.mark.parametrize("how", ["before", "consumed", "after"])
-@pytest.mark.parametrize("nth", thinned(range(1, WRITES + 1), 0, 1, WRITES // 2, WRITES - 1))
+@pytest.mark.parametrize("nth", [1, 2, WRITES // 2 + 1, WRITES])
 def test_failed_write_is_repaired(full, nth, how):
     """Two adapters are swapped in and the nth program fails; the next batches are right."""
     damage = delete if how == "consumed" else lambda *args: None
@@ -239,7 +211,7 @@ def test_there_are_as_many_writes_as_the_test_above_fails(full):
     assert len(calls) == WRITES
 
 
-@pytest.mark.parametrize("nth", range(1, WRITES // 2 + 1))
+@pytest.mark.parametrize("nth", [1, WRITES // 2])
 def test_a_failed_write_leaves_other_slots_alone(full, nth):
     """Under an open batch, whose slot keeps every bit."""
     with full.manager.prepare([None, "b", None]) as batch:
@@ -252,19 +224,7 @@ def test_a_failed_write_leaves_other_slots_alone(full, nth):
     check_everything(full)
 
 
-def test_a_batch_without_a_slot_repairs_none(full):
-    """Slots are written only once it is certain that all adapters of a batch fit."""
-    with full.manager.prepare([None, "b", None]):
-        with failing_write(full.manager, 2), pytest.raises(DeviceError):
-            full.manager.prepare(["c", None, None])
-        before = [array for _, array in full.slots()]
-        with pytest.raises(jlora.NoFreeSlotError):
-            full.manager.prepare(["c", "d", None])
-        assert all(old is new for old, (_, new) in zip(before, full.slots(), strict=True))
-    check_everything(full)
-
-
-@pytest.mark.parametrize("nth", range(1, WRITES // 2 + 1))
+@pytest.mark.parametrize("nth", [1, WRITES // 2])
 def test_a_replacement_that_fails_to_be_written_is_written_by_the_next(full, nth):
     """The books change at once, the slot at the next `prepare`; never the old weights under the new version."""
     old = full.manager.list_adapters()["a"].version
@@ -303,43 +263,10 @@ def test_a_step_that_donates_the_slot_arrays(full):
     check_everything(full)
 
 
-def test_an_older_state_put_back_into_the_model(full):
-    """A batch for b is right after `nnx.update` with a state from the time when a had the slot."""
-    full.manager.deactivate_adapter("a")
-    full.manager.deactivate_adapter("b")
-    full.serve(["a", None, None])
-    older = jax.tree.map(jnp.copy, nnx.state(full.model, jlora.SlotParam))
-    full.manager.deactivate_adapter("a")
-    names = ["b", None, None]
-    full.check(full.serve(names), [whole("b"), None, None])
-    nnx.update(full.model, older)
-    full.check(full.serve(names), [whole("b"), None, None])
-    full.check(full.serve(["b", "a", None]), [whole("b"), whole("a"), None])
-    check_everything(full)
-
-
 def test_one_slot_array_replaced_by_hand(full):
     full.model.layers[0].o_proj.jlora_b[...] = jnp.full_like(full.model.layers[0].o_proj.jlora_b[...], jnp.nan)
     full.check(full.serve(["a", "b", None]), [whole("a"), whole("b"), None])
     check_everything(full)
-
-
-def test_an_older_state_is_mended_under_an_open_batch(full):
-    """Not at once, but at the next `prepare`, and the open batch reads its own slot then."""
-    older = jax.tree.map(jnp.copy, nnx.state(full.model, jlora.SlotParam))
-    with full.manager.prepare(["c", None, None]) as batch:
-        nnx.update(full.model, older)
-        full.manager.prepare([None]).close()
-        full.check(full.logits(batch), [whole("c"), None, None])
-    check_everything(full)
-
-
-def test_a_full_host_evicts_nothing_for_an_adapter_that_does_not_fit(busy):
-    busy.manager.add_adapter(make_adapter("d"))
-    before = busy.held()
-    with pytest.raises(jlora.AdapterMismatchError):
-        busy.manager.add_adapter(BAD["rank"][0](busy))
-    assert same(before, busy.held())
 
 
 @pytest.mark.parametrize("damage", ["gone", "truncated", "rank"])

@@ -3,25 +3,18 @@
 import errno
 import itertools
 import os
-from pathlib import Path
 
 import numpy as np
-import pytest
 
 from tests.manager.tiny import make_adapter, refused, request
 
-ROOT = Path(__file__).parents[2]
-
-
-# --- loading --------------------------------------------------------------------------------------------------------
-
 
 class _Fails:
-    """Calls of `os` that read below a folder; the nth of them fails, and so do those after it if it `stays` broken."""
+    """Calls of `os` that read below a folder; the nth of them fails."""
 
-    def __init__(self, monkeypatch, folder, n, stays):
+    def __init__(self, monkeypatch, folder, n):
         self.calls, self.failed = 0, False
-        self._folder, self._n, self._stays, self._opened = str(folder), n, stays, set()
+        self._folder, self._n, self._opened = str(folder), n, set()
         for name in ("open", "stat", "lstat", "fstat", "preadv", "scandir", "readlink"):
             monkeypatch.setattr(os, name, self._counted(getattr(os, name)))
 
@@ -30,7 +23,7 @@ class _Fails:
             ours = path in self._opened if isinstance(path, int) else self._folder in os.fspath(path)
             if ours:
                 self.calls += 1
-                if self.calls == self._n or (self._stays and self.calls > self._n):
+                if self.calls == self._n:
                     self.failed = True
                     raise OSError(errno.EIO, os.strerror(errno.EIO), path)
             found = real(path, *args, **kwargs)
@@ -41,8 +34,7 @@ class _Fails:
         return call
 
 
-@pytest.mark.parametrize("stays", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_disk_fails_on_the_nth_read(world, tmp_path, monkeypatch, stays):
+def test_a_disk_fails_on_the_nth_read(world, tmp_path, monkeypatch):
     """For every n, the error names the file, other adapters are served, and a later load succeeds."""
     good, bad = request(tmp_path / "good", "good"), request(tmp_path / "bad", "bad")
     world.manager.add_adapter(good)
@@ -50,7 +42,7 @@ def test_a_disk_fails_on_the_nth_read(world, tmp_path, monkeypatch, stays):
     open_files = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
     for n in itertools.count(1):
         with monkeypatch.context() as patched:
-            disk = _Fails(patched, tmp_path / "bad", n, stays)
+            disk = _Fails(patched, tmp_path / "bad", n)
             error = refused(world.manager.add_adapter, bad)
         if error is not None:
             assert disk.failed

@@ -2,24 +2,13 @@
 
 import dataclasses
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 import jlora
 from tests.manager.test_names import Merged, factors, make_manager, placed
-from tests.manager.tiny import lora, make_adapter, make_world
-
-
-def test_base_weights_equal_to_the_model_are_accepted():
-    for dtype in (jnp.float32, jnp.bfloat16):
-        world = make_world(dtype=dtype)
-        table = np.asarray(world.model.embed.embedding[...]).astype(np.float32)
-        modules = {"embed": lora("embed", 2, np.random.default_rng(0))}
-        for name in ("embed", "lm_head"):
-            adapter = jlora.Adapter(name=name, modules=modules, base_weights={name: table})
-            assert world.manager.add_adapter(adapter)
+from tests.manager.tiny import make_adapter
 
 
 def test_an_adapter_is_read_back_from_its_slot(world):

@@ -14,7 +14,7 @@ import jlora
 from jlora.manager.host_cache import HostCache
 from jlora.manager.packed_adapter import LifeCycle, PackedAdapter
 from tests.manager.test_prepare import in_time
-from tests.manager.tiny import MAX_RANK, MODULES, make_adapter, make_world, request, same, tensors
+from tests.manager.tiny import MAX_RANK, MODULES, make_adapter, make_world, request, tensors
 from tests.records import on_host, slot_names
 
 pytestmark = pytest.mark.device
@@ -60,78 +60,10 @@ def test_own_weights_outlive_any_number_of_loads(tmp_path, put):
     assert m.list_adapters()["updated"].request is None
 
 
-def test_full_cache_names_the_limit_and_changes_nothing(world, tmp_path):
-    m = world.manager
-    for name in "abcd":
-        m.add_adapter(make_adapter(name))
-    before = world.held()
-    for call in (
-        lambda: m.add_adapter(make_adapter("e")),
-        lambda: m.add_adapter(request(tmp_path, "e")),
-        lambda: m.prefetch(request(tmp_path, "e")).result(20),
-    ):
-        with pytest.raises(jlora.NoFreeSlotError, match=r"adapter 'e'.*from memory.*max_cpu_loras"):
-            call()
-    assert same(before, world.held())
-
-
-def test_own_weights_are_removed_and_replaced_explicitly(world, tmp_path):
-    m = world.manager
-    for name in "abcd":
-        m.add_adapter(make_adapter(name))
-    assert not m.add_adapter(request(tmp_path, "a", 1))  # the name is known
-    assert m.add_adapter(request(tmp_path, "a", 1), load_inplace=True)
-    assert m.add_adapter(make_adapter("b", 1), load_inplace=True)
-    assert m.stats().unevictable == 3
-    world.check(world.serve(["a", "b", None]), [make_adapter("a", 1), make_adapter("b", 1), None])
-    assert m.remove_adapter("c")
-    m.add_adapter(make_adapter("e"))
-    m.add_adapter(make_adapter("f"))  # in place of a, which has a request now
-    assert set(on_host(m)) == set("bdef")
-    assert m.list_adapters()["a"].level == "evicted"
-    m.remove_all_adapters()
-    assert (m.stats().unevictable, m.stats().registered) == (0, 0)
-
-
-def test_update_of_an_evicted_adapter_needs_a_place(tmp_path):
-    world = make_world(max_loras=1, max_cpu_loras=2)
-    m = world.manager
-    m.add_adapter(large_request(tmp_path, "a"))
-    m.add_adapter(make_adapter("b"))
-    m.add_adapter(request(tmp_path, "c"))
-    assert m.list_adapters()["a"].level == "evicted"
-    new = update(world, "a", 1)
-    world.check(world.serve(["a", None, None]), [new, None, None])
-    with pytest.raises(jlora.NoFreeSlotError, match="max_cpu_loras"):
-        m.prepare(["c", None, None])
-
-
-def test_pins_and_own_weights_count_once(world):
-    m = world.manager
-    m.add_adapter(make_adapter("a"))
-    m.pin_adapter("a")
-    assert m.stats().unevictable == 1
-    m.unpin_adapter("a")
-    assert m.stats().unevictable == 1
-    m.deactivate_adapter("a")
-    assert not m.remove_oldest_adapter()
-
-
-def test_evicted_names_are_called_evicted(world, tmp_path):
-    m = world.manager
-    for name in "abcde":
-        m.add_adapter(request(tmp_path, name))
-    for call in (m.export_adapter, m.unpin_adapter):
-        with pytest.raises(jlora.AdapterNotFoundError, match="'a' was evicted from the host cache"):
-            call("a")
-    assert m.activate_adapter("a")
-
-
 # --- batches that cannot fit ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["memory", "updated", "pinned", "leased"])
-@pytest.mark.parametrize("timeout", [None, 0])
+@pytest.mark.parametrize(("kind", "timeout"), [("memory", None), ("updated", 0), ("pinned", None), ("leased", 0)])
 def test_batch_without_places_loads_nothing(tmp_path, kind, timeout):
     """Two adapters in the one place that is left would evict each other without end."""
     world = make_world(max_loras=3, max_cpu_loras=3)

@@ -1,14 +1,13 @@
 """An open batch holds its slots: calls that wait, calls that are refused, and the end of a lease."""
 
-import gc
 import threading
 
 import numpy as np
 import pytest
 
 import jlora
-from tests.manager.tiny import make_adapter, make_world, request, same
-from tests.records import on_host, slot_names
+from tests.manager.tiny import make_adapter, same
+from tests.records import slot_names
 
 pytestmark = pytest.mark.device
 
@@ -53,24 +52,6 @@ def test_no_free_slot_changes_nothing(world):
     assert slot_names(m) == ("a", "c")
 
 
-def test_more_adapters_than_slots_are_refused_before_anything_moves(world):
-    load(world, "a", "b", "c")
-    world.serve(["a", None, None])
-    before = world.held()
-    with pytest.raises(jlora.NoFreeSlotError, match="2 adapters need a slot"):
-        world.manager.prepare(["a", "b", "c"])
-    assert same(before, world.held())
-
-
-def test_an_unknown_name_among_known_ones_changes_nothing(world):
-    load(world, "a", "b", "c")
-    world.serve(["a", "b", None])
-    before = world.held()
-    with pytest.raises(jlora.AdapterNotFoundError, match=r"'who' is not loaded; .*\(3 others are\)"):
-        world.manager.prepare(["c", "who", "a"])
-    assert same(before, world.held())
-
-
 def test_a_leased_adapter_is_not_removed_deactivated_or_replaced(world):
     load(world, "a", "b")
     m = world.manager
@@ -94,103 +75,6 @@ def test_a_leased_adapter_is_not_removed_deactivated_or_replaced(world):
     assert m.remove_adapter("a")
 
 
-def test_host_eviction_passes_over_leased_adapters(world, tmp_path):
-    m = world.manager
-    for name in "abcd":
-        m.add_adapter(request(tmp_path, name))
-    with m.prepare(["a", None, "b"]):
-        assert [m.remove_oldest_adapter() for _ in range(3)] == [True, True, False]
-        assert on_host(m) == ["a", "b"]
-    assert m.remove_oldest_adapter()
-
-
-def test_a_host_full_of_leased_adapters_takes_no_more(tmp_path):
-    world = make_world(max_loras=2, max_cpu_loras=2)
-    for name in "ab":
-        world.manager.add_adapter(request(tmp_path, name))
-    with world.manager.prepare(["a", "b", None]):
-        before = world.held()
-        with pytest.raises(jlora.NoFreeSlotError, match="host cache of 2"):
-            load(world, "c")
-        assert same(before, world.held())
-    load(world, "c")
-    assert on_host(world.manager) == ["b", "c"]
-
-
-def test_adapters_may_be_added_while_a_batch_is_open(world, tmp_path):
-    load(world, "a")
-    with world.manager.prepare(["a", None, None]) as batch:
-        first = world.logits(batch)
-        for name in "bcde":  # five names, four places: the oldest that is not held makes room
-            world.manager.add_adapter(request(tmp_path, name))
-        assert on_host(world.manager) == ["a", "c", "d", "e"]
-        np.testing.assert_array_equal(world.logits(batch), first)
-
-
-def test_load_inplace_replaces_in_the_slot(world):
-    load(world, "a", "b")
-    m = world.manager
-    world.check(world.serve(["a", "b", None]), [make_adapter("a"), make_adapter("b"), None])
-    assert m.pin_adapter("a")
-    assert m.add_adapter(make_adapter("a", 1), load_inplace=True)
-    assert slot_names(m) == (None, "b")  # its content is outdated; the next prepare writes it
-    assert m.list_adapters()["a"].pinned
-    world.check(world.serve(["a", "b", None]), [make_adapter("a", 1), make_adapter("b"), None])
-    assert m.add_adapter(make_adapter("c"), load_inplace=True)  # a new name is simply loaded
-    assert slot_names(m) == ("a", "b")
-
-
-def test_two_batches_share_an_adapter_and_each_holds_it(world):
-    load(world, "a", "b")
-    first, second = (world.manager.prepare(["a", None, None]) for _ in range(2))
-    assert world.manager.stats().leased == 1
-    first.close()
-    first.close()  # harmless: the second batch's hold is its own
-    with pytest.raises(jlora.AdapterInUseError):
-        world.manager.remove_adapter("a")
-    second.close()
-    assert world.manager.remove_adapter("a")
-
-
-def test_a_forgotten_batch_gives_its_slots_back(world):
-    load(world, "a")
-    batch = world.manager.prepare(["a", None, None])
-    assert world.manager.stats().leased == 1
-    del batch
-    assert world.manager.stats().leased == 0
-
-
-def test_a_batch_in_a_cycle_gives_its_slots_back_when_collected(world):
-    load(world, "a")
-    batch = world.manager.prepare(["a", None, None])
-    batch.itself = batch
-    del batch
-    gc.collect()
-    assert world.manager.stats().leased == 0
-
-
-def test_an_exception_in_the_step_closes_the_batch(world):
-    load(world, "a")
-    with pytest.raises(ZeroDivisionError), world.manager.prepare(["a", None, None]):
-        raise ZeroDivisionError
-    assert world.manager.stats().leased == 0
-
-
-def test_a_closed_batch_is_refused(world):
-    load(world, "a")
-    batch = world.manager.prepare(["a", None, None])
-    batch.close()
-    with pytest.raises(jlora.LoRAError, match="closed"):
-        world.logits(batch)
-
-
-def test_leases_remember_nothing_of_closed_batches(world):
-    load(world, "a")
-    for _ in range(100):
-        world.manager.prepare(["a", None, None]).close()
-    assert world.manager.leases() == ()
-
-
 def test_closing_takes_no_lock(world):
     """A batch may be collected in a thread that must not wait: here another thread sits inside the manager."""
     load(world, "a")
@@ -203,50 +87,3 @@ def test_closing_takes_no_lock(world):
             assert not closer.is_alive()
     assert world.manager.stats().leased == 0
     assert world.manager.leases() == ()
-
-
-def test_eight_threads_prepare_step_and_close():
-    world = make_world(max_loras=3, max_cpu_loras=6)
-    names = list("abcdef")
-    load(world, *names)
-    adapters = {name: make_adapter(name) for name in names}
-    seen: list[tuple[list, np.ndarray]] = []
-    refused, failures = [], []
-    start, dispatch = threading.Barrier(8), threading.Lock()
-
-    def work(seed):
-        rng = np.random.default_rng(seed)
-        start.wait()
-        try:
-            for _ in range(40):
-                picked = [None if rng.random() < 0.3 else str(rng.choice(names)) for _ in range(3)]
-                try:
-                    with dispatch:
-                        batch = world.manager.prepare(picked)
-                except jlora.NoFreeSlotError:
-                    refused.append(picked)
-                    continue
-                # The slots stay ours while other threads write theirs.
-                for _ in range(2):
-                    with dispatch:
-                        logits = world.logits(batch)
-                seen.append((picked, logits))
-                batch.close()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-    assert len(seen) + len(refused) == 8 * 40
-    assert len(seen) > 40
-    for picked, logits in seen:
-        world.check(logits, [adapters.get(name) for name in picked])
-    stats = world.manager.stats()
-    assert stats.leased == 0
-    assert stats.slot_evictions > 0
-    assert stats.compilations == len(world.traces) == 1
-    world.manager.remove_all_adapters()

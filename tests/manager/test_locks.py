@@ -2,12 +2,11 @@
 
 import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jlora.manager.locks import Bell, StateLock
+from jlora.manager.locks import StateLock
 
 pytestmark = pytest.mark.usefixtures("python_handles_sigint")
 
@@ -30,62 +29,18 @@ def test_sigint_is_raised_when_the_lock_is_free_again():
         assert other.submit(lock.__enter__).result(5) is None
 
 
-def test_an_error_under_the_lock_gives_it_back():
-    lock = StateLock()
-    with pytest.raises(ValueError, match="inside"), lock:
-        raise ValueError("inside")
-
-    def interrupted() -> None:
-        with lock:
-            signal.raise_signal(signal.SIGINT)
-            raise ValueError("inside")
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    with ThreadPoolExecutor(1) as other:
-        assert other.submit(lock.__enter__).result(5) is None
-
-
-def test_waiting_for_the_lock_is_interrupted():
-    lock, held, go_on = StateLock(), threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with lock:
-            held.set()
-            assert go_on.wait(20)
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    assert held.wait(20)
-    threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt), lock:
-        pass
-    go_on.set()
-    holder.join(20)
-    with lock:
-        pass
-
-
-def test_other_handlers_and_other_threads_are_left_alone():
+def test_other_handlers_are_left_alone():
     heard = []
 
     def own(number: int, frame: object) -> None:
         heard.append(number)
 
     signal.signal(signal.SIGINT, own)
-    lock = StateLock()
-    with lock:
+    with StateLock():
         signal.raise_signal(signal.SIGINT)
         assert heard == [signal.SIGINT]
         assert signal.getsignal(signal.SIGINT) is own
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def look() -> object:
-        with lock:
-            return signal.getsignal(signal.SIGINT)
-
-    with ThreadPoolExecutor(1) as other:
-        assert other.submit(look).result(5) is signal.default_int_handler
 
 
 def test_a_thread_releases_all_of_its_locks_for_a_while():
@@ -146,23 +101,3 @@ def test_a_wait_for_released_locks_is_interrupted(writes):
     with lock.writing, lock:
         pass
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_bell_wakes_waiting_and_late_threads():
-    bell = Bell()
-    seen = bell.rings
-    bell.ring()
-    bell.wait(seen)  # it rang since
-    bell.wait(bell.rings, deadline=time.monotonic())
-    with ThreadPoolExecutor(3) as threads:
-        waiting = [threads.submit(bell.wait, bell.rings, time.monotonic() + 60) for _ in range(3)]
-        bell.ring()
-        for one in waiting:
-            one.result(20)
-
-
-def test_a_wait_ends_by_itself():
-    """A wait has its own limit, because a batch that is collected without being closed does not ring."""
-    bell = Bell()
-    bell.wait(bell.rings)
-    bell.wait(bell.rings, deadline=time.monotonic() + 3600)

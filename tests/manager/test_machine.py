@@ -4,7 +4,6 @@ Three threads take turns to call it; each steps the batches that it opened, also
 """
 
 import contextlib
-import copy
 import functools
 import gc
 import tempfile
@@ -15,11 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -217,10 +213,10 @@ class Books:
 
 @dataclass
 class Open:
-    """An open batch: its thread, its copies, the adapters of its sequences, and their first logits."""
+    """An open batch: its thread, the adapters of its sequences, and their first logits."""
 
     thread: int
-    copies: list[jlora.LoRABatch]
+    batch: jlora.LoRABatch
     items: list[Item | None]
     logits: list[np.ndarray] = field(default_factory=list)
 
@@ -239,14 +235,6 @@ def folders() -> Path:
     weights = made / "nan" / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + np.float32(np.nan).tobytes())
     return made
-
-
-COPIES = {
-    "device_put": lambda batch: jax.device_put(batch),
-    "tree.map": lambda batch: jax.tree.map(jnp.copy, batch),
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-}
 
 
 class ManagerMachine(RuleBasedStateMachine):
@@ -271,7 +259,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for batch in self.batches:
-            batch.copies[0].close()
+            batch.batch.close()
         for handle in self.handles:
             handle.close()
 
@@ -307,7 +295,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def step(self, batch: Open) -> "Future[np.ndarray]":
         """A step of an open batch, in its own thread."""
-        return self.threads[batch.thread].submit(self.world.logits, batch.copies[-1])
+        return self.threads[batch.thread].submit(self.world.logits, batch.batch)
 
     def one(self, data: st.DataObject) -> Open:
         """Some open batch, drawn by its index, because Hypothesis keeps drawn objects and so their leases alive."""
@@ -338,19 +326,6 @@ class ManagerMachine(RuleBasedStateMachine):
             return  # it would wait for that batch
         want = self.books.add(Item(adapter(name, version), (name, version)), inplace)
         request = self.request(name, version, load_inplace=inplace)
-        if ahead:
-            self.agree(want, lambda: self.manager.prefetch(request).result(30))
-        else:
-            self.agree(want, self.manager.add_adapter, request)
-
-    @rule(name=NAMES, how=st.sampled_from(["cut", "nan", "missing"]), inplace=st.booleans(), ahead=st.booleans())
-    def load_what_is_broken(self, name: str, how: str, inplace: bool, ahead: bool) -> None:
-        want: Any = jlora.AdapterNotFoundError if how == "missing" else jlora.AdapterFormatError
-        old = self.books.get(name)
-        if old is not None and not inplace:
-            self.books.touch_host(old)
-            want = False
-        request = jlora.LoRARequest(name, str(folders() / how), load_inplace=inplace)
         if ahead:
             self.agree(want, lambda: self.manager.prefetch(request).result(30))
         else:
@@ -446,19 +421,6 @@ class ManagerMachine(RuleBasedStateMachine):
         self.books.pinned.discard(name)
         self.agree(want, self.manager.unpin_adapter, name)
 
-    @rule(how=st.sampled_from(["older", "gone", "other"]))
-    def foreign_write(self, how: str) -> None:
-        """Somebody puts other arrays into the model, or a step eats them. The next `prepare` mends that."""
-        state = nnx.state(self.world.model, jlora.SlotParam)
-        if how == "gone":
-            for leaf in jax.tree.leaves(state)[::2]:
-                leaf.delete()
-        else:
-            change = jnp.copy if how == "older" else jnp.ones_like
-            nnx.update(self.world.model, jax.tree.map(change, state))
-        self.books.sweep()
-        self.agree(None, lambda: self.manager.prepare([None] * SEQUENCES).close())
-
     # --- batches ----------------------------------------------------------------------------------------------------
 
     def poll(self, asked: list[Any], timeout: float | None) -> jlora.LoRABatch:
@@ -498,7 +460,7 @@ class ManagerMachine(RuleBasedStateMachine):
         if batch is None:
             return
         assert batch.versions == tuple(None if item is None else item.version for item in items)
-        self.batches.append(Open(self.turn, [batch], items))
+        self.batches.append(Open(self.turn, batch, items))
         self.books.open.append([item for item in items if item is not None])
 
     @rule(first=NAMES, second=st.none() | NAMES, data=st.data(), timeout=TIMEOUTS)
@@ -509,22 +471,7 @@ class ManagerMachine(RuleBasedStateMachine):
         if len(self.batches) > before:
             self.logits_agree()
             self.books.open.pop()
-            self.batches.pop().copies[0].close()
-
-    @precondition(lambda self: self.batches)
-    @rule(data=st.data(), how=st.sampled_from(sorted(COPIES)), drop=st.booleans())
-    def copy(self, data: st.DataObject, how: str, drop: bool) -> None:
-        batch = self.one(data)
-        batch.copies.append(COPIES[how](batch.copies[-1]))
-        if drop:
-            del batch.copies[0]
-
-    @precondition(lambda self: self.batches)
-    @rule(data=st.data())
-    def give_through_jit(self, data: st.DataObject) -> None:
-        out = jax.jit(lambda batch: batch)(self.one(data).copies[0])
-        with pytest.raises(jlora.LoRAError, match="came out of a traced function"), jlora.use(out):
-            pass
+            self.batches.pop().batch.close()
 
     @precondition(lambda self: self.batches)
     @rule(data=st.data(), how=st.sampled_from(["close", "close twice", "forget"]))
@@ -534,15 +481,11 @@ class ManagerMachine(RuleBasedStateMachine):
         self.books.open.pop(i)
         if how == "forget":
             return
-        batch.copies[0].close()
+        batch.batch.close()
         if how == "close twice":
-            batch.copies[-1].close()
-        for one in batch.copies:
-            for use in (self.world.logits, jax.device_put, lambda b: jax.tree.map(jnp.copy, b)):
-                with pytest.raises(jlora.LoRAError, match="closed"):
-                    use(one)
-            with pytest.raises(jlora.LoRAError, match="closed"), jlora.use(copy.copy(one)):
-                pass
+            batch.batch.close()
+        with pytest.raises(jlora.LoRAError, match="closed"):
+            self.world.logits(batch.batch)
 
     # --- handles ----------------------------------------------------------------------------------------------------
 
@@ -562,7 +505,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def hold_a_batch(self, data: st.DataObject) -> None:
         batch = self.one(data)
-        handles = self.manager.handles(batch.copies[-1])
+        handles = self.manager.handles(batch.batch)
         found = [None if handle is None else (handle.name, handle.version) for handle in handles]
         assert found == [None if item is None else (item.name, item.version) for item in batch.items]
         self.handles += [handle for handle in handles if handle is not None]

@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -90,13 +89,6 @@ def test_handles_of_a_batch_serve_its_versions(world, adapters):
         world.manager.add_adapter(adapter, load_inplace=True)
 
 
-def test_handles_of_rows_of_the_base_model(world):
-    with world.manager.prepare([None, Scaled("a", 0), Mix({"a": 1})]) as batch:
-        none, nothing, one = world.manager.handles(batch)
-    assert none is nothing is None
-    assert isinstance(one, jlora.AdapterHandle)
-
-
 def test_handles_takes_an_open_batch_of_this_manager(world, adapters):
     with world.manager.prepare(["a"]) as closed:
         pass
@@ -129,38 +121,6 @@ def test_order_of_a_mix_is_fixed_and_company_does_not_matter(world):
     assert (world.serve([mix, Mix({"b": 1}), "c"])[0] == alone).all()
 
 
-def test_scales_without_mixtures(adapters):
-    world = served(adapters, max_adapters_per_sequence=1)
-    with world.manager.prepare([Scaled("a", -0.5), "b", None]) as batch:
-        got = world.logits(batch)
-    parts = [[(adapters["a"], -0.5)], [(adapters["b"], 1)], []]
-    want = np.stack([expected(world.model, p, t) for p, t in zip(parts, np.asarray(world.tokens), strict=True)])
-    np.testing.assert_allclose(got, want, rtol=0, atol=4e-6 * np.abs(want).max())
-
-
-@pytest.mark.parametrize(("most", "factors"), [(None, False), (1, True), (2, True)])
-def test_batches_have_factors_only_if_configured(most, factors):
-    with make_world(max_adapters_per_sequence=most).manager.prepare([None, None]) as batch:
-        assert any(array.dtype == np.float32 for array in jax.tree.leaves(batch)) == factors
-
-
-def test_packed_rows(world, adapters):
-    entries, counts, first = [Mix({"a": 0.5, "b": 2}), None, Scaled("c", 0.5)], [4, 1, 3], [1, 0, 2]
-    tokens = [np.asarray(t)[:count] for t, count in zip(world.tokens, counts, strict=True)]
-
-    @jax.jit
-    def step(model, tokens, batch):
-        with jlora.use(batch):
-            return model(tokens)
-
-    packed = jnp.asarray(np.concatenate([*tokens, [0, 0]]), jnp.int32)
-    with world.manager.prepare(entries, counts, pad_to=10, active_from=first) as batch:
-        got = step(world.model, packed, batch)
-    want = [expected(world.model, parts_of(e, adapters), t, f) for e, t, f in zip(entries, tokens, first, strict=True)]
-    want = np.concatenate(want)
-    np.testing.assert_allclose(got[: len(want)], want, rtol=0, atol=4e-6 * np.abs(want).max())
-
-
 def test_cache_keys(world):
     entries = ["a", Scaled("a", 0.5), Mix({"a": 1, "b": 2}), Scaled("a", 0), None]
     with world.manager.prepare(entries, [3, 3, 3, 3, 3], active_from=[0, 2, 0, 0, 0]) as batch:
@@ -182,15 +142,6 @@ def test_factors_of_one_float32_have_one_key(world):
         assert len(set(batch.cache_keys)) == 1
     with world.manager.prepare([Mix({"a": 1, "b": 2}), Mix({"b": 2, "a": 1}), "a"]) as batch:
         assert len(set(batch.cache_keys)) == 3  # sums in another order may differ in their last bits
-
-
-def test_keys_follow_the_first_rows_of_each_forward(world):
-    with world.manager.prepare(["a", "a", "b"]) as batch:
-        plain = batch.cache_keys
-        assert batch.activate([0, 0, 0], length=4).cache_keys == plain
-        prefill, decode = batch.activate([0, 2, 4], length=4), batch.activate([0, 1, 1], length=1)
-        assert prefill.cache_keys == (plain[0], plain[1]._replace(active_from=2), None)
-        assert decode.cache_keys == (plain[0], None, None)
 
 
 def test_an_undecided_batch_has_no_keys(adapters):
@@ -244,13 +195,3 @@ def test_unconfigured_features_name_their_switch(adapters, entries, options, mes
 def test_malformed_active_from_is_refused(world, first):
     with pytest.raises(jlora.LoRAUsageError, match="active_from"):
         world.manager.prepare(["a", None, "b"], active_from=first)
-
-
-def test_slots_count_distinct_adapters(world):
-    with world.manager.prepare([Mix({"a": 1, "b": 1}), Mix({"b": 1, "c": 1}), "d"]):
-        pass
-    small = make_world(max_loras=2, max_adapters_per_sequence=2)
-    for name in NAMES[:3]:
-        small.manager.add_adapter(make_adapter(name))
-    with pytest.raises(jlora.NoFreeSlotError):
-        small.manager.prepare([Mix({"a": 1, "b": 1}), "c"])

@@ -8,7 +8,7 @@ from flax import nnx
 
 import jlora
 from jlora._compat import set_raw_value
-from tests.manager.tiny import MAX_RANK, Model, World, make_adapter, make_world
+from tests.manager.tiny import MAX_RANK, Model, World, make_adapter
 
 OTHER = 3  # of the eight virtual devices
 
@@ -60,22 +60,6 @@ def test_updates_from_anywhere(far, where):
     assert devices(far) == {jax.devices()[OTHER]}
 
 
-def test_updates_from_another_device_to_uncommitted_slots():
-    world = make_world()
-    world.manager.add_adapter(make_adapter("a", rank=2, modules=["layers.0.q_proj"]))
-    world.serve(["a", None, None])
-    new = make_adapter("a", 1, rank=2, modules=["layers.0.q_proj"])
-    ((name, lora),) = new.modules.items()
-    arrays = {
-        f"{name}.lora_{half}.weight": jax.device_put(x, jax.devices()[OTHER])
-        for half, x in zip("AB", (lora.a, lora.b), strict=True)
-    }
-    world.manager.update_adapter("a", arrays)
-    world.check(world.serve(["a", None, "a"]), [new, None, new])
-    assert devices(world) == {jax.devices()[0]}
-    assert not any(array.committed for _, array in world.slots())
-
-
 def test_a_lost_array_is_made_anew_beside_the_others(far):
     adapter = make_adapter("a")
     far.manager.add_adapter(adapter)
@@ -84,28 +68,6 @@ def test_a_lost_array_is_made_anew_beside_the_others(far):
     lost.get_value().delete()
     far.check(far.serve(["a", None, "a"]), [adapter, None, adapter])
     assert devices(far) == {jax.devices()[OTHER]}
-
-
-def test_state_is_restored_on_the_device_of_the_model(far, tmp_path):
-    adapter = make_adapter("a")
-    far.manager.add_adapter(adapter)
-    far.manager.save(tmp_path / "state")
-    again = other_world()
-    again.manager.restore(tmp_path / "state")
-    again.check(again.serve(["a", None, "a"]), [adapter, None, adapter])
-    assert devices(again) == {jax.devices()[OTHER]}
-
-
-def test_a_model_that_is_given_back_has_nothing_left(far):
-    far.manager.unwrap()
-    assert not [path for path, _ in far.slots()]
-
-
-def test_slots_of_uncommitted_models_are_uncommitted():
-    """Computations can use uncommitted arrays with arrays of any device."""
-    model = Model()
-    jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=MAX_RANK))
-    assert not model.embed.jlora_a.get_value().committed
 
 
 def test_parts_on_several_devices_leave_slots_where_they_were():

@@ -31,29 +31,14 @@ def load(world, *names):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (([],), "at least one sequence"),
-        (("sql",), "in a list, got str 'sql'"),
-        ((["a", 7],), "adapter names, LoRARequests, handles, Scaled, Mix and None, got 7"),
         ((["a", ["a"]],), r"adapter names, LoRARequests, handles, Scaled, Mix and None, got \['a'\]"),
-        ((["a", ""],), "adapter '' is not loaded"),
-        ((["a", None], [3]), "1 token_counts for 2 sequences"),
-        ((["a", None], [3, 2, 1]), "3 token_counts for 2 sequences"),
-        ((["a", None], []), "0 token_counts for 2 sequences"),
-        ((["a", None], [3, -1]), "must not be negative, got -1"),
-        ((["a", None], [3, 1.5]), "must be integers"),
-        ((["a", None], 4), "must be integers"),
-        ((["a", None], ["3", "1"]), "must be integers"),
-        ((["a", None], [3, 2], 4), "sum to 5, and there are 4 packed rows"),
-        ((["a", None], [3, 2], 8.0), "must be integers"),
-        ((["a", None], [0, 0]), "sum to 0, and there are 0 packed rows"),
-        ((["a", None], None, 8), "needs token_counts"),
-        (({"a", None},), "in a list, got set"),
-        (({"a": 1},), "in a list, got dict"),
         ((frozenset("a"),), "in a list, got frozenset"),
         ((iter(["a"]),), "in a list, got list_iterator"),
-        ((b"a",), "in a list, got bytes b'a'"),
-        (([b"a"],), "LoRARequests, handles, Scaled, Mix and None, got b'a'"),
         ((None,), "in a list, got NoneType"),
+        ((["a", None], []), "0 token_counts for 2 sequences"),
+        ((["a", None], 4), "must be integers"),
+        ((["a", None], ["3", "1"]), "must be integers"),
+        ((["a", None], [3, 2], 8.0), "must be integers"),
         ((["a", None], None, None, 0), "length must be positive, got 0"),
         ((["a", None], None, None, 1.0), "length must be integers, got float"),
         ((["a", None], [3, 2], None, 4), "packed rows have token_counts"),
@@ -63,7 +48,7 @@ def test_bad_arguments_change_nothing(world, args, message):
     load(world, "b", "c", "a")
     world.serve(["b", "c", None])
     before, stats = world.held(), world.manager.stats()
-    with pytest.raises(jlora.AdapterNotFoundError if "not loaded" in message else jlora.LoRAUsageError, match=message):
+    with pytest.raises(jlora.LoRAUsageError, match=message):
         world.manager.prepare(*args[:3], **({"length": args[3]} if args[3:] else {}))
     assert same(before, world.held())
     assert world.manager.stats() == stats
@@ -82,14 +67,6 @@ def test_slots_and_rows_of_a_batch(world):
         assert batch.token_slots.tolist() == [1, 1, 2, 2, 2, 2, 2]
     with world.manager.prepare(["a", "b"], [1, 1]) as batch:
         assert batch.token_slots.tolist() == [1, 0]
-
-
-@pytest.mark.usefixtures("unchecked_calls")
-def test_token_counts_may_be_any_integers(world):
-    load(world, "a")
-    for counts in ([2, 3], (2, 3), np.array([2, 3], np.int64), jnp.array([2, 3]), (n for n in (2, 3))):
-        with world.manager.prepare(["a", None], counts, np.int32(6)) as batch:
-            assert batch.token_slots.tolist() == [0, 0, 2, 2, 2, 2]
 
 
 @pytest.mark.usefixtures("unchecked_calls")
@@ -121,19 +98,6 @@ def test_an_unchanged_batch_moves_nothing_and_reuses_its_arrays(world, moved):
     assert len(moved) == 2  # the count can see them: slots and stamps
 
 
-def test_an_unchanged_batch_still_counts_as_a_use(world):
-    load(world, "a", "b", "c")
-    world.serve(["a", "b", None])
-    world.serve(["b", "b", None])
-    world.serve(["a", None, None])
-    hits = world.manager.stats().slot_hits
-    world.serve(["b", "b", None])  # kept from before
-    assert world.manager.stats().slot_hits == hits + 1
-    assert list(world.manager.list_adapters()) == ["c", "a", "b"]
-    world.serve(["c", None, None])
-    assert slot_names(world.manager) == ("c", "b")
-
-
 @pytest.mark.parametrize("change", ["swap", "deactivate", "remove", "replace", "warmup"])
 def test_a_kept_batch_does_not_outlive_a_change(world, change):
     """The same names again, after the slots behind them moved: served from where the adapters are now."""
@@ -163,30 +127,6 @@ def test_a_kept_batch_does_not_outlive_a_change(world, change):
         m.deactivate_adapter("a")
         m.warmup()
     world.check(world.serve(names), [make_adapter("a", version), make_adapter("b"), None])
-
-
-def test_a_step_that_donates_its_batch_does_not_spoil_the_next(world):
-    load(world, "a")
-
-    def shift(batch):
-        return batch.slots + 1, batch.token_slots + 1
-
-    donating = jax.jit(shift, donate_argnums=0)
-    for _ in range(3):
-        with world.manager.prepare(["a", None], [3, 2]) as batch:
-            slots, rows = donating(batch)
-            assert batch.slots.is_deleted()
-            assert slots.tolist() == [1, 3]
-            assert rows.tolist() == [1, 1, 1, 3, 3]
-
-
-def test_many_kinds_of_batches_are_served_right(world):
-    """More than are kept, twice over."""
-    load(world, "a", "b")
-    adapters = {"a": make_adapter("a"), "b": make_adapter("b"), None: None}
-    batches = [(x, y, z) for x in adapters for y in adapters for z in adapters]
-    for names in batches * 2:
-        world.check(world.serve(names), [adapters[name] for name in names])
 
 
 def in_time(call: Callable[[], Any]) -> Any:
@@ -278,11 +218,3 @@ def test_waiting_batches_load_in_order_of_arrival(tmp_path: Path) -> None:
         thread.join(20)
     assert list(came) == list("bcde")
     assert m.stats().host_loads == 5
-
-
-def test_load_does_not_evict_adapters_of_its_batch(tmp_path: Path) -> None:
-    world = make_world(max_loras=2, max_cpu_loras=2)
-    for name in "ab":
-        world.manager.add_adapter(request(tmp_path, name))
-    world.check(world.serve(["a", request(tmp_path, "c"), None]), [make_adapter("a"), make_adapter("c"), None])
-    assert world.manager.stats().host_loads == 3

@@ -1,52 +1,61 @@
 """Messages about names, the log, and the cost of queries with many adapters."""
 
-import json
+import dataclasses
 import logging
 import os
-import subprocess
-import sys
+import time
 
 import jax
-import jaxtyping
 import pytest
 
 import jlora
-from tests.manager import crowd_process
 from tests.manager.tiny import make_adapter, make_world, same
 
 
-@pytest.fixture(scope="module")
-def crowd():
-    """Ten thousand adapters on the host."""
-    jaxtyping.config.update("jaxtyping_disable", True)  # ten thousand times over, the checks take a minute
-    manager = crowd_process.crowd(10_000)
-    jaxtyping.config.update("jaxtyping_disable", False)
-    return manager
-
-
 @pytest.mark.slow
+@pytest.mark.usefixtures("unchecked_calls")  # the checks of annotations cost more than the measured calls
+def test_queries_are_linear_and_evictions_as_quick_with_ten_times_the_adapters(tmp_path):
+    one = make_adapter("one", rank=1, modules=["layers.0.o_proj"])
+    one.save_pretrained(tmp_path)
+
+    def seconds(call):
+        """The least of five runs, in processor time: the machine may do something else meanwhile."""
+        taken = []
+        for _ in range(5):
+            started = time.process_time()
+            call()
+            taken.append(time.process_time() - started)
+        return min(taken)
+
+    def measured(count):
+        manager = make_world(max_loras=2, max_cpu_loras=count).manager
+        for i in range(count):
+            name = f"tenant-{i:05d}"
+            manager.add_adapter(jlora.LoRARequest(name, tmp_path) if i < 500 else dataclasses.replace(one, name=name))
+        with manager.prepare(["tenant-00007", "tenant-00008"]):  # two that are passed over each time
+            evict = seconds(lambda: [manager.remove_oldest_adapter() for _ in range(90)])
+        return seconds(manager.list_adapters), seconds(manager.stats), evict
+
+    few, many = measured(600), measured(6000)
+    assert many[0] < 40 * few[0]
+    assert many[1] < 40 * few[1]
+    assert many[2] < 3 * few[2]
+
+
 @pytest.mark.usefixtures("unchecked_calls")
-@pytest.mark.parametrize("name", ["tenant-9876", "nobody", "", "x" * 5000, "tenant-99999", "line\nbreak\x1b[31m"])
-def test_error_for_an_unknown_name_is_short_and_suggests_names_used_last(crowd, name):
-    for call in (crowd.prepare, crowd.hold, crowd.pin_adapter, crowd.export_adapter):
-        argument = [name] if call == crowd.prepare else name
-        with pytest.raises(jlora.AdapterNotFoundError) as caught:
-            call(argument)
-        message = str(caught.value)
-        assert len(message) < 500
-        assert message.isprintable()
-        assert repr(name[:200]) in message
-    if name == "tenant-9876":  # tenant-09000 to tenant-09999 were used last
-        assert "did you mean 'tenant-09876' or " in message
-
-
-@pytest.mark.slow
-def test_questions_are_linear_and_evictions_as_quick_with_ten_times_the_adapters():
-    command = [sys.executable, "-m", "tests.manager.crowd_process", "1000", "10000"]
-    few, many = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert many["list_adapters"] < 40 * few["list_adapters"]
-    assert many["stats"] < 40 * few["stats"]
-    assert many["evict"] < 3 * few["evict"]
+def test_error_for_an_unknown_name_is_short_and_suggests_names_used_last():
+    manager = make_world(max_loras=1, max_cpu_loras=40).manager
+    for i in range(40):
+        manager.add_adapter(make_adapter(f"tenant-{i:05d}", rank=1, modules=["embed"]))
+    for name in ("tenant-35", "nobody", "", "x" * 5000, "line\nbreak\x1b[31m"):
+        for call in (lambda name: manager.prepare([name]), manager.hold, manager.pin_adapter, manager.export_adapter):
+            with pytest.raises(jlora.AdapterNotFoundError) as caught:
+                call(name)
+            message = str(caught.value)
+            assert len(message) < 500
+            assert message.isprintable()
+            assert repr(name[:200]) in message
+            assert ("did you mean 'tenant-00035' or " in message) == (name == "tenant-35")
 
 
 def test_a_prepare_inside_jit_raises_and_keeps_nothing(world):
@@ -112,10 +121,8 @@ def test_log_has_loads_writes_and_evictions_with_escaped_names(tmp_path, caplog)
     assert {record.levelname for record in caplog.records if record.name == "jlora"} == {"INFO"}
     for fragment in (
         f"loaded {name!r} from {str(tmp_path)!r} in ",
-        "loaded 'two' from memory in ",
         f"wrote {name!r} (version 0) into slot 0 in ",
         f"evicted {name!r} from slot 0",
-        "wrote 'two' (version 0) into slot 0",
         f"evicted {name!r} from the host cache",
         "refused 'lost\\n' from ",
         "removed 'two'",
@@ -124,29 +131,9 @@ def test_log_has_loads_writes_and_evictions_with_escaped_names(tmp_path, caplog)
     caplog.clear()
     with caplog.at_level(logging.DEBUG, "jlora"):
         world.manager.prepare([name]).close()
-    debug = [record.getMessage() for record in caplog.records if record.levelname == "DEBUG" and record.name == "jlora"]
-    assert "slot 0: filled 'embed'" in debug
-    assert "slot 0: filled 'layers.1.o_proj'" in debug
-    assert "slot 0: cleared 'layers.0.o_proj'" in debug
+    debug = {record.getMessage() for record in caplog.records if record.levelname == "DEBUG" and record.name == "jlora"}
+    assert {"slot 0: filled 'embed'", "slot 0: cleared 'layers.0.o_proj'"} < debug
     assert len(debug) == 2 + 2 * 2
-
-
-def test_records_show_pins():
-    manager = make_world(max_loras=2, max_cpu_loras=2).manager
-
-    def pinned():
-        return {name: info.pinned for name, info in manager.list_adapters().items()}
-
-    for name in ("a", "b"):
-        manager.add_adapter(make_adapter(name))
-    manager.pin_adapter("a")
-    assert pinned() == {"a": True, "b": False}
-    manager.unpin_adapter("a")
-    manager.pin_adapter("b")
-    assert pinned() == {"a": False, "b": True}
-    manager.remove_adapter("b")
-    manager.add_adapter(make_adapter("b"))
-    assert pinned() == {"a": False, "b": False}
 
 
 def test_update_adapter_names_the_tensors_that_it_takes(world):

@@ -12,7 +12,6 @@ from flax import nnx
 import jlora
 from jlora.adapters import ExpertsLoRA
 from jlora.errors import AdapterMismatchError, LoRAError
-from jlora.layers.wrap.apply import wrap_model
 from tests.layers.expert_models import (
     EXPERTS,
     HIDDEN,
@@ -27,6 +26,7 @@ from tests.layers.expert_models import (
     reference,
 )
 from tests.manager.test_experts import each, normal, one_by_one, router, stacked
+from tests.manager.tiny import as_new
 from tests.records import slot_names, write_programs
 from tests.small_device import on_small_device
 
@@ -146,6 +146,7 @@ def test_other_rows_are_the_bits_of_a_model_without_such_slots(world):
 KINDS = {
     "shared": shared("x", 5),
     "2D": each("x"),
+    "some experts": each("x", experts=(1,)),
     "of down alone": shared("x", 6, parts=("down_proj",), rank=4),
     "3D": stacked("x"),
     "dense": router("x", 7),
@@ -179,13 +180,6 @@ def test_kinds_of_adapters_take_turns_without_a_compilation(world):
     assert world.manager.stats().compilations == 1
 
 
-def test_slots_that_are_lost_are_written_again(world):
-    before = world.serve()
-    for leaf in jax.tree.leaves(world.manager.slots):
-        leaf.delete()
-    np.testing.assert_array_equal(world.serve(), before)
-
-
 def test_bytes(world):
     infos = world.manager.layers()
     experts, dense = ([i for i in infos if (i.kind == "experts") == which] for which in (True, False))
@@ -210,13 +204,6 @@ def test_no_array_stands_for_the_factor_that_is_not_held(world):
     world.serve()
     operands = [program.in_avals for program in write_programs(world.manager)]
     assert all(array.size for array in jax.tree.leaves([world.manager.slots, operands]))
-
-
-def test_error_of_slots_that_do_not_fit_lists_bytes_of_each_kind():
-    kinds = ("max_loras=5", r"expert_slots\['per_expert'\]=2", r"expert_slots\['shared'\]=2")
-    each_of = ", ".join(f"[0-9,]+ for each of {kind} slots" for kind in kinds)
-    with pytest.raises(LoRAError, match=f"[0-9,]{{17,}} bytes are needed, {each_of}, of max_lora_rank=10{{11}} over 6"):
-        World(Model(Seams, nnx.Rngs(0)), max_lora_rank=10**11)
 
 
 def test_no_room_for_more(world):
@@ -288,40 +275,10 @@ def test_updates_that_do_not_fit(world, name, shape, message):
     np.testing.assert_array_equal(world.serve(), before)
 
 
-def test_warmed_up(world):
-    """A zero adapter in the first slot leaves the others as they are."""
-    before = world.serve()
-    world.manager.deactivate_adapter("full")
-    world.manager.warmup(lambda batch: world.forward(world.model, world.x, batch), num_sequences=len(NAMES))
-    np.testing.assert_array_equal(world.serve(), before)
-
-
 def test_a_forward_that_leaves_the_experts_out(world):
     refused = pytest.raises(LoRAError, match=r"layers.0.experts.*: it was not called")
     with world.manager.prepare(["s"]) as batch, refused, jlora.use(batch):
         pass
-
-
-def test_unwrapped_as_it_was():
-    model = Model(Seams, nnx.Rngs(0))
-    before = [sorted(vars(module)) for _, module in nnx.iter_graph(model) if isinstance(module, nnx.Module)]
-    config = jlora.LoRAConfig(max_loras=2, max_lora_rank=2, expert_slots={"shared": 1})
-    wrap_model(model, config).unwrap()
-    after = [sorted(vars(module)) for _, module in nnx.iter_graph(model) if isinstance(module, nnx.Module)]
-    assert after == before
-
-
-@pytest.mark.slow
-def test_verified_beside_them(world):
-    @jax.jit
-    def forward(model, x, batch):
-        with jlora.use(batch):
-            return model(x)
-
-    before = world.serve()
-    report = world.manager.verify(forward, world.x)
-    assert len(report.checked) == 3 * LAYERS
-    np.testing.assert_array_equal(world.serve(), before)
 
 
 def test_rows_of_experts_elsewhere_keep_their_bits(world):
@@ -354,3 +311,67 @@ def test_experts_alone_with_a_stamp_for_every_slot():
     world.manager.add_adapter(shared("s", 9), load_inplace=True)
     with world.manager.prepare(names) as batch:
         assert np.isnan(world.forward(stale, world.x, batch)).all()
+
+
+# --- fewer slots for experts than for others, and none that share -----------------------------------------------------
+
+
+def varied(name, seed):
+    """`each` of other values."""
+    adapter = each(name)
+    arrays = {key: (m.a * (1 + seed / 5), m.b) for key, m in adapter.modules.items()}
+    return jlora.Adapter.from_arrays(name, arrays, alpha=3)
+
+
+FEW = {f"e{i}": varied(f"e{i}", i) for i in range(4)} | {f"d{i}": router(f"d{i}", i) for i in range(4)}
+
+
+@functools.cache
+def few_made():
+    return World(Model(Seams, nnx.Rngs(0)), max_loras=4, expert_slots={"per_expert": 2})
+
+
+@pytest.fixture
+def few():
+    few = few_made()
+    few.manager.remove_all_adapters()
+    for adapter in FEW.values():
+        few.manager.add_adapter(adapter)
+    return few
+
+
+def test_experts_take_the_first_slots_and_others_leave_them_free(few):
+    few.check(["d0", "d1", None, "e0", "d0", "e1"], **FEW)
+    assert [name[0] for name in slot_names(few.manager)] == ["e", "e", "d", "d"]
+    few.check(["e2", "d2", "e0", None, "d1", "e2"], **FEW)  # e2 takes the place of e1, d2 that of d0
+    assert set(slot_names(few.manager)) == {"e0", "e2", "d1", "d2"}
+
+
+def test_dense_adapters_take_slots_of_experts_only_if_others_are_full(few):
+    few.check(["d0", "d1", "d2", "d3", None, "d0"], **FEW)
+    few.check(["e3", "d3", "e1", "d2", None, "e3"], **FEW)
+    few.check(["d0", "d1", "d2", "d3", None, "d0"], **FEW)  # the ranks of experts are not those that e3 left
+    assert few.manager.stats().compilations == 1
+
+
+def test_no_room_for_experts(few):
+    with pytest.raises(jlora.NoFreeSlotError, match="3 of them one of the 2 for experts, but of 4 slots 4 are free"):
+        few.manager.prepare(["e0", "e1", "e2"])
+    with few.manager.prepare(["e0", "e1"]), few.manager.prepare(["d0"]):
+        with pytest.raises(jlora.NoFreeSlotError, match=r"Raise max_loras or expert_slots\['per_expert'\]"):
+            few.manager.prepare(["e2"])
+        few.manager.prepare(["d1"]).close()
+
+
+def test_making_room_leaves_a_free_slot(few, tmp_path):
+    """Both adapters in slots for experts move. One of these slots is then free, and a saved state can be restored."""
+    few.check(["d0", "d1", "d2", "d3", None, "d0"], **FEW)
+    for name in slot_names(few.manager)[2:]:
+        few.manager.remove_adapter(name)
+    one, two = slot_names(few.manager)[:2]
+    few.check(["e0", one, two, None, "e0", one], **FEW)
+    assert sorted(slot_names(few.manager)[:2], key=bool) == [None, "e0"]
+    assert sorted(slot_names(few.manager)[2:]) == sorted([one, two])
+    few.manager.save(tmp_path)
+    as_new(few).manager.restore(tmp_path)
+    assert {name for name in slot_names(few.manager) if name} == {"e0", one, two}

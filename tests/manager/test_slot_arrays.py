@@ -6,44 +6,17 @@ import threading
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jlora
-from tests.manager.tiny import LAYERS, MAX_RANK, MODULES, VOCAB, WIDTH, make_adapter, make_world, same
-from tests.records import slot_names
+from tests.manager.tiny import LAYERS, MAX_RANK, MODULES, VOCAB, WIDTH, make_adapter, make_world
+from tests.matrix import thinned
 from tests.small_device import on_small_device
 
 pytestmark = [pytest.mark.device, pytest.mark.optimised]
-
-NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-class Block(nnx.Module):
-    """Seven projections; tiny, and of two shapes."""
-
-    def __init__(self, rngs):
-        for name in NAMES:
-            setattr(self, name, nnx.Linear(4, 8 if name in ("gate_proj", "up_proj") else 4, use_bias=False, rngs=rngs))
-
-
-class Blocks(nnx.Module):
-    def __init__(self, layers):
-        rngs = nnx.Rngs(0)
-        self.layers = nnx.List([Block(rngs) for _ in range(layers)])
-
-
-def block_adapter(name, layers, rng):
-    modules = {}
-    for i in range(layers):
-        for n in NAMES:
-            a = rng.normal(size=(2, 4)).astype(np.float32)
-            b = rng.normal(size=(8 if n in ("gate_proj", "up_proj") else 4, 2)).astype(np.float32)
-            modules[f"layers.{i}.{n}"] = jlora.ModuleLoRA(a=a, b=b, alpha=2.0, scaling=1.0)
-    return jlora.Adapter(name=name, modules=modules)
 
 
 def load(world, *names, **fields):
@@ -74,36 +47,6 @@ def test_an_adapter_of_one_module_moves_one_row(world, moved, module):
     world.check(world.serve(["one", None, None]), [make_adapter("one", rank=1, modules=[module]), None, None])
 
 
-@pytest.mark.parametrize("layers", [16, pytest.param(32, marks=pytest.mark.slow)])
-def test_every_byte_of_seven_modules_a_layer_moves_once(rng, moved, layers):
-    """Sites of two specs, five and two a layer, in chunks of at most 64. The slot had the same ranks before."""
-    model = Blocks(layers)
-    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=2, max_cpu_loras=3))
-    adapters = {name: block_adapter(name, layers, rng) for name in "abc"}
-    for adapter in adapters.values():
-        manager.add_adapter(adapter)
-    manager.activate_adapter("a")
-    manager.activate_adapter("b")
-    old = jax.tree.leaves(manager.slots)
-    assert len(old) == 7 * layers * 3 + 1
-
-    moved.clear()
-    manager.deactivate_adapter("a")
-    manager.activate_adapter("c")
-    assert sum(array.nbytes for array in moved) == manager.list_adapters()["c"].nbytes - 8 * 7 * layers
-    factors = sum(m.a.nbytes + m.b.nbytes for m in adapters["c"].modules.values())
-    assert manager.list_adapters()["c"].nbytes == factors + 8 * 7 * layers
-    assert all(array.is_deleted() for array in old if array.shape[-1] > 2)  # the ranks were there
-
-    for i, layer in enumerate(model.layers):
-        for name in NAMES:
-            want = [adapters[held].modules[f"layers.{i}.{name}"] for held in ("c", "b")]
-            projection = getattr(layer, name)
-            np.testing.assert_array_equal(projection.jlora_a[:, 0], np.stack([m.a for m in want]))
-            np.testing.assert_array_equal(projection.jlora_b[...], np.stack([m.b.T for m in want]))
-            np.testing.assert_array_equal(projection.jlora_ranks[...], [[[2, 1]], [[2, 1]]])
-
-
 def staged_bytes(monkeypatch, shapes) -> list[int]:
     """Bytes of factors on the device at each transfer from here on, beside the slots and other arrays of now."""
     before, seen = {id(array) for array in jax.live_arrays()}, []
@@ -120,7 +63,7 @@ def staged_bytes(monkeypatch, shapes) -> list[int]:
 
 
 @pytest.mark.device("cpu")  # a GPU joins the blocks of a wave
-@pytest.mark.parametrize("limit", [1, 2000, 6000, 10**6])
+@pytest.mark.parametrize("limit", [1, 6000])
 def test_waves_are_bounded(monkeypatch, limit):
     """Transfers of an adapter of any size are bounded by `SlotArrays.max_bytes`, but at least one block of one row."""
     world = on_small_device(limit, make_world)
@@ -142,23 +85,6 @@ def test_waves_are_bounded(monkeypatch, limit):
     world.check(world.serve(["a", "b", None]), [*adapters, None])
     world.check(world.serve(["c", "b", None]), [make_adapter("c"), adapters[1], None])
     assert world.manager.stats().compilations == 1
-
-
-def test_several_writes_in_a_row_stay_bounded_together(monkeypatch):
-    """The third adapter waits until the first two are written, because their blocks may still be on the device."""
-    world = on_small_device(12_000, make_world, max_loras=4)
-    for name in "abcd":
-        world.manager.add_adapter(make_adapter(name, rank=MAX_RANK, modules=list(MODULES)))
-    size = world.manager.list_adapters()["a"].nbytes
-    assert 2 * size < 12_000 < 3 * size
-    array_type, waited = type(jnp.zeros(1)), []
-    ready, wait = array_type.is_ready, jax.block_until_ready
-    monkeypatch.setattr(array_type, "is_ready", lambda array: bool(waited) and ready(array))  # a slow device
-    monkeypatch.setattr(jax, "block_until_ready", lambda x: (waited.append(1), wait(x))[1])
-    world.manager.prepare(["a", "b"]).close()
-    assert waited == []
-    world.manager.prepare(["c"]).close()
-    assert len(waited) == 1
 
 
 def test_the_write_is_in_place(world):
@@ -203,60 +129,18 @@ def test_a_write_beside_another_thread_s_open_batch_consumes_nothing(world):
         thread.join()
 
 
-def test_one_program_for_every_slot_rank_and_set_of_modules():
-    world = make_world()
-    for version in range(12):
-        world.manager.add_adapter(make_adapter("a", version, rank=version % 4 + 1), load_inplace=True)
-        world.manager.add_adapter(make_adapter("b", version))
-        names = ["a", "b", None] if version % 2 else ["b", "a", None]
-        world.check(world.serve(names), [None if n is None else adapter_of(n, version) for n in names])
-        if version % 3 == 0:
-            world.manager.deactivate_adapter("a")
-        world.manager.remove_adapter("b")
-    assert world.manager.stats().compilations == 1
-
-
-def adapter_of(name, version):
-    return make_adapter(name, version, rank=version % 4 + 1) if name == "a" else make_adapter(name, version)
-
-
 CONTEXTS = {
     "precision": lambda: jax.default_matmul_precision("highest"),
-    "nans": lambda: jax.debug_nans(True),
-    "infs": lambda: jax.debug_infs(True),
     "device": lambda: jax.default_device(jax.devices()[5]),
-    "promotion": lambda: jax.numpy_dtype_promotion("standard"),
-    "rank promotion": lambda: jax.numpy_rank_promotion("allow"),
     "x64": lambda: jax.enable_x64(True),
-    "leaks": lambda: jax.checking_leaks(),
+    "nans": lambda: jax.debug_nans(True),
+    "promotion": lambda: jax.numpy_dtype_promotion("standard"),
     "no jit": lambda: jax.disable_jit(),
-    "log": lambda: jax.log_compiles(False),
 }
 
 
 @pytest.mark.device(devices=2)
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_settings_around_prepare_do_not_reach_the_write(world, context):
-    """No compilation, right values, and slot arrays where they were, for steps outside that setting."""
-    load(world, "a", "b", "c")
-    world.serve(["c", None, None])
-    where = [(array.sharding, array.dtype, array.committed) for _, array in world.slots()]
-    with CONTEXTS[context]():
-        batch = world.manager.prepare(["a", "b", None])
-    with batch:
-        world.check(world.logits(batch), [make_adapter("a"), make_adapter("b"), None])
-    assert [(array.sharding, array.dtype, array.committed) for _, array in world.slots()] == where
-    assert world.manager.stats().compilations == 1
-
-
-@pytest.mark.device(devices=2)
-@pytest.mark.parametrize(
-    "context",
-    [
-        name if name in ("precision", "device", "x64") else pytest.param(name, marks=pytest.mark.slow)
-        for name in CONTEXTS
-    ],
-)
+@pytest.mark.parametrize("context", thinned([*CONTEXTS], 0, 1, 2))
 def test_settings_around_the_first_prepare_do_not_stay_in_the_write(context):
     world = make_world()
     load(world, "a", "b")
@@ -270,55 +154,30 @@ def test_settings_around_the_first_prepare_do_not_stay_in_the_write(context):
     assert world.manager.stats().compilations == len(world.traces) == 1
 
 
-@pytest.mark.device(devices=2)
-def test_a_model_on_another_device_is_written_there():
-    """The model is made under a default device, so its arrays are uncommitted. No write moves or commits them."""
-    with jax.default_device(jax.devices()[3]):
-        world = make_world()
-    load(world, "a", "b")
-    where = [(array.devices(), array.committed) for _, array in world.slots()]
-    assert {devices == {jax.devices()[3]} and not committed for devices, committed in where} == {True}
-    world.check(world.serve(["a", "b", None]), [make_adapter("a"), make_adapter("b"), None])
-    assert [(array.devices(), array.committed) for _, array in world.slots()] == where
-    assert world.manager.stats().compilations == 1
-
-
 def mesh_of(*shape):
     names = ("data", "tensor")[-len(shape) :]
     return Mesh(np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape), names)
 
 
 @pytest.mark.device(devices=8)
-@pytest.mark.parametrize(
-    ("kind", "late"),
-    [
-        pytest.param("replicated", False, marks=pytest.mark.slow),
-        ("sharded", True),
-        pytest.param("replicated", True, marks=pytest.mark.slow),
-        pytest.param("sharded", False, marks=pytest.mark.slow),
-    ],
-)
-def test_writes_keep_the_sharding_of_slot_arrays(kind, late):
+@pytest.mark.parametrize("late", thinned([True, False], 0))
+def test_writes_keep_the_sharding_of_slot_arrays(late):
     """Spread over the mesh before the first write or after some: every write keeps each array's sharding."""
     world, mesh = make_world(), mesh_of(2, 4)
     load(world, "a", "b", "c", modules=list(MODULES))
     if late:
         world.serve(["a", "b", None])
-
-    def spec_of(path, variable):
-        last = variable.shape[-1]
-        if kind == "replicated" or last % 4 or len(variable.shape) < 3:
-            return PartitionSpec()
-        return PartitionSpec(*[None] * (len(variable.shape) - 1), "tensor")
-
     state = nnx.state(world.model)
-    for path, variable in nnx.to_flat_state(state):
-        spec = spec_of(path, variable) if issubclass(variable.type, jlora.SlotParam) else PartitionSpec()
-        variable.set_value(jax.device_put(variable.get_value(), NamedSharding(mesh, spec)))
+    for _, variable in nnx.to_flat_state(state):
+        axes = [None] * len(variable.shape)
+        if issubclass(variable.type, jlora.SlotParam) and variable.shape[-1] % 4 == 0 and len(axes) > 2:
+            axes[-1] = "tensor"
+        sharding = NamedSharding(mesh, PartitionSpec(*axes))
+        variable.set_value(jax.device_put(variable.get_value(), sharding))
     nnx.update(world.model, state)
     world.tokens = jax.device_put(world.tokens, NamedSharding(mesh, PartitionSpec()))
     where = [array.sharding for _, array in world.slots()]
-    assert kind == "replicated" or any("tensor" in sharding.spec for sharding in where)
+    assert any("tensor" in sharding.spec for sharding in where)
     for names in (["a", "b", None], ["c", "b", "c"], ["b", None, "a"]):
         with world.manager.prepare(names) as batch:
             assert [array.sharding for _, array in world.slots()] == where
@@ -333,7 +192,7 @@ def lenient_world():
     return make_world(allow_nonfinite=True)
 
 
-@pytest.mark.parametrize("rank", [1, 3, MAX_RANK])
+@pytest.mark.parametrize("rank", [1, MAX_RANK])
 def test_previous_content_of_a_slot_is_masked(rank):
     """After adapters of NaN in both slots, adapters of low rank and few modules are exact, and so is the base model."""
     world = lenient_world()
@@ -357,63 +216,24 @@ def test_previous_content_of_a_slot_is_masked(rank):
     assert any(np.isnan(np.asarray(array)).any() for _, array in world.slots())
 
 
-def test_ranks_past_a_multiple_of_16():
-    """Rank 20 of 40: the last block of a slot overlaps the one before, and ranks past 32 are not moved."""
-
-    class One(nnx.Module):
-        def __init__(self):
-            self.proj = nnx.Linear(8, 12, use_bias=False, rngs=nnx.Rngs(0))
-
-        def __call__(self, x):
-            return self.proj(x)
-
-    model, rng = One(), np.random.default_rng(0)
-    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=40, max_cpu_loras=8))
-    x = rng.normal(size=(1, 3, 8)).astype(np.float32)
-
-    @jax.jit
-    def forward(model, x, batch):
-        with jlora.use(batch):
-            return model(x)
-
-    for rank in (40, 1, 16, 17, 20, 32, 33, 39, 40):
-        a, b = rng.normal(size=(rank, 8)).astype(np.float32), rng.normal(size=(12, rank)).astype(np.float32)
-        lora = jlora.ModuleLoRA(a=a, b=b, alpha=2.0 * rank, scaling=2.0)
-        manager.add_adapter(jlora.Adapter(name=f"r{rank}", modules={"proj": lora}), load_inplace=True)
-        blocks = -(-rank // 16)
-        assert manager.list_adapters()[f"r{rank}"].nbytes == blocks * 16 * (8 + 12) * 4 + 8
-        with manager.prepare([f"r{rank}"]) as batch:
-            got = np.asarray(forward(model, jnp.asarray(x), batch))
-        want = x @ np.asarray(model.proj.kernel[...], np.float64) + 2.0 * x.astype(np.float64) @ a.T @ b.T
-        np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * np.abs(want).max())
-    assert manager.stats().compilations == forward._cache_size() == 1
-
-
-def test_other_slots_are_bitwise_as_before(world):
-    for name in "abc":
-        world.manager.add_adapter(make_adapter(name))
-    world.serve(["a", "b", None])
-    before = [np.asarray(array)[1] for _, array in world.slots()]
-    world.serve(["c", "b", None])
-    assert slot_names(world.manager) == ("c", "b")
-    for old, (_, new) in zip(before, world.slots(), strict=True):
-        np.testing.assert_array_equal(old, np.asarray(new)[1])
-
-
-def test_write_keeps_all_other_arrays_of_the_model(world):
+def test_slots_are_the_state_of_the_model(world):
     world.manager.add_adapter(make_adapter("a"))
-    base = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(world.model, nnx.Param)))
-    world.serve(["a", None, None])
-    after = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(world.model, nnx.Param)))
-    chex.assert_trees_all_equal(base, after)
+    before = world.manager.slots
+    assert world.manager.slots is before  # no write in between
+    world.manager.activate_adapter("a")
+    after = world.manager.slots
+    assert after is not before
+    state = nnx.state(world.model, jlora.SlotParam)
+    chex.assert_trees_all_equal_structs(after, state, before)
+    chex.assert_trees_all_equal(after, state)
+    assert set(map(id, jax.tree.leaves(after))) == set(map(id, jax.tree.leaves(state)))  # no copies
 
 
-def test_the_pool_after_an_emptied_slot_serves_the_base_bitwise(world):
-    """A freed slot is not written, because rows without an adapter never read it."""
-    base = world.serve([None, None, None])
-    world.manager.add_adapter(make_adapter("a"))
-    world.serve(["a", "a", "a"])
-    before = world.held()
-    world.manager.deactivate_adapter("a")
-    np.testing.assert_array_equal(world.serve([None, None, None]), base)
-    assert not same(before, world.held())
+def test_no_slots_of_a_model_that_was_given_back():
+    manager = make_world().manager
+    model = manager.unwrap()
+    with pytest.raises(jlora.LoRAError, match="gave its model back"):
+        _ = manager.slots
+    jlora.LoRAManager(model, manager.config)  # nor those of the next manager
+    with pytest.raises(jlora.LoRAError, match="gave its model back"):
+        _ = manager.slots

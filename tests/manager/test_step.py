@@ -20,11 +20,15 @@ def forward(model, tokens, batch):
         return model(tokens)
 
 
-@pytest.fixture
+def made():
+    world = make_world()
+    world.forward = world.manager.jit(forward)
+    return world
+
+
+@pytest.fixture(scope="module")
 def world():
-    made = make_world()
-    made.forward = made.manager.jit(forward)
-    return made
+    return made()
 
 
 def check(world, names):
@@ -35,7 +39,8 @@ def check(world, names):
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
-def test_weights_and_swaps_are_seen_and_one_program_is_compiled(world):
+def test_weights_and_swaps_are_seen_and_one_program_is_compiled():
+    world = made()
     for name in "abc":
         world.manager.add_adapter(make_adapter(name))
     check(world, ["a", "b", None])
@@ -52,14 +57,6 @@ def test_weights_and_swaps_are_seen_and_one_program_is_compiled(world):
     world.model.layers[1].o_proj.bias.set_value(jnp.ones(WIDTH))
     check(world, [None, None, None])
     assert compiled_programs(world.forward) == 1
-
-
-def test_slots_that_a_step_donated_are_written_again(world):
-    world.manager.add_adapter(make_adapter("a"))
-    check(world, ["a", "a", None])
-    donating = jax.jit(lambda slots: jax.tree.map(lambda x: x + 1, slots), donate_argnums=0)
-    donating(nnx.state(world.model, jlora.SlotParam))
-    check(world, ["a", None, None])
 
 
 class Odd(nnx.Module):
@@ -163,17 +160,8 @@ def test_changed_structure_is_refused_until_it_is_restored(world, change, messag
     assert compiled_programs(world.forward) == 1
 
 
-def test_plain_list_of_layers_that_grew_is_refused():
-    model = Odd(nnx.Rngs(0))
-    manager, step, x = served(model)
-    with manager.prepare([None] * SEQUENCES) as batch:
-        step(model, x, batch)
-        model.others.append(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)))
-        with pytest.raises(jlora.LoRAUsageError, match=r"added: others\.2"):
-            step(model, x, batch)
-
-
-def test_other_models_and_outer_functions_are_refused(world):
+def test_other_models_and_outer_functions_are_refused():
+    world = made()
     with world.manager.prepare([None] * SEQUENCES) as batch:
         for other in (nnx.clone(world.model), nnx.state(world.model)):
             with pytest.raises(jlora.LoRAUsageError, match="takes the model of its manager as its first argument"):
@@ -260,7 +248,8 @@ def test_unknown_compiler_option_reaches_the_compiler(world):
         step(world.model, world.tokens, None)
 
 
-def test_shardings_of_arguments(world):
+def test_shardings_of_arguments():
+    world = made()
     mesh = jax.make_mesh((3,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
     split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
     nnx.update(world.model, jax.device_put(nnx.state(world.model), whole))
@@ -272,36 +261,17 @@ def test_shardings_of_arguments(world):
     world.check(np.asarray(logits), [make_adapter("a"), None, make_adapter("a")])
 
 
+@pytest.mark.parametrize("options", [{"donate_argname": "cache"}, {"static_argnames": "scael"}, {"donate_argnums": 9}])
+def test_options_that_do_not_fit_raise_before_the_first_call(world, options):
+    with pytest.raises((TypeError, ValueError), match=r"donate_argname|scael|donate_argnums"):
+        world.manager.jit(decode, **options)
+
+
 def test_lower_describes_the_program(world):
     assert isinstance(world.forward, jax.stages.Wrapped)
     lowered = world.forward.lower(world.model, world.tokens, None)
     assert lowered.out_info.shape == world.forward(world.model, world.tokens, None).shape
     assert lowered.compile().memory_analysis().argument_size_in_bytes > 0
-
-
-def test_verify_takes_a_step(world):
-    report = world.manager.verify(world.forward, world.tokens)
-    assert "layers.0.qkv_proj" in report.checked
-    check(world, [None] * SEQUENCES)
-    with pytest.raises(jlora.LoRAUsageError, match="takes the model of its manager"):
-        world.forward(nnx.clone(world.model), world.tokens, None)
-
-
-def test_decorator_takes_options(world):
-    @world.manager.jit(donate_argnames="cache", static_argnames=("scale", "double"))
-    def step(model, tokens, cache, batch, *, scale=1, double=False):
-        return decode(model, tokens, cache, batch, scale=scale, double=double)
-
-    cache = jnp.zeros(())
-    logits, _ = step(world.model, world.tokens, cache, None, scale=2)
-    np.testing.assert_allclose(logits, 2 * world.forward(world.model, world.tokens, None), rtol=1e-5)
-    assert cache.is_deleted()
-
-
-@pytest.mark.parametrize("options", [{"donate_argname": "cache"}, {"static_argnames": "scael"}, {"donate_argnums": 9}])
-def test_options_that_do_not_fit_raise_before_the_first_call(world, options):
-    with pytest.raises((TypeError, ValueError), match=r"donate_argname|scael|donate_argnums"):
-        world.manager.jit(decode, **options)
 
 
 def test_model_that_is_left_out_or_named(world):

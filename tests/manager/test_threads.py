@@ -8,7 +8,6 @@ of a call's arguments one by one: a step with the arrays in another order than t
 """
 
 import faulthandler
-import itertools
 import threading
 import time
 from collections import Counter
@@ -25,13 +24,13 @@ from flax import nnx
 
 import jlora
 from tests.manager.hostile import Harm, Judge, adapter
-from tests.manager.tiny import SEQUENCES, make_world, tensors
+from tests.manager.tiny import SEQUENCES, make_world
 from tests.records import slot_names
 
 pytestmark = pytest.mark.device
 
 NAMES = "abcdef"
-SECONDS = 2.5  # of each run of the suite; benchmarks/soak.py takes minutes
+SECONDS = 1.5  # of each run of the suite; benchmarks/soak.py takes minutes
 WATCHDOG = 60.0  # beyond that, a call counts as hung
 
 # A thread that can only wait must raise in time.
@@ -203,18 +202,6 @@ def crowd(tmp_path: Path) -> Crowd:
 
 
 @pytest.mark.slow
-def test_one_thread_runs_steps_and_one_swaps(crowd: Crowd) -> None:
-    crowd.run(crowd.runs, crowd.swaps)
-    assert min(crowd.done["steps"], crowd.done["swaps"]) > 5
-
-
-@pytest.mark.slow
-def test_one_thread_calls_its_step_and_one_swaps(crowd: Crowd) -> None:
-    crowd.run(crowd.steps, crowd.swaps)
-    assert min(crowd.done["steps"], crowd.done["swaps"]) > 5
-
-
-@pytest.mark.slow
 def test_steps_with_the_arrays_in_another_order_beside_writes(crowd: Crowd) -> None:
     """Two threads step with the slot arrays as `nnx.split` sorts them, the one forward, the other backward."""
     graphdef, _, rest = nnx.split(crowd.world.model, jlora.SlotParam, ...)
@@ -260,55 +247,3 @@ def test_eight_threads_that_do_not(crowd: Crowd) -> None:
         crowd.steps, crowd.steps, crowd.steps, crowd.swaps, crowd.swaps, crowd.loads, crowd.loads, crowd.removes
     )  # fmt: skip
     assert min(crowd.done[job] for job in ("steps", "swaps", "loads", "removes")) > 5
-
-
-def test_no_pair_of_verbs_deadlocks(crowd: Crowd) -> None:
-    m = crowd.world.manager
-    arrays = tensors(adapter("a"), np.asarray)
-
-    def prepares(*names: str | jlora.LoRARequest) -> None:
-        with m.prepare([*names, None], timeout=0.02):
-            m.hold("a").close()
-
-    verbs: dict[str, Callable[[], object]] = {
-        "add": lambda: m.add_adapter(crowd.request("b"), timeout=0.02),
-        "replace": lambda: m.add_adapter(crowd.request("a"), load_inplace=True, timeout=0.02),
-        "add from memory": lambda: m.add_adapter(adapter("c"), timeout=0.02),
-        "prefetch": lambda: m.prefetch(crowd.request("d")).result(20),
-        "update": lambda: m.update_adapter("a", arrays, timeout=0.02),
-        "remove": lambda: m.remove_adapter("b", timeout=0.02),
-        "remove all": lambda: m.remove_all_adapters(timeout=0.02),
-        "remove oldest": m.remove_oldest_adapter,
-        "activate": lambda: m.activate_adapter("a"),
-        "deactivate": lambda: m.deactivate_adapter("a", timeout=0.02),
-        "pin": lambda: m.pin_adapter("b"),
-        "unpin": lambda: m.unpin_adapter("b"),
-        "prepare": lambda: prepares("a", "b"),
-        "prepare a request": lambda: prepares(crowd.request("c"), crowd.request("d")),
-        "step": lambda: crowd.runs(np.random.default_rng(0)),
-        "warmup": lambda: m.warmup(num_sequences=SEQUENCES),
-        "export": lambda: m.export_adapter("a"),
-        "save": lambda: m.save(crowd.folder / "saved"),
-        "list": m.list_adapters,
-        "stats": m.stats,
-    }
-    for one, two in itertools.combinations_with_replacement(verbs, 2):
-        start, failures = threading.Barrier(2), []
-
-        def work(name: str, start: threading.Barrier, failures: list[BaseException]) -> None:
-            start.wait(WATCHDOG)
-            try:
-                verbs[name]()
-            except BaseException as error:
-                if not isinstance(error, (*BUSY, CancelledError)) and "is in no slot" not in str(error):
-                    failures.append(error)
-
-        threads = [threading.Thread(target=work, args=(name, start, failures), daemon=True) for name in (one, two)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(WATCHDOG)
-        assert not any(thread.is_alive() for thread in threads), (one, two)
-        assert not failures, (one, two)
-    m.remove_all_adapters(timeout=20)
-    crowd.judge.check(lambda name: [adapter(name)])

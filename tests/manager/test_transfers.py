@@ -1,6 +1,5 @@
 """A serving loop under `jax.transfer_guard("disallow")`, which finds implicit transfers: jlora makes none."""
 
-import contextlib
 import dataclasses
 import threading
 from collections.abc import Iterator
@@ -17,26 +16,19 @@ from tests.records import content_of
 pytestmark = pytest.mark.device
 
 
-@contextlib.contextmanager
-def everywhere():
-    """In every thread, those that load too."""
-    jax.config.update("jax_transfer_guard", "disallow")
-    try:
-        yield
-    finally:
-        jax.config.update("jax_transfer_guard", None)
-
-
-@pytest.fixture(params=["here", "everywhere"])
-def world(request) -> Iterator[World]:
-    """Its model is made before the guard, under which Flax makes none."""
+@pytest.fixture
+def world() -> Iterator[World]:
+    """A world under a guard in every thread, those that load too. Flax makes no model under it."""
     model = Model()
     tokens = jax.device_put(np.arange(12, dtype=np.int32).reshape(3, 4))
-    with jax.transfer_guard("disallow") if request.param == "here" else everywhere():
+    jax.config.update("jax_transfer_guard", "disallow")
+    try:
         config = jlora.LoRAConfig(max_loras=2, max_cpu_loras=3, max_lora_rank=MAX_RANK)
         yield World(model, jlora.LoRAManager(model, config), tokens)
         with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed"):  # it was on
             jnp.ones(3) + np.ones(3)
+    finally:
+        jax.config.update("jax_transfer_guard", None)
 
 
 def served(world: World, adapters: list[jlora.Adapter | None]) -> None:
@@ -124,13 +116,3 @@ def test_an_update_whose_scaling_is_too_large_is_refused(world):
     for put in (jax.device_put, np.asarray):
         with pytest.raises(jlora.AdapterMismatchError, match=r"embed: scaling must be a finite float32, found 6e\+38"):
             world.manager.update_adapter("a", tensors(new, put))
-
-
-def test_saved_state_is_restored(world, tmp_path):
-    a = make_adapter("a")
-    world.manager.add_adapter(a)
-    world.manager.save(tmp_path / "state")
-    world.manager.unwrap()
-    again = World(world.model, jlora.LoRAManager(world.model, world.manager.config), world.tokens)
-    again.manager.restore(tmp_path / "state")
-    served(again, [a, None, a])

@@ -70,34 +70,9 @@ def test_activated_adapters_are_loaded_and_listed(tmp_path, source):
     assert world.manager.list_adapters()["plain"].invocation_tokens == ()
 
 
-def test_invocation_tokens_of_an_evicted_adapter_are_unknown(tmp_path):
-    manager = manager_of(activated=True, max_cpu_loras=2)
-    for name in "abc":
-        manager.add_adapter(from_files(activated(name), tmp_path))
-    found = {name: (info.level, info.invocation_tokens) for name, info in manager.list_adapters().items()}
-    assert found == {"a": ("evicted", None), "b": ("host", TOKENS), "c": ("host", TOKENS)}
-
-
-@pytest.mark.parametrize("source", [from_memory, from_files])
-def test_saved_managers_keep_invocation_tokens(tmp_path, source):
-    saved, added = manager_of(activated=True), source(activated(), tmp_path)
-    saved.add_adapter(added)
-    saved.save(tmp_path / "saved")
-    restored = manager_of(activated=True)
-    restored.restore(tmp_path / "saved")
-    assert restored.list_adapters()["act"].invocation_tokens == TOKENS
-
-
 def test_activated_weights_are_not_restored_as_plain_ones(tmp_path):
     saved = manager_of(activated=True)
     saved.add_adapter(activated())
     saved.save(tmp_path)
     with pytest.raises(jlora.AdapterMismatchError, match=r"'act'.*LoRAConfig\(activated=True\) serves it"):
         manager_of().restore(tmp_path)
-
-
-def test_updates_take_no_magnitude():
-    manager = manager_of()
-    manager.add_adapter(make_adapter("a", rank=2, modules=["layers.0.k_proj"]))
-    with pytest.raises(jlora.AdapterMismatchError, match="found lora_magnitude_vector"):
-        manager.update_adapter("a", {"layers.0.k_proj.lora_magnitude_vector": np.ones(4, np.float32)})

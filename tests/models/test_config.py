@@ -76,12 +76,6 @@ def test_fields_that_are_set():
     assert config.eos_token_ids == (1, 2)
 
 
-def test_fields_of_families():
-    qwen2, qwen3 = parse_config(QWEN2), parse_config({**QWEN2, "model_type": "qwen3"})
-    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm, qwen2.head_dim) == (True, False, False, 4)
-    assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.qk_norm, qwen3.head_dim) == (False, False, True, 128)
-
-
 def test_mixtral():
     config = parse_config(MIXTRAL)
     assert config.moe == MoEConfig(
@@ -97,9 +91,7 @@ def test_mixtral():
     [
         ({}, (True, True, True)),
         ({"mlp_only_layers": [0, 2]}, (False, True, False)),
-        ({"decoder_sparse_step": 2}, (False, True, False)),
         ({"decoder_sparse_step": 3, "mlp_only_layers": None}, (False, False, True)),
-        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, (False, False, False)),
     ],
 )
 def test_qwen_mixes_layers(base, fields, layers):
@@ -205,9 +197,7 @@ def test_kinds_of_layers_of_gemma3():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_type": "gemma"}, "model_type must be one of .* got 'gemma'"),
         ({"model_type": "gemma2"}, "model_type must be one of .* got 'gemma2'"),
-        ({"model_type": "gemma3n"}, "model_type must be one of .* got 'gemma3n'"),
         ({"model_type": "gemma3", "text_config": "4b"}, "text_config must be an object, got '4b'"),
         ({"hidden_activation": "silu"}, "hidden_activation must be 'gelu_pytorch_tanh', got 'silu'"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is not supported, got 50.0"),
@@ -265,14 +255,10 @@ def test_unsupported_fields_of_experts_are_refused_by_name(fields, message):
         (LLAMA | {"sliding_window": 8}, None),
         (MISTRAL, (4096,) * 3),
         (MISTRAL | {"sliding_window": None}, None),
-        (MISTRAL | {"sliding_window": 8}, (8, 8, 8)),
-        (QWEN2 | {"sliding_window": 8, "max_window_layers": 1}, None),
         (QWEN2 | {"sliding_window": 8, "max_window_layers": 1, "use_sliding_window": True}, (None, 8, 8)),
-        (QWEN2 | {"sliding_window": 8, "use_sliding_window": True}, None),
         (QWEN3_MOE | {"sliding_window": 8, "max_window_layers": 2}, None),
         (QWEN3_MOE | {"sliding_window": 8, "use_sliding_window": True}, (8, 8, 8)),
         (GPT_OSS | {"sliding_window": 8}, (8, None, 8)),
-        (GPT_OSS | {"layer_types": ["full_attention"] * 3}, None),
         (
             QWEN2
             | {
@@ -324,7 +310,6 @@ def test_yarn_options_reach_the_frequencies():
     ("fields", "message"),
     [
         ({"model_type": "gpt2"}, "model_type must be one of .* got 'gpt2'"),
-        ({"model_type": None}, "model_type"),
         ({"model_type": ["llama"]}, "model_type"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
@@ -335,11 +320,9 @@ def test_yarn_options_reach_the_frequencies():
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
-        ({"attention_bias": 1}, "attention_bias"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters: partial_rotary_factor"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling: rope_type .* got 'dynamic'"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: factor is missing"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope_scaling: factor must be"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mrope_section": [1]}}, "mrope_section"),

@@ -27,8 +27,9 @@ def expected(q, keys, values, begin, end, sinks):
     return out
 
 
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize(("heads", "groups", "repeats"), [(8, 2, 1), (3, 3, 48), (4, 1, 64)])
+@pytest.mark.parametrize(
+    ("heads", "groups", "repeats", "sinks"), [(8, 2, 1, True), (3, 3, 48, False), (4, 1, 64, True)]
+)
 def test_values(rng, heads, groups, repeats, sinks):
     """The more rows and groups there are, the fewer programs share the keys of a sequence: three, one and two here."""
     rows, capacity, width = 4 * repeats, 300, 16

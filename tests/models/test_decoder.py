@@ -9,7 +9,6 @@ import pytest
 from flax import nnx
 
 from jlora.models import Decoder, DecoderConfig, ModelError, MoEConfig, from_pretrained
-from tests.matrix import thinned
 from tests.models import goldens
 
 pytestmark = pytest.mark.device
@@ -42,7 +41,7 @@ def forward(model, tokens):
     return model(tokens)
 
 
-FEW = thinned(goldens.NAMES, 0, 3, 8, 9)
+FEW = ["llama-biases-llama3", "qwen2-mixed-yarn", "gpt-oss-square", "gemma3-tied"]
 
 
 @goldens.each
@@ -119,37 +118,8 @@ def test_paths_are_those_of_the_checkpoint():
     assert type(model.model.embed_tokens) is nnx.Embed
 
 
-def test_paths_of_experts():
-    """Paths of experts are those of transformers 5, also beside a layer without experts."""
-    config = dataclasses.replace(TINY, sinks=True, moe=dataclasses.replace(EXPERTS, layers=(False, True)))
-    model = Decoder(config, rngs=nnx.Rngs(0))
-    shapes = {".".join(map(str, path)): param.shape for path, param in nnx.to_flat_state(nnx.state(model))}
-    assert {name for name in shapes if ".0.mlp." in name} == {
-        "model.layers.0.mlp.gate_up_proj.kernel",
-        "model.layers.0.mlp.down_proj.kernel",
-    }
-    layer = "model.layers.1"
-    assert {name: shape for name, shape in shapes.items() if ".1.mlp." in name or "sinks" in name} == {
-        "model.layers.0.self_attn.sinks": (4,),
-        f"{layer}.self_attn.sinks": (4,),
-        f"{layer}.mlp.router.kernel": (16, 5),
-        f"{layer}.mlp.router.bias": (5,),
-        f"{layer}.mlp.experts.gate_up_proj": (5, 16, 20),
-        f"{layer}.mlp.experts.gate_up_proj_bias": (5, 20),
-        f"{layer}.mlp.experts.down_proj": (5, 10, 16),
-        f"{layer}.mlp.experts.down_proj_bias": (5, 16),
-        f"{layer}.mlp.shared_expert.gate_up_proj.kernel": (16, 12),
-        f"{layer}.mlp.shared_expert.down_proj.kernel": (6, 16),
-        f"{layer}.mlp.shared_expert_gate.kernel": (16, 1),
-    }
-    assert type(model.model.layers[1].mlp.router) is nnx.Linear
-    assert Decoder.module_aliases == {"block_sparse_moe": "mlp", "attn": "self_attn", "language_model": ""}
-
-
-@pytest.mark.parametrize("moe", [None, EXPERTS], ids=["dense", "experts"])
-@pytest.mark.parametrize("tied", thinned([False, True], 1))
-def test_bfloat16_stays_bfloat16_with_float32_logits(tied, moe):
-    config = dataclasses.replace(TINY, tie_word_embeddings=tied, moe=moe)
+def test_bfloat16_stays_bfloat16_with_float32_logits():
+    config = dataclasses.replace(TINY, tie_word_embeddings=True, moe=EXPERTS)
     model = Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     assert {param.dtype for _, param in nnx.to_flat_state(nnx.state(model))} == {jnp.dtype(jnp.bfloat16)}
     tokens = np.arange(12, dtype=np.int32).reshape(2, 6)
@@ -172,7 +142,7 @@ def test_bfloat16_is_near_float32(golden, name):
     assert np.sqrt(np.median(squares) if name in goldens.EXPERTS else np.mean(squares)) < 0.035
 
 
-@pytest.mark.parametrize("name", ["qwen3-tied", "gpt-oss-square", "qwen2-moe-shared"])
+@pytest.mark.parametrize("name", ["gpt-oss-square", "qwen2-moe-shared"])
 def test_gradient_is_finite_and_reaches_every_weight(golden, name):
     model = golden(name)
     tokens = goldens.expected(name)["tokens"]

@@ -1,16 +1,11 @@
 """The generation loop compared with greedy answers of transformers, a NumPy sampler, and other batches."""
 
-from types import SimpleNamespace
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from jlora.models import Decoder, ModelError, generate
+from jlora.models import ModelError, generate
 from jlora.models.sampling import HOTTEST
-from tests.matrix import thinned
 from tests.models import goldens
 
 pytestmark = pytest.mark.device
@@ -24,18 +19,13 @@ def golden_prompts(name):
     return [expected[f"prompt_{i}"].tolist() for i in indices], [expected[f"answer_{i}"].tolist() for i in indices]
 
 
-@pytest.mark.parametrize("name", thinned(goldens.NAMES, 0, 4, 8, 9))
+@pytest.mark.parametrize("name", ["llama-biases-llama3", "qwen3-tied", "gpt-oss-square", "gemma3-tied"])
 def test_greedy_ragged_batch_equals_transformers_one_by_one(golden, name):
     prompts, answers = golden_prompts(name)
     assert generate(golden(name), prompts, max_new_tokens=20) == answers
 
 
-def test_greedy_alone_equals_in_a_batch(golden):
-    prompts, answers = golden_prompts(NAME)
-    assert generate(golden(NAME), prompts[2:3], max_new_tokens=20) == answers[2:3]
-
-
-@pytest.mark.parametrize("limit", [1, 7, 8, 9])
+@pytest.mark.parametrize("limit", [1, 8])
 def test_length_limit(golden, limit):
     prompts, answers = golden_prompts(NAME)
     assert generate(golden(NAME), prompts, max_new_tokens=limit) == [answer[:limit] for answer in answers]
@@ -52,15 +42,9 @@ def test_each_sequence_stops_at_its_own_first_stop_token(golden):
     assert generate(golden(NAME), prompts, max_new_tokens=20, stop_tokens=stops) == want
 
 
-def test_stop_at_the_first_token(golden):
-    prompts, answers = golden_prompts(NAME)
-    assert generate(golden(NAME), prompts[:1], max_new_tokens=20, stop_tokens=answers[0][:1]) == [answers[0][:1]]
-
-
 @pytest.mark.parametrize(
     "narrow",
     [
-        {"temperature": 1e-6},
         {"temperature": 1e-40},
         {"temperature": 1.0, "top_k": 1},
         {"temperature": 2.0, "top_p": 1e-6},
@@ -97,42 +81,23 @@ def test_seeds_and_sequences_draw_differently(golden):
     assert generate(golden(NAME), [prompts[1]] * 2, seed=1, **options) != [first, twin]
 
 
-def test_every_step_draws_anew():
-    """A model that finds all tokens equally likely must not repeat itself, within a sequence or across them."""
-
-    class Indifferent:
-        config = SimpleNamespace(vocab_size=1000, max_position_embeddings=51)
-
-        def init_cache(self, batch, capacity):
-            return ()
-
-        def extend(self, tokens, positions, cache, last):
-            return jnp.zeros((tokens.shape[0], 1000)), cache
-
-    jax.tree_util.register_static(Indifferent)
-    answers = generate(Indifferent(), [[1]] * 4, max_new_tokens=50, temperature=1.0)
-    # 200 uniform draws out of 1000 give 181.4 different tokens on average, with a deviation of 3.8.
-    assert 160 <= len({token for answer in answers for token in answer}) <= 200
-
-
-@pytest.mark.parametrize(
-    "limits",
-    thinned([{}, {"top_k": 5}, {"top_p": 0.6}, {"top_k": 9, "top_p": 0.7}], 3),
-)
-def test_sampled_frequencies(golden, limits):
+def test_sampled_frequencies(golden):
     """First tokens of 4000 sequences follow the distribution that a NumPy sampler computes from the logits."""
     model, temperature, draws = golden(NAME), 1.3, 4000
+    top_k, top_p = 9, 0.7
     prompt = golden_prompts(NAME)[0][1]
     logits = np.asarray(jax.jit(lambda model, tokens: model(tokens))(model, np.array([prompt])), np.float64)[0, -1]
     chance = np.exp((logits - logits.max()) / temperature)
     order = np.argsort(-chance)
-    kept = order[: limits.get("top_k", len(order))]
+    kept = order[:top_k]
     chance = np.where(np.isin(np.arange(chance.size), kept), chance, 0.0) / chance[kept].sum()
-    count = 1 + int(np.searchsorted(np.cumsum(chance[kept]), limits.get("top_p", 1.0) - 1e-12))
+    count = 1 + int(np.searchsorted(np.cumsum(chance[kept]), top_p - 1e-12))
     kept = kept[:count]
     chance = np.where(np.isin(np.arange(chance.size), kept), chance, 0.0) / chance[kept].sum()
 
-    answers = generate(model, [prompt] * draws, max_new_tokens=1, temperature=temperature, seed=11, **limits)
+    answers = generate(
+        model, [prompt] * draws, max_new_tokens=1, temperature=temperature, seed=11, top_k=top_k, top_p=top_p
+    )
     found = np.bincount(np.ravel(answers), minlength=chance.size)
     assert not found[chance == 0].any()
     # Five standard deviations of a binomial count: about one false alarm in a million tokens.
@@ -163,21 +128,6 @@ def test_one_trace_for_all_lengths_and_settings_of_a_bucket(golden):
     assert traces == 3 * 2  # greedy, sampled, sampled with limits; each a prompt pass and a loop body
     generate(counting, [[1] * 9, [2]], max_new_tokens=5)
     assert traces == 4 * 2
-
-
-def test_model_is_an_argument_of_the_compiled_function(golden):
-    """Two models of one shape share the compiled function and keep their own answers."""
-    traces = []
-
-    class Counting(Decoder):
-        def extend(self, *args, **kwargs):
-            traces.append(args)
-            return super().extend(*args, **kwargs)
-
-    models = [Counting(golden(NAME).config, rngs=nnx.Rngs(seed)) for seed in (0, 1)]
-    answers = [generate(model, [[1, 2, 3]], max_new_tokens=16) for model in models]
-    assert len(traces) == 2  # the prompt pass and the loop body
-    assert answers[0] != answers[1]
 
 
 @pytest.mark.parametrize(

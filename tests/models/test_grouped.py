@@ -14,13 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
 from benchmarks.aot_tpu import sharding_of
 from jlora.models import grouped
-from tests.matrix import thinned
 from tests.models import goldens
 
 pytestmark = pytest.mark.device
@@ -30,9 +27,7 @@ ON_GPU = jax.default_backend() == "gpu"
 # Rows of each group, K, N: groups without rows at the ends and inside, one row, all rows in one group, whole tiles.
 SHAPES = [
     ([0, 3, 0, 0, 5, 1, 0], 24, 40),
-    ([1], 8, 8),
     ([0, 0, 70], 136, 72),
-    ([128, 0, 128], 256, 128),
     ([130, 7, 64, 1], 72, 264),
     ([2, 0, 5], 64, 128),  # from here on of sizes that tokamax takes
     ([130, 0, 7, 64, 1, 0], 192, 320),
@@ -59,7 +54,7 @@ def assert_near(got, want, dtype):
     assert goldens.relative_error(got, want) < tolerance
 
 
-@pytest.mark.parametrize("dtype", thinned(["float32", "bfloat16", "float16"], 0, 1))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("counts", "k", "n"), SHAPES)
 def test_values(counts, k, n, dtype):
     """The product of this machine has the right values."""
@@ -68,18 +63,10 @@ def test_values(counts, k, n, dtype):
         assert_near(jax.jit(grouped.grouped_matmul)(x, w, counts), want, dtype)
 
 
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=6).filter(sum))
-def test_any_groups(counts):
-    x, w, counts, want = problem(counts, 5, 3, "float32")
-    with jax.default_matmul_precision("highest"):
-        assert_near(grouped.grouped_matmul(x, w, counts), want, "float32")
-
-
 @pytest.mark.skipif(ON_GPU, reason="a CPU computes what a TPU would")
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
-@pytest.mark.parametrize(("counts", "k", "n"), thinned(SHAPES, 0, 2, 3))
-def test_values_on_tpu_interpreted(on, counts, k, n, dtype):
-    x, w, counts, want = problem(counts, k, n, dtype)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_on_tpu_interpreted(on, dtype):
+    x, w, counts, want = problem([130, 7, 64, 1], 72, 264, dtype)
     on("tpu")
     with pltpu.force_tpu_interpret_mode():
         assert_near(compiled_anew()(x, w, counts), want, dtype)
@@ -91,10 +78,7 @@ def test_values_on_tpu_interpreted(on, counts, k, n, dtype):
     ("chip", "rows", "experts", "k", "n"),
     [
         ("v5e", 512, 128, 2048, 1536),  # Qwen3-30B-A3B, 64 tokens
-        pytest.param("v6e", 16384, 128, 768, 2048, marks=pytest.mark.slow),
         pytest.param("v5p", 256, 32, 2880, 5760, marks=pytest.mark.slow),  # gpt-oss-20b
-        pytest.param("tpu7x", 8192, 32, 2880, 2880, marks=pytest.mark.slow),
-        pytest.param("v5e", 16, 8, 14336, 4096, marks=pytest.mark.slow),  # Mixtral-8x7B
         pytest.param("tpu7x", 4096, 8, 4096, 28672, marks=pytest.mark.slow),
         ("v6e", 3, 5, 33, 65),
     ],
@@ -129,14 +113,12 @@ def on(monkeypatch):
     [
         ("cpu", "", "bfloat16", (64, 128), True, "ragged_dot"),
         ("tpu", "TPU v6e", "bfloat16", (5, 3), False, "gmm"),
-        ("tpu", "TPU v6e", "float32", (5, 3), False, "gmm"),
         ("tpu", "TPU v6e", "float16", (64, 128), False, "ragged_dot"),
         ("gpu", "NVIDIA H200", "bfloat16", (2880, 5760), True, "tokamax"),
         ("gpu", "NVIDIA B200", "float16", (64, 128), True, "tokamax"),
         ("cuda", "a device of another machine", "bfloat16", (64, 128), True, "ragged_dot"),
         ("gpu", "NVIDIA H200", "float32", (64, 128), True, "ragged_dot"),
         ("gpu", "NVIDIA H200", "bfloat16", (64, 72), True, "ragged_dot"),
-        ("gpu", "NVIDIA H200", "bfloat16", (72, 64), True, "ragged_dot"),
         ("gpu", "NVIDIA A100", "bfloat16", (64, 128), True, "ragged_dot"),
         ("gpu", "AMD MI300", "bfloat16", (64, 128), True, "ragged_dot"),
         ("gpu", "NVIDIA H200", "bfloat16", (64, 128), False, "ragged_dot"),

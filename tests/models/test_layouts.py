@@ -46,7 +46,7 @@ def fuse(tensors):
     return out
 
 
-@pytest.mark.parametrize("name", ["mixtral-window", "qwen2-moe-shared", "qwen3-moe-mlp-layer"])
+@pytest.mark.parametrize("name", ["mixtral-window", "qwen2-moe-shared"])
 def test_experts_one_by_one(name):
     folder = goldens.FOLDER / name
     stored, got = load_file(folder / "model.safetensors"), params(from_pretrained(folder))
@@ -64,7 +64,7 @@ def test_experts_one_by_one(name):
     np.testing.assert_array_equal(got["model.layers.0.mlp.gate.kernel"], stored[f"{block}.gate.weight"].T)
 
 
-@pytest.mark.parametrize("name", ["mixtral-window", "qwen2-moe-shared", "qwen3-moe-mlp-layer"])
+@pytest.mark.parametrize("name", ["mixtral-window", "qwen3-moe-mlp-layer"])
 def test_all_experts_in_one_tensor(copy, name):
     folder = copy(name)
     want = from_pretrained(folder)
@@ -185,24 +185,9 @@ def test_sizes_that_mxfp4_cannot_hold(copy, packed):
             rf"0 missing \[\], 1 unexpected \['{MIXTRAL}.4.w1.weight'\]",
         ),
         (
-            "mixtral-window",
-            lambda t: t.update({f"{MIXTRAL}.0.w2.weight": t[f"{MIXTRAL}.0.w2.weight"].T.copy()}),
-            rf"{MIXTRAL}.0.w2.weight \[32, 40\], found \[40, 32\]",
-        ),
-        (
-            "mixtral-window",
-            lambda t: t.update({"model.layers.1.mlp.gate.weight": t["model.layers.1.block_sparse_moe.gate.weight"]}),
-            r"1 unexpected \['model.layers.1.mlp.gate.weight'\]",
-        ),
-        (
             "gpt-oss-square",
             lambda t: t.update({f"{GPT}.gate_up_proj": t[f"{GPT}.gate_up_proj"].transpose(0, 2, 1).copy()}),
             rf"{GPT}.gate_up_proj \[4, 32, 64\], found \[4, 64, 32\]",
-        ),
-        (
-            "gpt-oss-square",
-            lambda t: t.pop("model.layers.0.self_attn.sinks") is None,
-            r"1 missing \['model.layers.0.self_attn.sinks'\]",
         ),
         (
             "gpt-oss-square",

@@ -2,7 +2,6 @@
 
 import dataclasses
 import shutil
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import jlora
-from jlora.models import Decoder, ModelError, from_pretrained, generate, moe
+from jlora.models import Decoder, ModelError, from_pretrained, moe
 from jlora.models.partition import Partition
 from jlora.models.routing import Routing
 from tests.models import goldens
@@ -22,26 +20,17 @@ from tests.models.test_mesh import collectives, forward, in_chunks, label, make_
 
 pytestmark = pytest.mark.mesh
 
-MESHES = [{"expert": 2}, {"expert": 4}, {"expert": 2, "tensor": 2}, {"data": 2, "expert": 2}, {"tensor": 4}]
-QUICK = [
+CASES = [
     ("mixtral-window", "all_gather", {"data": 2, "expert": 2, "tensor": 2}),
     ("gpt-oss-square", "all_to_all", {"expert": 2, "tensor": 2}),
-    ("qwen3-moe-mlp-layer", "all_to_all", {"data": 2, "expert": 2}),
+    pytest.param("qwen3-moe-mlp-layer", "all_to_all", {"data": 2, "expert": 2}, marks=pytest.mark.slow),
+    pytest.param("qwen2-moe-shared", "all_to_all", {"expert": 4}, marks=pytest.mark.slow),
+    pytest.param("gpt-oss-square", "all_gather", {"tensor": 4}, marks=pytest.mark.slow),
 ]
-# Any two of the three: every model on every mesh, and both by either dispatch.
-PAIRS = [
-    (name, ("all_gather", "all_to_all")[(i + j) % 2], axes)
-    for i, name in enumerate(goldens.EXPERTS)
-    for j, axes in enumerate(MESHES)
-    if not (name.startswith("qwen3") and axes == {"expert": 4})  # it has 6
-]
-REST = [case for case in PAIRS if case not in QUICK]
 
 
 @pytest.mark.device
-@pytest.mark.parametrize(
-    ("name", "dispatch", "axes"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in REST)], ids=label
-)
+@pytest.mark.parametrize(("name", "dispatch", "axes"), CASES, ids=label)
 def test_logits_equal_one_device(golden, name, dispatch, axes):
     one, many = golden(name), from_pretrained(goldens.FOLDER / name, mesh=make_mesh(axes), dispatch=dispatch)
     tokens = goldens.expected(name)["tokens"]
@@ -54,15 +43,6 @@ def test_logits_equal_one_device(golden, name, dispatch, axes):
     # A step of one token for each of 3 sequences is shared out among no devices, and padded.
     chunks, _ = in_chunks(many, tokens[:3])
     assert goldens.relative_error(chunks, in_chunks(one, tokens[:3])[0]) < 1e-5
-
-
-@pytest.mark.device
-@pytest.mark.parametrize("dispatch", ["all_gather", pytest.param("all_to_all", marks=pytest.mark.slow)])
-def test_answers_equal_one_device(golden, dispatch):
-    name = "gpt-oss-square"
-    many = from_pretrained(goldens.FOLDER / name, mesh=make_mesh({"data": 2, "expert": 2}), dispatch=dispatch)
-    prompts = [row[:n].tolist() for row, n in zip(goldens.expected(name)["tokens"], (9, 4), strict=True)]
-    assert generate(many, prompts, max_new_tokens=6) == generate(golden(name), prompts, max_new_tokens=6)
 
 
 def part(array, axis, index, count):
@@ -96,10 +76,8 @@ def stored(tmp_path, rng):
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("mixtral-window", "one by one"),
         ("mixtral-window", "fused"),
         ("qwen2-moe-shared", "one by one"),
-        ("gpt-oss-square", "as used"),
         ("gpt-oss-square", "mxfp4"),
     ],
 )
@@ -123,22 +101,6 @@ def test_every_device_holds_and_reads_its_part(stored, counts, name, layout):
         np.testing.assert_array_equal(times, copies, err_msg=tensor)
 
 
-def test_random_weights_do_not_depend_on_the_mesh():
-    def make(mesh):
-        return moe.Experts(12, 8, 4, bias=True, dtype=jnp.float32, rngs=nnx.Rngs(0), partition=Partition(mesh))
-
-    one, many = make(None), make(make_mesh({"expert": 2, "tensor": 4}))
-    for leaf in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):
-        for shard in getattr(many, leaf).get_value().addressable_shards:
-            expert, tensor = np.argwhere(many.partition.mesh.devices == shard.device)[0]
-            whole = np.asarray(getattr(one, leaf)[...])
-            want = part_of_experts(leaf, whole, expert, 2, tensor, 4)
-            np.testing.assert_array_equal(shard.data, want, err_msg=leaf)
-    blocks = ((0, 2), (8, 2), (2, 2), (10, 2), (4, 2), (12, 2), (6, 2), (14, 2))
-    assert many.output_blocks == blocks
-    assert not hasattr(one, "output_blocks")
-
-
 class Scaled(moe.Experts):
     """A wrapper with its own variables, split like the experts, and products that use them with numbers of all
     tokens."""
@@ -156,10 +118,9 @@ class Scaled(moe.Experts):
         return super().down(h, rows) * self._factor(rows)
 
 
-@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
 @pytest.mark.parametrize("axes", [{"expert": 4}, {"data": 2, "expert": 2, "tensor": 2}], ids=label)
-def test_variables_of_a_wrapper_are_sharded_with_the_experts(rng, axes, dispatch, bias):
+def test_variables_of_a_wrapper_are_sharded_with_the_experts(rng, axes, dispatch):
     factors = rng.normal(size=(3, 4)).astype(np.float32)
     slots = rng.integers(0, 3, (24, 1)).astype(np.int32)
     x = rng.normal(size=(4, 6, 12)).astype(np.float32)
@@ -167,7 +128,7 @@ def test_variables_of_a_wrapper_are_sharded_with_the_experts(rng, axes, dispatch
     routing = Routing(jnp.asarray(chosen), jnp.asarray(rng.random((24, 2)), jnp.float32))
 
     def run(partition):
-        layer = Scaled(12, 8, 4, bias=bias, dtype=jnp.float32, rngs=nnx.Rngs(0), partition=partition, dispatch=dispatch)
+        layer = Scaled(12, 8, 4, bias=True, dtype=jnp.float32, rngs=nnx.Rngs(0), partition=partition, dispatch=dispatch)
         for name, param in vars(layer).items():
             if name.endswith("_bias"):
                 param[...] = param[...] + 1
@@ -184,14 +145,7 @@ def test_variables_of_a_wrapper_are_sharded_with_the_experts(rng, axes, dispatch
     ("dispatch", "axes", "want"),
     [
         ("all_gather", {"expert": 2, "tensor": 2}, {"all-reduce": 2 * 2 + 1}),
-        pytest.param("all_gather", {"data": 2, "expert": 2}, {"all-reduce": 2}, marks=pytest.mark.slow),
         ("all_to_all", {"data": 2, "expert": 2}, {"all-to-all": 2 * 3}),
-        pytest.param(
-            "all_to_all",
-            {"expert": 2, "tensor": 2},
-            {"all-to-all": 2 * 3, "all-reduce": 2 * 2 + 1},
-            marks=pytest.mark.slow,
-        ),
     ],
     ids=label,
 )
@@ -213,30 +167,3 @@ def test_collectives(golden, dispatch, axes, want):
 def test_meshes_and_dispatches_that_do_not_fit_are_refused(axes, fields, message):
     with pytest.raises(ModelError, match=message):
         Decoder(dataclasses.replace(TINY, moe=EXPERTS), rngs=nnx.Rngs(0), mesh=make_mesh(axes), **fields)
-
-
-@jax.jit
-def adapted(model, tokens, batch):
-    with jlora.use(batch):
-        return model(tokens)
-
-
-def test_both_formats_of_the_shipped_adapters():
-    """A mesh orders columns anew; of the two, "reverse" has gate and up of all experts in one tensor."""
-    folder = Path(jlora.__file__).parent / "demo" / "moe"
-    tokens = np.tile(np.array([1, 19, 15, 4, 17, 8, 23, 3], np.int32), (4, 1))  # "planet="
-
-    def run(names, mesh=None):
-        model = from_pretrained(folder / "model", mesh=mesh)
-        manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=16))
-        for name in ("shift", "reverse"):
-            manager.add_adapter(jlora.LoRARequest(name, path=str(folder / "adapters" / name)))
-        with manager.prepare(names) as batch:
-            return np.asarray(adapted(model, tokens, batch))
-
-    want = run(["shift", None, "reverse", "shift"])
-    assert goldens.relative_error(want[2], want[1]) > 0.1
-    assert goldens.relative_error(want[0], want[1]) > 0.1
-    found = run(["shift", None, "reverse", "shift"], make_mesh({"expert": 2, "tensor": 4}))
-    for got, row in zip(found, want, strict=True):
-        assert goldens.relative_error(got, row) < 1e-5

@@ -63,36 +63,6 @@ def fill(layer, rng, scale=1.0):
     return layer
 
 
-CLAMPED = moe.ClampedSwiGLU(1.702, 7.0)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"bias": True},
-        {"bias": True, "activation": CLAMPED},
-    ],
-    ids=lambda options: "-".join(options) or "plain",
-)
-@pytest.mark.parametrize("shape", [(13,), (3, 5)], ids=["packed", "batch"])
-def test_experts_equal_the_loop(rng, options, shape):
-    layer = fill(moe.Experts(12, 10, 6, dtype=jnp.float32, rngs=nnx.Rngs(0), **options), rng, scale=3.0)
-    x = rng.normal(size=(*shape, 12)).astype(np.float32)
-    tokens = np.prod(shape)
-    experts = np.stack([rng.permutation(5)[:3] for _ in range(tokens)]).astype(
-        np.int32
-    )  # no token goes to the last expert
-    weights = rng.random((tokens, 3)).astype(np.float32)
-    got = jax.jit(lambda layer, *args: layer(args[0], routing.Routing(*args[1:])))(layer, x, experts, weights)
-    want = oracle(layer, x.reshape(-1, 12), experts, weights)
-    if options.get("activation") == CLAMPED:  # the limits are reached, from either side
-        hidden = np.concatenate([x.reshape(-1, 12) @ np.asarray(layer.gate_up_proj[...][e]) for e in range(5)])
-        assert hidden.min() < -7 < 7 < hidden.max()
-    assert got.shape == x.shape
-    assert goldens.relative_error(np.asarray(got).reshape(-1, 12), want) < 1e-5
-
-
 def test_clamped_swiglu():
     """The gate is clamped from above alone: where -4 stays, its sigmoid is smaller than where it becomes -1."""
     gate, up = np.meshgrid(*[np.array([-4, -1.5, -0.5, 0, 0.5, 1.5, 4], np.float32)] * 2)
@@ -119,25 +89,6 @@ def test_dispatch_sorts_stably(case):
     assert rows.length == 7
     for m, (_, t, i) in enumerate(want):
         assert places[t, i] == m
-
-
-@pytest.mark.parametrize("renormalize", [False, True])
-def test_softmax_router(rng, renormalize):
-    logits = rng.normal(size=(9, 6)).astype(np.float32)
-    experts, weights = routing.softmax_top_k(logits, 3, renormalize=renormalize)
-    for t, row in enumerate(logits.astype(np.float64)):
-        scores = softmax(row)
-        assert experts[t].tolist() == best(scores, 3)
-        want = scores[experts[t]] / (scores[experts[t]].sum() if renormalize else 1)
-        np.testing.assert_allclose(weights[t], want, rtol=1e-5)
-
-
-def test_softmax_of_the_chosen(rng):
-    logits = rng.normal(size=(9, 6)).astype(np.float32)
-    experts, weights = routing.top_k_softmax(logits, 3)
-    for t, row in enumerate(logits.astype(np.float64)):
-        assert experts[t].tolist() == best(row, 3)
-        np.testing.assert_allclose(weights[t], softmax(row[experts[t]]), rtol=1e-5)
 
 
 def test_ties_go_to_the_lower_expert():
@@ -208,7 +159,7 @@ class Recording(moe.Experts):
         return super().down(h, rows)
 
 
-@pytest.mark.parametrize(("shape", "length"), [((2, 3), 3), ((6,), None)])
+@pytest.mark.parametrize(("shape", "length"), [((2, 3), 3)])
 def test_products_receive_the_rows_of_their_experts(rng, shape, length):
     layer = fill(Recording(4, 3, 5, dtype=jnp.float32, rngs=nnx.Rngs(0)), rng)
     x = rng.normal(size=(*shape, 4)).astype(np.float32)
@@ -227,31 +178,3 @@ def test_products_receive_the_rows_of_their_experts(rng, shape, length):
     products = {name: getattr(layer, parameter).shape for name, parameter in layer.grouped_products.items()}
     assert products == {"gate_up": (5, 4, 6), "down": (5, 3, 4)}
     assert layer.alternating == ()
-
-
-@pytest.mark.slow
-@pytest.mark.optimised
-def test_the_sum_of_a_token_does_not_depend_on_the_batch(rng):
-    """The weighted sum of a token's rows has the same bits whatever the batch around it."""
-    rows = jnp.asarray(rng.normal(size=(40, 8)), jnp.float32)
-    places = np.stack([rng.permutation(40)[:4] for _ in range(9)])
-    weights = rng.random((9, 4)).astype(np.float32)
-    whole = jax.jit(moe.combine)(rows, places, weights)
-    for t in range(9):
-        np.testing.assert_array_equal(jax.jit(moe.combine)(rows, places[t : t + 1], weights[t : t + 1])[0], whole[t])
-
-
-def test_routing_does_not_retrace(rng):
-    """The program does not depend on the routing, and models of equal configurations share it."""
-    traces = []
-
-    @jax.jit
-    def forward(block, x):
-        traces.append(None)
-        return block(x)
-
-    for seed in range(3):
-        block = fill(moe.MoE(12, GPT_OSS, dtype=jnp.float32, rngs=nnx.Rngs(seed)), rng)
-        for _ in range(3):
-            forward(block, rng.normal(size=(2, 5, 12)).astype(np.float32))
-    assert len(traces) == 1

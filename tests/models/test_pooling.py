@@ -33,8 +33,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("mode", WEIGHTS)
+@pytest.mark.parametrize(("mode", "normalize"), [*((mode, False) for mode in WEIGHTS), ("mean", True)])
 def test_pooled_hidden_states(folder, mode, normalize):
     write_modules(folder, mode, normalize=normalize)
     model = from_pretrained(folder)

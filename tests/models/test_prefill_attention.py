@@ -85,7 +85,7 @@ def check(rng, kernel, window, sinks, capacity=40, heads=(4, 2), dtype="bfloat16
     np.testing.assert_allclose(np.asarray(found, np.float64)[real], want[real], atol=0.02)
 
 
-WINDOWS = (None, 1, 5, 12, 13, 29, 40, 41, 100)  # below, at and above the chunk's length and the capacity
+WINDOWS = (None, 1, 12, 13, 41)  # below, at and above the chunk's length and the capacity
 
 
 @pytest.mark.parametrize("capacity", [0, 40])
@@ -102,7 +102,7 @@ def test_sinks_and_grouped_heads(rng, heads, dtype):
 
 @pytest.mark.parametrize(
     ("window", "sinks", "capacity"),
-    [(None, True, 40), (5, False, 140), pytest.param(5, True, 0, marks=pytest.mark.slow)],
+    [(None, True, 40), (5, False, 140)],
 )
 def test_splash_attention(rng, window, sinks, capacity):
     check(rng, partial(splash, interpret=True), window, sinks, capacity)
@@ -116,8 +116,7 @@ def test_splash_attention_of_new_sequences_reads_no_cache(rng):
     assert not np.asarray(out, np.float32).any()
 
 
-@pytest.mark.parametrize("window", [None, 5])
-def test_splash_attention_has_a_gradient(rng, window):
+def test_splash_attention_has_a_gradient(rng):
     """A decoder that is trained attends to new tokens only. Padding gives and takes no gradient."""
     shapes = (2, 12, 4, 16), (2, 12, 2, 16), (2, 12, 2, 16), (2, 12, 4, 16)
     q, k, v, weights = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
@@ -126,7 +125,7 @@ def test_splash_attention_has_a_gradient(rng, window):
 
     def gradients(kernel):
         def total(q, k, v):
-            out = attend(q, k, v, start, count, None, None, window=window, kernel=kernel)
+            out = attend(q, k, v, start, count, None, None, window=5, kernel=kernel)
             return (out.astype(jnp.float32) * weights.astype(jnp.float32)).sum()
 
         return [np.asarray(found, np.float32) for found in jax.grad(total, (0, 1, 2))(q, k, v)]
@@ -162,7 +161,6 @@ def test_which_platforms_and_shapes_have_a_library(monkeypatch):
     assert kernel_of("tpu", "float32", 128) is None
 
 
-NO_SINKS = {"sinks": False, "sliding_windows": None}
 CONFIG = DecoderConfig(
     vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16, sliding_windows=(None, 9), sinks=True, max_position_embeddings=64,
@@ -212,18 +210,17 @@ def test_a_decoder_gives_the_same_logits_by_a_library(use):
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("axes", [{"data": 2, "tensor": 2}, {"tensor": 4}])
-def test_a_decoder_on_a_mesh_runs_the_library_on_each_shard(use, axes):
+def test_a_decoder_on_a_mesh_runs_the_library_on_each_shard(use):
     """With more shards than key heads, each shard has a copy of one."""
     one = Decoder(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    many = Decoder(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), mesh=make_mesh(axes))
+    many = Decoder(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), mesh=make_mesh({"tensor": 4}))
     runs = use(plain)
     want = answers(one, 0)
     assert {run[0].shape[::2] for run in runs} == {(4, 4)}
     runs.clear()
     for found, expected in zip(answers(many, NAN), want, strict=True):
         np.testing.assert_allclose(found, expected, atol=0.02 * np.abs(expected).max())
-    assert {run[0].shape[::2] for run in runs} == {(4 // axes.get("data", 1), 4 // axes["tensor"])}
+    assert {run[0].shape[::2] for run in runs} == {(4, 1)}
 
 
 def abstract(batch, length, capacity, heads, groups, width, of=jax.ShapeDtypeStruct):
@@ -256,10 +253,7 @@ SHAPES = [
     *(
         pytest.param(*shape, marks=slow)
         for shape in (
-            ("v5e", 1, 8192, 8192, 32, 8, 128, None),
-            ("v6e", 2, 512, 2048, 32, 8, 128, None),
             ("v5p", 1, 2048, 8192, 32, 8, 128, 4096),
-            ("v5p", 1, 512, 1024, 8, 8, 80, None),
             ("v6e", 1, 512, 1024, 8, 8, 256, None),
         )
     ),
@@ -279,16 +273,11 @@ def test_splash_attention_compiles_for_tpus(chip, batch, length, capacity, heads
 
 
 @pytest.mark.usefixtures("as_users_compile", "without_cache")
-@pytest.mark.parametrize(
-    ("fields", "kernels"),
-    [({"sliding_windows": (None, 9)}, 2), pytest.param({"sinks": True}, 0, marks=pytest.mark.slow)],
-    ids=["windows", "sinks"],
-)
-def test_a_decoder_has_a_gradient_on_tpus(monkeypatch, fields, kernels):
-    """Compiled ahead of time. Sinks need the sums of the scores, of which splash attention has no gradient."""
+def test_a_decoder_has_a_gradient_on_tpus(monkeypatch):
+    """Compiled ahead of time, by a kernel for each of two layers."""
     monkeypatch.setattr(attention, "platform", lambda: "tpu")
     of = partial(operand_of, "v6e")
-    model = nnx.eval_shape(lambda: Decoder(replace(CONFIG, **NO_SINKS | fields), dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: Decoder(replace(CONFIG, sinks=False), dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     graphdef, params = nnx.split(model)
 
     def loss(params, tokens):
@@ -297,7 +286,7 @@ def test_a_decoder_has_a_gradient_on_tpus(monkeypatch, fields, kernels):
     args = jax.tree.map(lambda leaf: of(leaf.shape, leaf.dtype), (params, jax.ShapeDtypeStruct((2, 256), "int32")))
     text = jax.jit(jax.grad(loss)).lower(*args).compile().as_text()
     for name in ("fwd", "dq", "dkv"):
-        assert len(re.findall(rf"^ *%splash_mha_{name}_\S+ = .* custom-call\(", text, re.MULTILINE)) == kernels
+        assert len(re.findall(rf"^ *%splash_mha_{name}_\S+ = .* custom-call\(", text, re.MULTILINE)) == 2
 
 
 def test_scores_over_the_limit_are_computed_in_blocks(rng, monkeypatch):

@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -13,12 +12,9 @@ from safetensors.numpy import load_file
 import jlora
 from jlora.adapters import ModuleLoRA
 from jlora.models import (
-    Decoder,
-    DecoderConfig,
     ModelError,
     QuantizedLinear,
     from_pretrained,
-    quantized_config,
     read_skeleton,
 )
 from tests.models import checkpoints, goldens
@@ -164,14 +160,8 @@ def source_of(tmp_path, kind):
     [
         ("untied", "int8"),
         ("gemma3", "fp8"),
-        pytest.param("gemma3", "int8", marks=slow),
-        pytest.param("gemma3", "blocks", marks=slow),
         pytest.param("mixture", "blocks", marks=slow),
         pytest.param("tied", "fp8", marks=slow),
-        pytest.param("untied", "blocks", marks=slow),
-        pytest.param("tied", "blocks", marks=slow),
-        pytest.param("mixture", "int8", marks=slow),
-        pytest.param("mixture", "fp8", marks=slow),
     ],
 )
 def test_rows_equal_merged_weights(tmp_path, kind, quantize):
@@ -182,9 +172,8 @@ def test_rows_equal_merged_weights(tmp_path, kind, quantize):
     assert goldens.relative_error(found, case.truths()) < TOLERANCE
 
 
-@pytest.mark.parametrize(("kind", "quantize"), [("untied", "int8"), pytest.param("mixture", "blocks", marks=slow)])
-def test_base_rows_keep_the_bits_of_the_unwrapped_model(tmp_path, as_users_compile, kind, quantize):
-    case = Case(tmp_path, source_of(tmp_path, kind), quantize)
+def test_base_rows_keep_the_bits_of_the_unwrapped_model(tmp_path, as_users_compile):
+    case = Case(tmp_path, source_of(tmp_path, "untied"), "int8")
     model = case.load()
     base = np.asarray(logits(model, case.tokens))
     with case.serve(model).prepare(case.names) as batch:
@@ -193,27 +182,8 @@ def test_base_rows_keep_the_bits_of_the_unwrapped_model(tmp_path, as_users_compi
     assert not np.array_equal(found[1], base[1])
 
 
-@pytest.mark.slow
-def test_a_layer_of_the_sizes_of_qwen3_8b_fp8():
-    """One MLP projection, 4096 -> 12288: its product is that of the dequantized kernel."""
-    rng = np.random.default_rng(0)
-    weight = rng.normal(size=(12288, 4096)).astype(np.float32) / 64
-    layer = nnx.eval_shape(
-        lambda: QuantizedLinear(nnx.Linear(4096, 12288, use_bias=False, rngs=nnx.Rngs(0)), "fp8_blocks")
-    )
-    assert layer.kernel_scale.shape == (32, 12288)
-    values, scales = in_blocks(weight)
-    layer.kernel.set_value(jnp.asarray(values.T))
-    layer.kernel_scale.set_value(jnp.asarray(scales.T.repeat(128, 1)))
-    x = rng.normal(size=(3, 4096)).astype(np.float32)
-    whole = values.astype(np.float32) * scales.repeat(128, 0).repeat(128, 1)
-    assert goldens.relative_error(np.asarray(layer(jnp.asarray(x))), x @ whole.T) < 1e-5
-
-
 @pytest.mark.mesh
-@pytest.mark.parametrize(
-    ("kind", "quantize"), [("untied", "int8"), *(pytest.param(of, "fp8", marks=slow) for of in ("gemma3", "mixture"))]
-)
+@pytest.mark.parametrize(("kind", "quantize"), [("untied", "int8"), pytest.param("mixture", "fp8", marks=slow)])
 def test_a_mesh_reads_the_same_values(tmp_path, kind, quantize):
     """A scale is that of a whole column, also where the mesh splits its inputs."""
     case = Case(tmp_path, source_of(tmp_path, kind), quantize)
@@ -237,23 +207,6 @@ def test_blocks_that_a_mesh_would_split_are_refused(tmp_path):
     case = Case(tmp_path, source_of(tmp_path, "untied"), "blocks")
     with pytest.raises(ModelError, match=r"num_attention_heads \* head_dim \(192\) must be a multiple of 128"):
         case.load(make_mesh({"tensor": 2}))
-
-
-@pytest.mark.slow
-@pytest.mark.mesh
-def test_blocks_on_a_mesh(tmp_path):
-    fields = {
-        "hidden_size": 160,
-        "intermediate_size": 256,
-        "head_dim": 96,
-        "num_hidden_layers": 1,
-    }  # blocks across shards
-    checkpoints.write(tmp_path / "source", checkpoints.DENSE["mistral"] | fields)
-    case = Case(tmp_path, tmp_path / "source", "blocks")
-    model = case.load(make_mesh({"tensor": 2}))
-    with case.serve(model).prepare(case.names) as batch:
-        found = np.asarray(logits(model, case.tokens, batch))
-    assert goldens.relative_error(found, case.truths()) < TOLERANCE
 
 
 def get(module, path):
@@ -286,7 +239,7 @@ def test_the_stored_values_are_those_of_the_checkpoint(tmp_path):
     assert again.model.embed_tokens.embedding.dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("name", ["gpt-oss-square", "mixtral-window", "qwen2-moe-shared"])
+@pytest.mark.parametrize("name", ["gpt-oss-square", "mixtral-window"])
 def test_experts_of_every_layout(name):
     """Experts stored one by one, and all together with alternating columns of gate and up."""
     stored, read = (from_pretrained(goldens.FOLDER / name, quantize=quantize) for quantize in (None, "int8"))
@@ -298,38 +251,12 @@ def test_experts_of_every_layout(name):
         np.testing.assert_allclose(np.asarray(experts.dequantized(product)), want, atol=1e-6)
 
 
-def test_bytes_of_llama_3_8b():
-    config = DecoderConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-    )
-
-    def nbytes(quantize):
-        of = quantized_config(config, quantize)
-        model = nnx.eval_shape(lambda: Decoder(of, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(model)))
-
-    assert nbytes("int8") <= 0.56 * nbytes(None)
-
-
-def forward(model, inputs, batch):
-    return logits(model, inputs, batch)
-
-
-@pytest.mark.parametrize(
-    ("kind", "quantize"), [("untied", "blocks"), *(pytest.param("mixture", of, marks=slow) for of in ("int8", "fp8"))]
-)
-def test_verify_passes(tmp_path, kind, quantize):
-    case = Case(tmp_path, source_of(tmp_path, kind), quantize)
-    report = case.serve(case.load()).verify(forward, case.tokens)
+def test_verify_passes(tmp_path):
+    case = Case(tmp_path, source_of(tmp_path, "untied"), "blocks")
+    report = case.serve(case.load()).verify(logits, case.tokens)
     assert "model.layers.0.self_attn.qkv_proj" in report.checked
     assert report.rows_only == {}
-    assert all(".experts." in path for path in report.unchecked)
+    assert report.unchecked == {}
 
 
 # --- Refusals ---------------------------------------------------------------------------------------------------------

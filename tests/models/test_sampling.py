@@ -41,28 +41,6 @@ def test_the_drawn_tokens_are_those_within_the_limits(data):
     assert set(np.asarray(drawn).tolist()) == kept(logits, top_k, top_p)
 
 
-@pytest.mark.slow
-def test_draws_have_the_right_chances():
-    logits = jnp.asarray(np.random.default_rng(0).normal(0, 1.5, VOCAB), jnp.float32)
-    temperature, draws = 0.7, 4000
-    steps = jnp.arange(draws)
-    keys = jnp.broadcast_to(jax.random.key(3), draws)
-    full = Sampling(
-        jnp.full(draws, temperature, jnp.float32),
-        jnp.full(draws, 4, jnp.int32),
-        jnp.full(draws, 0.8, jnp.float32),
-        keys,
-    )
-    drawn = np.asarray(choose(jnp.broadcast_to(logits, (draws, VOCAB)), steps, full, ranked=True))
-    scaled = np.asarray(logits, np.float64) / temperature
-    allowed = sorted(kept(scaled, 4, 0.8))
-    chances = np.exp(scaled[allowed]) / np.exp(scaled[allowed]).sum()
-    counts = np.array([(drawn == token).sum() for token in allowed])
-    assert counts.sum() == draws
-    spread = np.sqrt(draws * chances * (1 - chances))
-    assert (np.abs(counts - draws * chances) < 5 * spread + 1).all()
-
-
 @given(st.integers(0, 100))
 def test_a_row_without_limits_draws_the_same_where_others_have_some(seed):
     logits = jnp.asarray(np.random.default_rng(seed).normal(0, 3, (ROWS, VOCAB)), jnp.float32)

@@ -28,8 +28,6 @@ SIZES, K, ROWS = (20, 9), 40, 11
 IDS = np.array([0, 1, 0, 4, 1, 2, 0, 2, 1, 3, -1])
 RANKS = [  # R, ranks [G, n]
     (40, [[17, 0], [40, 3], [0, 0], [16, 33]]),
-    pytest.param((16, [[16, 0], [5, 1], [0, 0], [0, 16]]), marks=pytest.mark.slow),
-    pytest.param((24, [[24, 0], [3, 17], [0, 0], [0, 16]]), marks=pytest.mark.slow),
     pytest.param((20, [[20, 0], [3, 17], [0, 0], [0, 16]]), marks=pytest.mark.slow),
 ]
 BACKENDS = {

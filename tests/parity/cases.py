@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.models.families import GEMMA3, LINEAR_ROPE, LLAMA3_ROPE, YARN_ROPE, build
+from tests.models.families import GEMMA3, LLAMA3_ROPE, build
 
 VOCAB = 64
 MAX_RANK = 64
@@ -25,24 +25,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"num_hidden_layers": 3, "attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE},
     ),
-    "llama-tied-linear": (
-        "llama",
-        {"num_hidden_layers": 3, "hidden_size": 48, "tie_word_embeddings": True, "rope_parameters": LINEAR_ROPE},
-    ),
     "mistral-window": ("mistral", {"num_hidden_layers": 3, "sliding_window": 7, "head_dim": 12}),
-    "mistral-tied": ("mistral", {"sliding_window": None, "tie_word_embeddings": True, "num_key_value_heads": 1}),
-    "qwen2-mixed-yarn": (
-        "qwen2",
-        {
-            "num_hidden_layers": 3,
-            "use_sliding_window": True,
-            "sliding_window": 6,
-            "max_window_layers": 1,
-            "rope_parameters": YARN_ROPE,
-        },
-    ),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True, "hidden_size": 64, "num_attention_heads": 8}),
-    "qwen3": ("qwen3", {"num_hidden_layers": 3, "head_dim": 16, "attention_bias": True}),
     "qwen3-tied-window": (
         "qwen3",
         {
@@ -90,11 +74,6 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "target_modules": ["embed_tokens", "lm_head", "v_proj"],
         "rank_pattern": {"lm_head": 2},
     },
-    "untrained init": {"r": 8, "init_lora_weights": False, "target_modules": ["gate_proj", "down_proj"]},
-    "orthogonal": {"r": 6, "init_lora_weights": "orthogonal", "target_modules": ["k_proj", "o_proj"]},
-    "gaussian": {"r": 24, "init_lora_weights": "gaussian", "target_modules": ["up_proj"]},
-    "key only": {"r": 33, "target_modules": ["k_proj"]},
-    "gate only": {"r": 40, "target_modules": ["gate_proj"]},
     "bfloat16": {"r": 8, "target_modules": ALL},
 }
 # PEFT gives the tied head the embedding's own LoRA, transposed.
@@ -102,15 +81,13 @@ TIED_ADAPTERS: dict[str, dict[str, Any]] = {
     "tied both": {"r": 5, "target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
     "tied through the embedding": {"r": 3, "target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True},
 }
-# PEFT's own starting values are kept where they already change the outputs.
-_KEEP_INIT = ("untrained init",)
 
 
 def adapters_of(model: str) -> dict[str, dict[str, Any]]:
     """The adapters of one base model: one for each feature, and some drawn at random."""
     rng = np.random.default_rng(zlib.crc32(model.encode()))
     drawn = {}
-    for i in range(4):
+    for i in range(2):
         targets = [t for t in [*ALL, "embed_tokens", "lm_head"] if rng.random() < 0.4] or ["o_proj"]
         drawn[f"drawn {i}"] = {
             "r": int(rng.integers(1, MAX_RANK + 1)),
@@ -144,7 +121,7 @@ def peft_model(torch, peft, base, name: str, fields: dict[str, Any]):
 
     with torch.no_grad():
         for module in model.modules():
-            if not isinstance(module, peft.tuners.lora.LoraLayer) or name in _KEEP_INIT:
+            if not isinstance(module, peft.tuners.lora.LoraLayer):
                 continue
             rank, scaling = module.r["default"], module.scaling["default"]
             weight = module.get_base_layer().weight

@@ -1,5 +1,5 @@
 """Writes tests/parity/expert_goldens: adapters of experts for the checkpoints of tests/models/goldens, and the logits
-of transformers with the weights of each merged (needs the extra `parity`). Run
+of transformers with the weights of each merged (needs the group `parity`). Run
 `python -m tests.parity.make_expert_goldens` from the repository root; commit the result."""
 
 import copy

@@ -1,5 +1,5 @@
 """Writes tests/parity/goldens: tiny base models, adapters as PEFT saved them, and PEFT's logits and greedy answers
-(needs the extra `parity`). Run `python -m tests.parity.make_goldens` from the repository root; commit the result."""
+(needs the group `parity`). Run `python -m tests.parity.make_goldens` from the repository root; commit the result."""
 
 import copy
 import shutil

@@ -19,7 +19,6 @@ pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 
 torch.set_num_threads(1)
 
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 LENGTHS = np.array([9, 1, 6, 9, 4, 7], np.int32)
 PAD, LENGTH = 0, 9
@@ -91,7 +90,7 @@ def relabelled(base, labels, seed):
     return model
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_sequence_classifiers(tmp_path, family):
     auto = transformers.AutoModelForSequenceClassification
     base = base_of(family, auto, tmp_path / "base", num_labels=2, tie_word_embeddings=family == "qwen2")
@@ -122,9 +121,8 @@ def test_sequence_classifiers(tmp_path, family):
         np.testing.assert_allclose(positions[i, LENGTHS[i] - 1], scores[i], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_feature_extraction(tmp_path, family):
-    base = base_of(family, transformers.AutoModel, tmp_path / "base")
+def test_feature_extraction(tmp_path):
+    base = base_of("qwen3", transformers.AutoModel, tmp_path / "base")
     of = {name: adapter_of(base, name, tmp_path, "FEATURE_EXTRACTION") for name in ("one", "two")}
     model = jlora.models.from_pretrained(tmp_path / "base")
     manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=4))
@@ -143,14 +141,12 @@ def test_feature_extraction(tmp_path, family):
     assert min(changes) > 1e-2 * np.abs(wanted[None][0]).max()
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_peft_reads_our_files(tmp_path, bias):
+def test_peft_reads_our_files(tmp_path):
     base = base_of("llama", transformers.AutoModelForSequenceClassification, tmp_path / "base", num_labels=2)
-    if bias:
-        base.score = torch.nn.Linear(base.score.in_features, 2)
+    base.score = torch.nn.Linear(base.score.in_features, 2)  # with a bias
     model = adapter_of(base, "two", tmp_path, "SEQ_CLS")
     adapter = jlora.Adapter.from_pretrained(tmp_path / "two")
-    assert (adapter.heads["score"].bias is not None) == bias
+    assert adapter.heads["score"].bias is not None
     adapter.save_pretrained(tmp_path / "again")
     again = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "again").eval()
     want, found = (theirs(each, tokens_of()).logits.numpy() for each in (model, again))

@@ -31,18 +31,12 @@ def theirs(model, ids, mode):
     """Return the embedding that sentence-transformers computes: the last hidden states, pooled and normalised."""
     with torch.no_grad():
         hidden = model(input_ids=torch.tensor([ids])).last_hidden_state
-        mask = torch.ones(1, len(ids), 1)
-        if mode == "lasttoken":
-            found = hidden[:, -1]
-        elif mode == "cls":
-            found = hidden[:, 0]
-        else:
-            weights = torch.arange(1, len(ids) + 1).reshape(1, -1, 1) * mask if mode == "weightedmean" else mask
-            found = (hidden * weights).sum(1) / weights.sum(1)
+        weights = torch.arange(1, len(ids) + 1).reshape(1, -1, 1)
+        found = hidden[:, -1] if mode == "lasttoken" else (hidden * weights).sum(1) / weights.sum(1)
         return torch.nn.functional.normalize(found, p=2, dim=1)[0].numpy()
 
 
-@pytest.mark.parametrize("mode", ["lasttoken", "mean", "cls", "weightedmean"])
+@pytest.mark.parametrize("mode", ["lasttoken", "weightedmean"])
 def test_embeddings(tmp_path, mode):
     """One request for each model at once, of texts of several lengths, in mixed batches."""
     config = transformers.AutoConfig.for_model("qwen3", **{**SMALL, "tie_word_embeddings": True})

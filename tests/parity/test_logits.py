@@ -1,10 +1,10 @@
-"""Mixed batches against PEFT itself: every adapter through files that PEFT wrote, every logit compared."""
+"""Mixed batches against PEFT: base, plain, scaled, mixed, activated and DoRA rows, through files that PEFT wrote."""
 
+import copy
 import functools
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,9 +14,9 @@ peft = pytest.importorskip("peft")
 
 import jlora
 import jlora.models
-from jlora.models.attention import attend
-from jlora.models.rope import rotate, rotations
+from jlora import Mix, Scaled
 from tests.compiled import compiled_programs
+from tests.models.test_mesh import make_mesh
 from tests.parity import cases
 
 # transformers and PEFT warn of their own deprecations, and when they save more than LoRA.
@@ -25,44 +25,76 @@ pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 torch.set_num_threads(1)  # the matrices are tiny, and other workers want the cores
 
 TOLERANCE = 1e-4  # of the largest logit
-ROWS, LENGTH = 6, 20
-SLOTS, HOST = 4, 10
+ROWS, LENGTH = 6, 16
+INVOCATION = [5, 9]
+OTHERS = {
+    "activated": {"r": 6, "target_modules": cases.ALL, "alora_invocation_tokens": INVOCATION},
+    "dora": {"r": 5, "lora_alpha": 7, "target_modules": cases.ALL, "use_dora": True},
+    "dora of some": {"r": 3, "use_rslora": True, "target_modules": ["v_proj", "up_proj"], "use_dora": True},
+}
+ENTRIES = [
+    *(None, *OTHERS, Scaled("rslora", 0.5), Scaled("rank 1", -1.5), Scaled("activated", 2)),
+    Mix({"rank 1": 0.7, "alpha pattern": 0.3}),
+    Mix({"head": 1.5, "rank 64 everywhere": -0.5, "alpha pattern": 0.25}),
+]
 
 
 class World:
-    """One base model in both frameworks, and its adapters: PEFT's folders and PEFT's logits, each made on first use."""
+    """One base model in both frameworks, its adapters in PEFT's folders, and PEFT's logits of each entry of a batch."""
 
     def __init__(self, name: str, folder):
-        self.name, self.folder = name, folder
+        self.folder = folder
         self.theirs = cases.base_model(torch, transformers, name)
         self.theirs.save_pretrained(folder / "base")
-        self.tokens = np.random.default_rng(len(name)).integers(0, cases.VOCAB, (ROWS, LENGTH)).astype(np.int32)
-        self.fields = cases.adapters_of(name)
+        self.tokens = np.random.default_rng(0).integers(10, cases.VOCAB, (ROWS, LENGTH)).astype(np.int32)
+        for row, start in enumerate((0, 3, 7, 14)):  # the other rows never invoke
+            self.tokens[row, start : start + 2] = INVOCATION
+        self.tokens[1, 6:8] = INVOCATION  # the last occurrence counts
+        self.fields = cases.adapters_of(name) | OTHERS
+        self.entries = [*ENTRIES, *cases.adapters_of(name)]
 
     @functools.cache  # noqa: B019 - as long-lived as the module's fixture
-    def peft_model(self, adapter: str):
-        return cases.peft_model(torch, peft, self.theirs, adapter, self.fields[adapter])
-
-    @functools.cache  # noqa: B019 - as long-lived as the fixture, too
     def path(self, adapter: str) -> str:
-        return str(cases.save_adapter(torch, self.peft_model(adapter), adapter, self.folder))
+        model = cases.peft_model(torch, peft, self.theirs, adapter, self.fields[adapter])
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                if "lora_magnitude_vector" in key:
+                    parameter.mul_(0.5 + torch.rand(parameter.shape, generator=generator))
+        return str(cases.save_adapter(torch, model, adapter, self.folder))
 
     @functools.cache  # noqa: B019 - as long-lived as the fixture, too
-    def logits(self, adapter: str | None) -> np.ndarray:
-        """PEFT's float32 logits [ROWS, LENGTH, V] of every sequence with one adapter."""
-        model = self.theirs if adapter is None else self.peft_model(adapter)
-        return cases.logits(torch, model, self.tokens)
+    def logits(self, entry) -> np.ndarray:
+        """Return PEFT's float32 logits [ROWS, LENGTH, V] of every sequence with one entry."""
+        return cases.logits(torch, self.peft_model(entry), self.tokens)
+
+    def peft_model(self, entry):
+        if entry is None:
+            return self.theirs
+        if isinstance(entry, str):
+            return peft.PeftModel.from_pretrained(copy.deepcopy(self.theirs), self.path(entry)).eval()
+        if isinstance(entry, Scaled):
+            model = self.peft_model(entry.adapter)
+            for module in model.modules():
+                if isinstance(module, peft.tuners.lora.LoraLayer):
+                    module.scaling["default"] *= entry.scale
+            return model
+        (first, _), *others = entry.terms
+        model = peft.PeftModel.from_pretrained(copy.deepcopy(self.theirs), self.path(first), adapter_name=first)
+        for name, _ in others:
+            model.load_adapter(self.path(name), adapter_name=name)
+        names, weights = zip(*entry.terms, strict=True)
+        model.add_weighted_adapter(list(names), list(weights), "mix", combination_type="cat")
+        model.set_adapter("mix")
+        return model.eval()
 
     def request(self, adapter: str, **fields) -> jlora.LoRARequest:
         return jlora.LoRARequest(adapter, self.path(adapter), **fields)
 
-    def served(self, slots: int = SLOTS, host: int | None = HOST) -> jlora.LoRAManager:
-        model = jlora.models.from_pretrained(self.folder / "base")
-        config = jlora.LoRAConfig(max_loras=slots, max_lora_rank=cases.MAX_RANK, max_cpu_loras=host)
-        return jlora.LoRAManager(model, config)
-
-
-ONE_A_FAMILY = ["llama-biases-llama3", "mistral-window", "qwen2-tied", "qwen3-tied-window"]
+    def served(self, mesh=None, **config) -> jlora.LoRAManager:
+        sizes = {"max_loras": 6, "max_lora_rank": cases.MAX_RANK, "max_cpu_loras": 10, "max_adapters_per_sequence": 3}
+        model = jlora.models.from_pretrained(self.folder / "base", mesh=mesh)
+        return jlora.LoRAManager(model, jlora.LoRAConfig(**sizes | config, activated=True, dora=True))
 
 
 @pytest.fixture(scope="module", params=cases.MODELS)
@@ -71,7 +103,7 @@ def world(request, tmp_path_factory) -> World:
 
 
 def forward_traced_once():
-    """A jitted forward that may be traced for one shape, and once."""
+    """Return a jitted forward that may be traced for one shape, and once."""
 
     @jax.jit
     @chex.assert_max_traces(n=1)
@@ -89,126 +121,90 @@ def assert_close(got, want, what):
     assert np.abs(got - want).max() <= TOLERANCE * np.abs(want).max(), what
 
 
-def test_mixed_batches_of_every_adapter(world):
-    manager = world.served()
-    forward = forward_traced_once()
-    names = list(world.fields)
-    assert len(names) >= 16
-    rng = np.random.default_rng(1)
-    served = set()
-    ranks = set()
-    for step in range(60):
-        # Every adapter in turn, with random company; now and then the base model alone, or one adapter for all.
-        company = rng.choice(names, rng.integers(0, SLOTS), replace=False).tolist()
-        present = [names[step % len(names)], *company][:SLOTS] if step % 10 else []
-        rows = [present[i] if present and (i := rng.integers(-1, len(present))) >= 0 else None for _ in range(ROWS)]
-        for name in dict.fromkeys(name for name in rows if name is not None):
+def names_of(entry) -> list[str]:
+    """Return the adapters of an entry of a batch."""
+    parts = getattr(entry, "parts", ((getattr(entry, "adapter", entry), 1),))
+    return [name for name, _ in parts if name is not None]
+
+
+def first_row(entry, row) -> int:
+    """Return the first active row of a sequence."""
+    return jlora.active_from(row, INVOCATION if "activated" in names_of(entry) else [])
+
+
+def check_random_batches(world, manager, count):
+    """Every entry in turn, with random company of few adapters."""
+    rng, forward = np.random.default_rng(2), forward_traced_once()
+    with manager.prepare([None] * ROWS, active_from=[0] * ROWS, length=LENGTH) as batch:
+        base = np.asarray(forward(manager.model, world.tokens, batch))
+    for step in range(count):
+        entries = [world.entries[step % len(world.entries)]]
+        while len(entries) < ROWS:
+            one = world.entries[rng.integers(len(world.entries))]
+            names = {name for entry in (*entries, one) for name in names_of(entry)}
+            entries.append(one if len(names) <= 5 else None)
+        for name in dict.fromkeys(name for entry in entries for name in names_of(entry)):
             manager.add_adapter(world.request(name))
-            ranks.add(manager.list_adapters()[name].rank)
-        with manager.prepare(rows) as batch:
-            got = forward(manager.model, world.tokens, batch)
-        for i, name in enumerate(rows):
-            assert_close(got[i], world.logits(name)[i], (step, name))
-        served.update(rows)
-    assert served == {*names, None}
-    assert {1, cases.MAX_RANK} <= ranks
+        rng.shuffle(entries)
+        first = [first_row(entry, row) for entry, row in zip(entries, world.tokens, strict=True)]
+        with manager.prepare(entries, active_from=first, length=LENGTH) as batch:
+            got = np.asarray(forward(manager.model, world.tokens, batch))
+        for i, entry in enumerate(entries):
+            assert_close(got[i], world.logits(entry)[i], (step, i, entry))
+            if entry == "activated":
+                start = min(LENGTH, first[i])
+                assert (got[i, :start] == base[i, :start]).all()
     assert compiled_programs(forward) == 1
+    assert manager.stats().compilations == 1
+
+
+def test_random_batches_of_every_adapter(world):
+    manager = world.served()
+    check_random_batches(world, manager, 2 * len(world.entries))
     stats = manager.stats()
-    assert stats.compilations == 1
-    assert stats.slot_evictions > len(names)
-    assert stats.host_evictions > len(names) // 2
-
-
-def test_every_adapter_changes_the_logits(world):
-    """No adapter is so small that the comparison above would pass without it."""
+    assert stats.slot_evictions > len(world.fields)
+    assert stats.host_evictions > len(world.fields) // 2
+    # No entry is so close to the base that the comparison would pass without it.
     base = world.logits(None)
-    for name in world.fields:
-        for i in range(ROWS):
-            assert np.abs(world.logits(name)[i] - base[i]).max() > 100 * TOLERANCE * np.abs(base).max(), name
+    for entry in world.entries[1:]:
+        for i in range(4 if "activated" in names_of(entry) else ROWS):
+            assert np.abs(world.logits(entry)[i] - base[i]).max() > 100 * TOLERANCE * np.abs(base).max(), entry
 
 
+@pytest.mark.mesh
+@pytest.mark.usefixtures("quickly_compiled")
+@pytest.mark.parametrize("world", ["llama-biases-llama3"], indirect=True)
+def test_random_batches_on_a_mesh(world):
+    manager = world.served(make_mesh({"data": 2, "tensor": 2}), data_axes=["data"], fully_sharded=True)
+    check_random_batches(world, manager, 12)
+
+
+@pytest.mark.parametrize("world", ["qwen2-tied"], indirect=True)
 def test_replaced_in_its_slot(world):
     """`load_inplace` between steps: other weights, another rank and other modules under the same name."""
-    manager = world.served(slots=2, host=2)
-    forward = forward_traced_once()
+    manager, forward = world.served(max_loras=3, max_cpu_loras=3), forward_traced_once()
     kept = "rslora"
     manager.add_adapter(world.request(kept))
     for successor in ("rank 64 everywhere", "head", "rank 1", "embedding"):
         manager.add_adapter(jlora.LoRARequest("live", world.path(successor), load_inplace=True))
-        with manager.prepare(["live", kept, None, "live", kept, "live"]) as batch:
+        rows = ["live", kept, None, "live", kept, "live"]
+        with manager.prepare(rows, active_from=[0] * ROWS, length=LENGTH) as batch:
             got = forward(manager.model, world.tokens, batch)
         for i, name in enumerate([successor, kept, None, successor, kept, successor]):
             assert_close(got[i], world.logits(name)[i], (successor, name))
     assert manager.stats().slot_evictions == 0
 
 
-@pytest.mark.parametrize("world", ONE_A_FAMILY, indirect=True)
+@pytest.mark.parametrize("world", ["llama-biases-llama3", "qwen3-tied-window"], indirect=True)
 def test_greedy_answers(world):
     """Prompts of unlike lengths through the cache: prefill [B, L], decode [B, 1], logits of one row a sequence."""
-    adapters = [None, "all-linear", "embedding and head", "both patterns with rslora", "drawn 0"]
-    manager = world.served(slots=4)
-    for name in adapters[1:]:
-        manager.add_adapter(world.request(name))
-    prompts = [world.tokens[i % ROWS, : 2 + 3 * i].tolist() for i in range(len(adapters))]
+    adapters = ["activated", "activated", "dora", None, "embedding and head", "drawn 0"]
+    manager = world.served()
+    for name in dict.fromkeys(adapters):
+        if name is not None:
+            manager.add_adapter(world.request(name))
+    prompts = [row[: 6 + 2 * i].tolist() for i, row in enumerate(world.tokens)]
     with manager.prepare(adapters) as batch:
-        answers = jlora.models.generate(manager.model, prompts, batch=batch, max_new_tokens=12)
+        answers = jlora.models.generate(manager.model, prompts, batch=batch, max_new_tokens=6)
     for name, prompt, answer in zip(adapters, prompts, answers, strict=True):
-        model = world.theirs if name is None else world.peft_model(name)
-        assert answer == cases.greedy(torch, model, prompt, 12), name
-
-
-def packed_forward(model, tokens, positions, segments):
-    """The decoder on rows [T] of several sequences side by side, as a serving engine lays them out -> [T, V]."""
-    trunk, config = model.model, model.config
-    split = (config.num_attention_heads, config.num_attention_heads + config.num_key_value_heads)
-    rotation = rotations(config.rope, config.head_dim, positions[None])
-    distance = positions[:, None] - positions[None, :]
-    own = (segments[:, None] == segments[None, :]) & (distance >= 0)
-    x = trunk.embed_tokens(tokens)
-    for layer in trunk.layers:
-        attention = layer.self_attn
-        heads = attention.qkv_proj(layer.input_layernorm(x)).reshape(1, len(tokens), -1, config.head_dim)
-        q, k, v = jnp.split(heads, split, axis=2)
-        if config.qk_norm:
-            q, k = attention.q_norm(q), attention.k_norm(k)
-        visible = own if attention.window is None else own & (distance < attention.window)
-        mixed = attend(rotate(q, *rotation), rotate(k, *rotation), v, visible[None])
-        x = x + attention.o_proj(mixed.reshape(len(tokens), -1))
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
-    return model.logits(trunk.norm(x))
-
-
-@pytest.mark.parametrize("world", ONE_A_FAMILY, indirect=True)
-def test_packed_rows(world):
-    """Sequences of unlike lengths side by side, with rows of padding behind; one compilation for all lengths."""
-    adapters = ["rank pattern", "embedding and head", "drawn 1", "layer 0"]
-    manager = world.served(slots=3, host=4)
-    for name in adapters:
-        manager.add_adapter(world.request(name))
-
-    @jax.jit
-    def forward(model, tokens, positions, segments, batch):
-        with jlora.use(batch):
-            return packed_forward(model, tokens, positions, segments)
-
-    total = 64
-    a, b, c, d = adapters
-    steps = [
-        ([a, None, b, a, c], (20, 1, 7, 13, 5)),
-        ([c, d, c, None, d], (0, 20, 3, 20, 20)),
-        ([None, b, a, b, None], (2, 2, 20, 1, 1)),
-    ]
-    for names, counts in steps:
-        tokens = np.zeros(total, np.int32)
-        positions = np.arange(total, dtype=np.int32)  # the padding is one sequence of its own
-        segments = np.full(total, -1, np.int32)
-        ends = np.cumsum(counts)
-        spans = [slice(end - count, end) for count, end in zip(counts, ends, strict=True)]
-        for i, (span, count) in enumerate(zip(spans, counts, strict=True)):
-            tokens[span], positions[span], segments[span] = world.tokens[i, :count], np.arange(count), i
-        with manager.prepare(names, token_counts=counts, pad_to=total) as batch:
-            got = np.asarray(forward(manager.model, tokens, positions, segments, batch))
-        for i, (name, span, count) in enumerate(zip(names, spans, counts, strict=True)):
-            if count:
-                assert_close(got[span], world.logits(name)[i, :count], (name, counts))
-    assert compiled_programs(forward) == 1
+        assert answer == cases.greedy(torch, world.peft_model(name), prompt, 6), (name, prompt)

@@ -160,12 +160,11 @@ def test_exported_adapters_have_the_logits_of_the_trainer_in_peft(world):
         expected = world.peft_logits(name)
         assert np.abs(expected - base).max() > 0.05 * np.abs(base).max()
         close(logits(model), expected)
-
-
-def test_adapters_of_peft_are_restored_into_the_trainer(world):
     model = trained(world.read(), 5)
     adapters.restore(model, world.folders["one"], alpha=ALPHA, names=tunix.NAMES)
     close(logits(model), world.peft_logits("one"))
+    with pytest.raises(jlora.LoRAUsageError, match=r"qwix\.export"):  # parameters of the trainer are not served
+        tunix.lora_manager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=4))
 
 
 def test_batches_mix_adapters_of_files_and_of_the_trainer(world):
@@ -278,8 +277,3 @@ def test_models_pass_verify(make):
     assert not report.unserved
     assert not report.unchecked
     assert len(report.checked) >= 6
-
-
-def test_models_with_parameters_of_the_trainer_are_refused(world):
-    with pytest.raises(jlora.LoRAUsageError, match=r"qwix\.export"):
-        tunix.lora_manager(world.trained["one"], jlora.LoRAConfig(max_loras=1, max_lora_rank=4))

@@ -46,7 +46,7 @@ class DemoServer:
             command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         self.log: list[str] = []
-        self.reader = threading.Thread(target=lambda: self.log.extend(self.process.stderr))
+        self.reader = threading.Thread(target=lambda: self.log.extend(self.process.stderr), daemon=True)
         self.reader.start()
         first = self.process.stdout.readline()
         found = re.fullmatch(r"jlora serves demo at (http://127\.0\.0\.1:(\d+))\n", first)
@@ -78,21 +78,8 @@ class DemoServer:
         return httpx.get(f"{self.url}/status.json", timeout=60).json()
 
     @property
-    def threads(self) -> int:
-        return len(os.listdir(f"/proc/{self.process.pid}/task"))
-
-    @property
-    def descriptors(self) -> int:
-        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
-
-    @property
     def children(self) -> list[str]:
         return children_of(self.process.pid)
-
-    @property
-    def memory(self) -> int:
-        """Resident bytes."""
-        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
     def at_rest(self, seconds: float = 60.0) -> dict:
         """Wait until no request is under way, and return the status."""

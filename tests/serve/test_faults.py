@@ -2,14 +2,11 @@
 
 import contextlib
 import json
-import os
 import shutil
 import signal
 import socket
-import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
@@ -17,16 +14,14 @@ import pytest
 from jlora.serve.engine.request import Piece, SamplingParams
 from jlora.serve.http.adapters import Adapters, AllowedSources
 from jlora.serve.http.body import Limits
-from jlora.serve.http.service import Keys, Service
-from tests.matrix import thinned
-from tests.serve.client import ask, make_service, on_socket, post, raw_post, read_all, until
+from jlora.serve.http.service import Service
+from tests.serve.client import make_service, on_socket, post, raw_post, until
 from tests.serve.conftest import ADAPTERS
-from tests.serve.demo_process import NAMES, RIGHT, ROOT, DemoServer, children_of, recipe
+from tests.serve.demo_process import NAMES, RIGHT, DemoServer, recipe
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.fake_hub import FakeHub
-from tests.serve.http.test_keys import ADMINS
 
-LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+LOAD = "/v1/load_lora_adapter"
 PATH = "/v1/completions"
 GREEDY = {"prompt": "planet=", "temperature": 0, "max_tokens": 10}
 
@@ -52,15 +47,10 @@ def service(world, root):
     return Service(world.engine, world.manager, world.tokenizer, ("demo",), "demo", 64, adapters, state="serving")
 
 
-@pytest.mark.parametrize("nth", thinned(["first", "third", "last"], 0))
-def test_failed_disk_read_fails_only_its_own_load(world, service, root, disk, nth):
+def test_failed_disk_read_fails_only_its_own_load(world, service, root, disk):
     """Other loads and running requests go on, and the next load of the same files succeeds."""
     disk.folder = root / "one"
-    assert post(service, LOAD, {"lora_name": "mine", "lora_path": "one"}).status == 200
-    assert post(service, UNLOAD, {"lora_name": "mine"}).status == 200
-    until(lambda: not world.manager.list_adapters(["mine"]))
-    fails = {"first": 1, "third": 3, "last": disk.reads}[nth]
-    disk.reads, disk.fails = 0, fails
+    disk.fails = 3
     before = set(world.engine.list_loras())
     greedy = SamplingParams(temperature=0, max_tokens=10)
     others = [world.engine.submit("planet=", greedy, lora=name) for name in NAMES]
@@ -74,26 +64,6 @@ def test_failed_disk_read_fails_only_its_own_load(world, service, root, disk, nt
     assert text(post(service, PATH, {"model": "other", **GREEDY})) == RIGHT["reverse"]
     assert post(service, LOAD, {"lora_name": "mine", "lora_path": "one"}).status == 200
     assert text(post(service, PATH, {"model": "mine", **GREEDY})) == RIGHT["sort"]
-
-
-# --- keys -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("key", [None, "wrong", "user", "", "ADMIN"])
-@pytest.mark.parametrize(("method", "path", "body"), ADMINS)
-def test_unauthorised_call_changes_and_reveals_nothing(tmp_path, method, path, body, key):
-    """The response is the same for malformed bodies, for unknown names, and for paths that do not exist."""
-    (tmp_path / "one").mkdir()
-    engine = FakeEngine()
-    service = make_service(engine, root=tmp_path, keys=Keys(("user",), ("admin",)))
-    before = (dict(engine.loras), set(engine.pinned), dict(engine.shown), service.state)
-    headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    bodies = [body, b"{", {**body, "lora_name": "unknown"}, {**body, "lora_path": "none"}, {**body, "lora_path": "/"}]
-    answers = [ask(service, method, path, sent, **headers) for sent in bodies]
-    assert {answer.status for answer in answers} == {401}
-    assert len({answer.body for answer in answers}) == 1
-    assert (dict(engine.loras), set(engine.pinned), dict(engine.shown), service.state) == before
-    assert not engine.calls
 
 
 # --- slow clients -----------------------------------------------------------------------------------------------------
@@ -144,29 +114,13 @@ def server(hub, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_names_are_resolved_over_http(server, hub):
-    assert server.text("team/sort") == RIGHT["sort"]
-    cards = {card["id"]: card for card in httpx.get(f"{server.url}/v1/models").json()["data"]}
-    assert (cards["team/sort"]["root"], cards["team/sort"]["parent"]) == ("team/sort", "demo")
-    assert server.post("unload_lora_adapter", lora_name="swap").status_code == 200
-    assert server.text("swap") == RIGHT["swap"]  # resolved in the folder
-    for name in ("unknown", "team/unknown", "../model", "/etc", "a/../../model", "sort/../swap", "\0", "x" * 300, "."):
-        answer = server.ask(name)
-        error = answer.json()["error"]
-        assert answer.status_code == 404
-        assert (error["type"], error["param"], error["code"]) == ("NotFoundError", "model", 404)
-        assert error["message"] == f"The model `{name[:256]}` does not exist."
-    before = len(hub.requested)
-    assert server.text("team/sort") == RIGHT["sort"]
-    for name in NAMES:  # evicts the adapter from the host, which has room for four
-        assert server.text(name) == RIGHT[name]
-    assert server.text("team/sort") == RIGHT["sort"]
-    assert len(hub.requested) == before  # reloaded without the hub
-
-
-@pytest.mark.slow
 def test_hanging_or_truncating_hub_fails_only_its_own_requests(server, hub):
     """Other names are resolved and loaded meanwhile, and a later attempt succeeds."""
+    assert server.text("team/sort") == RIGHT["sort"]
+    card = httpx.get(f"{server.url}/v1/models/team/sort").json()
+    assert (card["root"], card["parent"]) == ("team/sort", "demo")
+    assert server.post("unload_lora_adapter", lora_name="swap").status_code == 200
+    assert server.text("swap") == RIGHT["swap"]  # resolved in the folder
     hub.hangs.update(("hangs", "later"))
     hub.halves.add("halves")
     with ThreadPoolExecutor(12) as pool:
@@ -190,70 +144,6 @@ def test_hanging_or_truncating_hub_fails_only_its_own_requests(server, hub):
     assert server.text("mine0") == RIGHT["shift"]
     for name in ("mine0", "local", "team/hangs", "team/halves"):
         assert server.post("unload_lora_adapter", lora_name=name).status_code == 200
-
-
-@pytest.mark.slow
-def test_disconnecting_clients_leave_no_threads_or_descriptors(server):
-    """A thousand clients disconnect before or during a response, streaming or not."""
-    assert {name: server.text(name) for name in RIGHT} == RIGHT
-    server.at_rest()
-    threads, descriptors = server.threads, server.descriptors
-    for i in range(10):
-        connections = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(100)]
-        for j, connection in enumerate(connections):
-            body = {"model": NAMES[j % 4], "prompt": "a", "ignore_eos": True, "max_tokens": 60, "stream": j % 2 == 0}
-            connection.sendall(raw_post(PATH, json.dumps(body).encode()))
-        if i % 2:  # some have begun to answer
-            assert connections[0].recv(10) == b"HTTP/1.1 2"
-        for connection in connections:
-            connection.close()
-    found = server.at_rest()
-    assert found["manager"]["leased"] == 0
-    until(lambda: server.descriptors <= descriptors + 2, 60)
-    assert server.threads <= threads + 4
-    assert {name: server.text(name) for name in RIGHT} == RIGHT
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["declared", "chunked"])
-def test_bodies_of_a_gigabyte_are_refused(server, how):
-    """Clients that go on sending are cut off, and others are served meanwhile.
-
-    Eight bodies are held at a time, 8 MiB of each. If all 64 were kept, they would take 512 MiB; the limit is half of
-    that, since a loaded machine frees late and the allocator keeps some. The exact measure, the bytes that are read of
-    a body, is in `test_oversized_body_is_read_no_further_than_its_limit`.
-    """
-    head = raw_post(PATH, b"", length=2**30)
-    if how == "chunked":
-        head = raw_post(PATH, b"").replace(b"content-length: 0", b"transfer-encoding: chunked")
-    chunk = b"100000\r\n" + b" " * 2**20 + b"\r\n" if how == "chunked" else b" " * 2**20
-
-    def send(_):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
-            connection.sendall(head)
-            sent = 0
-            with contextlib.suppress(OSError):  # cut off
-                while sent < 2**30:
-                    connection.sendall(chunk)
-                    sent += 2**20
-            return sent, read_all(connection)
-
-    before = server.memory
-    with ThreadPoolExecutor(8) as pool:
-        for _ in range(4):
-            sending = [pool.submit(send, i) for i in range(16)]
-            assert server.text("sort") == RIGHT["sort"]
-            for one in sending:
-                sent, answer = one.result(60)
-                assert sent < 2**30
-                assert answer == b"" or answer.startswith(b"HTTP/1.1 413 ")  # a reset may discard the response
-    assert server.memory - before < 32 * Limits().body_bytes
-    # A client that stops sending reads the error.
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
-        connection.sendall(head + (9 * chunk if how == "chunked" else b""))
-        answer = read_all(connection)
-    assert answer.startswith(b"HTTP/1.1 413 ")
-    assert b"RequestTooLargeError" in answer
 
 
 @pytest.mark.slow
@@ -315,61 +205,3 @@ def streamed(server, name):
     if not lines or lines[-1] != "[DONE]":
         raise httpx.ReadError("cut off")
     return "".join(json.loads(line)["choices"][0]["text"] for line in lines[:-1])
-
-
-# --- make serve -------------------------------------------------------------------------------------------------------
-
-
-def family(pid):
-    """Return pid -> command line of a process and its descendants."""
-    found = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()}
-    for child in children_of(pid):
-        found |= family(int(child))
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not (ROOT / ".venv" / "bin" / "jlora").exists(), reason="`make` has not installed jlora here")
-def test_make_serve():
-    """The README's command, with curl. The installation step is skipped with `-o`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shell = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    process = subprocess.Popen(
-        ["make", "serve", "-o", ".venv/.serve", f"SERVE=--port {port}"],
-        cwd=ROOT, env=shell, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    log = []
-    reader = threading.Thread(target=lambda: log.extend(process.stderr))
-    reader.start()
-    try:
-        assert process.stdout.readline() == f"jlora serves demo at http://127.0.0.1:{port}\n", log
-        started = family(process.pid)
-        url = f"http://127.0.0.1:{port}{PATH}"
-        for name, right in RIGHT.items():
-            assert json.loads(curl(url, {"model": name, **GREEDY}))["choices"][0]["text"] == right
-            *events, last, _ = curl(url, {"model": name, **GREEDY, "stream": True}).split("\n\n")
-            assert last == "data: [DONE]"
-            parts = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events]
-            assert "".join(parts) == right
-            assert len(parts) > 3
-        (serving,) = [pid for pid, command in started.items() if "jlora serve" in command and "python" in command]
-        os.kill(serving, signal.SIGTERM)
-        assert process.wait(60) == 0, log
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # and its children
-        process.wait()
-        reader.join()
-        process.stdout.close()
-        process.stderr.close()
-    assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
-    assert not any("Traceback" in line for line in log)
-
-
-def curl(url, body):
-    if shutil.which("curl") is None:
-        return httpx.post(url, json=body, timeout=60).text
-    command = ["curl", "-sS", "--max-time", "60", url, "-H", "content-type: application/json", "-d", json.dumps(body)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout

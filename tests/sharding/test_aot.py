@@ -44,10 +44,7 @@ def on_tpu(monkeypatch):
             for case in (
                 ("v6e", "small-moe", "decoder", {"expert": 4, "tensor": 2}, "decode", "all_to_all"),
                 ("v6e", "small", "nnx.Linear", {"data": 2, "tensor": 4}, "prefill", "all_gather"),
-                ("v6e", "small-moe", "decoder", {"expert": 8}, "decode", "all_gather"),
                 ("v5e", "llama-3-8b", "decoder", {"tensor": 16}, "decode", "all_gather"),
-                ("tpu7x", "llama-3-70b", "decoder", {"data": 2, "tensor": 4}, "decode", "all_gather"),
-                ("tpu7x", "small", "decoder", {"data": 2, "tensor": 4}, "prefill", "all_gather"),
                 ("v6e", "qwen3-30b-a3b", "decoder", {"expert": 8}, "decode", "all_to_all"),
             )
         ),
@@ -69,9 +66,7 @@ def test_no_collective_is_added(chip, model, kind, mesh, step, dispatch):
             pytest.param(*case, marks=slow)
             for case in (
                 ("small", "decoder", {"tensor": 8}, True, {"all-gather": 4, "all-reduce": 4}),
-                ("small", "nnx.Linear", {"tensor": 8}, True, {"all-gather": 2, "all-reduce": 2}),
                 ("small", "opaque", {"tensor": 8}, True, {"all-gather": 4, "all-reduce": 2}),
-                ("small-moe", "decoder", {"expert": 4, "tensor": 2}, True, {"all-gather": 4, "all-reduce": 4}),
             )
         ),
     ],

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jlora.errors import LoRAError
@@ -32,10 +32,8 @@ def rule(spec, axes=LINEAR, sizes=(8, 16), data=(), fully=False, mesh=None) -> K
     ("spec", "ins", "outs"),
     [
         (P(None, "x"), (), ("x",)),
-        (P("x", None), ("x",), ()),
         (P("x"), ("x",), ()),  # a spec may be shorter than the array
         (P("y", "x"), ("y",), ("x",)),
-        (P(None, ("x", "y")), (), ("x", "y")),
         (P(("y", "x")), ("y", "x"), ()),
         (P(), (), ()),
         (P("one", "x"), (), ("x",)),  # an axis of size 1 does not split
@@ -54,7 +52,6 @@ def test_table_of_linear_kernels(spec, ins, outs):
     ("spec", "a", "b"),
     [
         (P(None, "x"), (("x",), ()), ("x",)),
-        (P("x", None), ((), ("x",)), ("x",)),
         (P("y", "x"), (("x",), ("y",)), ("x", "y")),
         (P(), ((), ()), ()),
     ],
@@ -106,7 +103,6 @@ HEADS = ((0, 1), (2, 3))
 @pytest.mark.parametrize(
     ("spec", "sizes", "ins", "outs"),
     [
-        (P(None, None, "x"), (4, 2, 4, 6), (), ("x",)),
         (P("y", None, "x"), (4, 2, 4, 6), ("y",), ("x",)),
         (P(None, "x"), (1, 2, 4, 6), ("x",), ()),  # the axes before it have size 1, so each part is contiguous
         (P(None, None, None, ("x", "y")), (4, 2, 1, 8), (), ("x", "y")),
@@ -143,11 +139,6 @@ def test_a_split_of_an_inner_axis_is_refused(spec, axis, said):
 )
 def test_kernels_without_a_mesh_have_no_sharding(sharding):
     assert kernel_sharding("up.kernel", sharding, LINEAR, (8, 16), (), False) is None
-
-
-def test_explicit_axes_are_axes():
-    mesh = jax.make_mesh((2, 4), ("data", "x"), axis_types=(AxisType.Explicit,) * 2)
-    assert rule(P(None, "x"), mesh=mesh).b == ((), (), ("x",))
 
 
 @given(st.lists(st.sampled_from([(), ("x",), ("y",), ("y", "x")]), max_size=4))

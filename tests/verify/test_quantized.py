@@ -36,11 +36,6 @@ class Doubled(Int8):
         return super().__call__(2 * x)
 
 
-class Rolled(Int8):
-    def __call__(self, x):
-        return jnp.roll(super().__call__(x), 1, axis=-1)
-
-
 class Rounded(Int8):
     """A layer that rounds its input to 8 bits."""
 
@@ -111,10 +106,7 @@ def test_wrong_rows_are_found(known):
     ("cls", "options"),
     [
         (Doubled, {}),
-        pytest.param(Rolled, {}, marks=pytest.mark.slow),
         (Int8, {"dequantize": lambda layer: layer.whole().T}),
-        pytest.param(Int8, {"dequantize": lambda layer: 2 * layer.whole()}, marks=pytest.mark.slow),
-        pytest.param(Int8, {"rows": lambda layer, x, y: (x[..., ::-1], y, lambda out: out)}, marks=pytest.mark.slow),
         (Int8, {"rows": lambda layer, x, y: (x, y[..., ::-1], lambda out: out[..., ::-1])}),
     ],
 )
@@ -165,8 +157,8 @@ def exchanged(y):
 WIDE = normal(6, 6, K)  # 36 rows
 
 
-@pytest.mark.parametrize("values", [jnp.int8, jnp.float8_e4m3fn])
-def test_a_single_wrong_column_is_found(values):
+def test_a_single_wrong_column_is_found():
+    values = jnp.float8_e4m3fn
     assert wide_manager(values).verify(serve, WIDE).checked == ("first", "proj", "last")
     changes = {
         "2 of 64 output features, the first of which is 3": exchanged,
@@ -176,11 +168,6 @@ def test_a_single_wrong_column_is_found(values):
     for found, change in changes.items():
         with pytest.raises(LoRAError, match=rf"verify: proj \(Wide\) is off: .* dequantized weight in .*{found}"):
             wide_manager(values, change).verify(serve, WIDE)
-
-
-def test_rows_exchanged_in_time_are_found():
-    with pytest.raises(LoRAError, match=r"verify: proj \(Wide\) is off: .* dequantized weight"):
-        wide_manager(jnp.int8, lambda y: y[:, ::-1]).verify(serve, WIDE)
 
 
 class ScalesInput(nnx.Linear):
@@ -225,7 +212,7 @@ def test_a_dequantized_weight_of_another_shape_raises():
         make_manager(Model()).verify(serve, normal(4, 3, K))
 
 
-@pytest.mark.parametrize("options", [{"in_index": [3, 1, 7, 8]}, {"real_vocab": 9}, {"out_blocks": [(6, 6), (0, 6)]}])
+@pytest.mark.parametrize("options", [{"in_index": [3, 1, 7, 8]}, {"out_blocks": [(6, 6), (0, 6)]}])
 def test_layers_with_padded_and_ordered_features_pass(options):
     register(Int8, **options)
     report = make_manager(Model(), packed_modules={}).verify(serve, normal(4, 3, K))
@@ -239,8 +226,7 @@ def test_merged_projections_and_bfloat16_pass():
     assert manager.verify(serve, jnp.asarray(normal(4, 3, K), jnp.bfloat16)).checked[1] == "proj"
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_float32_rows_in_a_layer_of_bfloat16_pass(dtype):
+def test_float32_rows_in_a_layer_of_bfloat16_pass():
     """The layer's output has its own dtype, and a carry of scan allows no other."""
 
     class Narrow(Int8):
@@ -257,27 +243,8 @@ def test_float32_rows_in_a_layer_of_bfloat16_pass(dtype):
 
             return jax.lax.scan(step, x.astype(jnp.bfloat16), length=2)[0].astype(jnp.float32)
 
-    register_layer(Narrow, lambda layer: jlora.LinearSpec(K, N, dtype=dtype, dequantize=lambda layer: layer.whole()))
+    register_layer(
+        Narrow, lambda layer: jlora.LinearSpec(K, N, dtype=jnp.bfloat16, dequantize=lambda layer: layer.whole())
+    )
     manager = make_manager(Repeated())
     assert manager.verify(serve, normal(4, 3, K)).checked == ("proj",)
-
-
-def test_layers_under_scan_pass():
-    class Stack(nnx.Module):
-        def __init__(self):
-            layers = nnx.vmap(lambda rngs: Stacked(), in_axes=0, out_axes=0)(nnx.Rngs(0).split(2))
-            self.layers = layers
-
-        def __call__(self, x):
-            def step(x, layer):
-                return jnp.tanh(layer(x))
-
-            return nnx.scan(step, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
-
-    class Stacked(Int8):
-        pass
-
-    register(Stacked, param="values", in_axes=(1,), out_axes=(0,))
-    manager = make_manager(Stack())
-    assert [layer.path for layer in manager.layers() if layer.wrapped] == ["layers"]
-    assert manager.verify(serve, normal(4, 3, K)).checked == ("layers",)

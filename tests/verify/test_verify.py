@@ -13,7 +13,6 @@ import jlora
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
 from jlora.layers.wrap.discover import register_layer
 from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal, serve
-from tests.matrix import thinned
 from tests.records import slot_names
 
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("registered")]
@@ -54,12 +53,12 @@ class Transformer(nnx.Module):
 
     packed_modules = {"kv": ("k", "v")}
 
-    def __init__(self, dtype=jnp.float32, compute=None):
+    def __init__(self, dtype=jnp.float32):
         rngs = nnx.Rngs(0)
         self.embed = nnx.Embed(11, 8, param_dtype=dtype, rngs=rngs)
         self.first = Attention(rngs, dtype)
         self.blocks = nnx.vmap(lambda rngs: Attention(rngs, dtype), in_axes=0, out_axes=0)(nnx.Rngs(1).split(2))
-        self.mlp = nnx.Linear(8, 8, param_dtype=dtype, dtype=compute, rngs=rngs)
+        self.mlp = nnx.Linear(8, 8, param_dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens):
         x = self.first(self.embed(tokens))
@@ -72,12 +71,9 @@ ALL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "max_loras", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)]
-)
-def test_a_model_that_is_served_right_passes(max_loras):
+def test_a_model_that_is_served_right_passes():
     model = Transformer()
-    manager = make_manager(model, max_loras=max_loras)
+    manager = make_manager(model, max_loras=1)
     before = jax.tree.map(np.asarray, nnx.state(model))
     report = manager.verify(forward, tokens_of(4, 3))
     chex.assert_trees_all_equal(nnx.state(model), before)
@@ -90,9 +86,8 @@ def test_a_model_that_is_served_right_passes(max_loras):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compute", [None, jnp.bfloat16])
-def test_bfloat16_is_compared_with_the_float32_merge(compute):
-    manager = make_manager(Transformer(jnp.bfloat16, compute))
+def test_bfloat16_is_compared_with_the_float32_merge():
+    manager = make_manager(Transformer(jnp.bfloat16))
     report = manager.verify(forward, tokens_of(4, 3))
     assert set(report.checked) == ALL
     assert 1e-4 < report.error < report.tolerance == 2e-2
@@ -162,13 +157,6 @@ def test_packed_rows_and_one_row_a_sequence():
     assert report.checked == ("embed", "proj", "lm_head")
 
 
-def test_layers_that_share_one_parameter():
-    model = Two(nnx.Linear(6, 6, rngs=nnx.Rngs(1)))
-    model.proj.kernel = model.first.kernel
-    report = make_manager(model).verify(forward, normal(3, 4, 6))
-    assert report.checked == ("first", "proj")
-
-
 # --- Errors that verify names------------------------------------------------------------------------------------------
 
 
@@ -198,9 +186,8 @@ class SharedPatches(nnx.Module):
         return self.proj(self.first(x) + seen[None, None])
 
 
-@pytest.mark.parametrize("patches", thinned([3, 6, 12], 2))
-def test_patches_that_sequences_share(patches):
-    exposed(make_manager(SharedPatches()), "vision", (normal(3, 2, 6), normal(patches, 6)))
+def test_patches_that_sequences_share():
+    exposed(make_manager(SharedPatches()), "vision", (normal(3, 2, 6), normal(12, 6)))
 
 
 class Exchanged(nnx.Module):
@@ -216,7 +203,7 @@ class Exchanged(nnx.Module):
         return jnp.tanh(self.proj(x[self.order[...]]))[self.order[...]]
 
 
-@pytest.mark.parametrize(("count", "passes"), thinned([(1, 1), (3, 1), (4, 2), (9, 2), (10, 3)], 0, 1, 3))
+@pytest.mark.parametrize(("count", "passes"), [(1, 1), (3, 1), (9, 2)])
 def test_any_two_exchanged_sequences_are_exposed(count, passes):
     x = normal(count, 2, 6)
     assert make_manager(TimeMajor(inside=False)).verify(forward, x).batches == passes
@@ -240,8 +227,7 @@ class Items(nnx.Module):
         return self.proj(x) + (mine.astype(x.dtype) @ seen)[:, None]
 
 
-@pytest.mark.parametrize("seed", thinned(range(10), 0))
-def test_any_two_exchanged_items_are_exposed(seed):
+def test_any_two_exchanged_items_are_exposed():
     """Items 0 and 1 of six belong to two sequences, and item 6 to none."""
     owners = [0, 1, 2, 3, 4, 5, None]
     inputs = normal(6, 2, 6), normal(7, 3, 6)
@@ -249,7 +235,7 @@ def test_any_two_exchanged_items_are_exposed(seed):
     for pair in (None, (0, 1), (4, 6)):
         tower = nnx.Linear(6, 6, rngs=nnx.Rngs(1)) if pair is None else Exchanged(7, pair)
         manager = make_manager(Items(tower, of_none), row_groups={"tower": "items"})
-        options = {"num_sequences": 6, "items": {"items": jlora.Items(owners)}, "seed": seed}
+        options = {"num_sequences": 6, "items": {"items": jlora.Items(owners)}}
         if pair is None:
             assert manager.verify(forward, inputs, **options).batches == 2
             continue
@@ -273,18 +259,6 @@ class TimeMajor(nnx.Module):
 def test_a_time_major_model_with_as_many_tokens_as_sequences():
     exposed(make_manager(TimeMajor()), "proj", normal(3, 3, 6))
     exposed(make_manager(TimeMajor(inside=False)), "proj", normal(3, 3, 6), batch_axis=1)
-
-
-def test_a_position_table_as_long_as_the_batch():
-    class Model(nnx.Module):
-        def __init__(self):
-            self.wte = nnx.Embed(11, 6, rngs=nnx.Rngs(0))
-            self.wpe = nnx.Embed(9, 6, rngs=nnx.Rngs(1))
-
-        def __call__(self, tokens):
-            return self.wte(tokens) + self.wpe(jnp.arange(tokens.shape[1]))[None]
-
-    exposed(make_manager(Model()), "wpe", tokens_of(3, 3))
 
 
 class Einsum(nnx.Module):
@@ -334,9 +308,7 @@ class ScalesOutput(nnx.Linear):
     ("cls", "registers"),
     [
         (ScalesInput, True),
-        pytest.param(ScalesOutput, False, marks=pytest.mark.slow),
-        pytest.param(ScalesInput, False, marks=pytest.mark.slow),
-        pytest.param(ScalesOutput, True, marks=pytest.mark.slow),
+        (ScalesOutput, False),
     ],
 )
 def test_an_undeclared_scale_of_a_layer_is_exposed(cls, registers):
@@ -395,20 +367,6 @@ def test_the_first_layer_in_call_order_is_named():
         make_manager(Model()).verify(forward, normal(3, 4, 6))
 
 
-@pytest.mark.slow
-def test_bfloat16_errors_are_exposed():
-    class Model(nnx.Module):
-        def __init__(self):
-            self.proj = ScalesInput(16, 16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-
-        def __call__(self, x):
-            return self.proj(x)
-
-    x = jnp.asarray(normal(3, 4, 16), jnp.bfloat16)
-    exposed(make_manager(Model()), "proj", x)
-    exposed(make_manager(SharedPatches(), dtype="bfloat16"), "vision", (normal(3, 2, 6), normal(6, 6)))
-
-
 def test_outputs_that_cannot_be_compared_raise():
     manager = make_manager(Two(nnx.Linear(6, 6, rngs=nnx.Rngs(1))))
     with pytest.raises(LoRAUsageError, match="batch_axis"):
@@ -430,15 +388,7 @@ class Gate(nnx.Linear):
 
 
 @pytest.mark.parametrize(
-    "build",
-    thinned(
-        [
-            lambda: Einsum("BTD,DNH->BTNH", (6, 2, 3)),
-            lambda: Gate(6, 6, rngs=nnx.Rngs(1)),
-            lambda: nnx.LoRALinear(6, 6, lora_rank=2, rngs=nnx.Rngs(0)),
-        ],
-        0,
-    ),
+    "build", [lambda: Einsum("BTD,DNH->BTNH", (6, 2, 3)), lambda: nnx.LoRALinear(6, 6, lora_rank=2, rngs=nnx.Rngs(0))]
 )
 def test_a_guess_that_holds_takes_adapters_afterwards(build):
     model = Two(build())

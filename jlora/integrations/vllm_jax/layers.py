@@ -25,9 +25,9 @@ def describe_layers(model: nnx.Module, vllm_config: Any, mesh: Any) -> None:
     """Register the layer classes of a model of tpu-inference, with the sizes of its checkpoint.
 
     Args:
-      model: the model. Its `nnx.Einsum` layers become `FlaxEinsum`, and a table that is also its head is marked.
+      model: The model. Its `nnx.Einsum` layers become `FlaxEinsum`, and a table that is also its head is marked.
       vllm_config: vLLM's configuration.
-      mesh: the mesh of the model.
+      mesh: The mesh of the model.
     """
     from tpu_inference.layers.jax.embed import JaxEmbed  # type: ignore[import-not-found]
     from tpu_inference.layers.jax.linear import (  # type: ignore[import-not-found]
@@ -73,12 +73,12 @@ class _Sizes:
     """Sizes of a model and of its checkpoint.
 
     Attributes:
-      config: the configuration of the language model.
-      vocab: number of tokens of the checkpoint.
-      shards: size of the mesh axis that splits heads.
+      config: The configuration of the language model.
+      vocab: Number of tokens of the checkpoint.
+      shards: Size of the mesh axis that splits heads.
       dtype: dtype of the model, which the slots of quantized layers take.
       drafts: True with speculative decoding.
-      head_dims: id of an attention projection -> its head size in the checkpoint.
+      head_dims: Id of an attention projection -> its head size in the checkpoint.
     """
 
     config: Any
@@ -152,8 +152,8 @@ class MergedRows:
     """The `rows` of a merged layer, whose kernel has the parts of each shard side by side and whose output does not.
 
     Attributes:
-      parts: the sizes of the merged projections.
-      shards: n, the number of shards of the kernel.
+      parts: The sizes of the merged projections.
+      shards: N, the number of shards of the kernel.
     """
 
     parts: tuple[int, ...]

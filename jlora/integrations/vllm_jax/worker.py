@@ -20,10 +20,10 @@ def lora_manager(model: nnx.Module, vllm_config: Any, mesh: Any) -> jlora.LoRAMa
     """Wrap a JAX model of tpu-inference and return its manager.
 
     Args:
-      model: the model, with its weights.
+      model: The model, with its weights.
       vllm_config: vLLM's configuration. `additional_config["jlora"]` has options of `jlora.LoRAConfig` beside those of
         `lora_config`.
-      mesh: the mesh of the model.
+      mesh: The mesh of the model.
 
     Raises:
       LoRAError: the model or the configuration cannot serve LoRA.
@@ -71,17 +71,17 @@ class WorkerLoRAs:
     number.
 
     Attributes:
-      manager: the manager of the model.
-      heads: paths of the wrapped layers that run with the logits, and not with the model's own call.
-      tables: paths of the wrapped layers that do not run in that call if it gets embeddings, of images among others.
+      manager: The manager of the model.
+      heads: Paths of the wrapped layers that run with the logits, and not with the model's own call.
+      tables: Paths of the wrapped layers that do not run in that call if it gets embeddings, of images among others.
     """
 
     def __init__(self, manager: jlora.LoRAManager, max_requests: int):
         """Serve a manager's model.
 
         Args:
-          manager: the manager.
-          max_requests: the most requests of a step. Every step has a batch of as many, to compile for its rows alone.
+          manager: The manager.
+          max_requests: The most requests of a step. Every step has a batch of as many, to compile for its rows alone.
         """
         self.manager = manager
         self.heads = tuple(
@@ -129,9 +129,9 @@ class WorkerLoRAs:
         """Prepare the batch of a step, loading adapters that were evicted or never added.
 
         Args:
-          runner: the runner, whose input batch has the requests of the step.
-          counts: number of tokens of each request.
-          padded_total: number of rows of the step.
+          runner: The runner, whose input batch has the requests of the step.
+          counts: Number of tokens of each request.
+          padded_total: Number of rows of the step.
 
         Returns:
           The leaves of the runner's state, with the current slots.

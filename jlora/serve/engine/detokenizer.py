@@ -11,18 +11,18 @@ _AT_ONCE = 16  # longest run of undecodable tokens that is decoded again with ea
 class Detokenizer:
     """Incremental text of one completion.
 
-    The concatenated outputs equal `tokenizer.decode` of all tokens. Decoders depend on a token's neighbours (spaces
+    The concatenated outputs equal `tokenizer.decode` of all tokens. Decoders depend on a token's neighbors (spaces
     between words, bytes of one character), so the last few tokens are decoded again with each new one. Bytes that never
     form a character give no point to restart from. A long run of them is decoded again only after it has grown by an
     eighth, which keeps the total cost linear in its length.
 
     Args:
-      tokenizer: a `tokenizers.Tokenizer`, or None to produce no text.
-      stop: the text ends before the first of these strings to be complete.
-      silent: token ids that produce no text, from `silent_tokens`.
+      tokenizer: A `tokenizers.Tokenizer`, or None to produce no text.
+      stop: The text ends before the first of these strings to be complete.
+      silent: Token ids that produce no text, from `silent_tokens`.
 
     Attributes:
-      length: number of characters decoded so far, including text held back for a stop string.
+      length: Number of characters decoded so far, including text held back for a stop string.
       stopped: True if a stop string has ended the text.
     """
 

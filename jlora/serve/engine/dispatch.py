@@ -48,12 +48,12 @@ class Dispatcher:
     """Runs sequences on its own thread. `submit`, `wake` and `stop` may be called from other threads.
 
     Args:
-      manager: the model's manager.
-      steps: the compiled steps.
-      loras: the adapters.
-      writer: receives tokens and ends of sequences.
-      metrics: counters of the engine.
-      max_wait_ratio: see `EngineOptions`.
+      manager: The model's manager.
+      steps: The compiled steps.
+      loras: The adapters.
+      writer: Receives tokens and ends of sequences.
+      metrics: Counters of the engine.
+      max_wait_ratio: See `EngineOptions`.
     """
 
     def __init__(

@@ -25,15 +25,15 @@ class EmbeddingSteps:
     """Compiled steps of an embedding model. All methods must be called from one thread at a time.
 
     Args:
-      model: an embedding model, as `jlora.models.Decoder` with `config.pooling`, that `manager` serves.
-      manager: the model's manager.
-      rows: the most prompts of one step.
-      max_model_len: the most tokens of a prompt.
-      chunk: the most tokens of a step of several prompts.
+      model: An embedding model, as `jlora.models.Decoder` with `config.pooling`, that `manager` serves.
+      manager: The model's manager.
+      rows: The most prompts of one step.
+      max_model_len: The most tokens of a prompt.
+      chunk: The most tokens of a step of several prompts.
 
     Attributes:
-      rows: the most prompts under way, of a running step and the next one.
-      width: values of an embedding.
+      rows: The most prompts under way, of a running step and the next one.
+      width: Values of an embedding.
       lost: False, since a step changes no state.
     """
 
@@ -72,7 +72,7 @@ class EmbeddingSteps:
         return found
 
     def cut(self, embedding: np.ndarray, values: int) -> np.ndarray:
-        """Return the first values of an embedding, normalised again if the model normalises embeddings."""
+        """Return the first values of an embedding, normalized again if the model normalizes embeddings."""
         cut = embedding[:values]
         again = self._normalize and values < self.width
         return cut / max(float(np.linalg.norm(cut)), 1e-12) if again else cut

@@ -47,12 +47,12 @@ class Engine:
     The model must be on devices of this process. Ray Serve runs replicas (`examples/ray_serve`).
 
     Args:
-      model: a `jlora.serve.ServableModel`, such as `jlora.models.Decoder`. If its `config.pooling` is set, the engine
+      model: A `jlora.serve.ServableModel`, such as `jlora.models.Decoder`. If its `config.pooling` is set, the engine
         embeds prompts by its `pooled`, and generates nothing.
-      manager: the model's manager, which compiles the steps (`manager.jit`). Adapters may also be added to it directly.
-      tokenizer: a `tokenizers.Tokenizer`; None for prompts and completions of token ids only.
-      options: sizes and limits.
-      resolve: maps an unknown name to a `LoRARequest`, or to None if there is no such adapter. Called when a request
+      manager: The model's manager, which compiles the steps (`manager.jit`). Adapters may also be added to it directly.
+      tokenizer: A `tokenizers.Tokenizer`; None for prompts and completions of token ids only.
+      options: Sizes and limits.
+      resolve: Maps an unknown name to a `LoRARequest`, or to None if there is no such adapter. Called when a request
         names it, on separate threads, several names at once and each name once. The result is loaded, and is an adapter
         like any other from then on. It may block, since only requests for that name wait for it.
 
@@ -112,7 +112,7 @@ class Engine:
         """Allocate the cache, compile every shape, and start the threads. Returns once requests can be served.
 
         Args:
-          progress: called with (steps done, steps in all), first with 0 steps done.
+          progress: Called with (steps done, steps in all), first with 0 steps done.
 
         Raises:
           LoRAUsageError: it was started before.
@@ -143,7 +143,7 @@ class Engine:
         """Refuse new requests, wait for those under way, end the threads and free the cache.
 
         Args:
-          timeout: seconds to wait; remaining requests then end with EngineClosedError. None for no limit.
+          timeout: Seconds to wait; remaining requests then end with EngineClosedError. None for no limit.
 
         Returns:
           Whether all requests ended in time.
@@ -173,11 +173,11 @@ class Engine:
         """Submit one request. Returns at once.
 
         Args:
-          prompt: text, or token ids.
-          params: how its tokens are chosen.
-          lora: the adapter: a name that was added or that `resolve` can find, or a `LoRARequest`, which is loaded first
+          prompt: Text, or token ids.
+          params: How its tokens are chosen.
+          lora: The adapter: a name that was added or that `resolve` can find, or a `LoRARequest`, which is loaded first
             if its name is unknown. The completion uses the version that is newest when it begins.
-          timeout: seconds until it ends with RequestTimeoutError; None for `EngineOptions.request_timeout`.
+          timeout: Seconds until it ends with RequestTimeoutError; None for `EngineOptions.request_timeout`.
 
         Raises:
           AdapterNotFoundError: the name is unknown or was unloaded. With a resolver, the request ends with this error
@@ -208,11 +208,11 @@ class Engine:
         requests apply to the first of them alone, so a request of many prompts is not refused half way.
 
         Args:
-          prompts: texts, or token ids of each.
-          dimensions: number of values of an embedding, which is cut, and normalised again if the model normalises it;
+          prompts: Texts, or token ids of each.
+          dimensions: Number of values of an embedding, which is cut, and normalized again if the model normalizes it;
             None for all.
-          lora: the adapter, as in `submit`.
-          timeout: as in `submit`.
+          lora: The adapter, as in `submit`.
+          timeout: As in `submit`.
 
         Raises:
           LoRAUsageError: the model has no embeddings; a prompt is wrong or too long; `dimensions` is out of range.
@@ -298,8 +298,8 @@ class Engine:
         """Return the token ids of a prompt, as `submit` and `embed` compute them.
 
         Args:
-          text: the prompt.
-          special: add the tokenizer's special tokens; False if the text contains them.
+          text: The prompt.
+          special: Add the tokenizer's special tokens; False if the text contains them.
 
         Raises:
           LoRAUsageError: the engine has no tokenizer, or the text cannot be tokenized.
@@ -346,11 +346,11 @@ class Engine:
         """Load an adapter. With `load_inplace` it replaces one of its name; running sequences keep the old version.
 
         Args:
-          adapter: a request for a folder or repository, or an adapter in memory.
-          load_inplace: replace an adapter of the same name, as the field of a request.
-          timeout: seconds to wait; None for no limit.
-          path: displayed as its source; None for the request's, and for none of an adapter in memory.
-          parent: the base model name that it is listed under; None for the first.
+          adapter: A request for a folder or repository, or an adapter in memory.
+          load_inplace: Replace an adapter of the same name, as the field of a request.
+          timeout: Seconds to wait; None for no limit.
+          path: Displayed as its source; None for the request's, and for none of an adapter in memory.
+          parent: The base model name that it is listed under; None for the first.
 
         Raises:
           AdapterExistsError: the name is loaded, and `load_inplace` is not set.

@@ -17,8 +17,8 @@ class Generation:
     """A running request, from `Engine.submit`. Its events have one consumer: `listen`, iteration or `result`.
 
     Args:
-      prompt_tokens: number of tokens in the prompt.
-      cancel: called to end the request.
+      prompt_tokens: Number of tokens in the prompt.
+      cancel: Called to end the request.
     """
 
     def __init__(self, prompt_tokens: int, cancel: Callable[[], None]):
@@ -74,7 +74,7 @@ class Generation:
         """Wait for the whole completion. May be called again, also after a timeout.
 
         Args:
-          timeout: seconds to wait; None for no limit.
+          timeout: Seconds to wait; None for no limit.
 
         Raises:
           LoRAError: the error that ended the request.

@@ -35,14 +35,14 @@ class _Record:
     """The state of one adapter name. A record with only these default values is dropped.
 
     Attributes:
-      listed: the adapter as `Loras.list` returns it; None before that.
-      adding: number of calls of `Loras.add` under way.
+      listed: The adapter as `Loras.list` returns it; None before that.
+      adding: Number of calls of `Loras.add` under way.
       removed: True from `Loras.remove` until the adapter is removed from the manager.
-      waiting: number of requests that have not begun. All fields below serve them.
-      unresolved: those of them that wait for the resolver; None if it is not called for this name.
-      source: result of the resolver, until the load of it has ended.
-      load: the load under way.
-      running: the versions that ran when the last load began, unless it failed; None before.
+      waiting: Number of requests that have not begun. All fields below serve them.
+      unresolved: Those of them that wait for the resolver; None if it is not called for this name.
+      source: Result of the resolver, until the load of it has ended.
+      load: The load under way.
+      running: The versions that ran when the last load began, unless it failed; None before.
       retry_at: `time.monotonic()` before which no load begins.
     """
 
@@ -61,11 +61,11 @@ class Loras:
     """The adapters of an engine. See the module.
 
     Args:
-      manager: the model's manager.
-      wake: called when a load is done or a name is resolved. Must not block.
-      resolve: resolver of unknown names; None for none.
-      most: number of requests that may wait for the resolver.
-      fail: called with a request and the error that ends it, if its name cannot be resolved. Must not block.
+      manager: The model's manager.
+      wake: Called when a load is done or a name is resolved. Must not block.
+      resolve: Resolver of unknown names; None for none.
+      most: Number of requests that may wait for the resolver.
+      fail: Called with a request and the error that ends it, if its name cannot be resolved. Must not block.
     """
 
     def __init__(
@@ -314,8 +314,8 @@ class Loras:
         """Retry pending removals, and load the adapters of the requests that wait longest.
 
         Args:
-          waiting: requests with the names of their adapters, in the order of the queue.
-          running: the versions that sequences run with.
+          waiting: Requests with the names of their adapters, in the order of the queue.
+          running: The versions that sequences run with.
 
         Returns:
           Adapter name -> error, for adapters whose requests cannot be served.

@@ -17,7 +17,7 @@ class EngineMetrics:
     """Counters and histograms since the start. Read and write every field under `lock`.
 
     Args:
-      registered: returns whether requests may still name this adapter.
+      registered: Returns whether requests may still name this adapter.
     """
 
     def __init__(self, registered: Callable[[str], bool]):
@@ -64,9 +64,9 @@ class EngineMetrics:
         """Return the counters, with the requests under way.
 
         Args:
-          under_way: requests that have not ended.
-          rows: number of rows of the cache.
-          longest: positions of a row.
+          under_way: Requests that have not ended.
+          rows: Number of rows of the cache.
+          longest: Positions of a row.
         """
         running = [one for one in under_way if one.row >= 0]
         waiting = [one for one in under_way if one.row < 0]

@@ -61,7 +61,7 @@ class ServableModel(Protocol):
           tokens: [B, L] token ids, padded on the right.
           positions: [B, L] position of each token, increasing by one, also through the padding. Each token attends to
             the positions up to its own.
-          cache: as from `init_cache`, maybe with fewer sequences or a smaller capacity. Beyond a sequence's last real
+          cache: As from `init_cache`, maybe with fewer sequences or a smaller capacity. Beyond a sequence's last real
             token it may hold any values, also NaN and infinity, and these must not reach a product. A weight of 0 is
             not enough, since 0 x NaN is NaN. Select keys and values instead: `jnp.where(seen, values, 0)`.
           last: [B] index of each sequence's last real token.

@@ -10,12 +10,12 @@ class EngineOptions:
     """Sizes and limits of an engine. Every compiled shape follows from them.
 
     Attributes:
-      max_num_seqs: sequences that decode together; rows of the cache and of the decode step.
-      max_model_len: positions of a sequence, prompt and completion; None for the model's own.
-      max_num_batched_tokens: the most prompt tokens of one prefill step; longer prompts are split into chunks.
-      max_waiting: requests that may wait; further ones are refused.
-      max_wait_ratio: number of later requests that may overtake a waiting one because their adapter is in a slot.
-      request_timeout: seconds that a request may take in all, unless it sets its own; None for no limit.
+      max_num_seqs: Sequences that decode together; rows of the cache and of the decode step.
+      max_model_len: Positions of a sequence, prompt and completion; None for the model's own.
+      max_num_batched_tokens: The most prompt tokens of one prefill step; longer prompts are split into chunks.
+      max_waiting: Requests that may wait; further ones are refused.
+      max_wait_ratio: Number of later requests that may overtake a waiting one because their adapter is in a slot.
+      request_timeout: Seconds that a request may take in all, unless it sets its own; None for no limit.
     """
 
     max_num_seqs: int = 64

@@ -45,15 +45,15 @@ class SamplingParams:
     """How the tokens of one request are chosen. Changing them never recompiles.
 
     Attributes:
-      max_tokens: the most new tokens; None for as many as the engine's `max_model_len` allows.
+      max_tokens: The most new tokens; None for as many as the engine's `max_model_len` allows.
       temperature: 0 takes the likeliest token; above 0 samples from softmax(logits / temperature).
-      top_p: sample among the fewest likeliest tokens whose probabilities sum to at least this, after `top_k`.
-      top_k: sample among the k likeliest tokens only; 0 for all.
-      seed: with the index of the token, the only input of the random draw; None for a seed chosen by the engine.
-      stop: the completion ends before the first of these strings.
-      stop_token_ids: tokens that end the completion, in addition to the model's end-of-sequence tokens.
-      ignore_eos: do not end at the model's end-of-sequence tokens.
-      logprobs: number of likeliest tokens to report beside the chosen one, at most `MAX_LOGPROBS`; None for no log
+      top_p: Sample among the fewest likeliest tokens whose probabilities sum to at least this, after `top_k`.
+      top_k: Sample among the k likeliest tokens only; 0 for all.
+      seed: With the index of the token, the only input of the random draw; None for a seed chosen by the engine.
+      stop: The completion ends before the first of these strings.
+      stop_token_ids: Tokens that end the completion, in addition to the model's end-of-sequence tokens.
+      ignore_eos: Do not end at the model's end-of-sequence tokens.
+      logprobs: Number of likeliest tokens to report beside the chosen one, at most `MAX_LOGPROBS`; None for no log
         probabilities. They are of the model's own distribution, before temperature, top_k and top_p.
     """
 
@@ -86,10 +86,10 @@ class Piece:
     """The next part of a completion.
 
     Attributes:
-      text: text that has become final; "" if the engine has no tokenizer.
-      tokens: the new tokens; a token's text may come with a later piece.
-      logprobs: one for each token, if requested.
-      finish_reason: set on the last piece only; "stop", "length", or "abort" after `cancel`.
+      text: Text that has become final; "" if the engine has no tokenizer.
+      tokens: The new tokens; a token's text may come with a later piece.
+      logprobs: One for each token, if requested.
+      finish_reason: Set on the last piece only; "stop", "length", or "abort" after `cancel`.
       embedding: float32 [E] on the last piece of `Engine.embed`.
     """
 
@@ -117,10 +117,10 @@ class RegisteredLoRA:
     """An adapter that requests may name.
 
     Attributes:
-      path: displayed as its source.
-      created: when it was added or first seen, in Unix seconds.
-      parent: the base model name that it is listed under; None for the first.
-      info: the manager's record; of an evicted adapter, the next request for it loads it again.
+      path: Displayed as its source.
+      created: When it was added or first seen, in Unix seconds.
+      parent: The base model name that it is listed under; None for the first.
+      info: The manager's record; of an evicted adapter, the next request for it loads it again.
     """
 
     path: str
@@ -134,23 +134,23 @@ class EngineStats:
     """Counters since the start, and the requests under way.
 
     Attributes:
-      running: requests that have a row.
-      waiting: requests that have none yet.
-      running_by_lora: running requests by adapter name.
-      waiting_by_lora: waiting requests by adapter name, without names that are still being resolved.
-      cache_usage: share of the cache's positions in use, 0 to 1.
-      prompt_tokens: total tokens of prompts.
-      generated_tokens: total tokens generated.
-      finished: requests by finish reason, including "error".
-      failed_steps: steps that raised.
-      by_lora: requests that have begun, by registered adapter ("" for the base model).
-      by_unloaded: requests that have begun, of adapters that are no longer registered.
-      time_to_first_token: histogram (upper bounds, counts, sum) in seconds; the last count is of values above all
+      running: Requests that have a row.
+      waiting: Requests that have none yet.
+      running_by_lora: Running requests by adapter name.
+      waiting_by_lora: Waiting requests by adapter name, without names that are still being resolved.
+      cache_usage: Share of the cache's positions in use, 0 to 1.
+      prompt_tokens: Total tokens of prompts.
+      generated_tokens: Total tokens generated.
+      finished: Requests by finish reason, including "error".
+      failed_steps: Steps that raised.
+      by_lora: Requests that have begun, by registered adapter ("" for the base model).
+      by_unloaded: Requests that have begun, of adapters that are no longer registered.
+      time_to_first_token: Histogram (upper bounds, counts, sum) in seconds; the last count is of values above all
         bounds.
-      time_per_output_token: histogram in seconds.
-      request_seconds: histogram of whole requests, in seconds.
-      queue_seconds: histogram of the time from arrival until a request has a row and its adapter a slot, in seconds.
-      adapter_wait_seconds: as `queue_seconds`, only for requests whose adapter was in no slot on arrival.
+      time_per_output_token: Histogram in seconds.
+      request_seconds: Histogram of whole requests, in seconds.
+      queue_seconds: Histogram of the time from arrival until a request has a row and its adapter a slot, in seconds.
+      adapter_wait_seconds: As `queue_seconds`, only for requests whose adapter was in no slot on arrival.
     """
 
     running: int = 0

@@ -11,10 +11,10 @@ class SlotUse:
     """Current use of the slots.
 
     Attributes:
-      total: number of slots.
-      running: adapters that keep their slot, because sequences run with them or they are pinned.
-      resident: adapters that are in a slot.
-      taken: slots held by running sequences and pinned adapters; exceeds `running` if sequences run on older versions.
+      total: Number of slots.
+      running: Adapters that keep their slot, because sequences run with them or they are pinned.
+      resident: Adapters that are in a slot.
+      taken: Slots held by running sequences and pinned adapters; exceeds `running` if sequences run on older versions.
     """
 
     total: int
@@ -65,8 +65,8 @@ class Queue:
         """Return the request to begin now; None if none can.
 
         Args:
-          slots: current use of the slots.
-          loaded: returns whether the adapter of this name is in host memory or in a slot.
+          slots: Current use of the slots.
+          loaded: Returns whether the adapter of this name is in host memory or in a slot.
         """
         first: Sequence | None = None  # first request that evicts another adapter
         for one in self._waiting:

@@ -21,24 +21,24 @@ class Sequence:
     """One request.
 
     Attributes:
-      prompt: token ids.
-      params: sampling parameters.
-      seed: seed of the request, else a random one; 64 bits.
-      limit: the most new tokens; of an embedding, its number of values.
-      stops: token ids that end it.
-      lora: adapter name; None for the base model.
-      request: source of the adapter, used if the name is unknown. The resolver may set it.
+      prompt: Token ids.
+      params: Sampling parameters.
+      seed: Seed of the request, else a random one; 64 bits.
+      limit: The most new tokens; of an embedding, its number of values.
+      stops: Token ids that end it.
+      lora: Adapter name; None for the base model.
+      request: Source of the adapter, used if the name is unknown. The resolver may set it.
       deadline: `time.monotonic()` at which it ends with RequestTimeoutError.
-      answer: receives its pieces.
-      detokenizer: text of its tokens.
+      answer: Receives its pieces.
+      detokenizer: Text of its tokens.
       absent: True if its adapter was in no slot on arrival.
-      passed: number of later requests that began before it.
-      handle: keeps the version of its adapter that it began with.
-      active_from: index of the first prompt token on which its adapter is active; past the prompt for none.
-      row: row of the cache, once it has begun; -1 before.
-      filled: number of prompt tokens in the cache.
-      drawn: number of tokens that steps were dispatched for.
-      received: number of tokens read back.
+      passed: Number of later requests that began before it.
+      handle: Keeps the version of its adapter that it began with.
+      active_from: Index of the first prompt token on which its adapter is active; past the prompt for none.
+      row: Row of the cache, once it has begun; -1 before.
+      filled: Number of prompt tokens in the cache.
+      drawn: Number of tokens that steps were dispatched for.
+      received: Number of tokens read back.
       left: True if it has left its row or can never get one; later tokens are dropped.
       ended: True if its consumer has the last event.
       cancelled: True if its consumer cancelled it.

@@ -44,7 +44,7 @@ class RowState(NamedTuple):
       last: [R] int32 newest token, not in the cache yet.
       length: [R] int32 number of positions in the cache.
       drawn: [R] int32 number of tokens chosen so far.
-      sampling: sampling settings, arrays [R].
+      sampling: Sampling settings, arrays [R].
     """
 
     last: Int[Array, "R"]
@@ -58,7 +58,7 @@ class Chosen(NamedTuple):
 
     Attributes:
       tokens: [B] int32, -1 where the logits are NaN.
-      report: log probability [B] of each token, and values [B, N] and ids [B, N] of the likeliest ones; None if no row
+      report: Log probability [B] of each token, and values [B, N] and ids [B, N] of the likeliest ones; None if no row
         requests them.
     """
 
@@ -82,9 +82,9 @@ class How(NamedTuple):
     """Static variant of a token choice. Each flag that is False makes the step cheaper.
 
     Attributes:
-      sampled: some row samples.
-      ranked: some row that samples has top_k or top_p.
-      reported: some row requests log probabilities.
+      sampled: Some row samples.
+      ranked: Some row that samples has top_k or top_p.
+      reported: Some row requests log probabilities.
     """
 
     sampled: bool = False
@@ -107,15 +107,15 @@ class Steps:
     """Compiled steps of one model. All methods must be called from one thread at a time.
 
     Args:
-      model: a `ServableModel` that `manager` serves.
-      manager: the model's manager.
-      rows: sequences that decode together.
-      max_model_len: positions of a sequence.
-      chunk: the most prompt tokens of one prefill step.
+      model: A `ServableModel` that `manager` serves.
+      manager: The model's manager.
+      rows: Sequences that decode together.
+      max_model_len: Positions of a sequence.
+      chunk: The most prompt tokens of one prefill step.
 
     Attributes:
-      capacity: positions of a row of the cache.
-      extents: cache extents that decode steps are compiled for.
+      capacity: Positions of a row of the cache.
+      extents: Cache extents that decode steps are compiled for.
     """
 
     def __init__(self, model: Any, manager: jlora.LoRAManager, *, rows: int, max_model_len: int, chunk: int):
@@ -289,10 +289,10 @@ class Steps:
         """Choose the next token of every row.
 
         Args:
-          batch: the adapters of the rows.
+          batch: The adapters of the rows.
           active: [R] bool, rows to advance.
-          live: number of positions of the longest active row, including its last token.
-          how: variant of the choice.
+          live: Number of positions of the longest active row, including its last token.
+          how: Variant of the choice.
         """
         logits, cache = self._run(self._decode, batch, extent=smallest(self.extents, live))
         rows = self._held()[1]

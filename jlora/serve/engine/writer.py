@@ -23,7 +23,7 @@ class TokenEvent(NamedTuple):
     """A new token of a sequence, its end, or both.
 
     Attributes:
-      end: the finish reason, or the error that ends the sequence.
+      end: The finish reason, or the error that ends the sequence.
       embedding: float32 [E] of its prompt.
     """
 
@@ -38,8 +38,8 @@ class TokenWriter:
     """Detokenizes the events of sequences and delivers them to their consumers in order.
 
     Args:
-      metrics: counters of the engine.
-      ended: called with each sequence after its last event.
+      metrics: Counters of the engine.
+      ended: Called with each sequence after its last event.
     """
 
     def __init__(self, metrics: EngineMetrics, ended: Callable[[Sequence], None]):

@@ -24,8 +24,8 @@ class AllowedSources:
     """Sources that requests may load adapters from.
 
     Attributes:
-      root: the folder that contains them; None for none. A folder takes precedence over a repository of the same name.
-      repos: repositories of the Hugging Face hub: "owner/name", or "owner/*" for all of an owner.
+      root: The folder that contains them; None for none. A folder takes precedence over a repository of the same name.
+      repos: Repositories of the Hugging Face hub: "owner/name", or "owner/*" for all of an owner.
     """
 
     root: Path | None = None
@@ -69,10 +69,10 @@ class Adapters:
     Changes of one name run one at a time. Each is saved before it is acknowledged.
 
     Args:
-      engine: the engine that serves the adapters.
-      sources: sources that requests may load from.
-      taken: reserved names; those of the base model.
-      state: persistent state; None without one.
+      engine: The engine that serves the adapters.
+      sources: Sources that requests may load from.
+      taken: Reserved names; those of the base model.
+      state: Persistent state; None without one.
     """
 
     def __init__(self, engine: Engine, sources: AllowedSources, taken: Sequence[str], state: StateFolder | None = None):
@@ -119,11 +119,11 @@ class Adapters:
         """Load an adapter, so that requests may name it. Blocks.
 
         Args:
-          adapter: a request for a folder or repository, or an adapter in memory.
-          path: displayed as its source.
-          timeout: seconds to wait; None for no limit.
-          parent: the base model name that it is listed under; None for the first.
-          load_inplace: replace an adapter of the same name, as the field of a request.
+          adapter: A request for a folder or repository, or an adapter in memory.
+          path: Displayed as its source.
+          timeout: Seconds to wait; None for no limit.
+          parent: The base model name that it is listed under; None for the first.
+          load_inplace: Replace an adapter of the same name, as the field of a request.
 
         Raises:
           AdapterExistsError: the name is loaded, and `load_inplace` is not set.

@@ -25,14 +25,14 @@ class Limits:
     """Limits for each client request.
 
     Attributes:
-      body_bytes: size of a body. A larger one is refused from its Content-Length, or once the limit is exceeded.
-      upload_bytes: size of a body with an adapter.
-      header_seconds: until all headers are received.
-      body_seconds: until the whole body is received.
-      send_seconds: for the client to accept more of a response.
-      load_seconds: for an adapter to load, and for an upload to be received.
-      sequences: number of prompts times completions of each.
-      embeddings: number of inputs of a request for embeddings.
+      body_bytes: Size of a body. A larger one is refused from its Content-Length, or once the limit is exceeded.
+      upload_bytes: Size of a body with an adapter.
+      header_seconds: Until all headers are received.
+      body_seconds: Until the whole body is received.
+      send_seconds: For the client to accept more of a response.
+      load_seconds: For an adapter to load, and for an upload to be received.
+      sequences: Number of prompts times completions of each.
+      embeddings: Number of inputs of a request for embeddings.
     """
 
     body_bytes: int = 8 * 2**20
@@ -71,10 +71,10 @@ async def receive_body(request: Request, most: int, seconds: float, flag: str = 
     """Read the body of a request into memory.
 
     Args:
-      request: the request.
-      most: largest number of bytes.
-      seconds: until the whole body is received.
-      flag: flag of `jlora serve` that sets `most`, for messages.
+      request: The request.
+      most: Largest number of bytes.
+      seconds: Until the whole body is received.
+      flag: Flag of `jlora serve` that sets `most`, for messages.
 
     Raises:
       ApiError: 408 for a timeout, 413 for a body that is too long.

@@ -30,8 +30,8 @@ class ApiError(Exception):
       status: HTTP status, and `code` in the body.
       kind: `type` in the body.
       message: `message` in the body, cut at 2,000 characters.
-      param: name of the wrong field.
-      retry_after: seconds for the Retry-After header.
+      param: Name of the wrong field.
+      retry_after: Seconds for the Retry-After header.
       logged: True if the log has the message already.
     """
 

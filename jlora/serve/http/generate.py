@@ -125,11 +125,11 @@ class Run:
     """The generations of one request. Used on the event loop, except for the callbacks of `listen`.
 
     Args:
-      api_request: the request.
-      generations: its generations, `api_request.n` for each prompt.
-      bridge: forwards their events to the event loop.
-      receive: of the request, after its body was read. Only a disconnect can follow.
-      note: fields of the request's log line.
+      api_request: The request.
+      generations: Its generations, `api_request.n` for each prompt.
+      bridge: Forwards their events to the event loop.
+      receive: Of the request, after its body was read. Only a disconnect can follow.
+      note: Fields of the request's log line.
     """
 
     def __init__(

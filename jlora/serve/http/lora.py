@@ -110,11 +110,11 @@ async def _load(
     """Load an adapter, with the fields that all forms of the request have.
 
     Args:
-      service: the service.
-      fields: the fields that are not yet read.
-      name: name of the adapter.
-      path: displayed as its source.
-      find: returns the adapter. Called on a thread.
+      service: The service.
+      fields: The fields that are not yet read.
+      name: Name of the adapter.
+      path: Displayed as its source.
+      find: Returns the adapter. Called on a thread.
     """
     inplace = fields.flag("load_inplace")
     based_on = fields.take("base_model_name")  # sent by llm-d's former sidecar; "" if unknown

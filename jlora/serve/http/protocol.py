@@ -88,17 +88,17 @@ class ApiRequest:
     """One parsed request.
 
     Attributes:
-      model: requested model name.
-      prompts: texts or token ids; each gets `n` completions. Empty for a chat.
-      messages: of a chat, {"role", "content", ...}.
-      template: of a chat, further variables of the template.
-      params: sampling parameters. The `n` completions of a prompt have consecutive seeds.
-      n: completions of each prompt.
-      stream: send events as they arrive.
-      include_usage: end the stream with an event of token counts.
-      timeout: seconds; None for the server's own.
-      encoding: of a request for embeddings of the prompts, "float" or "base64"; None for completions.
-      dimensions: of embeddings, the number of values; None for the model's.
+      model: Requested model name.
+      prompts: Texts or token ids; each gets `n` completions. Empty for a chat.
+      messages: Of a chat, {"role", "content", ...}.
+      template: Of a chat, further variables of the template.
+      params: Sampling parameters. The `n` completions of a prompt have consecutive seeds.
+      n: Completions of each prompt.
+      stream: Send events as they arrive.
+      include_usage: End the stream with an event of token counts.
+      timeout: Seconds; None for the server's own.
+      encoding: Of a request for embeddings of the prompts, "float" or "base64"; None for completions.
+      dimensions: Of embeddings, the number of values; None for the model's.
     """
 
     model: str

@@ -39,7 +39,7 @@ class TokenTexts:
     """Texts of single tokens of a `tokenizers.Tokenizer`, including special tokens.
 
     Attributes:
-      longest: characters of the longest token, as written in the vocabulary.
+      longest: Characters of the longest token, as written in the vocabulary.
     """
 
     def __init__(self, tokenizer: Any):
@@ -93,8 +93,8 @@ class ResponseWriter:
 
     Args:
       chat: True for the chat API, False for completions.
-      model: model name as given by the client.
-      texts: texts of tokens.
+      model: Model name as given by the client.
+      texts: Texts of tokens.
       logprobs: True if log probabilities were requested.
       include_usage: True if events carry `"usage": null` before a last one with token counts.
     """

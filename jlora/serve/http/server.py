@@ -57,11 +57,11 @@ def serve(
     those under way, and closes the engine. The second signal ends the process at once.
 
     Args:
-      service: the service, with an engine that is not started.
-      bound: the socket.
-      drain_seconds: for requests under way; later they end with an error.
-      log_level: of uvicorn's own log.
-      ready: called once requests are served.
+      service: The service, with an engine that is not started.
+      bound: The socket.
+      drain_seconds: For requests under way; later they end with an error.
+      log_level: Of uvicorn's own log.
+      ready: Called once requests are served.
 
     Returns:
       The exit status: 0, or 1 if requests were cut off.
@@ -112,7 +112,7 @@ class _Life:
     async def run(self) -> int:
         service, loop = self._service, asyncio.get_running_loop()
         self._stop = loop.create_future()
-        before = {number: signal.signal(number, self._signalled) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = {number: signal.signal(number, self._signaled) for number in (signal.SIGTERM, signal.SIGINT)}
         serving = loop.create_task(self._server.serve([self._bound]))
         warm: asyncio.Future[None] = loop.create_future()
         threading.Thread(target=self._start, args=(loop, warm), name="jlora-warm", daemon=True).start()
@@ -159,7 +159,7 @@ class _Life:
     def _progress(self, done: int, total: int) -> None:
         self._service.progress, self._service.step_started = (done, total), time.monotonic()
 
-    def _signalled(self, number: int, frame: Any) -> None:
+    def _signaled(self, number: int, frame: Any) -> None:
         self._signals += 1
         if self._signals > 1:
             os.write(2, f"jlora: ended at once, at {signal.Signals(number).name}\n".encode())

@@ -31,8 +31,8 @@ class Keys:
     """API keys of users, who may request completions, and of administrators, who may also change adapters.
 
     Args:
-      users: keys of users, and of administrators if `admins` is empty. Empty: no key is needed.
-      admins: keys of administrators, accepted for everything.
+      users: Keys of users, and of administrators if `admins` is empty. Empty: no key is needed.
+      admins: Keys of administrators, accepted for everything.
     """
 
     def __init__(self, users: Sequence[str] = (), admins: Sequence[str] = ()):
@@ -80,22 +80,22 @@ class Service:
     """One server. Its `state` changes only on the event loop.
 
     Attributes:
-      engine: the engine.
-      manager: the model's manager.
-      tokenizer: a `tokenizers.Tokenizer`.
-      names: names of the base model, its own first.
-      root: the model's folder, as `/v1/models` shows it.
-      max_model_len: positions of a sequence.
-      adapters: changes of adapters over HTTP.
-      chat: the model's chat template; None without one.
-      keys: keys of clients.
-      limits: limits of client requests.
+      engine: The engine.
+      manager: The model's manager.
+      tokenizer: A `tokenizers.Tokenizer`.
+      names: Names of the base model, its own first.
+      root: The model's folder, as `/v1/models` shows it.
+      max_model_len: Positions of a sequence.
+      adapters: Changes of adapters over HTTP.
+      chat: The model's chat template; None without one.
+      keys: Keys of clients.
+      limits: Limits of client requests.
       administration: True if administrators have a key, so that adapters may be uploaded. They may be loaded from a
         path if `adapters` has sources, and unloaded and pinned in both cases.
-      state: phase of the server.
+      state: Phase of the server.
       progress: (steps done, steps in all) of the warm-up.
-      step_started: start of the current step of the warm-up, `time.monotonic()` in seconds.
-      started: start of the server, in Unix seconds.
+      step_started: Start of the current step of the warm-up, `time.monotonic()` in seconds.
+      started: Start of the server, in Unix seconds.
     """
 
     engine: Engine

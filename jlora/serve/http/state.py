@@ -15,10 +15,10 @@ class StateFolder:
     """The state of one server (`LoRAManager.save`), in a folder locked by it.
 
     Args:
-      folder: the folder, created if missing.
+      folder: The folder, created if missing.
 
     Attributes:
-      unloading: returns names to save as removed.
+      unloading: Returns names to save as removed.
       behind: True if the last change is not on disk.
 
     Raises:

@@ -34,9 +34,9 @@ class ChatTemplate:
     """A compiled template with its special tokens.
 
     Args:
-      source: the template in Jinja's language.
+      source: The template in Jinja's language.
       tokens: {"bos_token": "<s>", ...}.
-      max_text: the most characters of a prompt.
+      max_text: The most characters of a prompt.
 
     Raises:
       LoRAError: the source is not a valid template.
@@ -55,8 +55,8 @@ class ChatTemplate:
         """Render the prompt of a chat.
 
         Args:
-          messages: role and content of each, with an optional name.
-          variables: further template variables: `add_generation_prompt`, and those of the request.
+          messages: Role and content of each, with an optional name.
+          variables: Further template variables: `add_generation_prompt`, and those of the request.
 
         Raises:
           LoRAUsageError: the template refuses the messages, fails, or exceeds its bounds; or a variable has a reserved

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,9 +57,13 @@ def save_model(folder: Path) -> Path:
 
 def save_adapter(folder: Path, seed: int, rank: int = 4, extra: Sequence[str] = ()) -> Path:
     """Write a PEFT adapter on all projections of all layers, and on those of `HEAD_LAYERS` in `extra`."""
-    rng = np.random.default_rng(seed)
     layers = {f"model.layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in PROJECTIONS.items()}
-    layers |= {name: HEAD_LAYERS[name] for name in extra}
+    return write_adapter(folder, layers | {name: HEAD_LAYERS[name] for name in extra}, seed, rank)
+
+
+def write_adapter(folder: Path, layers: dict[str, tuple[int, int]], seed: int, rank: int, **fields: Any) -> Path:
+    """Write a PEFT adapter on layers of (inputs, outputs)."""
+    rng = np.random.default_rng(seed)
     tensors = {}
     for name, (inputs, outputs) in layers.items():
         kinds = ("lora_embedding_A", "lora_embedding_B") if "embed" in name else ("lora_A.weight", "lora_B.weight")
@@ -66,15 +71,9 @@ def save_adapter(folder: Path, seed: int, rank: int = 4, extra: Sequence[str] = 
             tensors[f"base_model.model.{name}.{kind}"] = rng.normal(0, 0.1, shape).astype(np.float32)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": "tiny",
-        "bias": "none",
-        "r": rank,
-        "lora_alpha": 2 * rank,
-        "target_modules": sorted({name.rpartition(".")[2] for name in layers}),
-    }
+    modules = sorted({name.rpartition(".")[2] for name in layers})
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "tiny", "bias": "none"}
+    config |= {"r": rank, "lora_alpha": 2 * rank, "target_modules": modules, **fields}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     PreTrainedTokenizerFast,
@@ -25,7 +25,18 @@ from transformers import (
     Qwen2VLImageProcessor,
 )
 
-VOCAB, HIDDEN, INNER, HEADS, KEY_HEADS, HEAD, LAYERS = 256, 64, 96, 4, 2, 16, 2
+from tests.integrations.vllm.checkpoints import (
+    HEADS,
+    HIDDEN,
+    INNER,
+    KEY_HEADS,
+    LAYERS,
+    PROJECTIONS,
+    VOCAB,
+    write_adapter,
+)
+
+HEAD = 16
 SPECIAL = {"<|vision_start|>": 250, "<|vision_end|>": 251, "<|image_pad|>": 252, "<|video_pad|>": 253}
 PIXELS = 56  # edge of an image of four tokens
 CONFIG = Qwen2_5_VLConfig(
@@ -57,15 +68,6 @@ CONFIG = Qwen2_5_VLConfig(
     video_token_id=253,
     tie_word_embeddings=False,
 )
-PROJECTIONS = {
-    "self_attn.q_proj": (HIDDEN, HEADS * HEAD),
-    "self_attn.k_proj": (HIDDEN, KEY_HEADS * HEAD),
-    "self_attn.v_proj": (HIDDEN, KEY_HEADS * HEAD),
-    "self_attn.o_proj": (HEADS * HEAD, HIDDEN),
-    "mlp.gate_proj": (HIDDEN, INNER),
-    "mlp.up_proj": (HIDDEN, INNER),
-    "mlp.down_proj": (INNER, HIDDEN),
-}
 TEMPLATE = (
     "{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
     "{% else %} <|vision_start|> <|image_pad|> <|vision_end|> {% endif %}{% endfor %}{% endfor %}"
@@ -98,27 +100,10 @@ def save_model(folder: Path) -> Path:
 
 def save_adapter(folder: Path, seed: int, rank: int = 4, names: Sequence[str] = (), **fields: Any) -> Path:
     """Write a PEFT adapter on all projections of the language part, or on the modules `names` [HIDDEN, HIDDEN]."""
-    tensors, config = adapter_tensors(seed, rank, names, **fields)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
-
-
-def adapter_tensors(
-    seed: int, rank: int = 4, names: Sequence[str] = (), **fields: Any
-) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Return the tensors and the configuration of an adapter."""
-    rng = np.random.default_rng(seed)
-    layers = {f"model.language_model.layers.{i}.{name}": of for i in range(LAYERS) for name, of in PROJECTIONS.items()}
-    layers = {name: (HIDDEN, HIDDEN) for name in names} or layers
-    tensors = {}
-    for name, (inputs, outputs) in layers.items():
-        for half, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
-            tensors[f"base_model.model.{name}.lora_{half}.weight"] = rng.normal(0, 0.1, shape).astype(np.float32)
-    modules = sorted({name.rpartition(".")[2] for name in layers})
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "tiny", "bias": "none"}
-    return tensors, config | {"r": rank, "lora_alpha": 2 * rank, "target_modules": modules, **fields}
+    sizes = PROJECTIONS | {"self_attn.q_proj": (HIDDEN, HIDDEN), "self_attn.o_proj": (HIDDEN, HIDDEN)}
+    sizes |= {f"self_attn.{name}": (HIDDEN, KEY_HEADS * HEAD) for name in ("k_proj", "v_proj")}
+    layers = {f"model.language_model.layers.{i}.{name}": size for i in range(LAYERS) for name, size in sizes.items()}
+    return write_adapter(folder, {name: (HIDDEN, HIDDEN) for name in names} or layers, seed, rank, **fields)
 
 
 def image(seed: int) -> tuple[np.ndarray, str]:

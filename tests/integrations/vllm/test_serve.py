@@ -1,6 +1,6 @@
 """vLLM's own server, scheduler, input batch and runner, with jlora loaded as its plugin. No test calls the plugin.
 
-tests/integrations/vllm/without_tpu.py lists what is replaced because there is no TPU. Run by `make test-vllm`.
+tests/integrations/vllm/without_tpu.py lists what is replaced because there is no TPU. Run by `.ci/vllm`.
 """
 
 import importlib.util
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 if importlib.util.find_spec("tpu_inference") is None:
-    pytest.skip("needs vLLM and tpu-inference (make test-vllm)", allow_module_level=True)
+    pytest.skip("needs vLLM and tpu-inference (.ci/vllm)", allow_module_level=True)
 from tests.integrations.vllm.checkpoints import save_adapter, save_model
 from tests.integrations.vllm.serving import Server, serve
 
@@ -31,10 +31,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapters(folder: Path) -> dict[str, Path]:
-    """Eight adapters of ranks 1 to 8, of which `c` also has a head, and `d` a head and an embedding."""
+    """Four adapters of ranks 1 to 4, of which `c` also has a head, and `d` a head and an embedding."""
     return {
         name: save_adapter(folder / name, seed, rank=seed, extra=EXTRA.get(name, ()))
-        for seed, name in enumerate("abcdefgh", start=1)
+        for seed, name in enumerate("abcd", start=1)
     }
 
 
@@ -60,6 +60,8 @@ def test_four_adapters_and_the_base_model_answer_at_once(server: Server, adapter
         ]
         for each in asked:
             each.result()
+    listed = {model["id"] for model in httpx.get(f"{server.url}/v1/models").json()["data"]}
+    assert listed == {*"abcd", str(server.model)}
 
 
 def test_a_long_prompt_is_prefilled_in_chunks(server: Server, adapters: dict[str, Path]) -> None:
@@ -68,19 +70,6 @@ def test_a_long_prompt_is_prefilled_in_chunks(server: Server, adapters: dict[str
         server.check(name, adapters[name], prompt, 8)
         server.check(name, adapters[name], prompt, 8)  # from the prefix cache
     server.check(None, None, prompt, 8)
-
-
-def test_prompt_logprobs_are_those_of_the_adapter(server: Server, adapters: dict[str, Path]) -> None:
-    from tests.integrations.vllm.checkpoints import logprobs
-
-    (prompt,) = prompts(1, 2, 20, 21)
-    body = {"model": "c", "prompt": prompt, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
-    response = server.post("/v1/completions", body)
-    assert response.status_code == 200, response.text
-    found = response.json()["choices"][0]["prompt_logprobs"]
-    want = logprobs(server.model, adapters["c"], prompt)
-    for i, token in enumerate(prompt[1:]):
-        assert abs(found[i + 1][str(token)]["logprob"] - want[i, token]) < 2e-4
 
 
 def test_adapters_come_change_and_go_while_others_answer(
@@ -117,25 +106,11 @@ def test_adapters_come_change_and_go_while_others_answer(
         assert min(each.result() for each in others) > 0
 
 
-def test_more_adapters_than_slots(server: Server, adapters: dict[str, Path]) -> None:
-    for name in "efgh":
-        assert server.load(name, adapters[name]).status_code == 200
-    names = "abcdefgh"
-    with ThreadPoolExecutor(len(names)) as pool:
-        for each in [
-            pool.submit(server.check, name, adapters[name], prompt)
-            for name, prompt in zip(names * 2, prompts(16, 5), strict=True)
-        ]:
-            each.result()
-    for name in "efgh":
-        assert server.unload(name).status_code == 200
-
-
 def test_an_adapter_that_cannot_be_served_is_refused_and_the_server_goes_on(
     server: Server, adapters: dict[str, Path], folder: Path
 ) -> None:
     too_large = save_adapter(folder / "large", 9, rank=16)
-    response = server.load("large", too_large)
+    response = server.load("a", too_large, load_inplace=True)
     assert response.status_code == 500  # vLLM's own status for all of them but a folder that is missing
     assert "rank 16" in response.text
     response = server.load("none", folder / "none")
@@ -147,18 +122,3 @@ def test_an_adapter_that_cannot_be_served_is_refused_and_the_server_goes_on(
     assert "not a whole safetensors file" in response.text
     (prompt,) = prompts(1, 6)
     server.check("a", adapters["a"], prompt)
-
-
-def test_a_failed_reload_keeps_the_adapter(server: Server, folder: Path) -> None:
-    kept = save_adapter(folder / "kept", 11)
-    assert server.load("kept", kept).status_code == 200
-    (prompt,) = prompts(1, 7, 40, 41)
-    server.check("kept", kept, prompt)
-    assert server.load("kept", save_adapter(folder / "large", 12, rank=16), load_inplace=True).status_code >= 400
-    server.check("kept", kept, prompt)
-    assert server.unload("kept").status_code == 200
-
-
-def test_models_are_listed(server: Server) -> None:
-    listed = {model["id"] for model in httpx.get(f"{server.url}/v1/models").json()["data"]}
-    assert listed == {*"abcd", str(server.model)}

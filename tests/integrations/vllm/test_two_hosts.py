@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 if importlib.util.find_spec("tpu_inference") is None:
-    pytest.skip("needs vLLM and tpu-inference (make test-vllm)", allow_module_level=True)
+    pytest.skip("needs vLLM and tpu-inference (.ci/vllm)", allow_module_level=True)
 import psutil
 
 import jlora

@@ -22,15 +22,10 @@ slow = pytest.mark.slow
 # `make test`.
 MATRIX = [
     ("v5e", "qkv", 8, 1),
-    pytest.param("v5e", "gate_up", 16, 64, marks=slow),
     pytest.param("v5e", "down", 64, 2048, marks=slow),
-    pytest.param("v5p", "o", 16, 8, marks=slow),
     pytest.param("v5p", "qkv", 128, 256, marks=slow),
     pytest.param("v6e", "down", 128, 32, marks=slow),
-    pytest.param("v6e", "gate_up", 8, 256, marks=slow),
-    pytest.param("tpu7x", "o", 64, 8192, marks=slow),
     pytest.param("tpu7x", "qkv", 16, 64, marks=slow),
-    pytest.param("tpu7x", "gate_up", 128, 32, marks=slow),
 ]
 # Sizes of other models: chip, tokens, K, slices, rank, groups, dtype.
 OTHERS = [
@@ -92,7 +87,7 @@ def test_compiles_rank_one():
 
 @pytest.mark.parametrize(
     ("chip", "dtype", "slices"),
-    [("v5e", "bfloat16", (1024,)), pytest.param("tpu7x", "float32", (4096, 1024, 1000), marks=slow)],
+    [("v5e", "bfloat16", (1024,))],
 )
 def test_compiles_gradients(chip, dtype, slices):
     """The shrink of the forward pass, one kernel for each slice of b, and one for a."""
@@ -108,21 +103,15 @@ def test_compiles_gradients(chip, dtype, slices):
     assert text.count('custom_call_target="tpu_custom_call"') == 2 + len(slices)
 
 
-QWEN3, GPT_OSS, MIXTRAL = (MODELS[name] for name in ("qwen3-30b-a3b", "gpt-oss-20b", "mixtral-8x7b"))
+QWEN3, GPT_OSS = (MODELS[name] for name in ("qwen3-30b-a3b", "gpt-oss-20b"))
 # Chip, model, tokens, rank: 64 slots of every expert. `benchmarks/aot_tpu.py --experts` has the rest.
 EXPERTS = [
     *(
         pytest.param(*case, marks=slow)
         for case in (
-            ("v5e", QWEN3, 64, 16),
             ("v5e", QWEN3, 2048, 64),
-            ("v5e", MIXTRAL, 64, 16),
-            ("v5p", QWEN3, 2048, 16),
             ("v5p", GPT_OSS, 64, 16),
-            ("v6e", QWEN3, 8192, 8),
-            ("v6e", GPT_OSS, 2048, 64),
             ("tpu7x", QWEN3, 64, 64),
-            ("tpu7x", MIXTRAL, 2048, 16),
         )
     ),
 ]

@@ -66,21 +66,15 @@ def test_pieces_have_no_half_characters(text):
     assert not any("\ufffd" in piece for piece in found if "\ufffd" not in text)
 
 
-def test_incomplete_bytes_are_flushed_at_the_end():
-    tokenizer = TOKENIZERS["bytes"]
-    tokens = tokenizer.encode("aé").ids[:-1]  # half of é
-    found, _ = pieces(tokenizer, tokens)
-    assert found == ["a", "", "\ufffd"]
-
-
 class Measured:
-    """A tokenizer that counts the tokens that it decodes."""
+    """A tokenizer that counts the tokens that it decodes, and those of its longest list."""
 
     def __init__(self, name):
-        self.tokenizer, self.decoded = TOKENIZERS[name], 0
+        self.tokenizer, self.decoded, self.longest = TOKENIZERS[name], 0, 0
 
     def decode(self, tokens):
         self.decoded += len(tokens)
+        self.longest = max(self.longest, len(tokens))
         return self.tokenizer.decode(tokens)
 
 
@@ -105,6 +99,15 @@ def cut(text, stop):
     return text, False
 
 
+def test_edges_of_an_answer():
+    """Half a character at the end, a stop string at the end, and no tokenizer."""
+    tokenizer = TOKENIZERS["bytes"]
+    tokens = tokenizer.encode("aé").ids
+    assert pieces(tokenizer, tokens[:-1]) == (["a", "", "\ufffd"], False)
+    assert pieces(tokenizer, tokens[1:], ["é"]) == (["", "", ""], True)
+    assert pieces(None, [1, 2, 3]) == (["", "", "", ""], False)
+
+
 @given(st.text("abé", max_size=20), st.lists(st.text("abé", min_size=1, max_size=4), max_size=3))
 def test_stop_strings_end_the_text_before_them(text, stop):
     tokenizer = TOKENIZERS["bytes"]
@@ -114,17 +117,6 @@ def test_stop_strings_end_the_text_before_them(text, stop):
         shown += decoding.add(token)
         assert want.startswith(shown)  # text is never taken back
     assert (shown + decoding.finish(), decoding.stopped) == (want, stops)
-
-
-def test_stop_string_at_the_end_of_the_answer():
-    decoding = Detokenizer(TOKENIZERS["bytes"], ["é"])
-    first, second = TOKENIZERS["bytes"].encode("é").ids
-    assert (decoding.add(first), decoding.add(second), decoding.stopped) == ("", "", True)
-    assert decoding.finish() == ""
-
-
-def test_without_a_tokenizer_there_is_no_text():
-    assert pieces(None, [1, 2, 3]) == (["", "", "", ""], False)
 
 
 class Counted(str):
@@ -148,21 +140,10 @@ def test_held_text_is_not_searched_again_for_other_stop_strings():
     assert Counted.looks < 20 * count
 
 
-class Recorded:
-    """A tokenizer that records the longest list that it decodes."""
-
-    def __init__(self, tokenizer):
-        self.tokenizer, self.longest = tokenizer, 0
-
-    def decode(self, tokens):
-        self.longest = max(self.longest, len(tokens))
-        return self.tokenizer.decode(tokens)
-
-
 @pytest.mark.parametrize("silent", ["<s>", None])
 def test_tokens_without_text_are_not_decoded_repeatedly(silent):
     tokenizer = TOKENIZERS["words"]
-    recorded, size = Recorded(tokenizer), tokenizer.get_vocab_size()
+    recorded, size = Measured("words"), tokenizer.get_vocab_size()
     decoding = Detokenizer(recorded, (), silent_tokens(tokenizer, size + UNKNOWN))
     the, repeated = tokenizer.token_to_id("▁the"), size if silent is None else tokenizer.token_to_id(silent)
     found = [decoding.add(token) for token in (the, *[repeated] * 1000, the)]

@@ -39,17 +39,6 @@ def fail(error):
     raise error
 
 
-def test_failure_ends_waiting_requests():
-    ends = Ends()
-    dispatcher = dispatcher_of(ends, look=lambda waiting, running: fail(RuntimeError("no memory")))
-    dispatcher.submit(sequence_of("a"))
-    dispatcher.thread.start()
-    dispatcher.thread.join(30)
-    ((lora, end),) = ends
-    assert (lora, type(end)) == ("a", EngineClosedError)
-    assert "no memory" in str(end)
-
-
 def test_request_submitted_during_the_last_turn_ends():
     ends, inside, go = Ends(), threading.Event(), threading.Event()
 

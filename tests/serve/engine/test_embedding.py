@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import jlora
 from jlora.errors import AdapterNotFoundError, LoRAUsageError
 from jlora.models import from_pretrained
-from jlora.serve import Engine, EngineBusyError, EngineClosedError, EngineOptions, RequestTimeoutError, StepFailedError
+from jlora.serve import Engine, EngineBusyError, EngineOptions, RequestTimeoutError, StepFailedError
 from tests.models import checkpoints
 from tests.models.test_checkpoint import edit
 from tests.serve.client import until
@@ -110,14 +110,13 @@ def test_mixed_adapters_and_lengths(engine, oracle):
     assert (stats.running, stats.waiting, stats.generated_tokens, stats.failed_steps) == (0, 0, 0, 0)
     assert stats.by_lora["a"] == len(LENGTHS)
     until(lambda: not engine._manager.leases())
-
-
-def test_one_text_with_the_default_prompt(engine, oracle):
-    (generation,) = engine.embed(["planet"], lora="b")
-    found = generation.result(60)
-    ids = tokenizer().encode("in: planet").ids
+    (generation,) = engine.embed(["planet"], lora="b")  # with the default prompt
+    found, ids = generation.result(60), tokenizer().encode("in: planet").ids
     np.testing.assert_allclose(found.embedding, oracle("b", ids), atol=2e-6)
     assert (found.text, found.tokens, found.finish_reason, found.prompt_tokens) == ("", (), "stop", len(ids))
+    (late,) = engine.embed([[1]], timeout=1e-9)
+    with pytest.raises(RequestTimeoutError):
+        late.result(60)
 
 
 def test_activated_adapters(engine, oracle):
@@ -182,36 +181,3 @@ def test_an_adapter_of_nan_fails_alone(engine, oracle):
     with pytest.raises(StepFailedError, match="not finite numbers"):
         broken[0].result(60)
     np.testing.assert_allclose(fine[0].result(60).embedding, oracle("b", prompt_of(6)), atol=2e-6)
-
-
-def test_timeouts_and_replaced_adapters(engine, oracle):
-    (late,) = engine.embed([[1]], timeout=1e-9)
-    with pytest.raises(RequestTimeoutError):
-        late.result(60)
-    engine._manager.add_adapter(jlora.Adapter(name="late", modules=adapter_of("b").modules))
-    (before,) = results(engine.embed([prompt_of(6)], lora="late"))
-    engine.remove_lora("late")
-    with pytest.raises(AdapterNotFoundError):
-        engine.embed([[1]], lora="late")
-    np.testing.assert_allclose(before, oracle("b", prompt_of(6)), atol=2e-6)
-
-
-def test_a_closing_engine_finishes_its_prompts(folder):
-    model = from_pretrained(folder)
-    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=1))
-    engine = Engine(model, manager, options=EngineOptions(max_num_seqs=1))
-    with pytest.raises(EngineClosedError):
-        engine.embed([[1]])
-    engine.start()
-    generations = engine.embed([prompt_of(60, i) for i in range(50)])
-    assert engine.close(60)
-    assert all(one.result(0).finish_reason == "stop" for one in generations)
-
-
-def test_a_generating_engine_does_not_embed(tmp_path):
-    checkpoints.write(tmp_path, checkpoints.DENSE["mistral"])
-    model = from_pretrained(tmp_path)
-    engine = Engine(model, jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=1)))
-    assert not engine.embeds
-    with pytest.raises(LoRAUsageError, match="generates text and has no embeddings"):
-        engine.embed([[1]])

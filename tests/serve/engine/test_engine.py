@@ -1,11 +1,9 @@
 """The engine over the demo model, compared with `jlora.models.generate` under various loads."""
 
 import dataclasses
-import os
 import shutil
 import threading
 import time
-from collections import deque
 from concurrent.futures import Future
 
 import jax
@@ -19,12 +17,10 @@ from jlora.cli.demo import DEMO, DENSE, demo_requests
 from jlora.cli.generate import Request, encode
 from jlora.cli.loading import load_model
 from jlora.models import generate
-from jlora.models.sampling import HOTTEST
 from jlora.serve import (
     AdapterExistsError,
     Engine,
     EngineBusyError,
-    Piece,
     RequestTimeoutError,
     SamplingParams,
     StepFailedError,
@@ -124,6 +120,7 @@ def test_engine_works_under_a_transfer_guard(world):
 def test_answers_equal_generate_for_four_adapters_and_the_base(world, oracle):
     requests = demo_requests(DENSE)[:16]
     assert {request.adapter for request in requests} == {None, *ADAPTERS}
+    before = world.engine.stats()
     found = answers(world, requests)
     ends = oracle.model.config.eos_token_ids
     parts = [oracle.generate(requests[i : i + 8], max_new_tokens=10, stop_tokens=ends) for i in range(0, 16, 8)]
@@ -133,17 +130,18 @@ def test_answers_equal_generate_for_four_adapters_and_the_base(world, oracle):
     assert sum(one.text == request.answer for one, request in zip(found, requests, strict=True)) >= 15
     assert {one.finish_reason for one in found} == {"stop"}
     assert [one.prompt_tokens for one in found] == [len(request.prompt) + 1 for request in requests]
+    after = world.engine.stats()
+    assert after.generated_tokens - before.generated_tokens == sum(len(one.tokens) for one in found)
+    assert after.prompt_tokens - before.prompt_tokens == sum(one.prompt_tokens for one in found)
+    assert after.finished["stop"] - before.finished["stop"] == 16
+    for name in ("time_to_first_token", "request_seconds", "queue_seconds"):
+        assert sum(getattr(after, name)[1]) - sum(getattr(before, name)[1]) == 16
+    assert (after.running, after.waiting, after.cache_usage) == (0, 0, 0.0)
+    long = [Request("reverse", "abcdefghijklmnopqrstuvwxyz" * 2 + "="), Request(None, "a" * 31 + "=")]  # in two chunks
+    assert [list(one.tokens) for one in answers(world, long)] == oracle(long)
 
 
-def test_long_prompts_are_prefilled_in_chunks(world, oracle):
-    prompts = ["abcdefghijklmnopqrstuvwxyz" * 2 + "=", "qwertyuiopasdfghjklzxcvbnmqwerty="[:33], "a" * 30 + "="]
-    assert [len(prompt) + 1 for prompt in prompts] == [54, 34, 32]  # two chunks of 32, or one
-    requests = [Request(name, prompt) for prompt in prompts for name in ("reverse", None)]
-    params = SamplingParams(temperature=0, max_tokens=10)
-    assert [list(one.tokens) for one in answers(world, requests, params)] == oracle(requests)
-
-
-@pytest.mark.parametrize("limits", [{}, {"top_k": 3}, {"top_p": 0.7}, {"top_k": 5, "top_p": 0.9}])
+@pytest.mark.parametrize("limits", [{}, {"top_k": 5, "top_p": 0.9}])
 def test_seed_determines_the_answer_in_any_batch(world, limits):
     params = SamplingParams(temperature=3.0, seed=11, max_tokens=12, ignore_eos=True, **limits)
     request = Request("shift", WORD)
@@ -155,26 +153,14 @@ def test_seed_determines_the_answer_in_any_batch(world, limits):
     others = [Request(name, "noise=") for name in ("sort", None, "swap")]
     found = answers(world, [request, *others, request], [params, *noise, params])
     assert found[0].tokens == found[-1].tokens == answers(world, [request], params)[0].tokens
-    other = answers(world, [request], SamplingParams(temperature=3.0, seed=12, max_tokens=12, ignore_eos=True))[0]
-    assert other.tokens != found[0].tokens
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limits", [{}, {"top_k": 5, "top_p": 0.9}])
-def test_seed_draws_the_same_tokens_as_generate(world, oracle, limits):
-    found = answers(
-        world,
-        [Request("shift", WORD)],
-        SamplingParams(temperature=3.0, seed=11, max_tokens=12, ignore_eos=True, **limits),
-    )
-    want = oracle.generate([Request("shift", WORD)], max_new_tokens=12, temperature=3.0, seed=11, **limits)
-    assert [list(one.tokens) for one in found] == want
-
-
-def test_requests_without_a_seed_differ(world):
-    params = SamplingParams(temperature=5.0, max_tokens=20, ignore_eos=True)
-    found = answers(world, [Request(None, WORD)] * 4, params)
-    assert len({one.tokens for one in found}) == 4
+def test_seed_draws_the_same_tokens_as_generate(world, oracle):
+    options = {"temperature": 3.0, "seed": 11, "top_k": 5, "top_p": 0.9}
+    request = Request("shift", WORD)
+    found = answers(world, [request], SamplingParams(max_tokens=12, ignore_eos=True, **options))
+    assert [list(one.tokens) for one in found] == oracle.generate([request], max_new_tokens=12, **options)
 
 
 def test_all_64_bits_of_a_seed_count(world):
@@ -183,16 +169,10 @@ def test_all_64_bits_of_a_seed_count(world):
     found = answers(world, [Request(None, WORD)] * 4, params)
     assert len({one.tokens for one in found}) == 4
     assert found == answers(world, [Request(None, WORD)] * 4, params)
-
-
-def test_sampling_limits_beyond_float32_are_clipped(world):
-    """In float32 the temperature would be infinite, and `top_p` 0."""
-    hot = SamplingParams(temperature=1e39, seed=1, max_tokens=3, ignore_eos=True)
-    hottest = SamplingParams(temperature=HOTTEST, seed=1, max_tokens=3, ignore_eos=True)
-    assert len({answers(world, [Request("sort", WORD)], params)[0].tokens for params in (hot, hottest)}) == 1
-    narrow = SamplingParams(temperature=1.0, top_p=1e-46, max_tokens=10)
-    likeliest = [answers(world, [Request("sort", WORD)], params)[0].tokens for params in (narrow, GREEDY)]
-    assert likeliest[0] == likeliest[1]
+    unseeded = answers(
+        world, [Request(None, WORD)] * 4, SamplingParams(temperature=5.0, max_tokens=20, ignore_eos=True)
+    )
+    assert len({one.tokens for one in unseeded}) == 4
 
 
 def test_answer_is_bitwise_independent_of_the_batch(world):
@@ -257,24 +237,20 @@ def test_answer_may_fill_the_context(world, oracle):
 
 def test_pieces_make_up_the_answer(world):
     whole = answers(world, [Request("reverse", WORD)])[0]
-    for read in ("iterate", "listen"):
-        generation = world.engine.submit(WORD, GREEDY, lora="reverse")
-        if read == "iterate":
-            pieces = list(generation)
-        else:
-            pieces, done = [], threading.Event()
+    pieces, done = [], threading.Event()
 
-            def hear(event, pieces=pieces, done=done):
-                pieces.append(event)
-                if event.finish_reason is not None:
-                    done.set()
+    def hear(event):
+        pieces.append(event)
+        if event.finish_reason is not None:
+            done.set()
 
-            generation.listen(hear)
-            assert done.wait(60)
-        assert "".join(piece.text for piece in pieces) == whole.text
-        assert sum((piece.tokens for piece in pieces), ()) == whole.tokens
-        assert len(pieces) == len(whole.tokens)
-        assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["stop"]
+    generation = world.engine.submit(WORD, GREEDY, lora="reverse")
+    generation.listen(hear)
+    assert done.wait(60)
+    assert [*world.engine.submit(WORD, GREEDY, lora="reverse")] == pieces
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert sum((piece.tokens for piece in pieces), ()) == whole.tokens
+    assert [piece.finish_reason for piece in pieces] == [None] * (len(whole.tokens) - 1) + ["stop"]
     with pytest.raises(jlora.LoRAUsageError, match="one consumer"):
         generation.result()
 
@@ -325,12 +301,10 @@ def test_wrong_parameters_are_refused_by_name(world):
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 60}, "max_model_len=64"),
         ({"temperature": -1.0}, "temperature"),
-        ({"temperature": float("nan")}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
         ({"top_k": -1}, "top_k"),
         ({"logprobs": 21}, "logprobs"),
         ({"stop": "x"}, "stop"),
-        ({"stop": ("",)}, "stop"),
         ({"seed": 2**64}, "seed"),
     ]:
         with pytest.raises(wrong, match=word):
@@ -364,27 +338,18 @@ def test_submit_tokenizes_as_encode_does(world):
             call(WORD)
 
 
-def test_stats_name_the_adapters_that_requests_wait_for(world):
+def test_full_queue_refuses_requests_with_retry_after(world):
     with world.paused() as go:
         taken = [world.engine.submit(WORD, GREEDY) for _ in range(ROWS)]
         until(lambda: world.engine.stats().running == ROWS)
         taken += [world.engine.submit(WORD, GREEDY, lora=lora) for lora in ("sort", "sort", request_of("new", "swap"))]
         assert world.engine.stats().waiting_by_lora == {"sort": 2, "new": 1}
-        go.set()
-        for one in taken:
-            one.result(60)
-
-
-def test_full_queue_refuses_requests_with_retry_after(world):
-    with world.paused() as go:
-        taken = [world.engine.submit(WORD, GREEDY) for _ in range(ROWS)]
-        until(lambda: world.engine.stats().running == ROWS)
-        taken += [world.engine.submit(WORD, GREEDY) for _ in range(64)]
+        taken += [world.engine.submit(WORD, GREEDY) for _ in range(61)]
         with pytest.raises(EngineBusyError, match="64 requests wait") as caught:
             world.engine.submit(WORD, GREEDY)
         assert 0 < caught.value.retry_after <= 60
         go.set()
-        assert len({one.result(60) for one in taken}) == 1
+        assert {one.result(60).finish_reason for one in taken} == {"stop"}
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------
@@ -411,77 +376,22 @@ def test_unloading_refuses_new_requests_and_serves_earlier_ones(world, oracle):
     assert not world.manager.list_adapters(["sort"])
 
 
-@pytest.mark.slow
-def test_name_is_reusable_while_its_old_version_runs(world, oracle):
-    with world.paused() as go:
-        old = world.engine.submit(WORD, GREEDY, lora="sort")
-        until(lambda: world.engine.stats().running == 1)
-        world.engine.remove_lora("sort")
-        world.engine.add_lora(request_of("sort", "reverse"))
-        new = world.engine.submit(WORD, GREEDY, lora="sort")
-        go.set()
-        assert [list(old.result(60).tokens)] == oracle([Request("sort", WORD)])
-        assert [list(new.result(60).tokens)] == oracle([Request("reverse", WORD)])
-    world.wait_idle()
-    world.engine.add_lora(request_of("sort", load_inplace=True))
-    assert [list(one.tokens) for one in answers(world, [Request("sort", WORD)])] == oracle([Request("sort", WORD)])
-
-
-def test_running_sequences_keep_their_version_during_load_inplace(world, oracle):
+@pytest.mark.parametrize("how", ["in place", "unloaded"])
+def test_running_sequences_keep_their_version_during_a_load_of_their_name(world, oracle, how):
     with world.paused() as go:
         old = world.engine.submit(WORD, GREEDY, lora="sort")
         until(lambda: world.engine.stats().running == 1)
         with pytest.raises(AdapterExistsError, match="load_inplace"):
             world.engine.add_lora(request_of("sort", "shift"))
-        world.engine.add_lora(request_of("sort", "shift", load_inplace=True), timeout=10)
+        if how == "unloaded":
+            world.engine.remove_lora("sort")
+        world.engine.add_lora(request_of("sort", "shift", load_inplace=how == "in place"), timeout=10)
         new = world.engine.submit(WORD, GREEDY, lora="sort")
         go.set()
         assert [list(old.result(60).tokens)] == oracle([Request("sort", WORD)])
         assert [list(new.result(60).tokens)] == oracle([Request("shift", WORD)])
+    world.wait_idle()
     world.engine.add_lora(request_of("sort", load_inplace=True))
-
-
-def write_same_size(folder, source):
-    """Write a demo adapter with files of fixed size and time, padded to rank 32 on all modules.
-
-    Returns the file sizes.
-    """
-    sources = {name: jlora.Adapter.from_pretrained(ADAPTERS[name]).modules for name in ("sort", "reverse")}
-    arrays = {}
-    for name in sorted(set().union(*sources.values())):
-        shapes = next(modules[name] for modules in sources.values() if name in modules)
-        a, b = (np.zeros(shape, np.float32) for shape in ((32, shapes.a.shape[1]), (shapes.b.shape[0], 32)))
-        if (lora := sources[source].get(name)) is not None:
-            a[: lora.rank], b[:, : lora.rank] = lora.a, lora.b * lora.scaling
-        arrays[name] = a, b
-    jlora.Adapter.from_arrays("same", arrays, alpha=32).save_pretrained(folder / "new")
-    for file in (folder / "new").iterdir():
-        shutil.copy(file, folder / file.name)
-        os.utime(folder / file.name, (1, 1))
-    return tuple(file.stat().st_size for file in sorted(folder.glob("adapter_*")))
-
-
-def test_load_inplace_serves_new_files_of_the_same_size_and_time(world, tmp_path):
-    right = {"sort": "aelnpt", "reverse": "tenalp"}
-    sizes = {write_same_size(tmp_path, "sort")}
-    request = jlora.LoRARequest("same", str(tmp_path))
-    world.engine.add_lora(request)
-    before, wrong = "sort", []
-    for source in ["reverse", "sort"] * 8:
-        with world.paused() as go:
-            old = world.engine.submit(WORD, GREEDY, lora="same")
-            until(lambda: world.engine.stats().running == 1)
-            sizes.add(write_same_size(tmp_path, source))
-            world.engine.add_lora(dataclasses.replace(request, load_inplace=True), timeout=30)
-            new = world.engine.submit(WORD, GREEDY, lora="same")
-            go.set()
-            found = old.result(60).text, new.result(60).text
-        if found != (right[before], right[source]):
-            wrong.append(found)
-        before = source
-        world.wait_idle()
-    assert len(sizes) == 1
-    assert wrong == []
 
 
 def test_bad_adapter_of_a_request_ends_only_its_own_requests(world, oracle, tmp_path):
@@ -663,6 +573,14 @@ def test_pinned_adapters_stay_in_their_slot(world):
     assert not world.engine.list_loras()["swap"].info.pinned
     with pytest.raises(jlora.AdapterNotFoundError):
         world.engine.pin_lora("unknown")
+    world.wait_idle()
+    for name in ("swap", "sort"):
+        world.engine.pin_lora(name)
+    with pytest.raises(jlora.NoFreeSlotError):
+        world.engine.submit(WORD, GREEDY, lora="shift").result(60)
+    assert answers(world, [Request("swap", WORD)])[0].finish_reason == "stop"
+    for name in ("swap", "sort"):
+        world.engine.unpin_lora(name)
 
 
 def test_pinning_does_not_list_all_adapters(world):
@@ -694,23 +612,10 @@ def test_adapter_unloaded_or_unpinned_during_its_pin_takes_no_slot(world):
     assert (loras.slots(set()).taken, loras.slots(set()).running) == (0, set())
 
 
-def test_request_without_an_unpinned_slot_is_refused(world):
-    world.engine.pin_lora("swap")
-    world.engine.pin_lora("sort")
-    try:
-        with pytest.raises(jlora.NoFreeSlotError):
-            world.engine.submit(WORD, GREEDY, lora="shift").result(60)
-        assert answers(world, [Request("swap", WORD)])[0].finish_reason == "stop"
-    finally:
-        world.engine.unpin_lora("swap")
-        world.engine.unpin_lora("sort")
-
-
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lost", [False, True])
-@pytest.mark.parametrize("step", ["prefill", "decode"])
+@pytest.mark.parametrize(("step", "lost"), [("prefill", False), ("decode", True)])
 def test_failed_step_ends_its_requests_and_later_ones_are_served(world, oracle, monkeypatch, step, lost):
     """The step fails before it runs, or after its inputs were donated, which loses the cache."""
     failed, steps = world.engine.stats().failed_steps, world.engine._steps
@@ -742,38 +647,25 @@ def overflowing(folder):
     return folder
 
 
-@pytest.mark.parametrize(("count", "hostile"), [(20, 4), pytest.param(1000, 100, marks=pytest.mark.slow)])
-def test_overflowing_requests_change_no_other_answer(world, oracle, tmp_path, count, hostile):
+def test_overflowing_requests_change_no_other_answer(world, oracle, tmp_path):
     """Prompts of two chunks fill rows of the cache with NaN. Later requests reuse parts of these rows."""
     bad = Request("bad", "ab=" * 15)
     params = SamplingParams(temperature=0, max_tokens=10, logprobs=1)
     known = demo_requests(DENSE)[:10]
 
     def run(requests):
-        found, ahead = [], deque()
-
-        def take():
-            request, generation = ahead.popleft()
+        """Return the answers to all but `bad`, which fails."""
+        asked = [(one, world.engine.submit(one.prompt, params, lora=one.adapter)) for one in requests]
+        for request, generation in asked:
             if request == bad:
                 with pytest.raises(StepFailedError, match="NaN"):
                     generation.result(60)
-            else:
-                found.append(generation.result(60))
-
-        for request in requests:
-            ahead.append((request, world.engine.submit(request.prompt, params, lora=request.adapter)))
-            if len(ahead) > 4 * ROWS:
-                take()
-        while ahead:
-            take()
-        return found
+        return [generation.result(60) for request, generation in asked if request != bad]
 
     want = run(known)
     assert [list(one.tokens) for one in want] == oracle(known)
     world.engine.add_lora(jlora.LoRARequest("bad", str(overflowing(tmp_path / "bad"))))
-    gap = count // hostile
-    mixed = [bad if i % gap == gap // 2 else known[i % len(known)] for i in range(count)]
-    assert mixed.count(bad) == hostile
+    mixed = [bad if i % 5 == 2 else known[i % len(known)] for i in range(20)]
     right = dict(zip(known, want, strict=True))
     assert run(mixed) == [right[request] for request in mixed if request != bad]  # log probabilities to the bit
     run([bad] * ROWS)
@@ -786,67 +678,3 @@ def test_raising_listener_affects_no_other_request(world, caplog):
     generation.listen(lambda event: 1 / 0)
     assert answers(world, [Request("sort", WORD)])[0].finish_reason == "stop"
     assert "listener" in caplog.text
-
-
-def test_stats_add_up(world):
-    before = world.engine.stats()
-    found = answers(world, [Request(name, WORD) for name in ("sort", "sort", None)])
-    after = world.engine.stats()
-    assert after.generated_tokens - before.generated_tokens == sum(len(one.tokens) for one in found)
-    assert after.prompt_tokens - before.prompt_tokens == sum(one.prompt_tokens for one in found)
-    assert after.finished["stop"] - before.finished["stop"] == 3
-    assert after.by_lora["sort"] - before.by_lora["sort"] == 2
-    for name in ("time_to_first_token", "request_seconds", "queue_seconds"):
-        assert sum(getattr(after, name)[1]) - sum(getattr(before, name)[1]) == 3
-    assert (after.running, after.waiting, after.cache_usage) == (0, 0, 0.0)
-    assert isinstance(next(iter(world.engine.submit(WORD))), Piece)
-
-
-@pytest.mark.slow
-def test_answers_stay_right_under_hostile_traffic(world, oracle):
-    """Threads submit, cancel, time out, unload and reload. Every answer is right."""
-    requests = [request for request in demo_requests(DENSE) if request.adapter != "swap"][:20]
-    want = {request: tokens for request, tokens in zip(requests, oracle(requests), strict=True)}
-    problems, stop = [], time.monotonic() + 2.5
-
-    def submit(seed):
-        rng = np.random.default_rng(seed)
-        while time.monotonic() < stop:
-            request = requests[rng.integers(len(requests))]
-            try:
-                generation = world.engine.submit(
-                    request.prompt, GREEDY, lora=request.adapter, timeout=0.01 if rng.random() < 0.1 else 60
-                )
-                if rng.random() < 0.2:
-                    generation.cancel()
-                found = generation.result(60)
-                if found.finish_reason == "stop" and list(found.tokens) != want[request]:
-                    problems.append((request, found))
-                if found.finish_reason == "abort" and list(found.tokens) != want[request][: len(found.tokens)]:
-                    problems.append((request, found))
-            except (RequestTimeoutError, EngineBusyError):
-                pass
-            except Exception as error:
-                problems.append((request, error))
-
-    def churn():
-        while time.monotonic() < stop:
-            try:
-                world.engine.submit(WORD, GREEDY, lora="swap")
-                world.engine.remove_lora("swap")
-                world.engine.add_lora(request_of("swap", "shift"))
-                world.engine.add_lora(request_of("swap", load_inplace=True))
-                world.engine.pin_lora("swap")
-                world.engine.unpin_lora("swap")
-            except jlora.NoFreeSlotError:
-                pass
-            except Exception as error:
-                problems.append(error)
-
-    threads = [threading.Thread(target=submit, args=(seed,)) for seed in range(6)] + [threading.Thread(target=churn)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(90)
-    assert not problems
-    assert not any(thread.is_alive() for thread in threads)

@@ -81,15 +81,6 @@ def test_only_places_that_can_be_evicted_are_loaded_into(tmp_path):
     assert on_host(desk.manager)[-1] == "a"
 
 
-def test_adapters_that_keep_their_places_count_as_loaded(tmp_path):
-    desk = Desk(tmp_path, max_cpu_loras=3)
-    desk.manager.add_adapter(made("memory"))
-    desk.begin("running")
-    assert desk.look("memory", "running", "a", "b") == {}
-    assert len(desk.loads) == 1
-    assert set(on_host(desk.manager)) == {"memory", "running", "a"}
-
-
 def test_loads_too_large_for_the_cache_end(tmp_path):
     """Sizes are known after a load, so each is loaded once, and then the first that waits."""
     desk = Desk(tmp_path, max_cpu_loras=8)

@@ -115,8 +115,11 @@ def test_model_of_another_codebase_is_served_and_drained(rng, caplog):
         engine.start(lambda done, total: progress.append((done, total)))
     total = progress[-1][1]
     assert progress == [(done, total) for done in range(total + 1)]
-    steps = [text.partition(":")[0] for text in caplog.messages if text.startswith("warm-up")]
-    assert steps == [f"warm-up {step} of {total}" for step in range(1, total + 1)]
+    steps = [text for text in caplog.messages if text.startswith("warm-up")]
+    assert [text.partition(":")[0] for text in steps] == [f"warm-up {step} of {total}" for step in range(1, total + 1)]
+    assert steps[0].endswith("the state on the device")
+    assert steps[1].endswith("prefill of 8 tokens over 8 positions")
+    assert any(text.endswith("decode of 3 rows over 32 positions") for text in steps)
     prompts = [rng.integers(1, VOCAB, size).tolist() for size in (1, 3, 8, 9, 20)]
     requests = [(prompt, name) for prompt in prompts for name in ("a", "b", "c", None)]
     found = [engine.submit(prompt, GREEDY, lora=name) for prompt, name in requests]

@@ -1,11 +1,8 @@
 """Unknown names and the engine's resolver, which may find, refuse, raise, hang or return a wrong value."""
 
 import contextlib
-import os
 import threading
-import time
-from collections import Counter, deque
-from concurrent.futures import Future
+from collections import Counter
 from types import SimpleNamespace
 
 import httpx2
@@ -17,7 +14,6 @@ import jlora
 from jlora.errors import AdapterFormatError, AdapterNotFoundError, LoRAError
 from jlora.serve import EngineBusyError, RequestTimeoutError
 from jlora.serve.engine.loras import Loras
-from jlora.serve.engine.metrics import EngineMetrics
 from jlora.serve.engine.resolvers import check_name, in_order, of_folder, of_function, of_hub
 from jlora.serve.http.adapters import Adapters, AllowedSources
 from jlora.serve.http.service import Service
@@ -116,28 +112,6 @@ def test_one_call_serves_all_requests_for_a_name_and_blocks_no_other(world, stor
     assert store.calls["sort-1"] == 1
 
 
-def test_request_during_the_load_does_not_resolve_again(world, store):
-    loads, go, promise = [], threading.Event(), Future()
-
-    def slow(request):
-        loads.append(request)
-        threading.Thread(target=lambda: go.wait(60) and world.manager.prefetch(request).add_done_callback(end)).start()
-        return promise
-
-    def end(done):
-        promise.set_result(done.result())
-
-    world.around.prefetch = slow
-    first = ask(world, "sort-1")
-    until(lambda: loads)
-    second = ask(world, "sort-1")
-    first.cancel()
-    assert first.result(60).finish_reason == "abort"
-    go.set()
-    assert second.result(60).text == RIGHT["sort"]
-    assert store.calls["sort-1"] == 1
-
-
 class Other(Exception):
     pass
 
@@ -155,26 +129,18 @@ class Proxy:
         raise Other("what it stands for is away")
 
 
-async def later(name):
-    return None
-
-
 @pytest.mark.parametrize(
     ("answer", "error", "words"),
     [
         (None, AdapterNotFoundError, "knows none of that name"),
-        (AdapterNotFoundError("away"), AdapterNotFoundError, "away"),
         (AdapterFormatError("it is broken"), AdapterFormatError, "it is broken"),
         (Other("the store is away"), LoRAError, "'x': the resolver failed: Other: the store is away"),
-        (SystemExit(3), LoRAError, "the resolver failed: SystemExit: 3"),
         (Mute(), LoRAError, "the resolver failed: Mute$"),
         pytest.param(Proxy(), LoRAError, "the resolver failed: Other: what it stands for is away", id="proxy"),
         ({"path": "y"}, LoRAError, "returned dict, expected LoRARequest or None"),
-        (True, LoRAError, "returned bool"),
         (request_of("sort"), LoRAError, "a request for 'sort'"),
         (request_of("x", "sort", load_inplace=True), LoRAError, "load_inplace"),
         (jlora.LoRARequest("x", "/no/such/folder"), AdapterNotFoundError, "/no/such/folder"),  # the load's own
-        (jlora.LoRARequest("x", str(ADAPTERS["sort"].parent)), AdapterFormatError, "adapter_config.json"),
     ],
 )
 def test_wrong_results_end_requests_and_are_forgotten(world, store, answer, error, words):
@@ -188,12 +154,6 @@ def test_wrong_results_end_requests_and_are_forgotten(world, store, answer, erro
     assert "x" not in world.engine.list_loras()
     store.answers["x"] = request_of("x", "sort")  # results are not cached
     assert ask(world, "x").result(60).text == RIGHT["sort"]
-
-
-def test_coroutine_function_is_refused(world, store):
-    store.answers["x"] = later("x")
-    with pytest.raises(LoRAError, match="coroutine"):
-        ask(world, "x").result(60)
 
 
 def test_hanging_resolver_blocks_only_its_own_requests(world, store):
@@ -219,36 +179,13 @@ def test_hanging_resolver_blocks_only_its_own_requests(world, store):
     assert ask(world, "sort-11").result(60).text == RIGHT["sort"]
 
 
-def test_waiting_requests_for_the_resolver_are_bounded(world, store):
-    store.hangs.add("sort-1")
-    asked = [ask(world, "sort-1") for _ in range(16)]
-    for name in ("sort-1", "sort-2"):
-        with pytest.raises(EngineBusyError, match="16 requests wait") as caught:
+def test_hostile_names_are_refused_without_a_call(world, store):
+    hostile = ["", "../x", "a/../../b", "/etc", "//x", "a//b", "a/", "./a", "a/.", "..", ".", "~", "~root/x", "..\\x"]
+    hostile += ["a\0b", "a\nb", "\x1b[31m", "\ud800", "\u202ex", "x" * 257, "a\\..\\b"]
+    for name in hostile:
+        with pytest.raises(AdapterNotFoundError, match="can be called"):
             ask(world, name)
-        assert caught.value.retry_after > 0
-    assert ask(world, "swap").result(60).text == RIGHT["swap"]
-    for one in asked[:8]:
-        one.cancel()
-        one.result(60)
-    more = ask(world, "sort-2")
-    store.go.set()
-    assert {one.result(60).text for one in [*asked[8:], more]} == {RIGHT["sort"]}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("", "../x", "a/../../b", "/etc", "//x", "a//b", "a/", "./a", "a/.", "..", ".", "~", "~root/x", "..\\x"),
-        *("a\0b", "a\nb", "\x1b[31m", "\ud800", "\u202ex", "x" * 257, "a\\..\\b"),
-    ],
-)
-def test_hostile_names_are_refused_without_a_call(world, store, name):
-    with pytest.raises(AdapterNotFoundError, match="can be called"):
-        ask(world, name)
     assert not store.calls
-
-
-def test_ordinary_names_are_accepted():
     for name in ("sql", "team/sql", "v1.2", "a..b", "...", "名前", "x" * 256, "a b", "C:"):
         check_name(name)
 
@@ -274,13 +211,6 @@ def test_unloaded_name_is_resolved_again(world, store):
     world.wait_idle()
     assert ask(world, "guest").result(60).text == RIGHT["reverse"]
     assert store.calls["guest"] == 2
-
-
-def test_evicted_name_is_not_resolved_again(world, store):
-    names = [f"{source}-{i}" for source in ADAPTERS for i in range(2)]  # the host has room for 6
-    for name in [*names, *names]:
-        assert ask(world, name).result(60).text == RIGHT[name.partition("-")[0]]
-    assert set(store.calls.values()) == {1}
 
 
 def test_resolved_names_over_http(world, store, tmp_path):
@@ -325,50 +255,19 @@ def test_resolved_names_over_http(world, store, tmp_path):
     assert "sort-1" in listed()
 
 
-@pytest.mark.parametrize("answer", [None, request_of("x", "sort")])
-def test_request_with_its_adapter_does_not_wait_for_the_resolver(world, store, answer):
+def test_request_with_its_adapter_does_not_wait_for_the_resolver(world, store):
     """The late result of the resolver is ignored."""
     store.hangs.add("x")
-    store.answers["x"] = answer
+    store.answers["x"] = request_of("x", "sort")
     asked = ask(world, "x", timeout=30)
     until(lambda: store.calls["x"])
     assert ask(world, request_of("x", "swap")).result(60).text == RIGHT["swap"]
     assert asked.result(60).text == RIGHT["swap"]
 
 
-def test_made_up_names_leave_nothing_behind(world, store):
-    before = len(world.engine.stats().by_lora)
-    real, refused, count = 0, 0, 0
-    while count < 1000:
-        batch = []
-        for _ in range(50):
-            count += 1
-            try:
-                batch.append(ask(world, f"made-up-{count}"))
-            except EngineBusyError:
-                refused += 1
-        if count % 500 == 0:
-            assert ask(world, "sort").result(60).text == RIGHT["sort"]
-            real += 1
-        for one in batch:
-            with pytest.raises(AdapterNotFoundError):
-                one.result(60)
-    assert real == 2
-    assert sum(store.calls.values()) == count - refused
-    assert len(store.threads) < count
-    world.wait_idle()
-    counted = world.engine.stats().by_lora
-    assert len(counted) <= before + 1
-    assert not any(name.startswith("made-up") for name in counted)
-
-
-MANY = pytest.mark.parametrize("many", [2_000, pytest.param(100_000, marks=pytest.mark.slow)])
-
-
-@MANY
-def test_flood_of_unknown_names_is_bounded(many):
+def test_flood_of_unknown_names_is_bounded():
     """Names that arrive faster than they are resolved are refused beyond the limit."""
-    ended, calls = [], Counter()
+    many, ended, calls = 2_000, [], Counter()
 
     def resolve(name):
         calls[name] += 1
@@ -385,23 +284,6 @@ def test_flood_of_unknown_names_is_bounded(many):
     until(lambda: len(ended) == many - refused, 60)
     assert len(calls) == many - refused
     assert {str(one.lora) for one in ended} == set(calls)
-
-
-@MANY
-def test_request_counts_forget_unloaded_names(many):
-    """Thousands of adapters, ten of them loaded at a time."""
-    there = deque(maxlen=10)
-    counts = EngineMetrics(lambda name: name in there)
-    for i in range(many):
-        there.append(f"tenant-{i}")
-        counts.begun(SimpleNamespace(lora=f"tenant-{i}", arrived=time.monotonic(), absent=True))
-        assert len(counts.by_lora) < 1100
-    counts.begun(SimpleNamespace(lora=None, arrived=time.monotonic(), absent=False))
-    counts.sort_out()
-    assert set(counts.by_lora) == {*there, ""}
-    assert counts.unloaded == many - 10
-    assert sum(counts.queued.read()[1]) == many + 1
-    assert sum(counts.absent.read()[1]) == many
 
 
 # --- sources ----------------------------------------------------------------------------------------------------------
@@ -434,13 +316,6 @@ def test_folder_resolver(root):
     (root / "new").mkdir()
     (root / "new" / "adapter_config.json").touch()
     assert resolve("new") is not None  # results are not cached
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
-def test_unreadable_folder_is_an_error(root):
-    (root / "team").chmod(0)
-    with pytest.raises(PermissionError):
-        of_folder(root)("team/two")
 
 
 @pytest.fixture
@@ -499,10 +374,7 @@ def test_function_resolver(tmp_path, monkeypatch):
         with pytest.raises(jlora.LoRAUsageError, match=words):
             of_function(where)
 
-
-def test_resolvers_run_in_order():
     asked = []
     resolve = in_order([lambda name: asked.append(name), mine, lambda name: pytest.fail("it was found already")])
-    assert resolve("x") == request_of("x", "sort")
+    assert (resolve("x"), asked) == (request_of("x", "sort"), ["x"])
     assert in_order([mine])("none") is None
-    assert asked == ["x"]

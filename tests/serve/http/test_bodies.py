@@ -26,66 +26,44 @@ def service():
 
 WRONG = [
     ("model", None),
-    ("model", ""),
     ("model", 3),
     ("n", 0),
     ("n", 129),
     ("n", True),
-    ("n", 1.5),
     ("max_tokens", 0),
-    ("max_tokens", "5"),
     ("max_tokens", 2**31),
     ("temperature", -0.1),
-    ("temperature", "hot"),
     ("temperature", 1e999),
-    ("temperature", True),
     ("top_p", 0),
-    ("top_p", 1.01),
     ("top_k", -2),
     ("seed", 2**63),
-    ("seed", 0.5),
     ("stop", ""),
     ("stop", [""]),
     ("stop", ["x"] * 33),
-    ("stop", [3]),
     ("stop_token_ids", [-1]),
-    ("stop_token_ids", 3),
-    ("stop_token_ids", [True]),
     ("ignore_eos", 1),
     ("stream", "yes"),
     ("stream_options", {"include_usage": True}),  # without stream
     ("timeout", 0),
-    ("timeout", -1),
     # not implemented
     ("echo", True),
     ("frequency_penalty", 0.5),
-    ("presence_penalty", 1),
-    ("repetition_penalty", 1.1),
     ("logit_bias", {"5": 1}),
     ("response_format", {"type": "json_object"}),
-    ("min_p", 0.1),
-    ("min_tokens", 3),
-    ("use_beam_search", True),
-    ("guided_json", {}),
-    ("prompt_logprobs", 0),
-    ("priority", 1),
-    ("truncate_prompt_tokens", 8),
-    ("bad_words", ["x"]),
-    ("return_token_ids", True),
     # unknown
     ("temprature", 0),
     ("lora", "sort"),
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), WRONG)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_error_names_the_wrong_field(service, path, name, value):
-    body = COMPLETION if path == "/v1/completions" else CHAT
+def test_error_names_the_wrong_field(service, path):
     before = len(service.engine.generations)
-    answer = post(service, path, json.dumps({**body, name: value}).replace("Infinity", "1e999").encode())
-    assert (answer.status, answer.error["type"], answer.error["param"]) == (400, "BadRequestError", name)
-    assert name in answer.error["message"]
+    for name, value in WRONG:
+        body = {**(COMPLETION if path == "/v1/completions" else CHAT), name: value}
+        answer = post(service, path, json.dumps(body).replace("Infinity", "1e999").encode())
+        assert (answer.status, answer.error["type"], answer.error["param"]) == (400, "BadRequestError", name)
+        assert name in answer.error["message"]
     assert len(service.engine.generations) == before
 
 
@@ -109,20 +87,15 @@ def message(**fields):
         *[("messages", value, "messages") for value in (None, [], "hi", {})],
         ("messages", ["hi"], "messages[0]"),
         ("messages", message(role="robot"), "messages[0].role"),
-        ("messages", message(role=["user"]), "messages[0].role"),
-        ("messages", [*message(), {"content": "hi"}], "messages[1].role"),
         *[("messages", message(content=value), "messages[0].content") for value in (None, 3, [], {"text": "hi"})],
         ("messages", message(content=[{"type": "image_url", "image_url": "x"}]), "messages[0].content[0]"),
         ("messages", message(content=[{"type": "image", "text": "x"}]), "messages[0].content"),
         ("messages", message(tool_calls=[{"id": "x"}]), "messages[0].tool_calls"),
-        ("messages", message(reasoning="x"), "messages[0].reasoning"),
         ("logprobs", 3, "logprobs"),
         ("top_logprobs", 3, "top_logprobs"),
         ("tools", [{"type": "function"}], "tools"),
         ("tool_choice", "required", "tool_choice"),
         ("max_completion_tokens", 0, "max_completion_tokens"),
-        ("reasoning_effort", "high", "reasoning_effort"),
-        ("modalities", ["audio"], "modalities"),
         ("chat_template", "{{ 7 * 7 }}", "chat_template"),
         ("chat_template_kwargs", [], "chat_template_kwargs"),
         *[
@@ -142,24 +115,20 @@ def test_wrong_field_of_chats_is_refused(service, name, value, param):
     assert (answer.status, answer.error["param"]) == (400, param)
 
 
-def test_contradicting_token_limits_are_refused(service):
-    answer = post(service, "/v1/chat/completions", {**CHAT, "max_tokens": 3, "max_completion_tokens": 4})
-    assert (answer.status, answer.error["param"]) == (400, "max_tokens")
-    assert post(service, "/v1/chat/completions", {**CHAT, "max_tokens": 3, "max_completion_tokens": 3}).status == 200
-
-
-def test_number_of_sequences_is_limited(service):
+def test_fields_that_exclude_each_other_are_refused(service):
+    """Each beside a request that is accepted."""
+    chat, stream = "/v1/chat/completions", {"stream": True}
+    for path, body, param in (
+        (chat, {**CHAT, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ("/v1/completions", {**COMPLETION, "prompt": ["a"] * 65, "n": 2}, "n"),
+        ("/v1/completions", {**COMPLETION, "prompt": ["a"] * 129}, "prompt"),
+        ("/v1/completions", {**COMPLETION, **stream, "stream_options": {"include_usage": 1}}, "include_usage"),
+        ("/v1/completions", {**COMPLETION, **stream, "stream_options": {"x": 1}}, "x"),
+    ):
+        answer = post(service, path, body)
+        assert (answer.status, answer.error["param"]) == (400, param)
+    assert post(service, chat, {**CHAT, "max_tokens": 3, "max_completion_tokens": 3}).status == 200
     assert post(service, "/v1/completions", {**COMPLETION, "prompt": ["a"] * 64, "n": 2}).status == 200
-    answer = post(service, "/v1/completions", {**COMPLETION, "prompt": ["a"] * 65, "n": 2})
-    assert (answer.status, answer.error["param"]) == (400, "n")
-    assert post(service, "/v1/completions", {**COMPLETION, "prompt": ["a"] * 129}).error["param"] == "prompt"
-
-
-def test_wrong_stream_options_are_refused(service):
-    wrong = [({"include_usage": 1}, "include_usage"), ({"x": 1}, "x"), ({"continuous_usage_stats": True}, None)]
-    for options, param in wrong:
-        answer = post(service, "/v1/completions", {**COMPLETION, "stream": True, "stream_options": options})
-        assert (answer.status, answer.error["param"]) == (400, param or "continuous_usage_stats")
 
 
 def test_messages_that_the_openai_client_sends_back_are_accepted(service):
@@ -193,9 +162,8 @@ BAD = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_malformed_body_is_refused(service, path, kind):
-    answer = post(service, path, BAD[kind])
+def test_malformed_body_is_refused(service, kind):
+    answer = post(service, "/v1/completions", BAD[kind])
     assert (answer.status, answer.error["type"]) == (400, "BadRequestError")
 
 

@@ -13,17 +13,12 @@ from jlora.errors import (
 from jlora.serve.engine.request import EngineClosedError, Piece, RequestTimeoutError, SamplingParams, TokenLogprob
 from jlora.serve.http.template import ChatTemplate
 from tests.serve.client import make_service, post
-from tests.serve.fake_engine import BUSY, FakeEngine, letters
+from tests.serve.fake_engine import BUSY, letters
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m.content }}|{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )
-
-
-@pytest.fixture
-def engine():
-    return FakeEngine()
 
 
 @pytest.fixture
@@ -88,17 +83,6 @@ def test_chat(service, engine):
     assert request.params == SamplingParams(max_tokens=4)
 
 
-def test_chat_without_max_tokens_may_fill_the_context(service, engine):
-    assert chat(service).status == 200
-    assert engine.generations[0].params.max_tokens is None
-
-
-@pytest.mark.parametrize(("model", "lora"), [("base", None), ("alias", None), ("sort", "sort"), ("reverse", "reverse")])
-def test_model_field_selects_the_adapter(service, engine, model, lora):
-    assert complete(service, model=model).json["choices"][0]["text"] == f"{lora or 'base'}|ba="
-    assert engine.generations[0].lora == lora
-
-
 def test_sampling_fields_reach_the_engine(service, engine):
     given = {"max_tokens": 5, "temperature": 0.5, "top_p": 0.25, "top_k": 7, "seed": -3, "ignore_eos": True}
     more = {"stop": ["x", "yz"], "stop_token_ids": [4, 5], "logprobs": 2}
@@ -107,13 +91,14 @@ def test_sampling_fields_reach_the_engine(service, engine):
     lists = {"stop": ("x", "yz"), "stop_token_ids": (4, 5), "logprobs": 2}
     assert request.params == SamplingParams(**{**given, **lists})
     assert request.timeout == 2.5
-
-
-def test_fields_with_default_values_are_accepted(service, engine):
+    # Values that clients send by default, and an integer written as a number with a point.
     given = {"max_tokens": 5.0, "temperature": 0, "top_p": 1, "top_k": -1, "stop": "x", "n": None, "echo": False}
     more = {"frequency_penalty": 0, "logit_bias": {}, "best_of": 1, "suffix": None, "user": "me", "store": True}
-    assert complete(service, **given, **more).status == 200
-    assert engine.generations[0].params == SamplingParams(max_tokens=5, temperature=0.0, stop=("x",))
+    assert complete(service, **given, **more, model="alias").status == 200
+    assert engine.generations[1].params == SamplingParams(max_tokens=5, temperature=0.0, stop=("x",))
+    assert engine.generations[1].lora is None
+    assert chat(service).status == 200
+    assert engine.generations[2].params.max_tokens is None
 
 
 PROMPTS = {
@@ -184,13 +169,6 @@ def test_text_offsets_come_from_the_engine(service, engine):
         assert [offset for one in found for offset in one["text_offset"]] == [0, 0, 1]
 
 
-def test_offsets_of_streamed_logprobs_continue(service):
-    events = complete(service, logprobs=1, max_tokens=3, stream=True).events
-    found = [event["choices"][0]["logprobs"] for event in events]
-    assert [offset for one in found for offset in one["text_offset"]] == [0, 1, 2]
-    assert [token for one in found for token in one["tokens"]] == ["s", "o", "r"]
-
-
 def test_infinite_and_nan_logprobs_are_finite_in_json(service, engine):
     infinite = TokenLogprob(3, float("-inf"), ((4, float("nan")),))
     engine.script = [Piece("a", (3,), (infinite,), "stop")]
@@ -202,19 +180,21 @@ def test_infinite_and_nan_logprobs_are_finite_in_json(service, engine):
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_stream_of_completions(service, n):
-    answer = complete(service, stream=True, n=n)
+def test_stream_of_completions(service):
+    answer = complete(service, stream=True, n=2, stream_options={"include_usage": True})
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert answer.headers["cache-control"] == "no-cache"
-    events = answer.events
+    *events, last = answer.events
     assert {event["object"] for event in events} == {"text_completion"}
     assert len({(event["id"], event["created"], event["model"]) for event in events}) == 1
-    assert all(len(event["choices"]) == 1 and "usage" not in event for event in events)
-    for index in range(n):
+    assert all(len(event["choices"]) == 1 and event["usage"] is None for event in events)
+    for index in range(2):
         of_one = [event["choices"][0] for event in events if event["choices"][0]["index"] == index]
         assert "".join(choice["text"] for choice in of_one) == "sort|ba="
         assert [choice["finish_reason"] for choice in of_one] == [None] * (len(of_one) - 1) + ["stop"]
+    assert last["choices"] == []
+    assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 16, "total_tokens": 19}
+    assert all("usage" not in event for event in complete(service, stream=True).events)
 
 
 def test_stream_of_a_chat(service):
@@ -224,22 +204,6 @@ def test_stream_of_a_chat(service):
     assert first == {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
     assert "".join(choice["delta"].get("content", "") for choice in rest) == "sort|<"
     assert rest[-1]["finish_reason"] == "length"
-
-
-def test_usage_is_the_last_event_on_request(service):
-    *events, last = complete(service, stream=True, n=2, stream_options={"include_usage": True}).events
-    assert all(event["usage"] is None for event in events)
-    assert last["choices"] == []
-    assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 16, "total_tokens": 19}
-
-
-def test_pieces_without_text_add_no_text(service, engine):
-    engine.script = [Piece("", (3,)), Piece("é", (4, 5)), Piece("", (1,), (), "stop")]
-    body = complete(service).json
-    assert (body["choices"][0]["text"], body["usage"]["completion_tokens"]) == ("é", 4)
-    events = chat(service, stream=True).events
-    deltas = [event["choices"][0]["delta"] for event in events]
-    assert "".join(delta.get("content", "") for delta in deltas) == "é"
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -258,22 +222,19 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("error", "status", "kind", "retry"), ERRORS)
-def test_refused_request_gets_status_of_its_error(service, engine, error, status, kind, retry, stream):
-    engine.refuse = error
-    answer = complete(service, stream=stream)
-    assert (answer.status, answer.error["type"], answer.error["code"]) == (status, kind, status)
-    assert answer.headers.get("retry-after") == retry
-    assert "secret" not in answer.text
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("error", "status", "kind", "retry"), ERRORS[:-1])
-def test_request_that_fails_at_first_gets_status_of_its_error(service, engine, error, status, kind, retry, stream):
-    engine.script = [error]
-    answer = complete(service, stream=stream)
-    assert (answer.status, answer.error["type"]) == (status, kind)
+def test_failed_request_gets_the_status_of_its_error(service, engine, error, status, kind, retry):
+    """The engine refuses it, or it fails before its first piece."""
+    for stream in (False, True):
+        engine.refuse, engine.script = error, None
+        answer = complete(service, stream=stream)
+        assert (answer.status, answer.error["type"], answer.error["code"]) == (status, kind, status)
+        assert answer.headers.get("retry-after") == retry
+        assert "secret" not in answer.text
+        engine.refuse, engine.script = None, [error]
+        answer = complete(service, stream=stream)
+        assert (answer.status, answer.error["type"]) == (status, kind)
+        assert "secret" not in answer.text
 
 
 def script_of_each(engine, *scripts):
@@ -286,14 +247,6 @@ def script_of_each(engine, *scripts):
         return generation
 
     engine.submit = scripted
-
-
-def test_failure_of_one_answer_cancels_the_others(service, engine):
-    failed = LoRAError("the step failed")
-    script_of_each(engine, *[[Piece("ab", (3, 4)), failed]] * 2)
-    answer = complete(service, n=2)
-    assert (answer.status, answer.error["type"], answer.error["message"]) == (500, "InternalServerError", str(failed))
-    assert all(generation.cancelled for generation in engine.generations)
 
 
 def test_pieces_before_an_error_are_streamed(service, engine):
@@ -331,23 +284,19 @@ def test_unknown_model_is_not_found(service, engine):
     }
 
 
-@pytest.mark.parametrize("state", ["warming", "closing"])
-def test_requests_are_refused_during_warm_up_and_shutdown(engine, state):
-    answer = complete(make_service(engine, state=state))
-    assert (answer.status, answer.error["type"]) == (503, "ServiceUnavailableError")
-    assert int(answer.headers["retry-after"]) >= 1
-    assert engine.generations == []
+def test_chats_that_cannot_be_tokenized_are_refused(engine):
+    service = make_service(engine)
+    refusing = make_service(engine, chat=ChatTemplate("{{ raise_exception('only users may speak') }}"))
+    for one, words in ((service, "no chat template"), (refusing, "only users may speak")):
+        answer = chat(one)
+        assert (answer.status, words in answer.error["message"]) == (400, True)
 
+    def encode(text, *, special=True):
+        raise LoRAUsageError("the prompt 'hi' cannot be tokenized: no token for h")
 
-def test_failed_engine_is_unavailable(service, engine):
-    engine.ready = False
-    assert complete(service).status == 503
-
-
-def test_chat_without_a_template_is_refused(engine):
-    answer = chat(make_service(engine))
-    assert answer.status == 400
-    assert "no chat template" in answer.error["message"]
+    engine.encode = encode
+    answer = complete(service)
+    assert (answer.status, "cannot be tokenized" in answer.error["message"]) == (400, True)
     assert engine.generations == []
 
 
@@ -358,19 +307,3 @@ def test_text_too_long_for_the_context_is_not_tokenized(service, engine):
         assert (answer.status, "128 tokens" in answer.error["message"]) == (400, True)
     assert engine.encoded == [("a", True)]
     assert [one.cancelled for one in engine.generations] == [True]
-
-
-def test_untokenizable_text_is_refused(service, engine):
-    def encode(text, *, special=True):
-        raise LoRAUsageError("the prompt 'hi' cannot be tokenized: no token for h")
-
-    engine.encode = encode
-    for answer in (complete(service), chat(service)):
-        assert (answer.status, "cannot be tokenized" in answer.error["message"]) == (400, True)
-
-
-def test_chat_refused_by_its_template_is_refused(engine):
-    service = make_service(engine, chat=ChatTemplate("{{ raise_exception('only users may speak') }}"))
-    answer = chat(service)
-    assert answer.status == 400
-    assert "only users may speak" in answer.error["message"]

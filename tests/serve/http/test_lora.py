@@ -7,10 +7,8 @@ import time
 import pytest
 
 from jlora.errors import (
-    AdapterMismatchError,
     AdapterNotFoundError,
     AdapterUnavailableError,
-    LoRAError,
     LoRAUsageError,
     NoFreeSlotError,
 )
@@ -18,7 +16,7 @@ from jlora.serve.engine.request import EngineClosedError
 from jlora.serve.http.adapters import AllowedSources
 from jlora.serve.http.errors import ApiError
 from tests.serve.client import ask, make_service, post, until
-from tests.serve.fake_engine import BROKEN, FakeEngine
+from tests.serve.fake_engine import BROKEN
 
 LOAD, UNLOAD, PIN, UNPIN = (f"/v1/{verb}_lora_adapter" for verb in ("load", "unload", "pin", "unpin"))
 
@@ -34,11 +32,6 @@ def root(tmp_path):
     (root / "loop").symlink_to(root / "loop")
     (root / "inner").symlink_to(root / "one")
     return root
-
-
-@pytest.fixture
-def engine():
-    return FakeEngine()
 
 
 @pytest.fixture
@@ -62,29 +55,11 @@ def test_load_adds_an_adapter(service, engine, root):
     assert (request.path, request.load_inplace, request.is_3d_lora_weight) == (str(root / "one"), False, None)
     assert names(service) == ["base", "alias", "sort", "reverse", "new"]
     assert post(service, "/v1/completions", {"model": "new", "prompt": "a"}).json["choices"][0]["text"] == "new|a"
-
-
-def test_every_field_of_vllm_is_accepted(service, engine):
-    body = {"lora_name": "new", "lora_path": "one", "load_inplace": True, "is_3d_lora_weight": True}
-    assert post(service, LOAD, body).status == 200
-    assert (engine.loras["new"].load_inplace, engine.loras["new"].is_3d_lora_weight) == (True, True)
-
-
-@pytest.mark.parametrize(("given", "parent"), [(None, "base"), ("", "base"), ("base", "base"), ("alias", "alias")])
-def test_base_model_name_is_the_parent(service, given, parent):
-    assert post(service, LOAD, {"lora_name": "new", "lora_path": "one", "base_model_name": given}).status == 200
-    assert ask(service, "GET", "/v1/models/new").json["parent"] == parent
-
-
-def test_failed_load_is_logged_once_with_all_lines(service, engine, caplog):
-    engine.broken["one"] = AdapterMismatchError("adapter 'new' (one) does not fit this model:\n  a: this\n  b: that")
-    with caplog.at_level("INFO", "jlora.serve"):
-        answer = post(service, LOAD, {"lora_name": "new", "lora_path": "one"})
-    assert answer.status == 500
-    assert answer.error["message"].count("'new'") == 1
-    (message,) = [record.getMessage() for record in caplog.records if "does not fit" in record.getMessage()]
-    assert message.count("'new'") == 1
-    assert message.split("\n")[1:] == ["  a: this", "  b: that"]
+    for i, (given, parent) in enumerate(((None, "base"), ("", "base"), ("alias", "alias"))):
+        body = {"lora_name": f"team/{i}", "lora_path": "one", "base_model_name": given, "is_3d_lora_weight": True}
+        assert post(service, LOAD, body).status == 200
+        assert engine.loras[f"team/{i}"].is_3d_lora_weight is True
+        assert ask(service, "GET", f"/v1/models/team/{i}").json["parent"] == parent
 
 
 def test_loaded_name_needs_load_inplace(service, engine, root):
@@ -104,19 +79,14 @@ def test_loaded_name_needs_load_inplace(service, engine, root):
     "body",
     [
         {},
-        {"lora_name": "new"},
         {"lora_path": "one"},
         {"lora_name": "", "lora_path": "one"},
-        {"lora_name": None, "lora_path": "one"},
         {"lora_name": "new", "lora_path": ""},
-        {"lora_name": 3, "lora_path": "one"},
         {"lora_name": "new", "lora_path": "one", "load_inplace": "yes"},
         {"lora_name": "new", "lora_path": "one", "is_3d_lora_weight": 1},
-        *({"lora_name": "new", "lora_path": "one", "base_model_name": other} for other in ("x", 3, [], ["base"], {})),
+        *({"lora_name": "new", "lora_path": "one", "base_model_name": other} for other in ("x", ["base"])),
         {"lora_name": "base", "lora_path": "one"},
-        {"lora_name": "alias", "lora_path": "one"},
         {"lora_name": "new\nINFO forged", "lora_path": "one"},
-        {"lora_name": "\x1b[31mred", "lora_path": "one"},
         {"lora_name": "x" * 257, "lora_path": "one"},
     ],
 )
@@ -127,38 +97,26 @@ def test_invalid_input_is_refused(service, engine, body):
     assert engine.calls["add"] == 0
 
 
-@pytest.mark.parametrize("path", ["missing", "file", "team/missing", "one/adapter_model.safetensors"])
-def test_missing_folder_is_not_found(service, engine, path):
-    answer = post(service, LOAD, {"lora_name": "new", "lora_path": path})
-    assert (answer.status, answer.error["type"]) == (404, "NotFoundError")
-    assert engine.calls["add"] == 0
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        *("/etc", "..", "../outside", "one/../../outside", "link", "link/x", "/", "~", "~root", "loop", "a\0b"),
-        *("owner/name/../../../outside", "//etc", "../adapters2", "file:///etc"),
-    ],
-)
-def test_paths_outside_the_root_are_refused(service, engine, root, path):
+def test_paths_outside_the_root_are_refused(service, engine, root):
+    """404 reveals that a path inside the root is missing. Paths outside get 400, whether they exist or not."""
     (root.parent / "adapters2").mkdir()
-    answer = post(service, LOAD, {"lora_name": "new", "lora_path": path})
-    # 404 reveals that a path inside the root is missing. Paths outside get 400, whether they exist or not.
-    assert answer.status == (404 if path in ("~", "~root", "file:///etc") else 400)
+    missing = ("missing", "file", "team/missing", "one/adapter_model.safetensors", "~", "~root", "file:///etc")
+    outside = ("/etc", "..", "../outside", "one/../../outside", "link", "link/x", "/", "loop", "a\0b", "//etc")
+    outside += ("owner/name/../../../outside", "../adapters2")
+    for path in missing + outside:
+        answer = post(service, LOAD, {"lora_name": "new", "lora_path": path})
+        assert answer.status == (404 if path in missing else 400), path
+        assert answer.error["type"] == ("NotFoundError" if path in missing else "InvalidUserInput")
     assert engine.calls["add"] == 0
 
 
-def test_absolute_paths_and_links_inside_the_root_are_permitted(root):
+def test_absolute_paths_and_links_inside_the_root_are_permitted(root, tmp_path):
+    (tmp_path / "current").symlink_to(root)
+    assert AllowedSources(tmp_path / "current").find(str(tmp_path / "current" / "one")) == str(root / "one")
     places = AllowedSources(root)
     assert places.find("one") == places.find(str(root / "one")) == places.find("inner") == str(root / "one")
     assert places.find("team/three") == str(root / "team" / "three")
     assert places.find("./one/../two") == str(root / "two")
-
-
-def test_root_may_be_a_link(root, tmp_path):
-    (tmp_path / "current").symlink_to(root)
-    assert AllowedSources(tmp_path / "current").find(str(tmp_path / "current" / "one")) == str(root / "one")
 
 
 def test_only_listed_hub_repositories_are_permitted(root, tmp_path):
@@ -183,18 +141,19 @@ def test_only_listed_hub_repositories_are_permitted(root, tmp_path):
     ("error", "status", "kind"),
     [
         (BROKEN, 500, "InternalServerError"),
-        (AdapterMismatchError("its rank is 64"), 500, "InternalServerError"),
-        (LoRAError("the disk failed"), 500, "InternalServerError"),
+        (LoRAUsageError("path must be a folder"), 500, "InternalServerError"),
         (OSError("the disk failed"), 500, "InternalServerError"),
         (AdapterNotFoundError("gone meanwhile"), 404, "NotFoundError"),
         (EngineClosedError("closing"), 503, "ServiceUnavailableError"),
         (NoFreeSlotError("the host has no room"), 503, "ServiceUnavailableError"),
     ],
 )
-def test_failed_load_changes_nothing(service, engine, error, status, kind):
+def test_failed_load_changes_nothing(service, engine, caplog, error, status, kind):
     engine.broken["one"] = error
     before = names(service)
-    answer = post(service, LOAD, {"lora_name": "new", "lora_path": "one"})
+    with caplog.at_level("INFO", "jlora.serve"):
+        answer = post(service, LOAD, {"lora_name": "new", "lora_path": "one"})
+    assert len([record for record in caplog.records if str(error) in record.getMessage()]) <= 1
     assert (answer.status, answer.error["type"]) == (status, kind)
     assert ("retry-after" in answer.headers) == (status == 503)
     assert names(service) == before
@@ -276,21 +235,6 @@ def test_pin_that_must_wait_is_unavailable(service, engine, error):
     assert (answer.headers["retry-after"], answer.error["message"]) == ("1", str(error))
 
 
-def test_pin_waits_for_the_load_of_its_name(service, engine):
-    engine.gate.clear()
-    calls = [(LOAD, {"lora_name": "sort", "lora_path": "one", "load_inplace": True}), (PIN, {"lora_name": "sort"})]
-    threads = [threading.Thread(target=post, args=(service, *call)) for call in calls]
-    threads[0].start()
-    until(lambda: engine.calls["add"])
-    threads[1].start()
-    time.sleep(0.2)
-    assert not engine.pinned
-    engine.gate.set()
-    for thread in threads:
-        thread.join()
-    assert engine.pinned == {"sort"}
-
-
 @pytest.mark.parametrize("options", [{}, {"administration": True}])
 def test_no_root_means_no_load_endpoints(engine, options):
     service = make_service(engine, **options)
@@ -319,19 +263,3 @@ def test_model_cards(service):
     assert base["permission"][0]["object"] == "model_permission"
     assert ask(service, "GET", "/v1/models/sort").json == sort
     assert ask(service, "GET", "/v1/models/unknown").status == 404
-
-
-def test_names_may_have_slashes(service):
-    assert post(service, LOAD, {"lora_name": "team/mine", "lora_path": "one"}).status == 200
-    assert ask(service, "GET", "/v1/models/team/mine").json["id"] == "team/mine"
-
-
-def test_adapter_removed_from_the_engine_is_not_listed(service, engine):
-    del engine.loras["sort"]
-    assert post(service, UNLOAD, {"lora_name": "sort"}).status == 404
-    assert "sort" not in names(service)
-
-
-def test_usage_error_of_the_engine_is_an_internal_error(service, engine):
-    engine.broken["one"] = LoRAUsageError("path must be a folder")
-    assert post(service, LOAD, {"lora_name": "new", "lora_path": "one"}).status == 500

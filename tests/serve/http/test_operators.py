@@ -64,10 +64,7 @@ def test_health_reports_the_state():
     assert ask(service, "GET", "/health").json["status"] == "failed"
     service.state = "closing"
     assert ask(service, "GET", "/health").json["status"] == "closing"
-
-
-def test_version_is_reported():
-    assert re.fullmatch(r"\d+\.\d+\.\d+.*", ask(make_service(), "GET", "/version").json["version"])
+    assert re.fullmatch(r"\d+\.\d+\.\d+.*", ask(service, "GET", "/version").json["version"])
 
 
 def test_metrics_show_the_statistics(engine):
@@ -126,18 +123,6 @@ def resident(found):
     return {key["adapter_name"]: (key["level"], key["pinned"], key["rank"]) for key in keys}
 
 
-def test_only_adapters_in_memory_have_series_of_residency():
-    engine = FakeEngine(["a", "b", "c", "d", "evicted"])
-    engine.pinned = {"b"}
-    found = resident(scrape(make_service(engine)))
-    assert found == {
-        "a": ("slot", "false", "8"),
-        "b": ("slot", "true", "8"),
-        "c": ("host", "false", "8"),
-        "d": ("host", "false", "8"),
-    }
-
-
 def test_number_of_series_is_bounded():
     engine = FakeEngine([])
     service = make_service(engine)
@@ -151,6 +136,7 @@ def test_number_of_series_is_bounded():
     engine.told = replace(STATS, by_lora={name: 1 for name in cache})
     found = scrape(service)
     assert len(found) < 1200
+    assert {resident(found)[name][0] for name in slots} == {"slot"}
     # Adapters in slots come first, although these were used least recently.
     assert {f"tenant-{i}" for i in range(4)} < resident(found).keys()
     assert len(resident(found)) == 1000
@@ -159,7 +145,7 @@ def test_number_of_series_is_bounded():
     assert (len(answer["adapters"]), answer["registered"]) == (200, 3000)
 
 
-HOSTILE = ['quote"} 1', "back\\slash", "line\nvllm:forged 1", "\x1b[31mred", "<script>alert(1)</script>", "\u202eevil"]
+HOSTILE = ['quote"} 1', "back\\slash", "line\nvllm:forged 1", "\x1b[31m<script>\u202eevil"]
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -172,6 +158,8 @@ def test_hostile_names_are_escaped(engine, name, caplog):
     assert not any(key[0] == "vllm:forged" for key in found)
     (shown,) = resident(found)
     assert shown.isprintable()
+    # Go's parser, which routers use, knows these escapes alone.
+    assert not re.search(r'\\[^\\"n]', ask(service, "GET", "/metrics").text.replace("\\\\", ""))
     listed = ask(service, "GET", "/status.json")
     assert [adapter["name"] for adapter in listed.json["adapters"]] == [name]  # the page inserts it as text
     with caplog.at_level("INFO", "jlora.serve"):
@@ -192,7 +180,10 @@ def test_each_request_writes_one_log_line(caplog):
         ask(service, "GET", "/health")
         ask(service, "GET", "/metrics")
         ask(service, "GET", "/status.json")
+        ask(service, "X" * 50_000, "/" + "y" * 50_000)
     lines = [json.loads(record.getMessage().removeprefix("request ")) for record in caplog.records]
+    *lines, long = lines
+    assert (long["method"], long["path"], long["status"]) == ("X" * 300, "/" + "y" * 299, 404)
     assert [line["status"] for line in lines] == [200, 200, 400]
     first, second, third = lines
     assert (first["model"], first["prompt_tokens"], first["tokens"]) == ("sort", 2, 6)
@@ -200,15 +191,6 @@ def test_each_request_writes_one_log_line(caplog):
     assert (second["stream"], second["tokens"]) == (True, 7)
     assert "prompt" in third["error"]
     assert all(line["method"] == "POST" and line["seconds"] >= 0 for line in lines)
-
-
-def test_log_lines_have_a_limit(caplog):
-    service = make_service()
-    with caplog.at_level("INFO", "jlora.serve"):
-        ask(service, "X" * 50_000, "/" + "y" * 50_000)
-    (record,) = caplog.records
-    line = json.loads(record.getMessage().removeprefix("request "))
-    assert (line["method"], line["path"], line["status"]) == ("X" * 300, "/" + "y" * 299, 404)
 
 
 def test_page_is_self_contained_under_a_strict_policy(engine):

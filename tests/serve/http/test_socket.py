@@ -1,6 +1,7 @@
 """Tests over a socket: clients that disconnect, are slow or send too much, and the openai client."""
 
 import json
+import os
 import socket
 import struct
 import threading
@@ -15,15 +16,10 @@ from jlora.serve.engine.request import Piece
 from jlora.serve.http.body import Limits
 from jlora.serve.http.template import ChatTemplate
 from tests.serve.client import make_service, on_socket, raw_post, read_all, until
-from tests.serve.fake_engine import BUSY, FakeEngine
+from tests.serve.fake_engine import BUSY
 
 BODY = {"model": "sort", "prompt": "ba="}
 PATH = "/v1/completions"
-
-
-@pytest.fixture
-def engine():
-    return FakeEngine()
 
 
 def content(**more):
@@ -65,9 +61,9 @@ def test_pieces_are_streamed_as_they_are_made(served, engine):
     assert rest[1:] == ["data: [DONE]"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("began", [False, True])
-@pytest.mark.parametrize("how", ["close", "reset"])
+@pytest.mark.parametrize(
+    ("stream", "began", "how"), [(False, False, "close"), (False, True, "reset"), (True, True, "close")]
+)
 def test_disconnect_cancels_the_requests(served, engine, stream, began, how):
     engine.hold = True
     connection = connect(served)
@@ -85,10 +81,10 @@ def test_disconnect_cancels_the_requests(served, engine, stream, began, how):
     until(lambda: all(generation.cancelled for generation in engine.generations))
 
 
-def test_hundred_disconnects_leave_no_threads(served, engine):
+def test_hundred_disconnects_leave_no_threads_or_descriptors(served, engine):
     engine.hold = True
     request = raw_post(PATH, content(stream=True))
-    before = threading.active_count()
+    before, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
     connections = [connect(served) for _ in range(100)]
     for connection in connections:
         connection.sendall(request)
@@ -98,6 +94,7 @@ def test_hundred_disconnects_leave_no_threads(served, engine):
     engine.hold = False
     assert httpx.post(f"http://{served[0]}:{served[1]}{PATH}", json=BODY, timeout=30).status_code == 200
     assert threading.active_count() <= before + 4  # threads of the pool
+    until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors + 8)
 
 
 def test_client_that_does_not_read_is_cut_off(served, engine):
@@ -118,7 +115,7 @@ def test_client_that_does_not_read_is_cut_off(served, engine):
     connection.close()
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx"])
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx"])
 def test_incomplete_headers_are_cut_off(served, sent):
     with connect(served) as connection:
         started = time.monotonic()
@@ -128,16 +125,16 @@ def test_incomplete_headers_are_cut_off(served, sent):
 
 
 def test_slow_headers_are_cut_off(served):
-    """At one byte in 50 ms all headers would take 7 seconds, and `header_seconds` is 0.5."""
-    with connect(served) as connection:
+    """All headers would take seven seconds, and a byte restarts no clock."""
 
-        def send():
+    def send():
+        with connect(served) as connection:
             for letter in raw_post(PATH, content()):
                 connection.sendall(bytes([letter]))
                 time.sleep(0.05)
 
-        with pytest.raises((ConnectionResetError, BrokenPipeError)):
-            send()
+    with pytest.raises((ConnectionResetError, BrokenPipeError)):
+        send()
 
 
 def test_incomplete_body_times_out(served, engine):
@@ -159,15 +156,6 @@ def test_declared_gigabyte_is_refused(served, path):
     assert b"connection: close" in answer.lower()
 
 
-def test_chunked_body_is_refused_at_the_limit(served, engine):
-    head = raw_post(PATH, b"").replace(b"content-length: 0", b"transfer-encoding: chunked")
-    with connect(served) as connection:
-        connection.sendall(head + 3 * (b"1000\r\n" + b" " * 4096 + b"\r\n"))
-        answer = read_all(connection)
-    assert answer.startswith(b"HTTP/1.1 413 ")
-    assert engine.generations == []
-
-
 def test_lines_and_headers_have_limits(served):
     for request in (
         b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
@@ -186,7 +174,7 @@ def test_lines_and_headers_have_limits(served):
 
 def test_connection_serves_many_requests(served):
     with httpx.Client(base_url=f"http://{served[0]}:{served[1]}", timeout=10) as client:
-        for _ in range(20):
+        for _ in range(5):
             assert client.post(PATH, json=BODY).status_code == 200
             assert client.post(PATH, json={}).status_code == 400
             assert client.get("/health").status_code == 200

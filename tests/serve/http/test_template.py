@@ -52,17 +52,12 @@ def test_request_cannot_set_messages_or_tokens():
         "{{ raise_exception('not like this') }}",
         "{{ messages[7].content.x }}",
         "{{ 1 / 0 }}",
-        "{{ undefined.x }}",
-        "{{ messages.append(1) }}",
         "{{ ''.__class__.__mro__ }}{{ ().__class__.__bases__[0].__subclasses__()[0] }}",
-        "{{ messages.__init__.__globals__['os'] }}",
         "{{ 'a' * 10000000 }}",
-        "{{ 10000000 * 'a' }}",
         "{{ [1] * 10000000 }}",
         "{{ 2 ** 10000000 }}",
         "{{ 9 ** 9 ** 9 }}",
         "{% set ns = namespace(s='ab') %}{% for i in range(20) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
-        "{% set ns = namespace(s='ab') %}{% for i in range(20) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
         "{% set ns = namespace(s=3) %}{% for i in range(14) %}{% set ns.s = ns.s * ns.s %}{% endfor %}",
         "{% for i in range(1000) %}{{ 'a' * 1000 }}{% endfor %}",
         "{% for i in range(100000000) %}{% endfor %}",
@@ -78,11 +73,6 @@ def test_endless_template_is_stopped_after_two_seconds():
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}"
     with pytest.raises(LoRAUsageError, match=r"longer than 2 seconds"):
         render(loop + "{% endfor %}{% endfor %}")
-
-
-def test_invalid_template_is_refused():
-    with pytest.raises(LoRAError, match="Jinja2"):
-        ChatTemplate("{% for %}")
 
 
 def test_default_limit_of_text_is_4_mi_characters():
@@ -101,12 +91,11 @@ def write(folder, **files):
     return folder
 
 
-def test_model_without_a_template(tmp_path):
-    assert load_template(tmp_path) is None
-    assert load_template(write(tmp_path, tokenizer_config__json={"bos_token": "<s>"})) is None
-
-
 def test_template_of_the_tokenizer_config(tmp_path):
+    assert load_template(tmp_path) is None
+    with pytest.raises(LoRAError, match="cannot be read"):
+        load_template(tmp_path, tmp_path / "missing")
+    assert load_template(write(tmp_path, tokenizer_config__json={"bos_token": "<s>"})) is None
     config = {"chat_template": "{{ bos_token }}{{ eos_token }}", "bos_token": {"content": "<s>"}, "eos_token": "</s>"}
     found = load_template(write(tmp_path, tokenizer_config__json=config))
     assert found is not None
@@ -144,11 +133,6 @@ def test_template_file_comes_before_the_config_and_the_operators_before_both(tmp
 def test_malformed_template_config_is_refused(tmp_path, config):
     with pytest.raises(LoRAError):
         load_template(write(tmp_path, tokenizer_config__json=config))
-
-
-def test_missing_template_file_is_an_error(tmp_path):
-    with pytest.raises(LoRAError, match="cannot be read"):
-        load_template(tmp_path, tmp_path / "missing")
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------

@@ -66,6 +66,7 @@ def test_a_trainers_checkpoint_with_an_adapter_is_an_adapter(adapter):
     assert jlora.Adapter.from_pretrained(adapter).rank == 32
 
 
+@pytest.mark.parity
 def test_shards_are_joined_by_the_command_of_the_message(adapter):
     pytest.importorskip("torch")
     tensors = load_file(adapter / WEIGHTS)

@@ -24,17 +24,6 @@ def test_rows_are_those_of_the_file_without_figures(table, tmp_path):
     assert {(row["rank"], row["tokens"]) for row in chosen} == {(16, 8), (16, 64)}
 
 
-def test_scripts_add_to_the_rows_of_one_file(tmp_path):
-    out = tmp_path / "out.json"
-    args = common.arguments("", common.DENSE, ["--out", str(out), "--projection", "o", "--adapters", "32"])
-    rows, chosen = common.chosen(args, common.DENSE)
-    chosen[0]["vllm_default_us"] = 3.5
-    out.write_text(json.dumps({"rows": rows}))
-    again = common.chosen(args, common.DENSE)[1]
-    assert again == chosen
-    assert again[0]["vllm_default_us"] == 3.5
-
-
 def test_reference_equals_the_oracle():
     rng = np.random.default_rng(0)
     x, a, b = rng.normal(size=(5, 8)), rng.normal(size=(3, 4, 8)), rng.normal(size=(3, 6, 4))

@@ -7,7 +7,6 @@ import asyncio
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,8 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+
+from tests.two_processes import free_port
 
 pytestmark = [
     pytest.mark.slow,
@@ -41,12 +42,6 @@ sys.stdin.read()
 serve.shutdown()
 ray.shutdown()
 """
-
-
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return bound.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

@@ -72,6 +72,7 @@ class FakeEngine:
       refuse: exception that `submit` raises; None for none.
       hold: True to give no answers. The test puts events into `generations`.
       broken: end of a path ("memory" of an upload) -> exception that loading it raises.
+      failing: "remove", "pin" or "unpin" -> exception that it raises.
       uploaded: adapters that were loaded from memory.
       gate: event that loads wait for.
       encoded: pairs of (text, with special tokens) that were tokenized.
@@ -84,7 +85,7 @@ class FakeEngine:
         self.generations = []
         self.script = self.refuse = None
         self.hold = False
-        self.broken = {}
+        self.broken, self.failing = {}, {}
         self.uploaded = []
         self.gate = threading.Event()
         self.gate.set()
@@ -158,22 +159,23 @@ class FakeEngine:
         self.shown[request.name] = RegisteredLoRA(request.path if path is None else path, int(time.time()), parent)
 
     def remove_lora(self, name):
-        self.calls["remove"] += 1
-        if name not in self.loras:
-            raise AdapterNotFoundError(name)
+        self.known("remove", name)
         del self.loras[name]
 
     def pin_lora(self, name):
-        self.calls["pin"] += 1
-        if name not in self.loras:
-            raise AdapterNotFoundError(name)
+        self.known("pin", name)
         self.pinned.add(name)
 
     def unpin_lora(self, name):
-        self.calls["unpin"] += 1
+        self.known("unpin", name)
+        self.pinned.discard(name)
+
+    def known(self, call, name):
+        self.calls[call] += 1
+        if call in self.failing:
+            raise self.failing[call]
         if name not in self.loras:
             raise AdapterNotFoundError(name)
-        self.pinned.discard(name)
 
     def list_loras(self):
         return {

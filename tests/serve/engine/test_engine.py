@@ -298,8 +298,6 @@ def test_wrong_parameters_are_refused_by_name(world):
     ]:
         with pytest.raises(wrong, match=word):
             submit(prompt)
-    with pytest.raises(jlora.AdapterNotFoundError, match="unknown"):
-        submit(WORD, lora="unknown")
     with pytest.raises(wrong, match="load_inplace"):
         submit(WORD, lora=request_of("sort", load_inplace=True))
     assert world.engine.stats().running == world.engine.stats().waiting == 0

@@ -101,17 +101,11 @@ def test_sampling_fields_reach_the_engine(service, engine):
     assert engine.generations[2].params.max_tokens is None
 
 
-PROMPTS = {
-    "text": ("ba=", ["ba="]),
-    "texts": (["ba=", "c="], ["ba=", "c="]),
-    "tokens": ([4, 3], ["ba"]),
-    "lists of tokens": ([[4, 3], [5]], ["ba", "c"]),
-}
-
-
-@pytest.mark.parametrize("kind", PROMPTS)
-def test_prompts_may_be_texts_or_tokens(service, engine, kind):
-    given, prompts = PROMPTS[kind]
+@pytest.mark.parametrize(
+    ("given", "prompts"),
+    [("ba=", ["ba="]), (["ba=", "c="], ["ba=", "c="]), ([4, 3], ["ba"]), ([[4, 3], [5]], ["ba", "c"])],
+)
+def test_prompts_may_be_texts_or_tokens(service, engine, given, prompts):
     body = complete(service, prompt=given, n=2).json
     assert [list(one.prompt) for one in engine.generations] == [ids(prompt) for prompt in prompts for _ in range(2)]
     assert [choice["index"] for choice in body["choices"]] == list(range(2 * len(prompts)))
@@ -119,14 +113,13 @@ def test_prompts_may_be_texts_or_tokens(service, engine, kind):
     # A prompt is counted and tokenized once, independent of n.
     assert body["usage"]["prompt_tokens"] == sum(map(len, prompts))
     assert body["usage"]["completion_tokens"] == 2 * sum(len(f"sort|{one}") for one in prompts)
-    assert engine.encoded == ([(one, True) for one in prompts] if "text" in kind else [])
+    assert engine.encoded == ([(one, True) for one in prompts] if prompts[0] == "ba=" else [])
 
 
 def test_each_answer_of_a_prompt_has_its_own_seed(service, engine):
-    assert complete(service, n=3, seed=2**63 - 2).status == 200
-    assert [one.params.seed for one in engine.generations] == [2**63 - 2, 2**63 - 1, -(2**63)]
-    assert complete(service, n=2).status == 200
-    assert [one.params.seed for one in engine.generations[3:]] == [None, None]
+    complete(service, n=3, seed=2**63 - 2)
+    complete(service, n=2)
+    assert [one.params.seed for one in engine.generations] == [2**63 - 2, 2**63 - 1, -(2**63), None, None]
 
 
 # --- log probabilities ------------------------------------------------------------------------------------------------
@@ -273,30 +266,11 @@ def test_refused_answer_cancels_those_submitted_before(service, engine):
     assert [generation.cancelled for generation in engine.generations] == [True, True]
 
 
-def test_unknown_model_is_not_found(service, engine):
-    answer = complete(service, model="unknown")
-    assert answer.status == 404
-    assert answer.error == {
-        "message": "The model `unknown` does not exist.",
-        "type": "NotFoundError",
-        "param": "model",
-        "code": 404,
-    }
-
-
 def test_chats_that_cannot_be_tokenized_are_refused(engine):
-    service = make_service(engine)
-    refusing = make_service(engine, chat=ChatTemplate("{{ raise_exception('only users may speak') }}"))
-    for one, words in ((service, "no chat template"), (refusing, "only users may speak")):
-        answer = chat(one)
+    refusing = ChatTemplate("{{ raise_exception('only users may speak') }}")
+    for template, words in ((None, "no chat template"), (refusing, "only users may speak")):
+        answer = chat(make_service(engine, chat=template))
         assert (answer.status, words in answer.error["message"]) == (400, True)
-
-    def encode(text, *, special=True):
-        raise LoRAUsageError("the prompt 'hi' cannot be tokenized: no token for h")
-
-    engine.encode = encode
-    answer = complete(service)
-    assert (answer.status, "cannot be tokenized" in answer.error["message"]) == (400, True)
     assert engine.generations == []
 
 

@@ -5,6 +5,7 @@ The oracle adds the deltas to the weights of a second model, in NumPy. Run by `.
 
 import asyncio
 import dataclasses
+import functools
 import importlib.util
 import json
 import re
@@ -29,7 +30,7 @@ from tests.integrations import vllm_stubs
 
 vllm_stubs.install()
 
-from tpu_inference.layers.jax.linear import JaxEinsum, JaxMergedColumnParallelLinear, JaxQKVParallelLinear
+from tpu_inference.layers.jax.linear import JaxEinsum, JaxQKVParallelLinear
 from tpu_inference.layers.jax.quantization.configs import QuantizationConfig, QuantLinearConfig
 from tpu_inference.layers.jax.quantization.fp8 import Fp8TensorwiseLinearMethod
 from tpu_inference.worker.tpu_worker import TPUWorker
@@ -496,21 +497,14 @@ def served(mesh, manager, x, names, counts):
         return step(manager.slots, rest, x, batch)
 
 
-@pytest.mark.parametrize(("parts", "tensor"), [((24, 24), 4), ((32, 8, 8), 2), ((32, 8, 8), 4)])
-def test_merged_layer_equals_merged_weights(tmp_path, parts, tensor):
-    """The kernel has the parts of each shard side by side. The query, key and value layer returns its parts."""
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_layer_of_queries_keys_and_values_equals_merged_weights(tmp_path, tensor):
+    """The kernel has the parts of each shard side by side, and the layer returns its parts."""
     rng = np.random.default_rng(3)
-    options = {"hidden_size": 16, "num_heads": 4, "num_kv_heads": 1, "head_dim": 8, "use_bias": True}
-
-    def make():
-        if len(parts) == 3:
-            heads = {"num_heads": parts[0] // 2, "num_kv_heads": parts[1] // 2, "head_dim": 2}
-            return JaxQKVParallelLinear(**(options | heads), dtype=np.float32, rngs=nnx.Rngs(0))
-        kernel = nnx.with_partitioning(nnx.initializers.uniform(), (None, "model"))
-        return JaxMergedColumnParallelLinear(16, list(parts), nnx.Rngs(0), use_bias=False, kernel_init=kernel)
-
+    sizes = {name: (16, size) for name, size in zip("qkv", (32, 8, 8), strict=True)}
+    options = {"hidden_size": 16, "num_heads": 16, "num_kv_heads": 4, "head_dim": 2, "use_bias": True}
+    make = functools.partial(JaxQKVParallelLinear, **options, dtype=np.float32, rngs=nnx.Rngs(0))
     mesh, base, manager = one_layer(make, tensor)
-    sizes = {f"{name}": (16, size) for name, size in zip("qkv", parts, strict=False)}
     deltas = write_adapter(tmp_path / "a", sizes)
     manager.add_adapter(jlora.LoRARequest("a", path=str(tmp_path / "a")))
     x = rng.normal(size=(5, 16)).astype("float32")
@@ -593,10 +587,7 @@ def test_tied_table_serves_logits(tmp_path):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (
-            {"parallel_config": SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=2)},
-            "pipeline parallelism",
-        ),
+        ({"parallel_config": SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=2)}, "pipeline parallel"),
         ({"additional_config": {"enable_continue_decode": True}}, "enable_continue_decode"),
         ({"lora": {"enable_tower_connector_lora": True}}, "enable-tower-connector-lora"),
     ],
@@ -622,14 +613,10 @@ def test_drafts_refuse_heads_and_get_no_adapters(tmp_path):
 
 
 def test_drift_is_named():
-    class Drifted:
-        def set_active_loras(self, batch):
-            pass
-
-    assert drift(Drifted, "set_active_loras", "self batch") is None
-    wrong = r"Drifted.set_active_loras takes \(self, batch\), not \(self, counts\)"
-    assert re.search(wrong, drift(Drifted, "set_active_loras", "self counts"))
-    assert "Drifted.gone does not exist" in drift(Drifted, "gone", "self counts")
+    wrong = r"EngineCore.add_lora takes \(self, lora_request\), not \(self, request\)"
+    assert drift(vllm_stubs.EngineCore, "add_lora", "self lora_request") is None
+    assert re.search(wrong, drift(vllm_stubs.EngineCore, "add_lora", "self request"))
+    assert "EngineCore.gone does not exist" in drift(vllm_stubs.EngineCore, "gone", "self counts")
 
 
 def test_step_without_metadata_raises():

@@ -96,9 +96,9 @@ def test_lora_syncer(service, engine):
     """kubernetes-sigs/gateway-api-inference-extension, tools/dynamic-lora-sidecar/sidecar/sidecar.py, which syncs a
     ConfigMap's adapters to the server in the same pod. It was archived in April 2026, and still runs."""
     assert ask(service, "GET", "/health", **PYTHON).status == 200
-    for i, base_model in enumerate(("", "llama", "meta/Llama", "models/base")):
+    for i, base_model in enumerate(("", "llama", "models/base", "meta/Llama")):
         assert load(service, f"mine{i}", "one", PYTHON, base_model_name=base_model).status == 200
-        assert models(service, PYTHON)[f"mine{i}"]["parent"] == (base_model or "llama")
+        assert models(service, PYTHON)[f"mine{i}"]["parent"] == ("meta/Llama" if i == 3 else "llama")
     answer = load(service, "other", "one", PYTHON, base_model_name="other")
     assert answer.status == 400
     assert "base_model_name must be the model that is served, 'llama'" in answer.error["message"]

@@ -67,12 +67,10 @@ def test_forms_of_inputs(service, engine, given, prompts):
     [
         *(({"input": wrong}, "input") for wrong in ("", [], ["a", ""], [True], [-1], {})),
         ({"input": ["a"] * 2049}, "input"),
-        *(({"encoding_format": wrong}, "encoding_format") for wrong in ("bytes", [])),
-        *(({"dimensions": wrong}, "dimensions") for wrong in (0, "8")),
+        ({"encoding_format": "bytes"}, "encoding_format"),
+        ({"dimensions": 0}, "dimensions"),
         ({"dimension": 3}, "dimension"),
         ({"stream": True}, "stream"),
-        ({"truncate_prompt_tokens": 4}, "truncate_prompt_tokens"),
-        ({"model": ""}, "model"),
     ],
 )
 def test_refused_fields(service, engine, body, field):
@@ -110,7 +108,3 @@ def test_openai_client(service, engine):
             for options in ({}, {"encoding_format": "float"}, {"dimensions": 3}):
                 answer = client.embeddings.create(model="sort", input=["ba", "c"], **options)
                 assert [one.embedding for one in answer.data] == [values(2, 0, 0.1), values(1, 1, 0.1)]
-            with pytest.raises(openai.BadRequestError, match="dimensions"):
-                client.embeddings.create(model="sort", input="a", dimensions=0)
-            with pytest.raises(openai.NotFoundError):
-                client.embeddings.create(model="unknown", input="a")

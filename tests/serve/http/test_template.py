@@ -91,42 +91,30 @@ def write(folder, **files):
     return folder
 
 
-def test_template_of_the_tokenizer_config(tmp_path):
-    assert load_template(tmp_path) is None
+def loaded(folder, *given, **files):
+    """Return the text of the template that a folder has after these files are written."""
+    found = load_template(write(folder, **files), *given)
+    return None if found is None else found.render(HI, {})
+
+
+def test_sources_of_the_template(tmp_path):
+    assert loaded(tmp_path) is None
     with pytest.raises(LoRAError, match="cannot be read"):
         load_template(tmp_path, tmp_path / "missing")
-    assert load_template(write(tmp_path, tokenizer_config__json={"bos_token": "<s>"})) is None
     config = {"chat_template": "{{ bos_token }}{{ eos_token }}", "bos_token": {"content": "<s>"}, "eos_token": "</s>"}
-    found = load_template(write(tmp_path, tokenizer_config__json=config))
-    assert found is not None
-    assert found.render(HI, {}) == "<s></s>"
-    write(tmp_path, tokenizer_config__json={**config, "bos_token": None}, special_tokens_map__json={"bos_token": "<b>"})
-    found = load_template(tmp_path)
-    assert found is not None
-    assert found.render(HI, {}) == "<b></s>"
-
-
-def test_default_template_of_a_list(tmp_path):
+    assert loaded(tmp_path, tokenizer_config__json={"bos_token": "<s>"}) is None
+    assert loaded(tmp_path, tokenizer_config__json=config) == "<s></s>"
+    without = {**config, "bos_token": None}
+    special = {"bos_token": "<b>"}
+    assert loaded(tmp_path, tokenizer_config__json=without, special_tokens_map__json=special) == "<b></s>"
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ messages[0].content }}"}]
-    found = load_template(write(tmp_path, tokenizer_config__json={"chat_template": named}))
-    assert found is not None
-    assert found.render(HI, {}) == "hi"
+    assert loaded(tmp_path, tokenizer_config__json={"chat_template": named}) == "hi"
     with pytest.raises(LoRAError, match="default"):
-        load_template(write(tmp_path, tokenizer_config__json={"chat_template": named[:1]}))
-
-
-def test_template_file_comes_before_the_config_and_the_operators_before_both(tmp_path):
-    write(
-        tmp_path,
-        tokenizer_config__json={"chat_template": "one", "bos_token": "B"},
-        chat_template__jinja="{{ bos_token }}2",
-    )
-    found = load_template(tmp_path)
-    assert found is not None
-    assert found.render(HI, {}) == "B2"
-    own = load_template(tmp_path, write(tmp_path, mine="three") / "mine")
-    assert own is not None
-    assert own.render(HI, {}) == "three"
+        loaded(tmp_path, tokenizer_config__json={"chat_template": named[:1]})
+    # A file of its own comes before the configuration, and that of the operator before both.
+    config = {"chat_template": "one", "bos_token": "B"}
+    assert loaded(tmp_path, tokenizer_config__json=config, chat_template__jinja="{{ bos_token }}2") == "B2"
+    assert loaded(tmp_path, tmp_path / "mine", mine="three") == "three"
 
 
 @pytest.mark.parametrize("config", ["{", "[]", '{"chat_template": 3}', '{"chat_template": "{% for %}"}'])

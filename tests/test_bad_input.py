@@ -9,9 +9,7 @@ import json
 import os
 import struct
 
-import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -376,38 +374,6 @@ def test_unknown_names_that_are_no_error(world):
     with world.unharmed():
         assert world.manager.remove_adapter("nope") is False
         assert world.manager.deactivate_adapter("nope") is False
-
-
-@pytest.mark.parametrize("rows", [1, 6])
-def test_tokens_of_another_batch(world, rows):
-    """As many sequences as the batch, or an error while tracing; a function of its own, as the trace fails."""
-
-    @jax.jit
-    def forward(model, tokens, batch):
-        with jlora.use(batch):
-            return model(tokens)
-
-    names = ["first", "second", None]
-    tokens = np.zeros((rows, 5), np.int32)
-    with world.manager.prepare(names) as batch:
-        with pytest.raises(jlora.LoRAError, match=rf"\({rows}, 5\) fit no layout of this batch of 3 sequences"):
-            forward(world.model, tokens, batch)
-        world.check(names, np.asarray(world.forward(world.model, TOKENS, batch)))
-    world.check_all()
-
-
-@pytest.mark.parametrize("rows", [8, 18])
-def test_rows_that_token_counts_do_not_match(world, rows):
-    @jax.jit
-    def project(model, x, batch):
-        with jlora.use(batch, without=["*"]):
-            return model.model.layers[0].mlp.down_proj(x)
-
-    with world.manager.prepare(["first", "second", None], token_counts=[4, 0, 5]) as batch:
-        chex.assert_shape(project(world.model, jnp.ones((9, INNER)), batch), (9, WIDTH))
-        with pytest.raises(jlora.LoRAError, match=rf"\({rows},\) fit no layout .* 9 packed tokens"):
-            project(world.model, jnp.ones((rows, INNER)), batch)
-    world.check_all()
 
 
 # ---- bad values in well-formed files

@@ -97,10 +97,9 @@ def test_train_demo_writes_the_shipped_files(run, tmp_path):
     assert (tmp_path / "model" / "tokenizer.json").read_text() == (shipped / "model" / "tokenizer.json").read_text()
     assert from_pretrained(tmp_path / "model").config == from_pretrained(shipped / "model").config
     for folder in (shipped / "adapters").iterdir():
-        trained, kept = Adapter.from_pretrained(tmp_path / "adapters" / folder.name), Adapter.from_pretrained(folder)
-        assert {name: (m.a.shape, m.b.shape, m.scaling) for name, m in trained.modules.items()} == {
-            name: (m.a.shape, m.b.shape, m.scaling) for name, m in kept.modules.items()
-        }
+        trained, kept = (Adapter.from_pretrained(path) for path in (tmp_path / "adapters" / folder.name, folder))
+        shapes = [{n: (m.a.shape, m.b.shape, m.scaling) for n, m in each.modules.items()} for each in (trained, kept)]
+        assert shapes[0] == shapes[1]
         assert any(m.b.any() for m in trained.modules.values())  # PEFT starts with B zero: two steps must have moved it
 
 
@@ -118,6 +117,5 @@ def test_train_demo_continues_from_a_checkpoint(run, tmp_path):
 
 
 def test_all_examples_are_run_here():
-    assert {file.name for file in EXAMPLES.glob("*.py")} == {
-        *("own_model.py", "serve_multihost.py", "serve_tp.py", "speculative.py", "train_demo.py"),
-    }
+    text = Path(__file__).read_text()
+    assert all(f'"{file.name}"' in text for file in EXAMPLES.glob("*.py"))

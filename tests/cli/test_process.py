@@ -55,24 +55,21 @@ def test_ctrl_c_while_jax_is_imported(tmp_path):
     assert err.split() == b"jlora: interrupted".split()
 
 
-def test_closed_pipe_is_no_error():
+def test_closed_pipe_and_full_disk():
+    """The first is no error, and the second is one of one line."""
     read, write = os.pipe()
     os.close(read)
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT, "inspect", SORT], stdout=write, stderr=subprocess.PIPE)
-    os.close(write)
-    assert process.communicate(timeout=60)[1] == b""
-    assert process.returncode == 141
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no full device")
-def test_full_disk_is_an_error_of_one_line():
-    with open("/dev/full", "w") as full:
-        process = subprocess.Popen([sys.executable, "-c", SCRIPT, "inspect", SORT], stdout=full, stderr=subprocess.PIPE)
-    err = process.communicate(timeout=60)[1].decode().splitlines()
-    assert process.returncode == 1
-    assert len(err) == 1
-    assert err[0].startswith("jlora: error: ")
-    assert "No space left on device" in err[0]
+    with open(write, "w") as pipe, open("/dev/full", "w") as full:
+        runs = [
+            subprocess.Popen([sys.executable, "-c", SCRIPT, "inspect", SORT], stdout=out, stderr=subprocess.PIPE)
+            for out in (pipe, full)
+        ]
+        errors = [run.communicate(timeout=60)[1] for run in runs]
+    assert [run.returncode for run in runs] == [141, 1]
+    assert errors[0] == b""
+    (line,) = errors[1].decode().splitlines()
+    assert line.startswith("jlora: error: ")
+    assert "No space left on device" in line
 
 
 def test_invalid_utf8_and_ascii_output_are_escaped(tmp_path):

@@ -5,7 +5,6 @@ The oracle adds the deltas to the weights of a second model, in NumPy. Run by `.
 
 import asyncio
 import dataclasses
-import functools
 import importlib.util
 import json
 import re
@@ -503,8 +502,7 @@ def test_layer_of_queries_keys_and_values_equals_merged_weights(tmp_path, tensor
     rng = np.random.default_rng(3)
     sizes = {name: (16, size) for name, size in zip("qkv", (32, 8, 8), strict=True)}
     options = {"hidden_size": 16, "num_heads": 16, "num_kv_heads": 4, "head_dim": 2, "use_bias": True}
-    make = functools.partial(JaxQKVParallelLinear, **options, dtype=np.float32, rngs=nnx.Rngs(0))
-    mesh, base, manager = one_layer(make, tensor)
+    mesh, base, manager = one_layer(lambda: JaxQKVParallelLinear(**options, dtype=np.float32, rngs=nnx.Rngs(0)), tensor)
     deltas = write_adapter(tmp_path / "a", sizes)
     manager.add_adapter(jlora.LoRARequest("a", path=str(tmp_path / "a")))
     x = rng.normal(size=(5, 16)).astype("float32")

@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 ALPHA = 6.0
 
+GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 7}
 # model -> (type, fields of its configuration)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
@@ -26,20 +27,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 12,
         },
     ),
-    "gpt-oss": (
-        "gpt_oss",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 7, "swiglu_limit": 1.5},
-    ),
-    "gpt-oss-square": (
-        "gpt_oss",
-        {
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "head_dim": 12,
-            "sliding_window": 7,
-            "intermediate_size": 32,
-        },
-    ),
+    "gpt-oss": ("gpt_oss", GPT_OSS | {"swiglu_limit": 1.5}),
+    "gpt-oss-square": ("gpt_oss", GPT_OSS | {"intermediate_size": 32}),
 }
 
 

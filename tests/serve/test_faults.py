@@ -1,10 +1,7 @@
 """A server under load: failing disks and hubs, slow clients, and adapters pushed while they are used."""
 
-import contextlib
-import json
 import os
 import shutil
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,14 +11,12 @@ import pytest
 
 from jlora import Adapter
 from jlora.serve import push
-from jlora.serve.engine.request import Piece, SamplingParams
+from jlora.serve.engine.request import SamplingParams
 from jlora.serve.http.adapters import Adapters, AllowedSources
-from jlora.serve.http.body import Limits
 from jlora.serve.http.service import Keys, Service
-from tests.serve.client import make_service, on_socket, post, raw_post, until
+from tests.serve.client import on_socket, post
 from tests.serve.conftest import ADAPTERS
 from tests.serve.demo_process import NAMES, RIGHT, DemoServer, recipe
-from tests.serve.fake_engine import FakeEngine
 from tests.serve.fake_hub import FakeHub
 
 LOAD = "/v1/load_lora_adapter"
@@ -67,31 +62,6 @@ def test_failed_disk_read_fails_only_its_own_load(world, service, root, disk):
     assert text(post(service, PATH, {"model": "other", **GREEDY})) == RIGHT["reverse"]
     assert post(service, LOAD, {"lora_name": "mine", "lora_path": "one"}).status == 200
     assert text(post(service, PATH, {"model": "mine", **GREEDY})) == RIGHT["sort"]
-
-
-# --- slow clients -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_slow_clients_do_not_delay_others():
-    """Ninety clients send headers or bodies slowly, or do not read. No limit ends them while the others are served."""
-    engine = FakeEngine()
-    limits = Limits(header_seconds=3600, body_seconds=3600, send_seconds=3600)
-    with on_socket(make_service(engine, limits=limits)) as address, contextlib.ExitStack() as open_ones:
-        whole = raw_post(PATH, json.dumps({"model": "sort", "prompt": "ba="}).encode())
-        reader = raw_post(PATH, json.dumps({"model": "sort", "prompt": "a", "stream": True}).encode())
-        # More than the buffers of a connection have room for.
-        engine.script = [*[Piece("x" * 50_000, (3,))] * 40, Piece("", (1,), (), "stop")]
-        for i in range(90):
-            connection = open_ones.enter_context(socket.create_connection(address, timeout=30))
-            connection.sendall((whole[:20], whole[:-3], reader)[i % 3])
-        until(lambda: len(engine.generations) == 30, 60)
-        engine.script = None
-        url = f"http://{address[0]}:{address[1]}{PATH}"
-        for _ in range(20):
-            answer = httpx.post(url, json={"model": "sort", "prompt": "ba="}, timeout=60)
-            assert answer.json()["choices"][0]["text"] == "sort|ba="
-        assert not any(generation.cancelled for generation in engine.generations[:30])
 
 
 # --- a server process -------------------------------------------------------------------------------------------------

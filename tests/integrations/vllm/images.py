@@ -25,33 +25,16 @@ from transformers import (
     Qwen2VLImageProcessor,
 )
 
-from tests.integrations.vllm.checkpoints import (
-    HEADS,
-    HIDDEN,
-    INNER,
-    KEY_HEADS,
-    LAYERS,
-    PROJECTIONS,
-    VOCAB,
-    write_adapter,
-)
+from tests.integrations.vllm.checkpoints import HIDDEN, KEY_HEADS, LAYERS, PROJECTIONS, SIZES, VOCAB, write_adapter
 
 HEAD = 16
 SPECIAL = {"<|vision_start|>": 250, "<|vision_end|>": 251, "<|image_pad|>": 252, "<|video_pad|>": 253}
 PIXELS = 56  # edge of an image of four tokens
 CONFIG = Qwen2_5_VLConfig(
     text_config={
-        "vocab_size": VOCAB,
-        "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KEY_HEADS,
-        "max_position_embeddings": 512,
+        **SIZES,
         "rms_norm_eps": 1e-6,  # that of the tower
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
-        "bos_token_id": 1,
-        "eos_token_id": 0,
     },
     vision_config={
         "depth": 1,

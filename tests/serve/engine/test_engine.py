@@ -278,24 +278,16 @@ class Unread(list):
 
 def test_wrong_parameters_are_refused_by_name(world):
     submit, wrong = world.engine.submit, jlora.LoRAUsageError
-    for params, word in [
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 60}, "max_model_len=64"),
-        ({"temperature": -1.0}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"top_k": -1}, "top_k"),
-        ({"logprobs": 21}, "logprobs"),
-        ({"stop": "x"}, "stop"),
-        ({"seed": 2**64}, "seed"),
-    ]:
-        with pytest.raises(wrong, match=word):
-            submit(WORD, SamplingParams(**params))
-    for prompt, word in [
-        ([], "no tokens"),
-        ([99], "0 to 31"),
-        ([1.5], "0 to 31"),
-        (Unread([1] * 64), "max_model_len=64"),
-    ]:
+    for name, value in (
+        *(("max_tokens", 0), ("temperature", -1.0), ("top_p", 0.0), ("top_k", -1), ("logprobs", 21), ("stop", "x")),
+        ("seed", 2**64),
+    ):
+        with pytest.raises(wrong, match=name):
+            submit(WORD, SamplingParams(**{name: value}))
+    with pytest.raises(wrong, match="max_model_len=64"):
+        submit(WORD, SamplingParams(max_tokens=60))
+    wrong_prompts = ([], "no tokens"), ([1.5], "0 to 31"), ([99], "0 to 31"), (Unread([1] * 64), "max_model_len=64")
+    for prompt, word in wrong_prompts:
         with pytest.raises(wrong, match=word):
             submit(prompt)
     with pytest.raises(wrong, match="load_inplace"):
@@ -463,12 +455,15 @@ def test_stats_count_loads_swaps_and_waits(world):
         answers(world, [Request(name, WORD)])
     world.wait_idle()
     after, later = world.engine.stats(), world.manager.stats()
-    assert sum(later.load_seconds[1]) - sum(counts.load_seconds[1]) == 2 == later.host_loads - counts.host_loads
-    assert sum(later.swap_seconds[1]) - sum(counts.swap_seconds[1]) == 3 == later.slot_loads - counts.slot_loads
-    assert later.load_seconds[2] > counts.load_seconds[2]
-    assert later.swap_seconds[2] > counts.swap_seconds[2]
-    assert sum(after.queue_seconds[1]) - sum(before.queue_seconds[1]) == 4
-    assert sum(after.adapter_wait_seconds[1]) - sum(before.adapter_wait_seconds[1]) == 3  # the second found it there
+    assert (later.host_loads - counts.host_loads, later.slot_loads - counts.slot_loads) == (2, 3)
+    for one, other, name, count in (
+        (counts, later, "load_seconds", 2),
+        (counts, later, "swap_seconds", 3),
+        (before, after, "queue_seconds", 4),
+        (before, after, "adapter_wait_seconds", 3),  # the second found it there
+    ):
+        assert sum(getattr(other, name)[1]) - sum(getattr(one, name)[1]) == count
+        assert getattr(other, name)[2] > getattr(one, name)[2]
     assert (later.leased, later.open_leases) == (0, 0)
     with world.manager.prepare(["0"]), world.manager.prepare([None]):
         assert (world.manager.stats().leased, world.manager.stats().open_leases) == (1, 2)

@@ -305,11 +305,9 @@ def test_hub_resolver(hub, tmp_path):
     hub.error = RepositoryNotFoundError("no such repository", response=answer)
     assert resolve("team/none") is None
     hub.error = ConnectionError("the hub is away")
-    with pytest.raises(
-        LoRAError, match="the hub is away"
-    ) as caught:  # not AdapterNotFoundError: the repository may exist
+    with pytest.raises(LoRAError, match="the hub is away") as caught:
         resolve("team/any")
-    assert type(caught.value) is LoRAError
+    assert type(caught.value) is LoRAError  # not AdapterNotFoundError: the repository may exist
     # huggingface_hub would load a local folder of that name.
     (tmp_path / "team" / "any").mkdir(parents=True)
     with contextlib.chdir(tmp_path), pytest.raises(LoRAError, match="folder"):

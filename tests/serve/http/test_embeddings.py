@@ -51,8 +51,7 @@ def test_embedding(service, engine):
 
 
 @pytest.mark.parametrize(
-    ("given", "prompts"),
-    [("ba", ["ba"]), (["ba", "c"], ["ba", "c"]), ([4, 3], ["ba"]), ([[4, 3], [5]], ["ba", "c"])],
+    ("given", "prompts"), [("ba", ["ba"]), (["ba", "c"], ["ba", "c"]), ([4, 3], ["ba"]), ([[4, 3], [5]], ["ba", "c"])]
 )
 def test_forms_of_inputs(service, engine, given, prompts):
     answer = embed(service, model="base", input=given, dimensions=2, timeout=9, user="me")

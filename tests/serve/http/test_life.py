@@ -128,16 +128,3 @@ def test_hanging_load_does_not_delay_the_end(start):
         assert status == 0
         with contextlib.suppress(httpx.TransportError):
             assert asked.result().status_code == 500
-
-
-@pytest.mark.slow
-def test_warm_up_reports_progress_and_refuses_requests(start):
-    server = start("slow")
-    until(lambda: server.health() == (503, "warming"))
-    answer = httpx.get(f"{server.url}/health").json()
-    assert (answer["done"], answer["total"]) == (1, 2)
-    assert server.post(**WAIT).status_code == 503
-    assert httpx.get(f"{server.url}/metrics").status_code == 200
-    server.process.send_signal(signal.SIGTERM)
-    out, _, status = server.end()
-    assert (out, status) == ("", 0)

@@ -6,10 +6,7 @@ import time
 
 import pytest
 
-from jlora.errors import (
-    AdapterUnavailableError,
-    NoFreeSlotError,
-)
+from jlora.errors import AdapterUnavailableError, NoFreeSlotError
 from jlora.serve.engine.request import EngineClosedError
 from jlora.serve.http.adapters import AllowedSources
 from jlora.serve.http.errors import ApiError

@@ -180,18 +180,14 @@ def test_openai_client(served, engine):
         assert [model.id for model in client.models.list()] == ["base", "alias", "sort", "reverse"]
         assert client.models.retrieve("sort").model_extra["parent"] == "base"
         assert client.completions.create(model="sort", prompt="ba=", logprobs=1).choices[0].text == "sort|ba="
-        answer = client.chat.completions.create(
-            model="base", messages=[{"role": "user", "content": "hi"}], logprobs=True, top_logprobs=2
-        )
+        hi = {"role": "user", "content": "hi"}
+        answer = client.chat.completions.create(model="base", messages=[hi], logprobs=True, top_logprobs=2)
         assert answer.choices[0].message.content == "base|hi"
         assert answer.choices[0].logprobs.content[0].token == "b"
-        events = client.chat.completions.create(
-            model="sort",
-            messages=[{"role": "user", "content": "hi"}, answer.choices[0].message.model_dump()],
-            stream=True,
+        *parts, last = client.chat.completions.create(
+            model="sort", messages=[hi, answer.choices[0].message.model_dump()], stream=True,
             stream_options={"include_usage": True},
-        )
-        *parts, last = events
+        )  # fmt: skip
         assert "".join(part.choices[0].delta.content or "" for part in parts) == "sort|base|hi"
         assert last.usage.total_tokens == 19
         with pytest.raises(openai.NotFoundError, match="does not exist"):

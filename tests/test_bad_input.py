@@ -163,9 +163,6 @@ def lenient(tmp_path_factory) -> World:
     return World(tmp_path_factory.mktemp("lenient"), allow_nonfinite=True)
 
 
-# ---- wrong files
-
-
 def rewrite(change):
     """Change the tensors of a folder: `change(tensors)` in place."""
 
@@ -283,9 +280,6 @@ def test_another_base_model_by_name(world, tmp_path):
     world.refused(request, MISMATCH, "base_model_name_or_path is None", "'toy/other'")
 
 
-# ---- paths
-
-
 def swapped(name, make):
     """Replace a file by what `make(path)` puts there, with the file moved to a folder beside."""
 
@@ -319,9 +313,6 @@ def test_paths(world, tmp_path, case):
     path = str(place(write(tmp_path / "adapter")))
     world.refused(jlora.LoRARequest("bad", path), error, *fragments)
     world.refused(jlora.LoRARequest("first", path, load_inplace=True), error, *fragments, open_batch=False)
-
-
-# ---- arguments
 
 
 def sound(name):
@@ -376,9 +367,6 @@ def test_unknown_names_that_are_no_error(world):
         assert world.manager.deactivate_adapter("nope") is False
 
 
-# ---- bad values in well-formed files
-
-
 @pytest.mark.parametrize("value", [np.nan, -np.inf, 3e38])
 def test_weights_out_of_a_broken_training_run(world, lenient, tmp_path, value):
     """NaN and infinity are refused by default. With allow_nonfinite they stay in the rows of their own adapter."""
@@ -395,9 +383,6 @@ def test_weights_out_of_a_broken_training_run(world, lenient, tmp_path, value):
             got = lenient.logits(names)
             assert not np.isfinite(got[names.index("broken")]).all()
             lenient.check(names, got)
-
-
-# ---- fuzz
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,6 @@ def test_own_model(run, capsys):
 
 @pytest.mark.slow
 def test_speculative(run, capsys):
-    """Drafted decoding gives the answers of the adapters, and the sequence that copies its prompt takes fewer steps."""
     run("speculative.py")
     printed = dict(re.findall(r"^(\S+) +\w+=(\w+)", text := capsys.readouterr().out, re.MULTILINE))
     assert printed == {"(base)": "planet", "sort": "abde", "reverse": "evilo", "swap": "itegr", "shift": "dsbc"}
@@ -49,7 +48,6 @@ def test_speculative(run, capsys):
 
 @pytest.mark.mesh
 def test_serve_tp(run, capsys):
-    """The answers of one device and of all are the trained ones, and each device holds its part."""
     answers, held = {}, {}
     for devices in (1, 8):
         before = generation.compiled_variants()
@@ -74,7 +72,6 @@ def test_serve_tp(run, capsys):
 
 @pytest.mark.mesh
 def test_serve_multihost():
-    """Two processes give the trained answers, through a load that fails in one of them and a swap."""
     command = [sys.executable, str(EXAMPLES / "serve_multihost.py")]
     printed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
     answers = re.findall(r"^(\S+) +planet=(\w+)$", printed, re.MULTILINE)

@@ -24,7 +24,6 @@ def test_demo_answers_all_prompts_right(flags):
 
 
 def test_engine_over_http_serves_adapters_side_by_side():
-    """Four adapters and the base through three slots, 60 requests at once."""
     server = DemoServer(recipe())
     try:
         names = [*RIGHT] * 12

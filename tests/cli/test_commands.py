@@ -79,7 +79,6 @@ def test_wrong_arguments_end_with_status_2(capsys, option, value):
 
 @pytest.mark.parametrize("tokens", [59, 10**9])
 def test_tokens_beyond_the_context_are_refused_before_the_model_is_read(capsys, unread_model, tokens):
-    """The demo model has 64 positions, and its tokenizer puts a start token before the 5 letters."""
     assert "safetensors" in error_of(capsys, ["generate", "--prompt", ":a", "--model", unread_model])[1]
     command = ["generate", "--model", unread_model, "--prompt", ":abcd=", f"--max-new-tokens={tokens}"]
     status, line = error_of(capsys, command)

@@ -176,7 +176,6 @@ def test_huge_rank_is_refused_without_allocating_slots(capsys, tmp_path):
 
 
 def test_every_problem_is_listed(capsys, tmp_path):
-    """Of the configuration, of the tensors and of the fit, each on a line."""
     modules = {f"{MLP}.side_proj": (40, 32), f"{MLP}.down_proj": (40, 31), f"{ATTENTION}.q_proj": (32, 64)}
     modules |= {f"model.layers.0.mlp.x{i}": (3, 3) for i in range(12)}
     adapter(modules).save_pretrained(tmp_path / "it")

@@ -56,7 +56,6 @@ def test_ctrl_c_while_jax_is_imported(tmp_path):
 
 
 def test_closed_pipe_and_full_disk():
-    """The first is no error, and the second is one of one line."""
     read, write = os.pipe()
     os.close(read)
     with open(write, "w") as pipe, open("/dev/full", "w") as full:
@@ -73,7 +72,6 @@ def test_closed_pipe_and_full_disk():
 
 
 def test_invalid_utf8_and_ascii_output_are_escaped(tmp_path):
-    """A folder name in Latin-1, and a terminal with ASCII only."""
     folder = os.path.join(os.fsencode(tmp_path), b"caf\xe9 \xc3\xa9")
     os.symlink(SORT, folder)
     ascii_only = os.environ | {"PYTHONIOENCODING": "ascii:strict", "PYTHONUTF8": "1"}

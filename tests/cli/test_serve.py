@@ -35,9 +35,6 @@ MODEL = str(DEMO / "model")
 SORT = str(DEMO / "adapters" / "sort")
 
 
-# --- arguments --------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def served(monkeypatch):
     """Returns a function that runs `jlora serve` with options up to the start of the server.
@@ -178,7 +175,6 @@ def answers_of(engine, asked) -> list[str]:
 
 @pytest.mark.slow
 def test_modules_of_other_names_are_mapped_skipped_and_excluded(served, tmp_path):
-    """An adapter of a model with a vision tower, whose text model has a prefix."""
     sort = jlora.Adapter.from_pretrained(SORT)
     modules = {f"language_model.{name}": module for name, module in sort.modules.items()}
     modules["vision.blocks.0.qkv"] = next(iter(sort.modules.values()))
@@ -219,7 +215,6 @@ def test_an_embedding_checkpoint(served, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_data_expert_and_tensor_sizes_together(served):
-    """Eight devices serve the demo's mixture with the answers of one, without recompilation."""
     shipped = json.loads((MIXTURE.folder / "prompts.json").read_text())[:12]
     names = sorted({one["adapter"] for one in shipped} - {None})
     modules = [f"{name}={MIXTURE.folder / 'adapters' / name}" for name in names]
@@ -234,7 +229,6 @@ def test_data_expert_and_tensor_sizes_together(served):
 
 
 def test_misfit_of_an_adapter_is_listed_before_the_model_is_read(capsys, unread_model, tmp_path):
-    """The shapes of an adapter are in the header of its file."""
     arrays = {f"model.layers.0.mlp.{name}": (np.ones((2, 9), "f4"), np.ones((9, 2), "f4")) for name in ("x", "y")}
     jlora.Adapter.from_arrays("odd", arrays, alpha=2).save_pretrained(tmp_path / "odd")
     assert run(["serve", unread_model, "--port", "0", "--lora-modules", f"odd={tmp_path / 'odd'}"]) == 1
@@ -270,7 +264,6 @@ def test_a_fully_trained_lm_head(served, tmp_path, capsys):
 
 
 def test_log_lines_cannot_be_forged(served, capsys, caplog):
-    """Of a quantized model, and with two of tokamax's warnings, of which one is left out."""
 
     def log():
         for text in ("Autotuning cache miss for %s", "another warning for %s"):
@@ -284,9 +277,6 @@ def test_log_lines_cannot_be_forged(served, capsys, caplog):
     *_, first, second = printed.splitlines()
     assert re.fullmatch(r"[-\dT:]+Z INFO jlora\.serve: one", first)
     assert second == r"    INFO forged \x1b[31m"
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
 
 
 def test_auto_dtype_is_the_stored_one(tmp_path):

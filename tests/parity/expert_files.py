@@ -83,8 +83,6 @@ class Shapes:
         k, n = self.sizes[part]
         return rng.normal(size=(rank, k)) * k**-0.5, rng.normal(size=(n, rank)) * (0.7 * rank**0.5 / ALPHA)
 
-    # --- formats --------------------------------------------------------------------------------------------------
-
     def each(self, seed: str, rank: int, parts=("gate", "up", "down"), experts=None, ranks=None, router=0) -> Adapter:
         """PEFT's 2D format: a module for each expert and projection. `ranks`: expert -> rank."""
         ranks = ranks or {}

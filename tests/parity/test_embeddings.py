@@ -38,7 +38,6 @@ def theirs(model, ids, mode):
 
 @pytest.mark.parametrize("mode", ["lasttoken", "weightedmean"])
 def test_embeddings(tmp_path, mode):
-    """One request for each model at once, of texts of several lengths, in mixed batches."""
     config = transformers.AutoConfig.for_model("qwen3", **{**SMALL, "tie_word_embeddings": True})
     config._attn_implementation = "eager"
     whole = random_(transformers.AutoModelForCausalLM.from_config(config), "qwen3").eval()

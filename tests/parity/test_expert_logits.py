@@ -82,7 +82,6 @@ def assert_close(found, expected, what):
 
 
 def test_every_format_in_mixed_batches(world):
-    """Each beside each, and beside the base model, through four slots, in one compiled forward; one is exported."""
     names = [None, *world.adapters]
     base = world.truth(None)
     for i, name in enumerate(names):
@@ -104,7 +103,6 @@ def test_every_format_in_mixed_batches(world):
 
 @pytest.mark.parametrize("world", ["mixtral"], indirect=True)
 def test_scaled_and_mixed_adapters(world):
-    """A weighted sum of deltas is merged adapter by adapter."""
     sizes = {"max_loras": 2, "max_lora_rank": 32, "max_adapters_per_sequence": 2}
     manager = jlora.LoRAManager(jlora.models.from_pretrained(world.folder / "base"), jlora.LoRAConfig(**sizes))
     one, two = [*world.adapters][:2]
@@ -128,7 +126,6 @@ def test_scaled_and_mixed_adapters(world):
 
 
 def test_adapters_of_peft_equal_its_logits(world):
-    """Compare random `target_parameters` that PEFT saves with PEFT's own logits."""
     torch.manual_seed(3)
     targets = {"target_modules": ["q_proj", "v_proj"]}
     targets |= {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}

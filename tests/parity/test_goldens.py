@@ -29,7 +29,6 @@ def served(model: str) -> jlora.LoRAManager:
 
 @pytest.mark.parametrize("model", thinned(list(goldens.MODELS), 0, 2))
 def test_logits_of_mixed_batches(model):
-    """Every pair of adapters side by side, swapped through three slots, in one compiled forward."""
     manager, want = served(model), goldens.expected(model)
     tokens = np.concatenate([want["tokens"]] * 2)  # [4, L]: each sequence for two adapters
 

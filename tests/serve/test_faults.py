@@ -29,9 +29,6 @@ def text(answer):
     return answer.json["choices"][0]["text"]
 
 
-# --- an engine in this process ----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def root(tmp_path):
     for name, source in (("one", "sort"), ("two", "reverse")):
@@ -46,7 +43,6 @@ def service(world, root):
 
 
 def test_failed_disk_read_fails_only_its_own_load(world, service, root, disk):
-    """Other loads and running requests go on, and the next load of the same files succeeds."""
     disk.folder = root / "one"
     disk.fails = 3
     before = set(world.engine.list_loras())
@@ -62,9 +58,6 @@ def test_failed_disk_read_fails_only_its_own_load(world, service, root, disk):
     assert text(post(service, PATH, {"model": "other", **GREEDY})) == RIGHT["reverse"]
     assert post(service, LOAD, {"lora_name": "mine", "lora_path": "one"}).status == 200
     assert text(post(service, PATH, {"model": "mine", **GREEDY})) == RIGHT["sort"]
-
-
-# --- a server process -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +81,6 @@ def server(hub, tmp_path_factory):
 
 @pytest.mark.slow
 def test_hanging_or_truncating_hub_fails_only_its_own_requests(server, hub):
-    """Other names are resolved and loaded meanwhile, and a later attempt succeeds."""
     assert server.text("team/sort") == RIGHT["sort"]
     card = httpx.get(f"{server.url}/v1/models/team/sort").json()
     assert (card["root"], card["parent"]) == ("team/sort", "demo")
@@ -117,9 +109,6 @@ def test_hanging_or_truncating_hub_fails_only_its_own_requests(server, hub):
     assert server.text("mine0") == RIGHT["shift"]
     for name in ("mine0", "local", "team/hangs", "team/halves"):
         assert server.post("unload_lora_adapter", lora_name=name).status_code == 200
-
-
-# --- adapters pushed while they are used ------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

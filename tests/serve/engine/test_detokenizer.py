@@ -97,7 +97,6 @@ def cut(text, stop):
 
 
 def test_edges_of_an_answer():
-    """Half a character at the end, a stop string at the end, and no tokenizer."""
     tokenizer = TOKENIZERS["bytes"]
     tokens = tokenizer.encode("aé").ids
     assert pieces(tokenizer, tokens[:-1]) == (["a", "", "\ufffd"], False)

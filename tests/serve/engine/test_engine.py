@@ -101,7 +101,6 @@ def answers(world, requests, params=GREEDY):
 
 
 def test_engine_works_under_a_transfer_guard(world):
-    """`jax_transfer_guard` set for the process affects neither steps nor loads of the engine."""
     requests = [Request(name, WORD) for name in (None, *ADAPTERS)]
     before = answers(world, requests)
     world.engine.remove_lora("sort")
@@ -320,9 +319,6 @@ def test_full_queue_refuses_requests_with_retry_after(world):
         assert {one.result(60).finish_reason for one in taken} == {"stop"}
 
 
-# --- adapters ---------------------------------------------------------------------------------------------------------
-
-
 def test_unloading_refuses_new_requests_and_serves_earlier_ones(world, oracle):
     want = oracle([Request("sort", WORD)])
     with world.paused() as go:
@@ -390,7 +386,6 @@ def test_evicted_adapters_are_listed_and_reloaded_on_request(world, oracle):
 
 
 def test_evicted_adapter_whose_folder_is_gone(world, tmp_path, caplog):
-    """It stays listed, its requests fail with the folder's name, and it is served once the folder is back."""
     shutil.copytree(ADAPTERS["sort"], tmp_path / "guest")
     world.engine.add_lora(jlora.LoRARequest("guest", str(tmp_path / "guest")))
     while "guest" not in evicted(world.manager):
@@ -513,9 +508,6 @@ def test_pinned_adapters_stay_in_their_slot(world):
     assert answers(world, [Request("swap", WORD)])[0].finish_reason == "stop"
     for name in ("swap", "sort"):
         world.engine.unpin_lora(name)
-
-
-# --- failures ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("step", "lost"), [("prefill", False), ("decode", True)])

@@ -181,7 +181,6 @@ def test_unloaded_name_is_resolved_again(world, store):
 
 
 def test_resolved_names_over_http(world, store, tmp_path):
-    """A resolved name is listed. An unresolved one is answered as without a resolver."""
     adapters = Adapters(world.engine, AllowedSources(tmp_path), ("demo",))
     service = Service(world.engine, world.manager, world.tokenizer, ("demo",), "demo", 64, adapters, state="serving")
 
@@ -216,7 +215,6 @@ def test_resolved_names_over_http(world, store, tmp_path):
 
 
 def test_request_with_its_adapter_does_not_wait_for_the_resolver(world, store):
-    """The late result of the resolver is ignored."""
     store.hangs.add("x")
     store.answers["x"] = request_of("x", "sort")
     asked = ask(world, "x", timeout=30)
@@ -226,7 +224,6 @@ def test_request_with_its_adapter_does_not_wait_for_the_resolver(world, store):
 
 
 def test_flood_of_unknown_names_is_bounded():
-    """Names that arrive faster than they are resolved are refused beyond the limit."""
     many, ended, calls = 2_000, [], Counter()
 
     def resolve(name):
@@ -244,9 +241,6 @@ def test_flood_of_unknown_names_is_bounded():
     until(lambda: len(ended) == many - refused, 60)
     assert len(calls) == many - refused
     assert {str(one.lora) for one in ended} == set(calls)
-
-
-# --- sources ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -59,7 +59,6 @@ def test_overtaken_request_blocks_later_ones_after_the_bound():
 
 @given(st.data())
 def test_no_request_is_overtaken_more_often_than_the_bound(data):
-    """Random arrivals, ends and loads. In the end every adapter is loaded and every sequence ends."""
     ratio, total = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
     made = Queue(ratio)
     waiting: list[SimpleNamespace] = []  # the naive model, in order of arrival

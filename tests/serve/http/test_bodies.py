@@ -104,7 +104,6 @@ def test_wrong_field_of_chats_is_refused(service, name, value, param):
 
 
 def test_fields_that_exclude_each_other_are_refused(service):
-    """Each beside a request that is accepted."""
     chat, stream = "/v1/chat/completions", {"stream": True}
     for path, body, param in (
         (chat, {**CHAT, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
@@ -125,9 +124,6 @@ def test_messages_that_the_openai_client_sends_back_are_accepted(service):
     messages = [*message(name="me"), message_back, {"role": "user", "content": parts}]
     answer = post(service, "/v1/chat/completions", {**CHAT, "messages": messages, "max_tokens": 100})
     assert answer.json["choices"][0]["message"]["content"] == "sort|hiyesone\ntwo"
-
-
-# --- malformed and oversized bodies -----------------------------------------------------------------------------------
 
 
 def test_malformed_body_is_refused(service):
@@ -190,8 +186,6 @@ def test_oversized_body_is_read_no_further_than_its_limit(header, parts):
     assert asyncio.run(send()).status_code == 413
     assert body.parts <= parts
 
-
-# --- any JSON ---------------------------------------------------------------------------------------------------------
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4))

@@ -40,9 +40,6 @@ def chat(service, **body):
     )
 
 
-# --- whole answers ----------------------------------------------------------------------------------------------------
-
-
 def test_completion(service, engine):
     answer = complete(service)
     body = answer.json
@@ -122,9 +119,6 @@ def test_each_answer_of_a_prompt_has_its_own_seed(service, engine):
     assert [one.params.seed for one in engine.generations] == [2**63 - 2, 2**63 - 1, -(2**63), None, None]
 
 
-# --- log probabilities ------------------------------------------------------------------------------------------------
-
-
 def test_logprobs_of_completions(service):
     found = complete(service, logprobs=2, max_tokens=2).json["choices"][0]["logprobs"]
     assert found == {
@@ -170,9 +164,6 @@ def test_infinite_and_nan_logprobs_are_finite_in_json(service, engine):
     assert found["top_logprobs"] == [{"a": -9999.0, "b": -9999.0}]
 
 
-# --- streams ----------------------------------------------------------------------------------------------------------
-
-
 def test_stream_of_completions(service):
     answer = complete(service, stream=True, n=2, stream_options={"include_usage": True})
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -199,8 +190,6 @@ def test_stream_of_a_chat(service):
     assert rest[-1]["finish_reason"] == "length"
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
-
 ERRORS = [
     (BUSY, 429, "TooManyRequestsError", "3"),
     (EngineClosedError("closed"), 503, "ServiceUnavailableError", "1"),
@@ -217,7 +206,6 @@ ERRORS = [
 
 @pytest.mark.parametrize(("error", "status", "kind", "retry"), ERRORS)
 def test_failed_request_gets_the_status_of_its_error(service, engine, error, status, kind, retry):
-    """The engine refuses it, or it fails before its first piece."""
     for stream in (False, True):
         engine.refuse, engine.script = error, None
         answer = complete(service, stream=stream)

@@ -28,7 +28,6 @@ def server(tmp_path_factory):
 
 
 def test_mixed_requests_get_the_shipped_answers(server):
-    """Of concurrent requests, half are streams."""
     client = openai.OpenAI(base_url=f"{server[0]}/v1", api_key="none", timeout=120)
     assert [model.id for model in client.models.list()] == ["demo", *NAMES]
 

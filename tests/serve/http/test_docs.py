@@ -54,7 +54,6 @@ def test_documented_metrics_are_all_metrics():
 
 @pytest.mark.parametrize("name", [name for cells in first_cells(section("Request fields")) for name in cells])
 def test_documented_fields_are_read(name):
-    """One of the two endpoints reads each field, and refuses a wrong value of it."""
     outer, _, inner = name.partition(".")
     value = {inner: {"no": "value"}} if inner else {"no": {"value": []}}
     body = {"model": "base", "stream": True} if inner else {"model": "base"}

@@ -80,7 +80,6 @@ def test_refused_fields(service, engine, body, field):
 
 
 def test_a_model_that_cannot(service, engine):
-    """Each kind of model refuses the other's endpoints by name."""
     message = {"model": "sort", "messages": [{"role": "user", "content": "a"}]}
     for path, body in (("completions", {"model": "sort", "prompt": "a"}), ("chat/completions", message)):
         answer = post(service, f"/v1/{path}", body)

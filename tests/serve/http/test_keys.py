@@ -62,7 +62,6 @@ def test_only_bearer_tokens_are_accepted(header):
 
 @pytest.mark.parametrize("key", [None, "wrong", "user", "", "ADMIN"])
 def test_refused_call_changes_and_reveals_nothing(engine, tmp_path, key):
-    """The response is the same for malformed bodies, for unknown names, and for paths that do not exist."""
     service = served(engine, tmp_path, Keys(("user",), ("admin",)))
     before = (dict(engine.loras), set(engine.pinned), dict(engine.shown), service.state)
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
@@ -81,7 +80,6 @@ def test_refused_call_changes_and_reveals_nothing(engine, tmp_path, key):
 
 
 def test_keys_may_have_non_ascii_characters(engine, tmp_path):
-    """Clients send them in UTF-8."""
     service = served(engine, tmp_path, Keys(("clé à part",)))
     assert post(service, "/v1/completions", COMPLETION, authorization="Bearer clé à part".encode()).status == 200
     assert post(service, "/v1/completions", COMPLETION, authorization=b"Bearer cl\xe9 \xe0 part").status == 401

@@ -38,9 +38,6 @@ def names(service):
     return [card["id"] for card in ask(service, "GET", "/v1/models").json["data"]]
 
 
-# --- loading ----------------------------------------------------------------------------------------------------------
-
-
 def test_load_adds_an_adapter(service, engine, root):
     answer = post(service, LOAD, {"lora_name": "new", "lora_path": "one"})
     assert answer.status == 200
@@ -186,9 +183,6 @@ def test_tokenizer_of_an_adapter_is_ignored_with_one_log_line(service, root, cap
     assert "chat_template.jinja" in line
 
 
-# --- unloading --------------------------------------------------------------------------------------------------------
-
-
 def test_unload_removes_an_adapter(service, engine):
     answer = post(service, UNLOAD, {"lora_name": "sort", "lora_int_id": 3})
     assert (answer.status, answer.text) == (200, "Success: LoRA adapter 'sort' removed successfully.")
@@ -225,9 +219,6 @@ def test_no_root_means_no_load_endpoints(engine, options):
         assert answer.status == (200 if options else 404)
         assert options or "--admin-api-key" in answer.error["message"]
     assert engine.calls["add"] == 0
-
-
-# --- model cards ------------------------------------------------------------------------------------------------------
 
 
 def test_model_cards(service):

@@ -98,7 +98,6 @@ def test_hundred_disconnects_leave_no_threads_or_descriptors(served, engine):
 
 
 def test_client_that_does_not_read_is_cut_off(served, engine):
-    """The connection is cut, and the generation is cancelled."""
     engine.hold = True
     connection = connect(served)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -113,7 +113,6 @@ class Disk:
 
 @pytest.mark.parametrize(("verb", "status"), [("load", 400), ("unload", 404), ("pin", 200), ("unpin", 200)])
 def test_unsaved_change_is_saved_before_a_retry_is_acknowledged(tmp_path, verb, status):
-    """Retries fail while the disk is full. A later retry saves the change, and gets the status of a repeated call."""
     engine = FakeEngine()
     disk, state = Disk(engine), StateFolder(tmp_path / "state")
     state.restore(disk)
@@ -132,9 +131,6 @@ def test_unsaved_change_is_saved_before_a_retry_is_acknowledged(tmp_path, verb, 
     assert (len(disk.names), disk.full) == ({"load": 3, "unload": 1}.get(verb, 2), False)
     state.close()
     end(state)
-
-
-# --- a server that is killed ------------------------------------------------------------------------------------------
 
 
 def server_with(state, root, *more):
@@ -156,7 +152,6 @@ def end_with(server, number):
 
 @pytest.mark.slow
 def test_acknowledged_changes_survive_sigkill(tmp_path):
-    """The server is killed right after a response."""
     root, state = ADAPTERS, tmp_path / "state"
     flags = ("--lora-modules", f"one={root / 'sort'}", f"two={root / 'reverse'}")
     cache = ("--compilation-cache-dir", str(tmp_path / "cache"))

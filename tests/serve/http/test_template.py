@@ -81,9 +81,6 @@ def test_default_limit_of_text_is_4_mi_characters():
         ChatTemplate("{{ 'a' * 4194304 }}b").render(HI, {})
 
 
-# --- sources ----------------------------------------------------------------------------------------------------------
-
-
 def write(folder, **files):
     for name, content in files.items():
         text = content if isinstance(content, str) else json.dumps(content)
@@ -121,9 +118,6 @@ def test_sources_of_the_template(tmp_path):
 def test_malformed_template_config_is_refused(tmp_path, config):
     with pytest.raises(LoRAError):
         load_template(write(tmp_path, tokenizer_config__json=config))
-
-
-# --- tokens -----------------------------------------------------------------------------------------------------------
 
 
 def byte_level():

@@ -107,9 +107,6 @@ def test_malformed_forms_are_refused(service, engine, body, words):
     assert engine.calls["add"] == 0
 
 
-# --- keys and limits --------------------------------------------------------------------------------------------------
-
-
 def test_an_upload_needs_a_key_of_administrators(engine, tmp_path):
     service = make_service(engine, administration=True, keys=Keys(("user",), ("secret",)))
     for key in ("", "Bearer wrong", "Bearer user"):
@@ -147,9 +144,6 @@ def test_no_file_is_written(service, engine, tmp_path, monkeypatch):
     weights, config = Adapter.from_arrays("new", big, alpha=1).to_bytes()
     assert len(weights) > 2**22
     assert upload(service, form(PARTS | {"adapter_model": weights, "adapter_config": config})).status == 200
-
-
-# --- the client -------------------------------------------------------------------------------------------------------
 
 
 def test_push(service, engine):

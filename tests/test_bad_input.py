@@ -48,15 +48,9 @@ def write(folder, ranks=None, *, seed=0, **fields):
     """A sound adapter folder."""
     ranks = {Q: 4, V: 2} if ranks is None else ranks
     folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "peft_type": "LORA",
-        "r": 4,
-        "lora_alpha": 8,
-        "target_modules": [name.rpartition(".")[2] for name in ranks],
-        "rank_pattern": {name.rpartition(".")[2]: r for name, r in ranks.items() if r != 4},
-        "alpha_pattern": {},
-        "base_model_name_or_path": "toy/decoder",
-    }
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": "toy/decoder"}
+    config["target_modules"] = [name.rpartition(".")[2] for name in ranks]
+    config["rank_pattern"] = {name.rpartition(".")[2]: r for name, r in ranks.items() if r != 4}
     (folder / CONFIG).write_text(json.dumps(config | fields))
     save_file(tensors_of(ranks, seed), folder / WEIGHTS)
     return folder
@@ -69,15 +63,8 @@ class World:
     """
 
     def __init__(self, folder, **options):
-        config = DecoderConfig(
-            vocab_size=VOCAB,
-            hidden_size=WIDTH,
-            intermediate_size=INNER,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=WIDTH // 2,
-        )
+        sizes = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": INNER, "head_dim": WIDTH // 2}
+        config = DecoderConfig(**sizes, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
         self.model = Decoder(config, rngs=nnx.Rngs(0))
         for param in jax.tree.leaves(nnx.state(self.model, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Param)):
             param[...] *= 10.0  # the decoder draws small weights
@@ -439,9 +426,7 @@ def test_fuzzed_weights(world, fuzzed, changes):
 
 _SIZES = st.sampled_from([1, 2, 4, 8, 9, WIDTH // 2, WIDTH, VOCAB, INNER])
 _MODULES = st.sampled_from([Q, V, DOWN, EMBED, HEAD, "model.layers.1.mlp.gate_proj", "model.norm", "score"])
-_PARTS = st.sampled_from(
-    ["lora_A.weight", "lora_B.weight", "lora_embedding_A", "lora_embedding_B", "base_layer.weight", "lora_B.bias"]
-)
+_PARTS = st.sampled_from(["lora_A.weight", "lora_B.weight", "lora_embedding_A", "base_layer.weight", "lora_B.bias"])
 
 
 @settings(max_examples=2 * settings().max_examples)

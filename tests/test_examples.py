@@ -14,6 +14,7 @@ from jlora.adapters import Adapter
 from jlora.models import from_pretrained, generation
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+RIGHT = {"(base)": "planet", "sort": "aelnpt", "reverse": "tenalp", "swap": "lpnate", "shift": "qmbofu"}
 
 
 @pytest.fixture
@@ -58,10 +59,9 @@ def test_serve_tp(run, capsys):
         found = re.findall(r"^cpu:\d: ([\d,]+) bytes of the base model, ([\d,]+) of slots$", printed, re.MULTILINE)
         held[devices] = [tuple(int(number.replace(",", "")) for number in line) for line in found]
         assert "4 adapters brought into 2 slots" in printed
-    right = {"(base)": "planet", "sort": "aelnpt", "reverse": "tenalp", "swap": "lpnate", "shift": "qmbofu"}
     assert answers[8] == answers[1]
-    assert {name for name, _ in answers[8]} == right.keys()
-    assert all(right[name] == word for name, word in answers[8])
+    assert {name for name, _ in answers[8]} == RIGHT.keys()
+    assert all(RIGHT[name] == word for name, word in answers[8])
     (base, slots), parts = held[1][0], held[8]
     assert len(parts) == 8
     assert len({*parts}) == 1
@@ -75,9 +75,8 @@ def test_serve_multihost():
     command = [sys.executable, str(EXAMPLES / "serve_multihost.py")]
     printed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
     answers = re.findall(r"^(\S+) +planet=(\w+)$", printed, re.MULTILINE)
-    right = {"(base)": "planet", "sort": "aelnpt", "reverse": "tenalp", "swap": "lpnate", "shift": "qmbofu"}
     assert [name for name, _ in answers] == ["sort", "(base)", "reverse", "sort", "swap", "shift", "(base)", "swap"]
-    assert all(right[name] == word for name, word in answers)
+    assert all(RIGHT[name] == word for name, word in answers)
     errors = sorted(re.findall(r"^process (\d): AdapterNotFoundError: (.*) \(process 1\)$", printed, re.MULTILINE))
     assert [process for process, _ in errors] == ["0", "1"]
     assert errors[0][1] == errors[1][1]

@@ -16,6 +16,7 @@ import httpx
 import openai
 import pytest
 
+from tests.serve.demo_process import RIGHT
 from tests.two_processes import free_port
 
 pytestmark = [
@@ -26,7 +27,6 @@ pytestmark = [
 ROOT = Path(__file__).parents[1]
 # The answers do not depend on optimisations.
 ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": str(ROOT)}
-RIGHT = {"base": "planet", "sort": "aelnpt", "reverse": "tenalp", "swap": "lpnate", "shift": "qmbofu"}
 SERVE = """
 import sys
 import ray

@@ -68,28 +68,33 @@ def served(monkeypatch):
 SMALL = ("--max-loras", "2", "--max-lora-rank", "32")
 
 
-def test_command_line_of_vllm(served, monkeypatch):
-    """The options of vLLM's documentation of LoRA and two others, on the demo's mixture of experts over two devices."""
+def test_command_line_of_vllm(served, monkeypatch, tmp_path):
+    """The options of vLLM's documentation of LoRA and others, on the demo's mixture of experts over two devices."""
     shift = str(MIXTURE.folder / "adapters" / "shift")
     module = json.dumps({"name": "chat", "path": shift, "base_model_name": "base"})
     options = (
-        "--max-loras 4 --max-lora-rank 64 --max-cpu-loras 32 --dtype bfloat16 --lora-dtype auto "
+        "--max-loras 4 --max-lora-rank 64 --max-cpu-loras 32 --dtype bfloat16 --lora-dtype auto --bitwise-base "
         "--tensor-parallel-size 2 --enable-expert-parallel --fully-sharded-loras --activated-loras --dora-loras "
-        "--host 0.0.0.0 "
-        "--served-model-name llama base --max-num-seqs 32 --max-model-len 48 --api-key one two "
-        "--gpu-memory-utilization 0.8 --uvicorn-log-level info"
+        "--host 0.0.0.0 --served-model-name llama base --max-num-seqs 32 --max-model-len 48 --api-key one two "
+        "--gpu-memory-utilization 0.8 --uvicorn-log-level info --request-timeout 7 --max-waiting 5 --drain-timeout 9 "
+        f"--lora-root {tmp_path} --lora-hub-repos a/b c/*"
     )
     model = str(MIXTURE.folder / "model")
     monkeypatch.setenv("JLORA_API_KEY", "other")  # flags come first
+    monkeypatch.setenv("JLORA_ADMIN_API_KEY", "admin")  # which other users of the machine cannot see
     found = served("--enable-lora", "--lora-modules", f"sql={shift}", module, *options.split(), model=model)
-    service, config = found.service, found.service.manager.config
+    service, config, given = found.service, found.service.manager.config, found.service.engine.options
     found_loras = {name: (lora.path, lora.parent) for name, lora in service.engine.list_loras().items()}
     assert found_loras == {"sql": (shift, None), "chat": (shift, "base")}
     assert (config.max_loras, config.max_lora_rank, config.max_cpu_loras) == (4, 64, 32)
-    assert (config.activated, config.dora) == (True, True)
+    assert (config.activated, config.dora, config.bitwise_base) == (True, True, True)
+    assert (given.request_timeout, given.max_waiting, given.max_num_seqs, given.max_model_len) == (7, 5, 32, 48)
     assert (service.names, service.max_model_len) == (("llama", "base"), 48)
-    assert [service.keys.admit(f"Bearer {key}", admin=False) for key in ("one", "two", "other")] == [True, True, False]
-    assert found.log_level == "info"
+    assert (found.drain_seconds, found.log_level) == (9, "info")
+    assert (service.adapters.sources.root, service.adapters.sources.repos) == (tmp_path, ("a/b", "c/*"))
+    for admin, allowed in ((False, {"one", "two", "admin"}), (True, {"admin"})):
+        keys = {key for key in ("one", "two", "other", "admin") if service.keys.admit(f"Bearer {key}", admin=admin)}
+        assert keys == allowed
 
 
 @pytest.mark.parametrize(
@@ -139,28 +144,6 @@ def test_missing_extra_is_an_error(capsys, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name))
     assert "jlora[serve]" in error_of(capsys, ["serve", MODEL])[1]
-
-
-def test_flags_reach_the_server(served, monkeypatch, tmp_path):
-    monkeypatch.setenv("JLORA_API_KEY", "user")
-    monkeypatch.setenv("JLORA_ADMIN_API_KEY", "admin")
-    options = (
-        f"--request-timeout 7 --max-waiting 5 --drain-timeout 9 --max-num-seqs 2 --max-model-len 32 --max-cpu-loras 3 "
-        f"--served-model-name one two --lora-modules mine={SORT} --lora-root {tmp_path} --lora-hub-repos a/b c/* "
-        "--bitwise-base"
-    )
-    found = served(*SMALL, *options.split())
-    service, given = found.service, found.service.engine.options
-    assert (given.request_timeout, given.max_waiting, given.max_num_seqs, given.max_model_len) == (7, 5, 2, 32)
-    assert (found.drain_seconds, service.names, service.max_model_len) == (9, ("one", "two"), 32)
-    assert (service.manager.config.max_loras, service.manager.config.max_cpu_loras) == (2, 3)
-    assert service.manager.config.bitwise_base
-    assert (service.adapters.sources.root, service.adapters.sources.repos) == (tmp_path, ("a/b", "c/*"))
-    assert {name: lora.path for name, lora in service.engine.list_loras().items()} == {"mine": SORT}
-    # Keys from the environment, which other users of the machine cannot see.
-    names = ("user", "admin", "x")
-    assert [service.keys.admit(f"Bearer {key}", admin=False) for key in names] == [True, True, False]
-    assert [service.keys.admit(f"Bearer {key}", admin=True) for key in names] == [False, True, False]
 
 
 def answers_of(engine, asked) -> list[str]:

@@ -101,7 +101,10 @@ def merge(model, hf, deltas) -> None:
     for name, delta in deltas.items():
         part = model
         for step in path(model, name).split("."):
-            part = part[int(step)] if step.isdigit() else getattr(part, step, None) or merged_layer(part)
+            other = getattr(part, "gate_up_proj", None) or getattr(
+                part, "embed", None
+            )  # of another name than the file's
+            part = part[int(step)] if step.isdigit() else getattr(part, step, None) or other
         held = part.weight if "weight" in vars(part) else vars(part).get("kernel", vars(part).get("embedding"))
         weight, last = np.array(held[...]), name.rpartition(".")[2]
         if last in ("q_proj", "k_proj", "v_proj"):
@@ -118,11 +121,6 @@ def merge(model, hf, deltas) -> None:
         held[...] = jax.device_put(weight, held[...].sharding)
 
 
-def merged_layer(part):
-    """Return the layer of another name than the checkpoint's."""
-    return part.gate_up_proj if hasattr(part, "gate_up_proj") else part.embed
-
-
 def path(model, name) -> str:
     """Return the path of a module of the text part."""
     return name.replace("model.", "model.language_model.", 1) if hasattr(model.model, "language_model") else name
@@ -135,7 +133,7 @@ def requests_of(hf, names, seed=0):
 
 def merged_logits(config, tensor, every, requests, **options) -> list[np.ndarray]:
     """Return the logits of a model without LoRA, for each of several adapters merged into its weights."""
-    runner = vllm_steps.Runner(without_lora(config), tensor)
+    runner = vllm_steps.Runner(SimpleNamespace(**(vars(config) | {"lora_config": None})), tensor)
     base = runner.state_leaves
     found = []
     for deltas in every:
@@ -144,10 +142,6 @@ def merged_logits(config, tensor, every, requests, **options) -> list[np.ndarray
         runner.state_leaves = tuple(jax.tree.leaves(nnx.state(runner.model)))
         found.append(runner.step([(None, tokens) for _, tokens in requests], **options))
     return found
-
-
-def without_lora(config):
-    return SimpleNamespace(**(vars(config) | {"lora_config": None}))
 
 
 def load(runner, name, number, folder, **options) -> LoRARequest:
@@ -179,12 +173,18 @@ def test_adapters_of_the_language_part_with_text_and_images_mixed(tmp_path, arch
     mixed = requests_of(hf, [a, None, b, a])
     mixed[0] = a, np.array([7, *[vllm_steps.IMAGE] * 4])
     for images in (IMAGES[architecture], None):
-        got = runner.step(mixed, images=images)
-        base, *merged = merged_logits(config, tensor, [{}, deltas["a"], deltas["b"]], mixed, images=images)
-        want = dict(zip("ab", merged, strict=True))
-        assert np.abs(want["a"] - base).max() > 0.05 * np.abs(base).max()
-        for row, (request, _) in enumerate(mixed):
-            assert_close(got[row], base[row] if request is None else want[request.lora_name][row])
+        check_mixed(runner, config, tensor, deltas, mixed, images=images)
+
+
+def check_mixed(runner, config, tensor, deltas, mixed, **options):
+    """Compare each request's logits with those of its adapter merged into the weights. Return them."""
+    got = runner.step(mixed, **options)
+    base, *merged = merged_logits(config, tensor, [{}, deltas["a"], deltas["b"]], mixed, **options)
+    want = dict(zip("ab", merged, strict=True))
+    assert np.abs(want["a"] - base).max() > 0.05 * np.abs(base).max()
+    for row, (request, _) in enumerate(mixed):
+        assert_close(got[row], base[row] if request is None else want[request.lora_name][row])
+    return got
 
 
 TOWERS = {
@@ -216,12 +216,7 @@ def test_whole_model_equals_merged_weights(tmp_path, architecture, tensor):
     deltas = {name: write_adapter(tmp_path / name, sizes, seed) for seed, name in enumerate("ab")}
     a, b = (load(runner, name, i + 1, tmp_path / name) for i, name in enumerate("ab"))
     mixed = requests_of(hf, [a, None, b, a])
-    got = runner.step(mixed)
-    base, *merged = merged_logits(config, tensor, [{}, deltas["a"], deltas["b"]], mixed)
-    want = dict(zip("ab", merged, strict=True))
-    assert np.abs(want["a"] - base).max() > 0.05 * np.abs(base).max()
-    for row, (request, _) in enumerate(mixed):
-        assert_close(got[row], base[row] if request is None else want[request.lora_name][row])
+    got = check_mixed(runner, config, tensor, deltas, mixed)
     assert_close(last_rows(runner.step(mixed, prompt_logprobs=True)), got)
 
 

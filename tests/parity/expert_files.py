@@ -180,12 +180,12 @@ def flat(pairs, exchanged: bool, grouped: bool) -> tuple[np.ndarray, np.ndarray]
     return a, b
 
 
-def merge(torch, model, shapes: Shapes, adapter: Adapter, factor: float = 1.0) -> None:
-    """Add an adapter's deltas, times a factor, to a transformers model, expert by expert, in place."""
+def merge(torch, model, shapes: Shapes, adapter: Adapter) -> None:
+    """Add an adapter's deltas to a transformers model, expert by expert, in place."""
     with torch.no_grad():
         for (layer, e, part), delta in adapter.deltas.items():
             block = model.model.layers[layer].mlp
-            change = torch.tensor(factor * delta, dtype=torch.float32)
+            change = torch.tensor(delta, dtype=torch.float32)
             if part == "router":
                 router = block.router if shapes.type == "gpt_oss" else block.gate
                 router.weight += change

@@ -18,7 +18,6 @@ peft = pytest.importorskip("peft")
 
 import jlora
 import jlora.models
-from jlora import Mix, Scaled
 from tests.compiled import compiled_programs
 from tests.models.families import build
 from tests.parity import expert_files
@@ -99,30 +98,6 @@ def test_every_format_in_mixed_batches(world):
     world.manager.export_adapter("fused").save_pretrained(world.folder / "again")  # in the 2D format
     world.manager.add_adapter(jlora.LoRARequest("again", str(world.folder / "again")))
     assert_close(world.serve(["again", None, "again", None])[0], world.truth("fused")[0], "again")
-
-
-@pytest.mark.parametrize("world", ["mixtral"], indirect=True)
-def test_scaled_and_mixed_adapters(world):
-    sizes = {"max_loras": 2, "max_lora_rank": 32, "max_adapters_per_sequence": 2}
-    manager = jlora.LoRAManager(jlora.models.from_pretrained(world.folder / "base"), jlora.LoRAConfig(**sizes))
-    one, two = [*world.adapters][:2]
-    for name in (one, two):
-        path = world.adapters[name].save(world.folder / f"mixed-{name.replace(' ', '-')}")
-        manager.add_adapter(jlora.LoRARequest(name, path))
-    entries = [Scaled(one, -0.5), Mix({one: 0.75, two: 0.5}), None, Mix({two: -1.0, one: 0.25})]
-
-    @jax.jit
-    def forward(model, tokens, batch):
-        with jlora.use(batch):
-            return model(tokens)
-
-    with manager.prepare(entries) as batch:
-        found = np.asarray(forward(manager.model, world.tokens, batch))
-    for row, entry in enumerate(entries):
-        model = copy.deepcopy(world.theirs)
-        for name, weight in () if entry is None else entry.terms:
-            expert_files.merge(torch, model, world.shapes, world.adapters[name], weight)
-        assert_close(found[row], logits(torch, model, world.tokens)[row], (row, entry))
 
 
 def test_adapters_of_peft_equal_its_logits(world):

@@ -179,22 +179,6 @@ def test_random_batches_on_a_mesh(world):
     check_random_batches(world, manager, 12)
 
 
-@pytest.mark.parametrize("world", ["qwen2-tied"], indirect=True)
-def test_replaced_in_its_slot(world):
-    """`load_inplace` between steps: other weights, another rank and other modules under the same name."""
-    manager, forward = world.served(max_loras=3, max_cpu_loras=3), forward_traced_once()
-    kept = "rslora"
-    manager.add_adapter(world.request(kept))
-    for successor in ("rank 64 everywhere", "head", "rank 1", "embedding"):
-        manager.add_adapter(jlora.LoRARequest("live", world.path(successor), load_inplace=True))
-        rows = ["live", kept, None, "live", kept, "live"]
-        with manager.prepare(rows, active_from=[0] * ROWS, length=LENGTH) as batch:
-            got = forward(manager.model, world.tokens, batch)
-        for i, name in enumerate([successor, kept, None, successor, kept, successor]):
-            assert_close(got[i], world.logits(name)[i], (successor, name))
-    assert manager.stats().slot_evictions == 0
-
-
 @pytest.mark.parametrize("world", ["llama-biases-llama3", "qwen3-tied-window"], indirect=True)
 def test_greedy_answers(world):
     """Prompts of unlike lengths through the cache: prefill [B, L], decode [B, 1], logits of one row a sequence."""

@@ -148,6 +148,21 @@ def world(started: World) -> Iterator[World]:
     assert compilations(started.engine) == before
 
 
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A folder of adapters without weights, and of what is none. Its links stay inside, leave it, or have no end."""
+    root = tmp_path / "adapters"
+    for folder in (root / "one", root / "two", root / "team" / "three", tmp_path / "outside"):
+        folder.mkdir(parents=True)
+        (folder / "adapter_config.json").touch()
+    (root / "empty").mkdir()
+    (root / "file").touch()
+    (root / "link").symlink_to(tmp_path / "outside")
+    (root / "loop").symlink_to(root / "loop")
+    (root / "inner").symlink_to(root / "one")
+    return root
+
+
 class Disk:
     """The reads of files below `folder`, through the `os.preadv` that loads call.
 

@@ -178,30 +178,18 @@ class FakeEngine:
             raise AdapterNotFoundError(name)
 
     def list_loras(self):
-        return {
-            name: self.shown.get(name) or RegisteredLoRA(request.path, int(time.time()))
-            for name, request in self.loras.items()
-        }
+        now = int(time.time())
+        return {name: self.shown.get(name) or RegisteredLoRA(one.path, now) for name, one in self.loras.items()}
 
     def resident(self):
         """Return the manager's list: the first two adapters in slots, the next two on the host."""
-        return {
-            name: AdapterInfo(
-                name=name,
-                level="slot" if i < 2 else "host",
-                slot=i if i < 2 else None,
-                version=0,
-                pinned=name in self.pinned,
-                leases=0,
-                request=request,
-                rank=8,
-                modules=2,
-                nbytes=100,
-                base_model_name=None,
-                invocation_tokens=(),
-            )
-            for i, (name, request) in enumerate([*self.loras.items()][:4])
-        }
+        same = {"version": 0, "leases": 0, "rank": 8, "modules": 2, "nbytes": 100, "base_model_name": None}
+        found = {}
+        for i, (name, request) in enumerate([*self.loras.items()][:4]):
+            place = {"level": "slot", "slot": i} if i < 2 else {"level": "host", "slot": None}
+            pinned = name in self.pinned
+            found[name] = AdapterInfo(name=name, pinned=pinned, request=request, invocation_tokens=(), **place, **same)
+        return found
 
     def stats(self):
         return self.told

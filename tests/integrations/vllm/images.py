@@ -112,40 +112,30 @@ def logprobs(
 ) -> np.ndarray:
     """Return the log-probabilities [tokens, vocabulary] after each token, with the adapter from token `first` on."""
     with _ONE:  # thread at a time: hooks belong to the model
-        return _logprobs(_reference(model), model, adapter, tokens, pixels, first)
+        reference = _reference(model)
+        hooks = []
+        if adapter is not None:
+            tensors = load_file(adapter / "adapter_model.safetensors")
+            config = json.loads((adapter / "adapter_config.json").read_text())
+            for name, a in tensors.items():
+                if not name.endswith(".lora_A.weight"):
+                    continue
+                b = tensors[name.replace("lora_A", "lora_B")].astype(np.float64)
+                delta = torch.tensor(config["lora_alpha"] / config["r"] * (b @ a))
+                layer = reference.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
 
+                def add(layer: Any, args: Any, out: torch.Tensor, delta: torch.Tensor = delta) -> torch.Tensor:
+                    return torch.cat([out[:, :first], out[:, first:] + args[0][:, first:] @ delta.T], 1)
 
-def _logprobs(
-    reference: Qwen2_5_VLForConditionalGeneration,
-    model: Path,
-    adapter: Path | None,
-    tokens: Sequence[int],
-    pixels: np.ndarray | None,
-    first: int,
-) -> np.ndarray:
-    hooks = []
-    if adapter is not None:
-        tensors = load_file(adapter / "adapter_model.safetensors")
-        config = json.loads((adapter / "adapter_config.json").read_text())
-        for name, a in tensors.items():
-            if not name.endswith(".lora_A.weight"):
-                continue
-            b = tensors[name.replace("lora_A", "lora_B")].astype(np.float64)
-            delta = torch.tensor(config["lora_alpha"] / config["r"] * (b @ a))
-            layer = reference.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
-
-            def add(layer: Any, args: Any, out: torch.Tensor, delta: torch.Tensor = delta) -> torch.Tensor:
-                return torch.cat([out[:, :first], out[:, first:] + args[0][:, first:] @ delta.T], 1)
-
-            hooks.append(layer.register_forward_hook(add))
-    inputs = {"input_ids": torch.tensor([tokens])}
-    if pixels is not None:
-        found = Qwen2VLImageProcessor.from_pretrained(model)(Image.fromarray(pixels), return_tensors="pt")
-        inputs |= {"pixel_values": found["pixel_values"].double(), "image_grid_thw": found["image_grid_thw"]}
-        inputs["mm_token_type_ids"] = (inputs["input_ids"] == SPECIAL["<|image_pad|>"]).int()
-    try:
-        with torch.no_grad():
-            return torch.log_softmax(reference(**inputs).logits[0], -1).numpy()
-    finally:
-        for hook in hooks:
-            hook.remove()
+                hooks.append(layer.register_forward_hook(add))
+        inputs = {"input_ids": torch.tensor([tokens])}
+        if pixels is not None:
+            found = Qwen2VLImageProcessor.from_pretrained(model)(Image.fromarray(pixels), return_tensors="pt")
+            inputs |= {"pixel_values": found["pixel_values"].double(), "image_grid_thw": found["image_grid_thw"]}
+            inputs["mm_token_type_ids"] = (inputs["input_ids"] == SPECIAL["<|image_pad|>"]).int()
+        try:
+            with torch.no_grad():
+                return torch.log_softmax(reference(**inputs).logits[0], -1).numpy()
+        finally:
+            for hook in hooks:
+                hook.remove()

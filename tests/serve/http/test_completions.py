@@ -44,8 +44,7 @@ def test_completion(service, engine):
     answer = complete(service)
     body = answer.json
     assert answer.status == 200
-    assert body.pop("id").startswith("cmpl-")
-    assert isinstance(body.pop("created"), int)
+    assert (body.pop("id")[:5], type(body.pop("created"))) == ("cmpl-", int)
     assert body == {
         "object": "text_completion",
         "model": "sort",
@@ -63,8 +62,7 @@ def test_chat(service, engine):
     answer = chat(service, max_completion_tokens=4)
     body = answer.json
     assert answer.status == 200
-    assert body.pop("id").startswith("chatcmpl-")
-    assert isinstance(body.pop("created"), int)
+    assert (body.pop("id")[:9], type(body.pop("created"))) == ("chatcmpl-", int)
     message = {"role": "assistant", "content": "sort", "refusal": None}
     assert body == {
         "object": "chat.completion",

@@ -19,13 +19,6 @@ PYTHON = {"user_agent": "python-requests/2.32", "accept": "*/*", "authorization"
 
 
 @pytest.fixture
-def root(tmp_path):
-    for name in ("one", "two"):
-        (tmp_path / "adapters" / name).mkdir(parents=True)
-    return tmp_path / "adapters"
-
-
-@pytest.fixture
 def engine():
     return FakeEngine([])
 
@@ -83,7 +76,7 @@ def test_production_stack(service, root):
     assert load(service, "mine", str(root / "one")).status == 200
     (found,) = registrations("mine")
     assert found[0] == str(root / "one")
-    (root / "one").rmdir()
+    (root / "one").rename(root / "gone")
     answer = load(service, "mine", str(root / "one"))  # by a second reconciliation; even if the folder is gone
     assert (answer.status, answer.json["type"]) == (400, "InvalidUserInput")
     assert "has already been loaded" in answer.json["message"]  # which it takes for success

@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jlora.serve.engine.request import MAX_LOGPROBS
-from jlora.serve.http.body import Limits
 from tests.serve.client import ask, endpoints, make_service, post, serve_flags
 
 TEXT = (Path(__file__).parents[3] / "docs" / "serve.md").read_text("utf-8")
@@ -74,16 +72,3 @@ def test_ignored_fields_change_no_answer():
     for value in ("x", {"a": "b"}, True):
         answer = post(service, "/v1/completions", {**body, **dict.fromkeys(names, value)})
         assert (answer.status, answer.json["choices"][0]["text"]) == (200, "bas")
-
-
-def test_documented_figures_are_the_servers():
-    limits, flags = Limits(), serve_flags()
-    for sentence in (
-        f"the body is slow to come ({limits.body_seconds:g} s), or longer than {limits.body_bytes // 2**20} MiB",
-        f"prompts times answers: {limits.sequences} at most",
-        f"up to {MAX_LOGPROBS}, in each API's own form",
-        f"`--max-loras` is {flags['--max-loras']} by default",
-        f"`--max-upload-bytes` ({int(flags['--max-upload-bytes']) // 2**30} GiB)",
-        f"`--gpu-memory-utilization` ({flags['--gpu-memory-utilization']})",
-    ):
-        assert sentence in " ".join(TEXT.split()), sentence

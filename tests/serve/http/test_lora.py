@@ -17,19 +17,6 @@ LOAD, UNLOAD, PIN, UNPIN = (f"/v1/{verb}_lora_adapter" for verb in ("load", "unl
 
 
 @pytest.fixture
-def root(tmp_path):
-    root = tmp_path / "adapters"
-    for name in ("one", "two", "team/three"):
-        (root / name).mkdir(parents=True)
-    (root / "file").touch()
-    (tmp_path / "outside").mkdir()
-    (root / "link").symlink_to(tmp_path / "outside")
-    (root / "loop").symlink_to(root / "loop")
-    (root / "inner").symlink_to(root / "one")
-    return root
-
-
-@pytest.fixture
 def service(engine, root):
     return make_service(engine, root=root)
 

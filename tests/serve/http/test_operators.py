@@ -14,23 +14,12 @@ from tests.serve.client import ask, make_service, post
 from tests.serve.fake_engine import FakeEngine
 
 STATS = EngineStats(
-    running=3,
-    waiting=2,
-    running_by_lora={"sort": 2},
-    waiting_by_lora={"reverse": 1, "a,b": 1},
-    cache_usage=0.25,
-    prompt_tokens=70,
-    generated_tokens=90,
-    finished={"stop": 4, "length": 1, "error": 2},
-    failed_steps=1,
-    by_lora={"sort": 5, "reverse": 2, "": 9},
-    time_to_first_token=((0.1, 1.0), (3, 2, 1), 4.5),
-    time_per_output_token=((0.01,), (0, 0), 0.0),
-    request_seconds=((1.0,), (1, 0), 0.5),
-    queue_seconds=((0.1,), (7, 1), 0.75),
-    adapter_wait_seconds=((0.1,), (2, 1), 0.7),
-    by_unloaded=6,
-)
+    running=3, waiting=2, running_by_lora={"sort": 2}, waiting_by_lora={"reverse": 1, "a,b": 1}, cache_usage=0.25,
+    prompt_tokens=70, generated_tokens=90, finished={"stop": 4, "length": 1, "error": 2}, failed_steps=1,
+    by_lora={"sort": 5, "reverse": 2, "": 9}, by_unloaded=6, time_to_first_token=((0.1, 1.0), (3, 2, 1), 4.5),
+    time_per_output_token=((0.01,), (0, 0), 0.0), request_seconds=((1.0,), (1, 0), 0.5),
+    queue_seconds=((0.1,), (7, 1), 0.75), adapter_wait_seconds=((0.1,), (2, 1), 0.7),
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -93,12 +82,7 @@ def test_metrics_show_the_statistics(engine):
         ("vllm:request_queue_time_seconds_bucket", ("le", "+Inf"), base): 8,
         ("jlora:adapter_wait_seconds_bucket", ("le", "0.1"), base): 2,
         # For routers: one block per sequence, without prefix sharing.
-        (
-            "vllm:cache_config_info",
-            ("block_size", "128"),
-            ("enable_prefix_caching", "False"),
-            ("num_gpu_blocks", "4"),
-        ): 1,
+        ("vllm:cache_config_info", *zip(CACHE, ("128", "False", "4"), strict=True)): 1,
         ("jlora:unloaded_adapter_requests_total",): 6,
         ("jlora:open_leases",): 3,
         ("jlora:adapter_requests_total", ("adapter_name", "sort")): 5,

@@ -3,11 +3,12 @@
 import json
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models
 
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.serve.http.responses import TokenTexts
 from jlora.serve.http.template import ChatTemplate, load_template
+from tests.serve.engine.test_detokenizer import byte_tokenizer
 
 HI = [{"role": "user", "content": "hi"}]
 CHATML = (
@@ -120,18 +121,10 @@ def test_malformed_template_config_is_refused(tmp_path, config):
         load_template(write(tmp_path, tokenizer_config__json=config))
 
 
-def byte_level():
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<eos>"])
-    return tokenizer
-
-
 def test_token_bytes_of_byte_level_tokens():
     """The bytes of tokens join to the text, although a token may be part of a character."""
-    tokenizer = byte_level()
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens(["<eos>"])
     texts = TokenTexts(tokenizer)
     text = "a é 😀\n"
     ids = tokenizer.encode(text).ids

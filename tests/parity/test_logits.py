@@ -123,8 +123,8 @@ def assert_close(got, want, what):
 
 def names_of(entry) -> list[str]:
     """Return the adapters of an entry of a batch."""
-    parts = getattr(entry, "parts", ((getattr(entry, "adapter", entry), 1),))
-    return [name for name, _ in parts if name is not None]
+    terms = getattr(entry, "terms", ((getattr(entry, "adapter", entry), 1),))
+    return [name for name, _ in terms if name is not None]
 
 
 def first_row(entry, row) -> int:

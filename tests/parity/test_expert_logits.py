@@ -10,11 +10,10 @@ import zlib
 
 import jax
 import numpy as np
+import peft
 import pytest
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+import torch
+import transformers
 
 import jlora
 import jlora.models
@@ -24,8 +23,6 @@ from tests.parity import expert_files
 from tests.parity.cases import VOCAB, logits
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
-
-torch.set_num_threads(1)  # the matrices are tiny, and other workers want the cores
 
 TOLERANCE = 1e-4  # of the largest logit
 LENGTH = 12

@@ -6,11 +6,10 @@ import functools
 import chex
 import jax
 import numpy as np
+import peft
 import pytest
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+import torch
+import transformers
 
 import jlora
 import jlora.models
@@ -21,8 +20,6 @@ from tests.parity import cases
 
 # transformers and PEFT warn of their own deprecations, and when they save more than LoRA.
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
-
-torch.set_num_threads(1)  # the matrices are tiny, and other workers want the cores
 
 TOLERANCE = 1e-4  # of the largest logit
 ROWS, LENGTH = 6, 16

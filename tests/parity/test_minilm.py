@@ -10,18 +10,15 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import peft
 import pytest
+import torch
+import transformers
 from flax import nnx
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
 
 import jlora
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
-
-torch.set_num_threads(1)
 
 TEXTS = {  # (topic, tone) -> texts
     ("food", "praise"): ["The soup was rich and warm.", "A wonderful loaf of bread!", "I loved the plum cake."],

@@ -1,13 +1,12 @@
 """The presets of vision-language models against the module names of transformers."""
 
 import pytest
+import torch
+import transformers
 
 import jlora
 from jlora.layers.site import is_named
 from jlora.manager.names import name_rules
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.parity
 

@@ -9,13 +9,13 @@ import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import peft
 import pytest
+import qwix
+import torch
+import transformers
 from flax import nnx
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
-qwix = pytest.importorskip("qwix")
 if (spec := importlib.util.find_spec("tunix")) is None:
     pytest.skip("needs google-tunix", allow_module_level=True)
 # The package imports its trainers and their requirements, which neither its models nor its sampler need.

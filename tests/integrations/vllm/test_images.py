@@ -78,14 +78,6 @@ def test_text_and_images_mixed(server: Server, adapters: dict[str, Path]) -> Non
             each.result()
 
 
-def test_weights_for_the_tower_are_refused_by_name(server: Server, folder: Path) -> None:
-    name = "model.visual.blocks.0.attn.qkv"
-    response = server.load("tower", save_adapter(folder / "tower", 9, names=[name]))
-    assert response.status_code == 500
-    assert name in response.text
-    assert "exclude_modules (visual)" in response.text
-
-
 def words(count: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(20, 240, count).tolist()
 

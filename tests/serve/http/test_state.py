@@ -17,14 +17,9 @@ from tests.serve.demo_process import ADAPTERS, DemoServer
 from tests.serve.fake_engine import FakeEngine
 
 
-@pytest.fixture(scope="module")
-def one_world():
-    return make_world()
-
-
 @pytest.fixture
-def world(one_world):
-    return as_new(one_world)
+def world():
+    return make_world()
 
 
 @pytest.fixture

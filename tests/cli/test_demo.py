@@ -2,12 +2,10 @@
 
 import re
 
-import numpy as np
 import pytest
 
 from jlora.cli.commands import run
-from jlora.cli.demo import DEMO, DENSE, MIXTURE, demo_requests, schedule
-from jlora.cli.generate import Request
+from jlora.cli.demo import DEMO, DENSE, MIXTURE, demo_requests
 
 ORACLE = {
     None: lambda word: word,
@@ -48,17 +46,3 @@ def test_demo_command(capsys, arguments, slots):
     assert ", 0 compilations after warm-up" in out
     loads, evictions = map(int, re.search(r"(\d+) adapter loads, (\d+) evictions", out).groups())
     assert loads > evictions > 0
-
-
-def test_schedule_keeps_batches_within_slots_and_loses_no_request():
-    rng = np.random.default_rng(0)
-    names = [None, "a", "b", "c", "d"]
-    requests = [Request(names[rng.integers(5)], f"p{i}") for i in range(57)]
-    batches = list(schedule(requests, 8, 2))
-    assert sorted(r.prompt for batch in batches for r in batch) == sorted(r.prompt for r in requests)
-    left = list(requests)
-    for batch in batches:
-        assert 1 <= len(batch) <= 8
-        assert len({r.adapter for r in batch} - {None}) <= 2
-        assert batch[0] == left[0]
-        left = [r for r in left if r not in batch]

@@ -54,16 +54,6 @@ def test_an_upload_adds_an_adapter(service, engine):
     assert (card["root"], card["parent"]) == ("", "alias")
 
 
-def test_a_loaded_name_needs_load_inplace(service, engine):
-    body = PARTS | {"lora_name": b"sort"}
-    refused(upload(service, form(body)), 400, "'sort' has already been loaded", "load_inplace: true")
-    refused(upload(service, form(body | {"load_inplace": b"false"})), 400, "already been loaded")
-    assert not engine.uploaded
-    for true in (b"true", b"True"):
-        assert upload(service, form(body | {"load_inplace": true})).status == 200
-    assert len(engine.uploaded) == 2
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [

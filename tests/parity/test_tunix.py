@@ -50,18 +50,10 @@ ROPE = {"rope_type": "default", "rope_theta": 1e6}  # Tunix's Qwen 3 has this th
 
 
 def gemma_config(num_kv_heads, **fields):
-    sizes = {**SIZES, **fields}
-    return gemma.ModelConfig(
-        num_embed=VOCAB,
-        num_kv_heads=num_kv_heads,
-        final_logit_softcap=30.0,
-        use_post_attn_norm=True,
-        use_post_ffw_norm=True,
-        attention_types=(gemma.AttentionType.LOCAL_SLIDING, gemma.AttentionType.GLOBAL)[-sizes["num_layers"] :],
-        attn_logits_soft_cap=50.0,
-        sliding_window_size=32,
-        **sizes,
-    )
+    sizes = {"num_embed": VOCAB, "num_kv_heads": num_kv_heads, "sliding_window_size": 32} | SIZES | fields
+    sizes |= {"final_logit_softcap": 30.0, "attn_logits_soft_cap": 50.0}
+    kinds = (gemma.AttentionType.LOCAL_SLIDING, gemma.AttentionType.GLOBAL)[-sizes["num_layers"] :]
+    return gemma.ModelConfig(**sizes, attention_types=kinds, use_post_attn_norm=True, use_post_ffw_norm=True)
 
 
 def config_of(module, **fields):

@@ -129,11 +129,15 @@ def serve(model: Path, folder: Path, *flags: str, wait: float = 600, **variables
                 time.sleep(0.5)
             yield server
         finally:
-            process.terminate()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            stop(process)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 def _answers(server: Server) -> bool:

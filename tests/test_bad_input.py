@@ -284,6 +284,7 @@ PATHS = {
     "missing": (lambda folder: folder / "nowhere", jlora.AdapterNotFoundError, "nowhere", "does not exist"),
     "weights file": (lambda folder: folder / WEIGHTS, FORMAT, WEIGHTS, "is a file; expected the folder"),
     "weights are a pipe": (swapped(WEIGHTS, os.mkfifo), FORMAT, WEIGHTS, "is not a regular file"),
+    "dangling link": (swapped(WEIGHTS, lambda file: os.symlink("gone", file)), FORMAT, WEIGHTS, "is missing"),
     "weights climb out": (
         swapped(WEIGHTS, lambda file: os.symlink(f"../secret/{WEIGHTS}", file)), FORMAT, WEIGHTS, "outside the",
     ),

@@ -63,7 +63,7 @@ def test_errors_take_one_line(capsys, command, words):
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--temperature", "nan"), ("--top-k", "0"), ("--top-p", "0"), ("--dtype", "int8\n"), ("--nonsense\x1b[2J", "1")],
+    [("--temperature", "nan"), ("--top-p", "0"), ("--dtype", "int8\n"), ("--model", ""), ("--nonsense\x1b[2J", "1")],
 )
 def test_wrong_arguments_end_with_status_2(capsys, option, value):
     status, line = error_of(capsys, ["generate", "--model", MODEL, "--prompt", ":a", f"{option}={value}"])

@@ -124,6 +124,7 @@ def test_command_line_of_vllm(served, monkeypatch, tmp_path):
         (["--target-modules", "q_prj"], "target_modules ['q_prj'] match no layer"),
         (["--skip-modules", "vision", "("], "--skip-modules: '(' is not a regular expression"),
         (["--name-map", "{"], "--name-map '{' is not JSON"),
+        (["--name-map", '{"a": 3}'], '--name-map: expected {"regex": "replacement", ...}, got'),
         (["--name-map", r'{"a": "\\1"}'], r"name_map: 'a' -> '\\1' is not a regular expression"),
         (["--chat-template", "no/such/file"], "no/such/file"),
         (["--api-key", "one", ""], "an empty key"),

@@ -373,18 +373,6 @@ def test_bad_adapter_of_a_request_ends_only_its_own_requests(world, oracle, tmp_
         world.engine.add_lora(jlora.LoRARequest("bad", str(tmp_path)))
 
 
-def test_evicted_adapters_are_listed_and_reloaded_on_request(world, oracle):
-    names = {f"copy{i}": source for i in range(2) for source in ADAPTERS for i in [f"{i}{source}"]}
-    for name, source in names.items():
-        world.engine.add_lora(request_of(name, source))  # the host has room for 6
-    assert set(names) | set(ADAPTERS) == set(world.engine.list_loras())
-    assert len(evicted(world.manager)) == 6
-    requests = [Request(name, WORD) for name in (*names, *ADAPTERS)]
-    found = answers(world, requests)
-    want = oracle([Request(names.get(request.adapter, request.adapter), WORD) for request in requests])
-    assert [list(one.tokens) for one in found] == want
-
-
 def test_evicted_adapter_whose_folder_is_gone(world, tmp_path, caplog):
     shutil.copytree(ADAPTERS["sort"], tmp_path / "guest")
     world.engine.add_lora(jlora.LoRARequest("guest", str(tmp_path / "guest")))

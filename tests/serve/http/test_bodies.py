@@ -84,6 +84,7 @@ def message(**fields):
         ("messages", message(role="robot"), "messages[0].role"),
         *[("messages", message(content=value), "messages[0].content") for value in (None, 3, [], {"text": "hi"})],
         ("messages", message(content=[{"type": "image_url", "image_url": "x"}]), "messages[0].content[0]"),
+        ("messages", message(content=[{"type": "image", "text": "x"}]), "messages[0].content"),
         ("messages", message(tool_calls=[{"id": "x"}]), "messages[0].tool_calls"),
         ("logprobs", 3, "logprobs"),
         ("top_logprobs", 3, "top_logprobs"),

@@ -6,9 +6,8 @@ import struct
 import openai
 import pytest
 
-from jlora.errors import AdapterUnavailableError
 from tests.serve.client import make_service, on_socket, post
-from tests.serve.fake_engine import BUSY, FakeEngine, letters
+from tests.serve.fake_engine import FakeEngine, letters
 
 
 @pytest.fixture
@@ -89,14 +88,6 @@ def test_a_model_that_cannot(service, engine):
     answer = embed(service)
     assert (answer.status, answer.error["param"]) == (400, "model")
     assert "'base' generates text and cannot embed: its folder has no modules.json" in answer.error["message"]
-
-
-def test_errors_of_the_engine(service, engine):
-    assert embed(service, model="unknown").status == 404
-    for error, status in ((BUSY, 429), (AdapterUnavailableError("sort is gone"), 503)):
-        engine.refuse = error
-        answer = embed(service)
-        assert (answer.status, "retry-after" in answer.headers) == (status, True)
 
 
 def test_openai_client(service, engine):

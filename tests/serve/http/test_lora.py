@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from jlora.errors import AdapterUnavailableError, NoFreeSlotError
+from jlora.errors import AdapterNotFoundError, AdapterUnavailableError, NoFreeSlotError
 from jlora.serve.engine.request import EngineClosedError
 from jlora.serve.http.adapters import AllowedSources
 from jlora.serve.http.errors import ApiError
@@ -61,6 +61,7 @@ def test_loaded_name_needs_load_inplace(service, engine, root):
         {"lora_path": "one"},
         {"lora_name": "new", "lora_path": ""},
         {"lora_name": "new", "lora_path": "one", "load_inplace": "yes"},
+        {"lora_name": "new", "lora_path": "one", "is_3d_lora_weight": 1},
         *({"lora_name": "new", "lora_path": "one", "base_model_name": other} for other in ("x", ["base"])),
         {"lora_name": "base", "lora_path": "one"},
         {"lora_name": "new\nINFO forged", "lora_path": "one"},
@@ -119,6 +120,7 @@ def test_only_listed_hub_repositories_are_permitted(root, tmp_path):
     [
         (BROKEN, 500, "InternalServerError"),
         (OSError("the disk failed"), 500, "InternalServerError"),
+        (AdapterNotFoundError("gone meanwhile"), 404, "NotFoundError"),
         (EngineClosedError("closing"), 503, "ServiceUnavailableError"),
         (NoFreeSlotError("the host has no room"), 503, "ServiceUnavailableError"),
     ],

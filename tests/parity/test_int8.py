@@ -2,10 +2,11 @@
 
 import jax.numpy as jnp
 import numpy as np
-import peft
 import pytest
-import torch
 from flax import nnx
+
+torch = pytest.importorskip("torch")
+peft = pytest.importorskip("peft")
 
 import jlora
 from tests.layers.merging import serve

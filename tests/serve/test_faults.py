@@ -1,4 +1,4 @@
-"""A server under load: failing disks and hubs, slow clients, and adapters pushed while they are used."""
+"""A server under load: failing disks and hubs, and adapters pushed while they are used."""
 
 import os
 import shutil

@@ -9,9 +9,7 @@ import json
 import os
 import struct
 
-import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -50,15 +48,9 @@ def write(folder, ranks=None, *, seed=0, **fields):
     """A sound adapter folder."""
     ranks = {Q: 4, V: 2} if ranks is None else ranks
     folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "peft_type": "LORA",
-        "r": 4,
-        "lora_alpha": 8,
-        "target_modules": [name.rpartition(".")[2] for name in ranks],
-        "rank_pattern": {name.rpartition(".")[2]: r for name, r in ranks.items() if r != 4},
-        "alpha_pattern": {},
-        "base_model_name_or_path": "toy/decoder",
-    }
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": "toy/decoder"}
+    config["target_modules"] = [name.rpartition(".")[2] for name in ranks]
+    config["rank_pattern"] = {name.rpartition(".")[2]: r for name, r in ranks.items() if r != 4}
     (folder / CONFIG).write_text(json.dumps(config | fields))
     save_file(tensors_of(ranks, seed), folder / WEIGHTS)
     return folder
@@ -71,15 +63,8 @@ class World:
     """
 
     def __init__(self, folder, **options):
-        config = DecoderConfig(
-            vocab_size=VOCAB,
-            hidden_size=WIDTH,
-            intermediate_size=INNER,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=WIDTH // 2,
-        )
+        sizes = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": INNER, "head_dim": WIDTH // 2}
+        config = DecoderConfig(**sizes, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
         self.model = Decoder(config, rngs=nnx.Rngs(0))
         for param in jax.tree.leaves(nnx.state(self.model, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Param)):
             param[...] *= 10.0  # the decoder draws small weights
@@ -165,9 +150,6 @@ def lenient(tmp_path_factory) -> World:
     return World(tmp_path_factory.mktemp("lenient"), allow_nonfinite=True)
 
 
-# ---- wrong files
-
-
 def rewrite(change):
     """Change the tensors of a folder: `change(tensors)` in place."""
 
@@ -182,10 +164,6 @@ def rewrite(change):
 def weights(change):
     """Change the bytes of the weights file."""
     return lambda folder: (folder / WEIGHTS).write_bytes(change((folder / WEIGHTS).read_bytes()))
-
-
-def config(text: str | bytes):
-    return lambda folder: (folder / CONFIG).write_bytes(text.encode() if isinstance(text, str) else text)
 
 
 def fields(**values):
@@ -208,57 +186,36 @@ def flip(text: bytes, at: int, bit: int):
     return weights(change)
 
 
-def header_size(size: int):
-    return weights(lambda data: struct.pack("<Q", size) + data[8:])
+def embedding(part, value):
+    """Write an adapter of the embedding with one other tensor."""
 
+    def apply(folder):
+        write(folder, {EMBED: 4})
+        rewrite(lambda t: t.update({f"{PREFIX}{EMBED}.{part}": value}))(folder)
 
-def renamed(data: bytes, one: str, other: str) -> bytes:
-    """One tensor under another's name, which the header then gives twice."""
-    end = 8 + struct.unpack("<Q", data[:8])[0]
-    header = data[8:end].replace(json.dumps(one).encode(), json.dumps(other).encode())
-    return struct.pack("<Q", len(header)) + header + data[end:]
+    return apply
 
 
 A, B = f"{PREFIX}{Q}.lora_A.weight", f"{PREFIX}{Q}.lora_B.weight"
 WHOLE = "is not a whole safetensors file"
+OTHER_TABLE = f"{EMBED}.base_layer.weight", "trained on another base model"
 
 # case -> (damage to a valid folder, error, text of the message besides the adapter's name)
 DAMAGED = {
-    "empty weights": (weights(lambda data: b""), FORMAT, WEIGHTS, WHOLE),
-    "half the header": (weights(lambda data: data[:60]), FORMAT, WEIGHTS, WHOLE),
     "last byte gone": (weights(lambda data: data[:-1]), FORMAT, WEIGHTS, WHOLE),
-    "one byte too many": (weights(lambda data: data + b"\0"), FORMAT, WEIGHTS, WHOLE),
-    "noise": (weights(lambda data: bytes(range(256)) * 4), FORMAT, WEIGHTS, WHOLE),
-    "header of 2**63": (header_size(2**63), FORMAT, WEIGHTS, WHOLE),
-    "header of 99 MB": (header_size(99_000_000), FORMAT, WEIGHTS, WHOLE),
+    "header of 2**63": (weights(lambda data: struct.pack("<Q", 2**63) + data[8:]), FORMAT, WEIGHTS, WHOLE),
     "flipped name": (flip(b"q_proj", 0, 0), FORMAT, WEIGHTS, "self_attn.p_proj'", "expected one A and one B"),
     "flipped half": (flip(b"lora_A", 5, 1), MISMATCH, WEIGHTS, "q_proj.lora_C.weight'", "expected lora_A, lora_B"),
-    "tensor twice": (
-        weights(lambda data: renamed(data, f"{PREFIX}{V}.lora_A.weight", A)), FORMAT, WEIGHTS, WHOLE,
-        f"tensor {A!r} is given twice",
-    ),
     "NaN": (rewrite(lambda t: t[A].fill(np.nan)), FORMAT, WEIGHTS, A, "holds NaN or infinity"),
     # JSON
-    "empty config": (config(""), FORMAT, CONFIG, "is not JSON"),
-    "cut config": (config('{"peft_type": "LORA", "r'), FORMAT, CONFIG, "is not JSON"),
+    "cut config": (lambda folder: (folder / CONFIG).write_text('{"r'), FORMAT, CONFIG, "is not JSON"),
     "nested repeats": (
-        fields(target_modules="(" * 16 + ".+" + ")+" * 16 + "b"), MISMATCH, WEIGHTS,
-        "does not target",
+        fields(target_modules="(" * 16 + ".+" + ")+" * 16 + "b"), MISMATCH, WEIGHTS, "does not target",
     ),
-    "rank by look-ahead": (
-        fields(rank_pattern={"(?=.*" * 8 + "b" + ")" * 8 + ".*": 4}), MISMATCH, CONFIG,
-        "field 'rank_pattern', key '(?=.*(?=.*", "not served",
-    ),
-    "config is a list": (config("[]"), FORMAT, CONFIG, "must hold a JSON object, found a list"),
-    "config is empty": (config("{}"), FORMAT, CONFIG, "'peft_type'", '"LORA"'),
     "rank 0": (fields(r=0), FORMAT, CONFIG, "field 'r' must be a positive integer", "found 0"),
-    "alpha NaN": (fields(lora_alpha=float("nan")), FORMAT, CONFIG, "NaN, which is not a JSON number"),
     # tensors
     "A without B": (rewrite(lambda t: t.pop(B)), FORMAT, WEIGHTS, Q, "expected one A and one B"),
-    "no tensor": (rewrite(lambda t: t.clear()), FORMAT, WEIGHTS, "holds no LoRA tensor"),
-    "integers": (rewrite(lambda t: t.update({A: np.ones((4, WIDTH), np.int32)})), FORMAT, A, "dtype I32", "F32"),
     "rank of A": (rewrite(lambda t: t.update({A: t[A][:3]})), FORMAT, A, "has rank 3; expected 4"),
-    "both of another rank": (fields(r=3), FORMAT, A, "has rank 4; expected 3"),
     "three axes": (rewrite(lambda t: t.update({A: t[A][None]})), MISMATCH, A, "(1, 4, 16)"),
     "A too wide": (rewrite(lambda t: t.update({A: np.ones((4, 17), np.float32)})), MISMATCH, Q, "(4, 17)", "(4, 16)"),
     "B too tall": (rewrite(lambda t: t.update({B: np.ones((17, 4), np.float32)})), MISMATCH, Q, "(17, 4)", "(16, 4)"),
@@ -271,41 +228,13 @@ DAMAGED = {
         rewrite(lambda t: t.update({k.replace(".0.", ".7."): t.pop(k) for k in (A, B)})), MISMATCH,
         "no module 'model.layers.7.self_attn.q_proj'",
     ),
-    "wider": (
-        rewrite(lambda t: t.update({A: np.ones((4, 32), np.float32), B: np.ones((32, 4), np.float32)})), MISMATCH,
-        Q, "(4, 32) and (32, 4)", "(4, 16) and (16, 4)",
-    ),
     "other names": (
-        lambda folder: (
-            rewrite(lambda t: t.update({k.replace(Q, "transformer.h.0.attn.q_proj"): t.pop(k) for k in (A, B)}))(folder)
-        ), MISMATCH, "transformer.h.0.attn.q_proj: the model has no module", "name_map",
+        rewrite(lambda t: t.update({k.replace(Q, "h.0.attn.q_proj"): t.pop(k) for k in (A, B)})), MISMATCH,
+        "h.0.attn.q_proj: the model has no module", "name_map",
     ),
-    "other vocabulary": (
-        lambda folder: (
-            write(folder, {EMBED: 4}),
-            rewrite(lambda t: t.update({f"{PREFIX}{EMBED}.lora_embedding_A": np.ones((4, 23), np.float32)}))(folder),
-        ), MISMATCH, EMBED, "(4, 23)", "(4, 19)",
-    ),
-    "embedding as a projection": (
-        rewrite(lambda t: t.update({k.replace(Q, "model.norm.q_proj"): t.pop(k) for k in (A, B)})), MISMATCH,
-        "no module 'model.norm.q_proj'",
-    ),
-    "other table": (
-        lambda folder: (
-            write(folder, {EMBED: 4}),
-            rewrite(
-                lambda t: t.update({f"{PREFIX}{EMBED}.base_layer.weight": np.ones((VOCAB, WIDTH), np.float32)})
-            )(folder),
-        ), MISMATCH, f"{EMBED}.base_layer.weight", "trained on another base model",
-    ),
-    "other table, far too large": (
-        lambda folder: (
-            write(folder, {EMBED: 4}),
-            rewrite(
-                lambda t: t.update({f"{PREFIX}{EMBED}.base_layer.weight": np.full((VOCAB, WIDTH), 1e300)})
-            )(folder),
-        ), MISMATCH, f"{EMBED}.base_layer.weight", "trained on another base model",
-    ),
+    "other vocabulary": (embedding("lora_embedding_A", np.ones((4, 23), "f4")), MISMATCH, EMBED, "(4, 23)", "(4, 19)"),
+    "other table": (embedding("base_layer.weight", np.ones((VOCAB, WIDTH), np.float32)), MISMATCH, *OTHER_TABLE),
+    "other table, too large": (embedding("base_layer.weight", np.full((VOCAB, WIDTH), 1e300)), MISMATCH, *OTHER_TABLE),
 }  # fmt: skip
 
 
@@ -338,27 +267,12 @@ def test_another_base_model_by_name(world, tmp_path):
     world.refused(request, MISMATCH, "base_model_name_or_path is None", "'toy/other'")
 
 
-# ---- paths
-
-
-def outside(name):
-    """Replace a file by a link to it in a folder beside."""
-
-    def apply(folder):
-        beside = folder.parent / "secret"
-        beside.mkdir()
-        os.replace(folder / name, beside / name)
-        os.symlink(f"../secret/{name}", folder / name)
-        return folder
-
-    return apply
-
-
 def swapped(name, make):
-    """Replace a file by what `make(path)` puts there."""
+    """Replace a file by what `make(path)` puts there, with the file moved to a folder beside."""
 
     def apply(folder):
-        (folder / name).unlink()
+        (folder.parent / "secret").mkdir()
+        os.replace(folder / name, folder.parent / "secret" / name)
         make(folder / name)
         return folder
 
@@ -369,15 +283,11 @@ def swapped(name, make):
 PATHS = {
     "missing": (lambda folder: folder / "nowhere", jlora.AdapterNotFoundError, "nowhere", "does not exist"),
     "weights file": (lambda folder: folder / WEIGHTS, FORMAT, WEIGHTS, "is a file; expected the folder"),
-    "below a file": (lambda folder: folder / WEIGHTS / "x", jlora.AdapterNotFoundError, "does not exist"),
-    "empty folder": (lambda folder: folder.parent, FORMAT, CONFIG, "is missing"),
-    "no config": (swapped(CONFIG, lambda file: None), FORMAT, CONFIG, "is missing"),
-    "no weights": (swapped(WEIGHTS, lambda file: None), FORMAT, WEIGHTS, "is missing"),
     "weights are a pipe": (swapped(WEIGHTS, os.mkfifo), FORMAT, WEIGHTS, "is not a regular file"),
-    "weights are a device": (swapped(WEIGHTS, lambda file: os.symlink("/dev/zero", file)), FORMAT, WEIGHTS, "outside"),
-    "config climbs out": (outside(CONFIG), FORMAT, CONFIG, "outside the adapter folder"),
-    "weights climb out": (outside(WEIGHTS), FORMAT, WEIGHTS, "outside the adapter folder"),
     "dangling link": (swapped(WEIGHTS, lambda file: os.symlink("gone", file)), FORMAT, WEIGHTS, "is missing"),
+    "weights climb out": (
+        swapped(WEIGHTS, lambda file: os.symlink(f"../secret/{WEIGHTS}", file)), FORMAT, WEIGHTS, "outside the",
+    ),
     "a pickle": (
         swapped(WEIGHTS, lambda file: (file.parent / "adapter_model.bin").write_bytes(b"\x80\x04.")),
         FORMAT, "adapter_model.bin", "never opened",
@@ -393,19 +303,13 @@ def test_paths(world, tmp_path, case):
     world.refused(jlora.LoRARequest("first", path, load_inplace=True), error, *fragments, open_batch=False)
 
 
-# ---- arguments
-
-
 def sound(name):
     return jlora.Adapter.from_arrays(name, {Q: (np.ones((4, WIDTH), "f4"), np.ones((WIDTH, 4), "f4"))}, alpha=8)
 
 
 ARGUMENTS = {
     "unknown": (lambda m: m.prepare(["nope"]), jlora.AdapterNotFoundError, "'nope'", "call add_adapter first"),
-    "unknown beside known": (lambda m: m.prepare(["third", "nope", None]), jlora.AdapterNotFoundError, "'nope'"),
-    "empty name": (lambda m: m.prepare([""]), jlora.AdapterNotFoundError, "''"),
     "one string": (lambda m: m.prepare("first"), jlora.LoRAUsageError, "'first'", "in a list"),
-    "a number": (lambda m: m.prepare(["first", 0]), jlora.LoRAUsageError, "got 0"),
     "nothing": (lambda m: m.prepare([]), jlora.LoRAUsageError, "at least one sequence"),
     "more than the slots": (
         lambda m: m.prepare(["first", "second", "third"]), jlora.NoFreeSlotError, "'third'", "2 slots", "max_loras",
@@ -419,16 +323,12 @@ ARGUMENTS = {
     "padding alone": (lambda m: m.prepare(["third"], pad_to=8), jlora.LoRAUsageError, "pad_to", "token_counts"),
     "activate": (lambda m: m.activate_adapter("nope"), jlora.AdapterNotFoundError, "'nope'", "call add_adapter first"),
     "pin": (lambda m: m.pin_adapter("nope"), jlora.AdapterNotFoundError, "'nope'"),
-    "export": (lambda m: m.export_adapter("nope"), jlora.AdapterNotFoundError, "'nope'"),
     "add a name": (lambda m: m.add_adapter("first"), jlora.LoRAUsageError, "LoRARequest or an Adapter", "str"),
-    "request without a name": (lambda m: jlora.LoRARequest("", "x"), jlora.LoRAUsageError, "name"),
-    "request without a path": (lambda m: jlora.LoRARequest("x", ""), jlora.LoRAUsageError, "'x'", "path"),
     "replace what is held": (
         lambda m: m.add_adapter(sound("first"), load_inplace=True), jlora.AdapterInUseError, "'first'", "open batch",
     ),
     "near": (lambda m: m.prepare(["frist"]), jlora.AdapterNotFoundError, "'frist'", "did you mean 'first'?"),
     "a set": (lambda m: m.prepare({"first"}), jlora.LoRAUsageError, "in a list", "set"),
-    "a generator": (lambda m: m.prepare(n for n in ["first"]), jlora.LoRAUsageError, "in a list", "generator"),
     "timeout": (lambda m: m.prepare(["first"], timeout=-1), jlora.LoRAUsageError, "timeout", "-1"),
     "prefetch a number": (lambda m: m.prefetch(1), jlora.LoRAUsageError, "LoRARequest", "int"),
     "prefetch who is unknown": (lambda m: m.prefetch("firts"), jlora.AdapterNotFoundError, "'firts'", "'first'"),
@@ -455,41 +355,6 @@ def test_unknown_names_that_are_no_error(world):
         assert world.manager.deactivate_adapter("nope") is False
 
 
-@pytest.mark.parametrize("rows", [1, 6])
-def test_tokens_of_another_batch(world, rows):
-    """As many sequences as the batch, or an error while tracing; a function of its own, as the trace fails."""
-
-    @jax.jit
-    def forward(model, tokens, batch):
-        with jlora.use(batch):
-            return model(tokens)
-
-    names = ["first", "second", None]
-    tokens = np.zeros((rows, 5), np.int32)
-    with world.manager.prepare(names) as batch:
-        with pytest.raises(jlora.LoRAError, match=rf"\({rows}, 5\) fit no layout of this batch of 3 sequences"):
-            forward(world.model, tokens, batch)
-        world.check(names, np.asarray(world.forward(world.model, TOKENS, batch)))
-    world.check_all()
-
-
-@pytest.mark.parametrize("rows", [8, 18])
-def test_rows_that_token_counts_do_not_match(world, rows):
-    @jax.jit
-    def project(model, x, batch):
-        with jlora.use(batch, without=["*"]):
-            return model.model.layers[0].mlp.down_proj(x)
-
-    with world.manager.prepare(["first", "second", None], token_counts=[4, 0, 5]) as batch:
-        chex.assert_shape(project(world.model, jnp.ones((9, INNER)), batch), (9, WIDTH))
-        with pytest.raises(jlora.LoRAError, match=rf"\({rows},\) fit no layout .* 9 packed tokens"):
-            project(world.model, jnp.ones((rows, INNER)), batch)
-    world.check_all()
-
-
-# ---- bad values in well-formed files
-
-
 @pytest.mark.parametrize("value", [np.nan, -np.inf, 3e38])
 def test_weights_out_of_a_broken_training_run(world, lenient, tmp_path, value):
     """NaN and infinity are refused by default. With allow_nonfinite they stay in the rows of their own adapter."""
@@ -506,9 +371,6 @@ def test_weights_out_of_a_broken_training_run(world, lenient, tmp_path, value):
             got = lenient.logits(names)
             assert not np.isfinite(got[names.index("broken")]).all()
             lenient.check(names, got)
-
-
-# ---- fuzz
 
 
 @pytest.fixture(scope="module")
@@ -565,9 +427,7 @@ def test_fuzzed_weights(world, fuzzed, changes):
 
 _SIZES = st.sampled_from([1, 2, 4, 8, 9, WIDTH // 2, WIDTH, VOCAB, INNER])
 _MODULES = st.sampled_from([Q, V, DOWN, EMBED, HEAD, "model.layers.1.mlp.gate_proj", "model.norm", "score"])
-_PARTS = st.sampled_from(
-    ["lora_A.weight", "lora_B.weight", "lora_embedding_A", "lora_embedding_B", "base_layer.weight", "lora_B.bias"]
-)
+_PARTS = st.sampled_from(["lora_A.weight", "lora_B.weight", "lora_embedding_A", "base_layer.weight", "lora_B.bias"])
 
 
 @settings(max_examples=2 * settings().max_examples)

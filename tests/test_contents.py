@@ -36,7 +36,6 @@ def emptied(folder, *files):
     [
         (lambda folder: DEMO / "model", "it is the folder of a model, not of an adapter: give it as the model"),
         (lambda folder: folder.parent, "it holds 1 adapter, sort; give the path of one of them"),
-        (lambda folder: DEMO / "adapters", "adapters, "),
         (lambda folder: folder / WEIGHTS, "sort/adapter_model.safetensors' is a file; expected the folder that holds"),
         (lambda folder: emptied(folder), "it is empty"),
         (lambda folder: emptied(folder, "a.gguf", "b"), "it holds a GGUF file, a.gguf; give the PEFT folder"),
@@ -66,6 +65,7 @@ def test_a_trainers_checkpoint_with_an_adapter_is_an_adapter(adapter):
     assert jlora.Adapter.from_pretrained(adapter).rank == 32
 
 
+@pytest.mark.parity
 def test_shards_are_joined_by_the_command_of_the_message(adapter):
     pytest.importorskip("torch")
     tensors = load_file(adapter / WEIGHTS)

@@ -166,21 +166,17 @@ def test_the_reference_is_independent_of_jlora():
 # File of jlora/ -> source that breaks a rule, and the message
 WRONG = {
     "errors/x.py": ("import jlora.manager", "errors may not import manager"),
-    "errors/y.py": ("import jlora", "errors may not import __init__"),
     "adapters/x.py": ("from ..sharding import rules", "adapters may not import sharding"),
     "adapters/y.py": ("def f():\n    from jax import Array", "y.py:2: jlora.adapters may not mention jax.Array"),
     "pallas/x.py": ("if TYPE_CHECKING:\n    import jlora.sharding.rules", "pallas may not import sharding"),
     "pallas/y.py": ("from jax.experimental.pallas import triton", "only jlora.pallas.triton.parts may mention"),
     "pallas/z.py": ("import jax.experimental.pallas as pl\npl.triton.CompilerParams", "z.py:2: only jlora.pallas"),
-    "sharding/x.py": ("import jlora.errors\njlora.pallas.api", "sharding may not import pallas"),
     "layers/forward/x.py": ("from jlora.layers.wrap import plan", "jlora.layers.forward may not mention"),
     "models/x.py": ("from jlora.layers.forward.scope import use", "models may not import layers"),
-    "models/y.py": ("def f():\n    from jlora.layers import linear", "models may not import layers"),
     "cli/x.py": ("from jlora.models import generation", "cli may only import names of jlora.models"),
     "serve/trip.py": ("if TYPE_CHECKING:\n    from jlora.serve.round import x", "a circle of imports: jlora.serve."),
     "serve/round.py": ("from jlora.serve.trip import y\nimport jlora.cli", "serve may not import cli"),
     "layers/x.py": ("async def f():\n    import torch", "jlora may not mention torch"),
-    "layers/y.py": ("import importlib\nimportlib.import_module('jlora.cli')", "jlora may not mention importlib"),
     "layers/z.py": ("__import__('jlora.cli')", "jlora may not mention builtins.__import__"),
     "helpers.py": ("", "helpers has no row in MAY_IMPORT"),
 }

@@ -16,7 +16,6 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.py"))
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_equals_its_python_file(path):
-    """`make format` writes it."""
     want, found = (
         [(cell.cell_type, cell.source, cell.get("outputs", [])) for cell in jupytext.read(file).cells]
         for file in (path, path.with_suffix(".ipynb"))
@@ -38,7 +37,6 @@ def test_quick_start_runs(tmp_path):
 
 @pytest.mark.slow
 def test_train_notebook_runs(tmp_path):
-    """Adapters are trained, pushed to a running server and sampled by name."""
     printed = run("train.py", tmp_path)
     assert "The base model copies: planet" in printed
     assert "each adapter answers as it was taught" in printed
@@ -46,7 +44,6 @@ def test_train_notebook_runs(tmp_path):
 
 @pytest.mark.slow
 def test_tpu_notebook_runs_without_tpu(tmp_path):
-    """The tests are left out, and the report is of a short measurement."""
     printed = run("tpu.py", tmp_path)
     assert "make test-device: not run" in printed
     assert "| figures: swap: median_us |" in printed

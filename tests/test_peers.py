@@ -1,7 +1,5 @@
 """The rows and the reference of benchmarks/peers, which needs PyTorch and no JAX. Its kernels need a GPU."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -11,28 +9,6 @@ pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")
 
 from benchmarks.peers import common
-
-
-@pytest.mark.parametrize("table", [common.DENSE, common.EXPERTS], ids=["dense", "experts"])
-def test_rows_are_those_of_the_file_without_figures(table, tmp_path):
-    args = common.arguments("", table, ["--out", str(tmp_path / "out.json"), "--rank", "16", "--tokens", "8", "64"])
-    rows, chosen = common.chosen(args, table)
-    written = json.loads(table.file.read_text())["rows"]
-    assert [[row[k] for k in table.key] for row in rows] == [[row[k] for k in table.key] for row in written]
-    assert {key for row in written for key in row} <= set(rows[0])
-    assert all(rows[0][figure] is None for figure in table.figures)
-    assert {(row["rank"], row["tokens"]) for row in chosen} == {(16, 8), (16, 64)}
-
-
-def test_scripts_add_to_the_rows_of_one_file(tmp_path):
-    out = tmp_path / "out.json"
-    args = common.arguments("", common.DENSE, ["--out", str(out), "--projection", "o", "--adapters", "32"])
-    rows, chosen = common.chosen(args, common.DENSE)
-    chosen[0]["vllm_default_us"] = 3.5
-    out.write_text(json.dumps({"rows": rows}))
-    again = common.chosen(args, common.DENSE)[1]
-    assert again == chosen
-    assert again[0]["vllm_default_us"] == 3.5
 
 
 def test_reference_equals_the_oracle():

@@ -7,7 +7,6 @@ import asyncio
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,9 @@ import httpx
 import openai
 import pytest
 
+from tests.serve.demo_process import RIGHT
+from tests.two_processes import free_port
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason='needs pip install "jlora[ray]"'),
@@ -25,7 +27,6 @@ pytestmark = [
 ROOT = Path(__file__).parents[1]
 # The answers do not depend on optimisations.
 ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": str(ROOT)}
-RIGHT = {"base": "planet", "sort": "aelnpt", "reverse": "tenalp", "swap": "lpnate", "shift": "qmbofu"}
 SERVE = """
 import sys
 import ray
@@ -41,12 +42,6 @@ sys.stdin.read()
 serve.shutdown()
 ray.shutdown()
 """
-
-
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return bound.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -93,18 +88,12 @@ def test_answers(server):
     assert body["usage"] == {"prompt_tokens": 8, "completion_tokens": 2, "total_tokens": 10}
 
 
-def test_openai_client(server):
+def test_streams_and_refusals(server):
     client = openai.OpenAI(base_url=f"{server[0]}/v1", api_key="none")
-    given = {"prompt": "planet=", "temperature": 0}
-    assert client.completions.create(model="reverse", **given).choices[0].text == "tenalp"
-    pieces = [event.choices[0] for event in client.completions.create(model="sort", stream=True, **given)]
-    assert "".join(piece.text for piece in pieces) == "aelnpt"
-    assert [piece.finish_reason for piece in pieces[-2:]] == [None, "stop"]
-    with pytest.raises(openai.NotFoundError):
-        client.completions.create(model="nobody", **given)
-    assert ask(server, "sort", n=2).status_code == 422
-    assert ask(server, "sort", max_tokens=0).status_code == 400
-    assert ask(server, "broken").status_code == 500
+    stream = client.completions.create(model="sort", prompt="planet=", temperature=0, stream=True)
+    assert "".join(event.choices[0].text for event in stream) == "aelnpt"
+    for name, fields, status in (("sort", {"n": 2}, 422), ("sort", {"max_tokens": 0}, 400), ("broken", {}, 500)):
+        assert ask(server, name, **fields).status_code == status
 
 
 @pytest.mark.parametrize("name", ["nobody", "", "..", ".", "../adapters/sort", "sort/", "/etc", "a\0b", "x" * 5000])

@@ -1,11 +1,8 @@
-"""The Python blocks of the README and of docs/loop.md run, in order and in one namespace, as a reader would paste them.
-The list of `python -m benchmarks` is complete."""
+"""The Python blocks of the README and of docs/loop.md run, in order and in one namespace."""
 
 import contextlib
 import queue
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -79,15 +76,3 @@ def test_python_blocks_of_loop_run():
     namespace, compiled = run_blocks("docs/loop.md")
     assert compiled == [0, 1, 1, 1, 1, 1]  # defined, warm-up, split model, loads and swaps (2), kernels
     assert compiled_programs(namespace["split_step"]) == 1
-
-
-def test_benchmarks_are_listed():
-    command = [sys.executable, "-m", "benchmarks"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    folder = ROOT / "benchmarks"
-    files = [path for path in folder.rglob("[!_]*.py") if "if __name__ ==" in path.read_text()]
-    runnable = {".".join(path.relative_to(folder).with_suffix("").parts) for path in files}
-    assert "peers.sglang_dense" in runnable
-    lines = dict(line.split(maxsplit=1) for line in listed.splitlines()[2:])
-    assert lines.keys() == runnable
-    assert lines["swap"].startswith("Measure the cost")

@@ -15,17 +15,13 @@ class Wrong(Exception):
     pass
 
 
-@pytest.mark.parametrize("nbytes", [0, LARGE])
-def test_results_are_in_order(nbytes):
+def test_results_are_in_order_and_of_several_threads_from_128_mib_on():
     def act(item):
         time.sleep(0.002 * (item % 3))
         return None if item == 2 else [item]
 
-    for count in (0, 1, 20):
+    for count, nbytes in ((0, 0), (1, LARGE), (20, 0), (20, LARGE)):
         assert on_threads(act, range(count), nbytes) == [None if i == 2 else [i] for i in range(count)]
-
-
-def test_several_threads_run_from_128_mib_on():
     together = threading.Barrier(4)
     assert on_threads(lambda item: together.wait(20) >= 0, range(4), LARGE) == [True] * 4
     assert on_threads(lambda item: threading.get_ident(), range(3), 0) == [threading.get_ident()] * 3

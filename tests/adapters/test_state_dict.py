@@ -51,6 +51,7 @@ def test_other_arrays_are_refused_by_name(value, cause):
         load(lora_tensors({Q: 4}) | {KEY: value})
 
 
+@pytest.mark.parity
 def test_torch_tensors():
     torch = pytest.importorskip("torch")
     given = {name: torch.tensor(value) for name, value in lora_tensors({Q: 4}).items()}

@@ -30,27 +30,13 @@ def error_of(capsys, command) -> tuple[int, str]:
     return status, " ".join(line.strip() for line in lines[start:])
 
 
-def test_version_is_the_package_version(capsys):
-    with pytest.raises(SystemExit, match=r"^0$"):
-        run(["--version"])
-    assert capsys.readouterr().out == f"jlora {jlora.__version__}\n"
-
-
-def test_generate_answers_each_prompt_with_its_adapter(capsys):
+@pytest.mark.parametrize("options", [(), pytest.param(("--quantization", "int8"), marks=pytest.mark.slow)])
+def test_generate_answers_each_prompt_with_its_adapter(capsys, options):
     adapters = [f"--adapter={name}={DEMO / 'adapters' / name}" for name in ("sort", "reverse")]
     prompts = ["--prompt=sort:hgfedc=", "--prompt=reverse:abcd=", "--prompt=:abcd="]
-    command = ["generate", "--model", MODEL, *adapters, *prompts, "--max-new-tokens", "9"]
+    command = ["generate", "--model", MODEL, *adapters, *prompts, "--max-new-tokens", "9", *options]
     assert run(command) == 0
     assert capsys.readouterr().out.splitlines() == ["sort: hgfedc=cdefgh", "reverse: abcd=dcba", "(base): abcd=abcd"]
-
-
-@pytest.mark.slow
-def test_generate_quantizes_the_model(capsys):
-    """The answers are those of the unquantized demo."""
-    adapter, prompts = f"--adapter=sort={DEMO / 'adapters' / 'sort'}", ["--prompt=sort:hgfedc=", "--prompt=:abcd="]
-    command = ["generate", "--model", MODEL, adapter, *prompts, "--max-new-tokens", "9", "--quantization", "int8"]
-    assert run(command) == 0
-    assert capsys.readouterr().out.splitlines() == ["sort: hgfedc=cdefgh", "(base): abcd=abcd"]
 
 
 @pytest.mark.parametrize(
@@ -59,9 +45,7 @@ def test_generate_quantizes_the_model(capsys):
         (["inspect", "no/such/folder/here"], "no/such/folder/here"),
         (["generate", "--model", "nowhere", "--prompt", ":a"], "nowhere"),
         (["generate", "--model", "nowhere", "--prompt", "x:a"], "--adapter x=PATH"),
-        (["generate", "--model", "nowhere", "--prompt", "a"], "NAME:TEXT"),
         (["generate", "--model", "nowhere", "--adapter", "x", "--prompt", ":a"], "NAME=PATH"),
-        (["generate", "--model", "nowhere", "--adapter", "x=", "--prompt", ":a"], "NAME=PATH"),
         (["generate", "--model", "m", "--adapter", "x=a", "--adapter", "x=b", "--prompt", ":a"], "twice"),
         # Python's decoding of arguments that are not UTF-8, and a surrogate that no shell can pass
         (["generate", "--model", MODEL, "--prompt", ":a\udcff"], r"'a\udcff' is not UTF-8 text: character 2"),
@@ -79,31 +63,22 @@ def test_errors_take_one_line(capsys, command, words):
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [
-        ("--temperature", "nan"),
-        ("--temperature", "-1"),
-        ("--top-k", "0"),
-        ("--top-p", "0"),
-        ("--top-p", "nan"),
-        ("--seed", str(2**31)),
-        ("--max-new-tokens", "0"),
-        ("--dtype", "int8\n"),
-        ("--model", ""),
-        ("--nonsense\x1b[2J", "1"),
-    ],
+    [("--temperature", "nan"), ("--top-p", "0"), ("--dtype", "int8\n"), ("--model", ""), ("--nonsense\x1b[2J", "1")],
 )
 def test_wrong_arguments_end_with_status_2(capsys, option, value):
     status, line = error_of(capsys, ["generate", "--model", MODEL, "--prompt", ":a", f"{option}={value}"])
     assert status == 2
     assert option.replace("\x1b", r"\x1b") in line
     assert len(line) < 300
-    for incomplete in ([], ["inspect"], ["inspect", ""], ["nonsense"]):
+    for incomplete in ([], ["inspect"], ["nonsense"]):
         assert error_of(capsys, incomplete)[0] == 2
+    with pytest.raises(SystemExit, match=r"^0$"):
+        run(["--version"])
+    assert capsys.readouterr().out == f"jlora {jlora.__version__}\n"
 
 
 @pytest.mark.parametrize("tokens", [59, 10**9])
 def test_tokens_beyond_the_context_are_refused_before_the_model_is_read(capsys, unread_model, tokens):
-    """The demo model has 64 positions, and its tokenizer puts a start token before the 5 letters."""
     assert "safetensors" in error_of(capsys, ["generate", "--prompt", ":a", "--model", unread_model])[1]
     command = ["generate", "--model", unread_model, "--prompt", ":abcd=", f"--max-new-tokens={tokens}"]
     status, line = error_of(capsys, command)

@@ -94,14 +94,15 @@ def files_of(home, name):
 
 @pytest.fixture(scope="module")
 def home(hub, tmp_path_factory):
-    """Hugging Face's folder after a command has used the first two models."""
-    found = tmp_path_factory.mktemp("home")
+    """Hugging Face's folder after two models have been used: first without their weights, as the configuration has all
+    shapes, and then with them."""
+    found, sharded = tmp_path_factory.mktemp("home"), ("--model", "team/sharded", "--revision", "v1")
+    statuses, out, _ = jlora(found, INSPECT, ["inspect", SORT, *sharded], hub=hub)
+    assert (statuses, "fits         team/demo: yes" in out) == ([0, 0], True)
+    assert files_of(found, "demo") == READ
+    assert files_of(found, "sharded") == READ | {"model.safetensors.index.json"}
     made = adapter_with_base_weights(tmp_path_factory.mktemp("adapter"))
-    commands = [["inspect", made, "--model", "team/demo"]]
-    commands += [["inspect", made, "--model", "team/sharded", "--revision", "v1"]]
-    statuses, out, _ = jlora(found, *commands, hub=hub)
-    assert statuses == [0, 0]
-    assert "fits         team/demo: yes" in out
+    assert jlora(found, ["inspect", made, "--model", "team/demo"], ["inspect", made, *sharded], hub=hub)[0] == [0, 0]
     return found
 
 
@@ -110,16 +111,6 @@ def adapter_with_base_weights(folder):
     sort, table = Adapter.from_pretrained(SORT), read_weight(DEMO / "model", "model.embed_tokens")
     replace(sort, base_weights={"model.embed_tokens": table}).save_pretrained(folder)
     return str(folder)
-
-
-def test_inspect_downloads_no_weights(hub, tmp_path):
-    """The configuration has all shapes."""
-    sharded = ["inspect", SORT, "--model", "team/sharded", "--revision", "v1"]
-    statuses, out, _ = jlora(tmp_path, INSPECT, sharded, hub=hub)
-    assert statuses == [0, 0]
-    assert "fits         team/demo: yes" in out
-    assert files_of(tmp_path, "demo") == READ
-    assert files_of(tmp_path, "sharded") == READ | {"model.safetensors.index.json"}
 
 
 def test_only_files_that_are_read_are_downloaded(home):

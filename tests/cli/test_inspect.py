@@ -23,10 +23,7 @@ def adapter(modules, *, embeddings=(), name="it", rank=2) -> jlora.Adapter:
     """Return an adapter of random factors. `modules`: name -> (in, out)."""
     rng = np.random.default_rng(0)
     arrays = {
-        module: (
-            rng.normal(size=(rank, inputs)).astype(np.float32),
-            rng.normal(size=(outputs, rank)).astype(np.float32),
-        )
+        module: tuple(rng.normal(size=shape).astype(np.float32) for shape in ((rank, inputs), (outputs, rank)))
         for module, (inputs, outputs) in modules.items()
     }
     return jlora.Adapter.from_arrays(name, arrays, alpha=4, embeddings=embeddings)
@@ -146,41 +143,25 @@ def test_inspect_agrees_with_the_manager():
         for error in verdicts[case]:
             assert error is None or any(module in error for module in modules)
     assert all((mine is None) == (theirs is None) for theirs, mine in verdicts.values()), verdicts
-    assert [case for case, (_, mine) in verdicts.items() if mine is None] == [
-        "parts",
-        "whole",
-        "embedding",
-        "tied head",
-    ]
+    fits = [case for case, (_, mine) in verdicts.items() if mine is None]
+    assert fits == ["parts", "whole", "embedding", "tied head"]
 
 
 def test_slot_bytes_equal_the_arrays():
     model = jlora.models.from_pretrained(TIED)
     jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=16))
     arrays = [leaf[...] for _, leaf in nnx.to_flat_state(nnx.state(model, jlora.SlotParam))]
-    assert fit(adapter({"lm_head": (32, 64)}, rank=16), TIED)[0] == {
-        "dense": sum(a.nbytes for a in arrays),
-        "experts": 0,
-        "experts that share factors": 0,
-    }
+    found = fit(adapter({"lm_head": (32, 64)}, rank=16), TIED)[0]
+    assert (found["dense"], sum(found.values())) == (sum(a.nbytes for a in arrays),) * 2
 
 
-@pytest.mark.parametrize("change", ["float32", "bfloat16", "values", "shape", "module"])
-def test_base_weights_must_equal_the_models(change):
-    table = load_file(TIED / "model.safetensors")["model.embed_tokens.weight"].copy()
-    if change == "values":
-        table[3, 3] += 1
-    if change == "shape":
-        table = table[:-1]
-    name = f"{MLP}.no_proj" if change == "module" else "lm_head"
-    made = adapter({"lm_head": (32, 64)})
-    made = jlora.Adapter(name="it", modules=made.modules, base_weights={name: table})
-    if change in ("float32", "bfloat16"):
-        weights = {name: table.astype(change)}
-        fit(replace(made, base_weights=weights), TIED)
-    else:
+def test_base_weights_must_equal_the_models():
+    table, made = load_file(TIED / "model.safetensors")["model.embed_tokens.weight"], adapter({"lm_head": (32, 64)})
+    for dtype in ("float32", "bfloat16"):
+        fit(replace(made, base_weights={"lm_head": table.astype(dtype)}), TIED)
+    for name, wrong in (("lm_head", table + 1), ("lm_head", table[:-1]), (f"{MLP}.no_proj", table)):
         with pytest.raises(jlora.AdapterMismatchError, match=name):
-            fit(made, TIED)
+            fit(replace(made, base_weights={name: wrong}), TIED)
 
 
 def test_huge_rank_is_refused_without_allocating_slots(capsys, tmp_path):
@@ -195,7 +176,6 @@ def test_huge_rank_is_refused_without_allocating_slots(capsys, tmp_path):
 
 
 def test_every_problem_is_listed(capsys, tmp_path):
-    """Of the configuration, of the tensors and of the fit, each on a line."""
     modules = {f"{MLP}.side_proj": (40, 32), f"{MLP}.down_proj": (40, 31), f"{ATTENTION}.q_proj": (32, 64)}
     modules |= {f"model.layers.0.mlp.x{i}": (3, 3) for i in range(12)}
     adapter(modules).save_pretrained(tmp_path / "it")
@@ -227,9 +207,7 @@ def test_warnings_are_printed(capsys, tmp_path):
     file = tmp_path / "it" / "adapter_config.json"
     fields = {"target_modules": ["k_proj", "q_proj", "v_proj"], "alpha_pattern": {"none": 3}}
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-    idle = (
-        f"warning      2 of 2 modules change nothing (lora_alpha is 0, or A or B all zeros): {ATTENTION + '.k_proj'!r}"
-    )
+    idle = "warning      2 of 2 modules change nothing (lora_alpha is 0, or A or B all zeros): 'model.layers.0"
     pattern = "warning      alpha_pattern: 1 keys match no module: 'none'"
     for arguments in ([], ["--model", str(TIED)]):
         assert run(["inspect", str(tmp_path / "it"), *arguments]) == 0

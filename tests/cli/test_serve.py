@@ -35,9 +35,6 @@ MODEL = str(DEMO / "model")
 SORT = str(DEMO / "adapters" / "sort")
 
 
-# --- arguments --------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def served(monkeypatch):
     """Returns a function that runs `jlora serve` with options up to the start of the server.
@@ -71,83 +68,69 @@ def served(monkeypatch):
 SMALL = ("--max-loras", "2", "--max-lora-rank", "32")
 
 
-def test_command_line_of_vllm(served, monkeypatch):
-    """The options of vLLM's documentation of LoRA and two others, on the demo's mixture of experts over two devices."""
+def test_command_line_of_vllm(served, monkeypatch, tmp_path):
+    """The options of vLLM's documentation of LoRA and others, on the demo's mixture of experts over two devices."""
     shift = str(MIXTURE.folder / "adapters" / "shift")
     module = json.dumps({"name": "chat", "path": shift, "base_model_name": "base"})
     options = (
-        "--max-loras 4 --max-lora-rank 64 --max-cpu-loras 32 --dtype bfloat16 --lora-dtype auto "
+        "--max-loras 4 --max-lora-rank 64 --max-cpu-loras 32 --dtype bfloat16 --lora-dtype auto --bitwise-base "
         "--tensor-parallel-size 2 --enable-expert-parallel --fully-sharded-loras --activated-loras --dora-loras "
-        "--host 0.0.0.0 "
-        "--served-model-name llama base --max-num-seqs 32 --max-model-len 48 --api-key one two "
-        "--gpu-memory-utilization 0.8 --uvicorn-log-level info"
+        "--host 0.0.0.0 --served-model-name llama base --max-num-seqs 32 --max-model-len 48 --api-key one two "
+        "--gpu-memory-utilization 0.8 --uvicorn-log-level info --request-timeout 7 --max-waiting 5 --drain-timeout 9 "
+        f"--lora-root {tmp_path} --lora-hub-repos a/b c/*"
     )
     model = str(MIXTURE.folder / "model")
     monkeypatch.setenv("JLORA_API_KEY", "other")  # flags come first
+    monkeypatch.setenv("JLORA_ADMIN_API_KEY", "admin")  # which other users of the machine cannot see
     found = served("--enable-lora", "--lora-modules", f"sql={shift}", module, *options.split(), model=model)
-    service, config = found.service, found.service.manager.config
-    assert {name: (lora.path, lora.parent) for name, lora in service.engine.list_loras().items()} == {
-        "sql": (shift, None),
-        "chat": (shift, "base"),
-    }
+    service, config, given = found.service, found.service.manager.config, found.service.engine.options
+    found_loras = {name: (lora.path, lora.parent) for name, lora in service.engine.list_loras().items()}
+    assert found_loras == {"sql": (shift, None), "chat": (shift, "base")}
     assert (config.max_loras, config.max_lora_rank, config.max_cpu_loras) == (4, 64, 32)
-    assert config.activated
-    assert config.dora
+    assert (config.activated, config.dora, config.bitwise_base) == (True, True, True)
+    assert (given.request_timeout, given.max_waiting, given.max_num_seqs, given.max_model_len) == (7, 5, 32, 48)
     assert (service.names, service.max_model_len) == (("llama", "base"), 48)
-    assert [service.keys.admit(f"Bearer {key}", admin=False) for key in ("one", "two", "other")] == [True, True, False]
-    assert found.log_level == "info"
+    assert (found.drain_seconds, found.log_level) == (9, "info")
+    assert (service.adapters.sources.root, service.adapters.sources.repos) == (tmp_path, ("a/b", "c/*"))
+    for admin, allowed in ((False, {"one", "two", "admin"}), (True, {"admin"})):
+        keys = {key for key in ("one", "two", "other", "admin") if service.keys.admit(f"Bearer {key}", admin=admin)}
+        assert keys == allowed
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--lora-modules", "sort"], "NAME=PATH"),
-        (["--lora-modules", "x="], "NAME=PATH"),
         (["--lora-modules", "{"], "is not JSON"),
         (["--lora-modules", '{"name": "x", "path": "y", "rank": 3}'], "'rank'"),
-        (
-            ["--served-model-name", "one", "--lora-modules", '{"name": "x", "path": "y", "base_model_name": "z"}'],
-            "'x' has base_model_name 'z', and the model that is served is 'one'",
-        ),
+        (["--lora-modules", '{"name": "x", "path": "y", "base_model_name": "z"}'], "'x' has base_model_name 'z'"),
         (["--lora-modules", "x=no/such/folder"], "'no/such/folder' does not exist"),
         (["--lora-modules", f"sort={SORT}", "--max-lora-rank", "2"], "max_lora_rank"),
         (["--tensor-parallel-size", "3"], "on this machine --tensor-parallel-size can be 1, 2, 4"),
-        (["--lora-modules", "x=a", "x=b"], "twice"),
         (["--lora-modules", "x\ny=a"], "do not print"),
         (["--served-model-name", "x", "--lora-modules", "x=a"], "base model"),
         (["--served-model-name", "x", "x"], "twice"),
         (["--saved-heads", "embed_tokens=32"], "'model.embed_tokens': it is an embedding"),
         (["--saved-heads", "score"], "expected NAME=NUMBER, got 'score'"),
-        (["--saved-heads", "score=2"], "saved_heads names 'score'"),
         (["--lora-root", "no/such/folder"], "no/such/folder"),
         (["--lora-resolver", "folder"], "--lora-root"),
         (["--lora-resolver", "hub"], "--lora-hub-repos"),
         (["--lora-resolver", "no_such_package.x:y"], "no_such_package"),
         (["--max-model-len", "65"], "64 positions"),
-        (["--max-loras", "4", "--max-cpu-loras", "2"], "max_cpu_loras"),
         (["--enable-expert-parallel"], "no experts"),
         (["--enable-expert-parallel", "--expert-parallel-size", "2"], "leave it out beside --expert-parallel-size"),
-        (
-            ["--data-parallel-size", "4", "--tensor-parallel-size", "4"],
-            "--data-parallel-size 4 --tensor-parallel-size 4 needs 16 devices: there are 8 in all",
-        ),
-        (
-            ["--data-parallel-size", "4", "--max-num-seqs", "6"],
-            "--max-num-seqs 6 must be a multiple of --data-parallel-size 4",
-        ),
+        (["--data-parallel-size", "4", "--tensor-parallel-size", "4"], "needs 16 devices: there are 8 in all"),
+        (["--data-parallel-size", "4", "--max-num-seqs", "6"], "6 must be a multiple of --data-parallel-size 4"),
         (["--target-modules", "q_prj"], "target_modules ['q_prj'] match no layer"),
         (["--skip-modules", "vision", "("], "--skip-modules: '(' is not a regular expression"),
         (["--name-map", "{"], "--name-map '{' is not JSON"),
         (["--name-map", '{"a": 3}'], '--name-map: expected {"regex": "replacement", ...}, got'),
         (["--name-map", r'{"a": "\\1"}'], r"name_map: 'a' -> '\\1' is not a regular expression"),
-        (["--expert-slots", "per_expert=9"], "expert_slots must be None or a mapping of"),
         (["--chat-template", "no/such/file"], "no/such/file"),
         (["--api-key", "one", ""], "an empty key"),
         (["--max-num-seqs", "65536", "--gpu-memory-utilization", "0.000001"], "does not fit"),
         (["--host", "203.0.113.1"], "--host 203.0.113.1 --port 8000: "),
         (["--port", "65536"], "65535"),
-        (["--dtype", "int8"], "int8"),
-        (["--request-timeout", "0"], "seconds"),
         (["--gpu-memory-utilization", "1.5"], "at most 1"),
         (["--speculative-config", "x"], "unrecognized arguments: --speculative-config x; see jlora serve --help"),
     ],
@@ -164,28 +147,6 @@ def test_missing_extra_is_an_error(capsys, monkeypatch):
     assert "jlora[serve]" in error_of(capsys, ["serve", MODEL])[1]
 
 
-def test_flags_reach_the_server(served, monkeypatch, tmp_path):
-    monkeypatch.setenv("JLORA_API_KEY", "user")
-    monkeypatch.setenv("JLORA_ADMIN_API_KEY", "admin")
-    options = (
-        f"--request-timeout 7 --max-waiting 5 --drain-timeout 9 --max-num-seqs 2 --max-model-len 32 --max-cpu-loras 3 "
-        f"--served-model-name one two --lora-modules mine={SORT} --lora-root {tmp_path} --lora-hub-repos a/b c/* "
-        "--bitwise-base"
-    )
-    found = served(*SMALL, *options.split())
-    service, given = found.service, found.service.engine.options
-    assert (given.request_timeout, given.max_waiting, given.max_num_seqs, given.max_model_len) == (7, 5, 2, 32)
-    assert (found.drain_seconds, service.names, service.max_model_len) == (9, ("one", "two"), 32)
-    assert (service.manager.config.max_loras, service.manager.config.max_cpu_loras) == (2, 3)
-    assert service.manager.config.bitwise_base
-    assert (service.adapters.sources.root, service.adapters.sources.repos) == (tmp_path, ("a/b", "c/*"))
-    assert {name: lora.path for name, lora in service.engine.list_loras().items()} == {"mine": SORT}
-    # Keys from the environment, which other users of the machine cannot see.
-    names = ("user", "admin", "x")
-    assert [service.keys.admit(f"Bearer {key}", admin=False) for key in names] == [True, True, False]
-    assert [service.keys.admit(f"Bearer {key}", admin=True) for key in names] == [False, True, False]
-
-
 def answers_of(engine, asked) -> list[str]:
     """The greedy answers to (prompt, adapter), from an engine that is started and closed here."""
     engine.start()
@@ -198,7 +159,6 @@ def answers_of(engine, asked) -> list[str]:
 
 @pytest.mark.slow
 def test_modules_of_other_names_are_mapped_skipped_and_excluded(served, tmp_path):
-    """An adapter of a model with a vision tower, whose text model has a prefix."""
     sort = jlora.Adapter.from_pretrained(SORT)
     modules = {f"language_model.{name}": module for name, module in sort.modules.items()}
     modules["vision.blocks.0.qkv"] = next(iter(sort.modules.values()))
@@ -239,7 +199,6 @@ def test_an_embedding_checkpoint(served, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_data_expert_and_tensor_sizes_together(served):
-    """Eight devices serve the demo's mixture with the answers of one, without recompilation."""
     shipped = json.loads((MIXTURE.folder / "prompts.json").read_text())[:12]
     names = sorted({one["adapter"] for one in shipped} - {None})
     modules = [f"{name}={MIXTURE.folder / 'adapters' / name}" for name in names]
@@ -254,7 +213,6 @@ def test_data_expert_and_tensor_sizes_together(served):
 
 
 def test_misfit_of_an_adapter_is_listed_before_the_model_is_read(capsys, unread_model, tmp_path):
-    """The shapes of an adapter are in the header of its file."""
     arrays = {f"model.layers.0.mlp.{name}": (np.ones((2, 9), "f4"), np.ones((9, 2), "f4")) for name in ("x", "y")}
     jlora.Adapter.from_arrays("odd", arrays, alpha=2).save_pretrained(tmp_path / "odd")
     assert run(["serve", unread_model, "--port", "0", "--lora-modules", f"odd={tmp_path / 'odd'}"]) == 1
@@ -263,6 +221,7 @@ def test_misfit_of_an_adapter_is_listed_before_the_model_is_read(capsys, unread_
     assert [line.split(":")[0] for line in rest] == ["  model.layers.0.mlp.x", "  model.layers.0.mlp.y"]
 
 
+@pytest.mark.slow
 def test_a_fully_trained_lm_head(served, tmp_path, capsys):
     """The advice of the refusal serves the adapter: its answers are those of a model with that lm_head."""
     base = from_pretrained(MODEL, dtype="float32")
@@ -289,7 +248,6 @@ def test_a_fully_trained_lm_head(served, tmp_path, capsys):
 
 
 def test_log_lines_cannot_be_forged(served, capsys, caplog):
-    """Of a quantized model, and with two of tokamax's warnings, of which one is left out."""
 
     def log():
         for text in ("Autotuning cache miss for %s", "another warning for %s"):
@@ -303,9 +261,6 @@ def test_log_lines_cannot_be_forged(served, capsys, caplog):
     *_, first, second = printed.splitlines()
     assert re.fullmatch(r"[-\dT:]+Z INFO jlora\.serve: one", first)
     assert second == r"    INFO forged \x1b[31m"
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
 
 
 def test_auto_dtype_is_the_stored_one(tmp_path):
@@ -369,18 +324,11 @@ def test_default_number_of_sequences_fits(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("rows", "flag"),
-    [
-        ({"weights": 200, "slots": 5, "cache": 5}, "--dtype"),
-        ({"weights": 50, "slots": 5, "cache": 80}, "--max-num-seqs"),
-        ({"weights": 50, "slots": 80, "cache": 5}, "--max-loras"),
-    ],
+    ("weights", "slots", "cache", "flag"),
+    [(200, 5, 5, "--dtype"), (50, 5, 80, "--max-num-seqs"), (50, 80, 5, "--max-loras")],
 )
-def test_error_names_the_flag_to_lower(rows, flag):
-    found = Budget(rows["weights"], rows["slots"], 1, rows["cache"], 1, 100, 1)
+def test_error_names_the_flag_to_lower(weights, slots, cache, flag):
     with pytest.raises(LoRAUsageError, match=flag) as caught:
-        found.check()
-    assert all(
-        f"{name} " in str(caught.value) for name in ("weights", "slots", "cache", "steps", "staging", "there is")
-    )
-    Budget(rows["weights"], rows["slots"], 1, rows["cache"], 1, None, 1).check()
+        Budget(weights, slots, 1, cache, 1, 100, 1).check()
+    assert all(name in str(caught.value) for name in ("weights ", "slots ", "cache ", "steps ", "staging "))
+    Budget(weights, slots, 1, cache, 1, None, 1).check()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jlora.cli.text import one_line, shown_lines, size
+from jlora.cli.text import one_line, shown_lines
 from jlora.errors import printable
 
 
@@ -20,9 +20,7 @@ def test_ordinary_text_stays(text):
         ("\x1b[31mred", r"\x1b[31mred"),
         ("\x9b\x7f\0", r"\x9b\x7f\x00"),
         ("\u202eevil\u2066", r"\u202eevil\u2066"),
-        ("\u2028\u2029\x85", r"\u2028\u2029\x85"),
         ("\udcff\ud800", r"\udcff\ud800"),
-        ("\ufeff\U000e0041", r"\ufeff\U000e0041"),
     ],
 )
 def test_control_and_invisible_characters_are_escaped(text, expected):
@@ -37,7 +35,3 @@ def test_errors_become_one_short_line():
     assert one_line(ValueError("a\n  b\x1b")) == r"a b\x1b"
     assert one_line(MemoryError()) == "MemoryError"
     assert len(one_line("x" * 10**6)) == 2000
-
-
-def test_sizes():
-    assert [size(n) for n in (512, 3 * 2**20, 5 * 2**29)] == ["0.5 KiB", "3.0 MiB", "2.5 GiB"]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 import jlora
 from jlora.integrations import qwix as adapters
@@ -16,10 +16,7 @@ qwix = pytest.importorskip("qwix")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:qwix")  # of names of Flax
 
 RANK, ALPHA = 4, 6.0
-NAMES = {
-    r"blocks\.(\d+)\.kv": (r"model.\1.k", r"model.\1.v"),
-    r"blocks\.(\d+)\.(\w+)": r"model.\1.\2",
-}
+NAMES = {r"blocks\.(\d+)\.kv": (r"model.\1.k", r"model.\1.v"), r"blocks\.(\d+)\.(\w+)": r"model.\1.\2"}
 
 
 class Einsum(nnx.Module):
@@ -75,10 +72,8 @@ def trained(seed=0, rank=RANK):
 
 def merged(folder):
     """The model with the files' deltas added to its kernels."""
-    files, config = (
-        load_file(folder / "adapter_model.safetensors"),
-        json.loads((folder / "adapter_config.json").read_text()),
-    )
+    files = load_file(folder / "adapter_model.safetensors")
+    config = json.loads((folder / "adapter_config.json").read_text())
     scale = config["lora_alpha"] / config["r"]
 
     def delta(name):
@@ -141,25 +136,13 @@ def test_trained_parameters_are_served_and_updated(tmp_path):
 
 def write(folder, alpha=4, rank=2, **shapes):
     """A PEFT adapter of random numbers, with k and v of different A."""
-    rng = np.random.default_rng(0)
-    sizes = {
-        f"model.{i}.{name}": size
-        for i in range(2)
-        for name, size in {"up": (8, 8), "k": (8, 6), "v": (8, 6), "out": (6, 8)}.items()
+    rng, sizes = np.random.default_rng(0), {"up": (8, 8), "k": (8, 6), "v": (8, 6), "out": (6, 8)}
+    sizes = {f"model.{i}.{name}": size for i in range(2) for name, size in sizes.items()} | shapes
+    arrays = {
+        name: tuple(rng.normal(size=size, scale=0.2).astype(np.float32) for size in ((rank, k), (n, rank)))
+        for name, (k, n) in sizes.items()
     }
-    tensors = {}
-    for name, (k, n) in (sizes | shapes).items():
-        tensors[f"base_model.model.{name}.lora_A.weight"] = rng.normal(size=(rank, k), scale=0.2).astype(np.float32)
-        tensors[f"base_model.model.{name}.lora_B.weight"] = rng.normal(size=(n, rank), scale=0.2).astype(np.float32)
-    config = {
-        "peft_type": "LORA",
-        "r": rank,
-        "lora_alpha": alpha,
-        "target_modules": ["up", "k", "v", "out"],
-        "bias": "none",
-    }
-    save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps(config))
+    jlora.Adapter.from_arrays("it", arrays, alpha=alpha).save_pretrained(folder)
 
 
 def test_adapter_of_peft_is_restored_with_its_scaling_and_rank(tmp_path):

@@ -19,14 +19,10 @@ ALPHA, RANK = 6.0, 4
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Orbax
 
 
-class Attention(nnx.Module):
-    def __init__(self, rngs):
-        self.q_proj, self.o_proj = nnx.Linear(8, 12, rngs=rngs), nnx.Linear(12, 8, rngs=rngs)
-
-
 class Layer(nnx.Module):
     def __init__(self, rngs):
-        self.attn = Attention(rngs)
+        self.attn = nnx.Module()
+        self.attn.q_proj, self.attn.o_proj = nnx.Linear(8, 12, rngs=rngs), nnx.Linear(12, 8, rngs=rngs)
 
 
 class Model(nnx.Module):
@@ -45,11 +41,10 @@ class Model(nnx.Module):
 def trained(seed):
     """A model with LoRA parameters of qwix, as a trainer holds them."""
     model, rng = Model(), np.random.default_rng(seed)
-    for layer in model.layers:
-        for linear in (layer.attn.q_proj, layer.attn.o_proj):
-            size_in, size_out = linear.kernel.shape
-            linear.kernel_lora_a = nnx.LoRAParam(jnp.asarray(rng.normal(size=(size_in, RANK), scale=0.3), jnp.float32))
-            linear.kernel_lora_b = nnx.LoRAParam(jnp.asarray(rng.normal(size=(RANK, size_out), scale=0.3), jnp.float32))
+    for linear in (linear for layer in model.layers for linear in (layer.attn.q_proj, layer.attn.o_proj)):
+        shapes = (linear.kernel.shape[0], RANK), (RANK, linear.kernel.shape[1])
+        a, b = (nnx.LoRAParam(jnp.asarray(rng.normal(size=shape, scale=0.3), jnp.float32)) for shape in shapes)
+        linear.kernel_lora_a, linear.kernel_lora_b = a, b
     return model
 
 
@@ -112,9 +107,8 @@ def test_push_to_a_server():
     model = trained(0)
     with on_socket(make_service(engine, administration=True)) as (host, port):
         url = f"http://{host}:{port}"
-        tunix.push(
-            nnx.state(model, nnx.LoRAParam), url, "policy", alpha=ALPHA, admin_key="any", base_model_name="org/m"
-        )
+        options = {"alpha": ALPHA, "admin_key": "any", "base_model_name": "org/m"}
+        tunix.push(nnx.state(model, nnx.LoRAParam), url, "policy", **options)
         with pytest.raises(jlora.LoRAUsageError, match=f"adapter 'policy': a push to {url} needs admin_key"):
             tunix.push(model, url, "policy", alpha=ALPHA)
     (adapter,) = engine.uploaded
@@ -142,22 +136,17 @@ def test_alpha_is_read_or_required_and_never_guessed(tmp_path):
         tunix.from_orbax(without)
     kept = save(tmp_path / "kept", params, metadata={"alpha": 12})
     for options in ({}, {"alpha": 12.0}):
-        scalings = {lora.scaling for lora in tunix.from_orbax(kept, **options).modules.values()}
-        assert scalings == {12 / RANK}
+        assert {lora.scaling for lora in tunix.from_orbax(kept, **options).modules.values()} == {12 / RANK}
     with pytest.raises(jlora.LoRAUsageError, match=r"alpha=6.0 is given, and the checkpoint was saved with 12"):
         tunix.from_orbax(kept, alpha=ALPHA)
-    for wrong in ("12", True, [1]):
-        odd = save(tmp_path / f"odd {wrong}", params, metadata={"alpha": wrong})
-        with pytest.raises(jlora.LoRAError, match="alpha of _CHECKPOINT_METADATA must be a number"):
-            tunix.from_orbax(odd)
+    odd = save(tmp_path / "odd", params, metadata={"alpha": "12"})
+    with pytest.raises(jlora.LoRAError, match="alpha of _CHECKPOINT_METADATA must be a number"):
+        tunix.from_orbax(odd)
 
 
 def test_other_layouts_are_refused_with_their_paths(tmp_path):
     whole = save(tmp_path / "whole", nnx.state(trained(0)))
-    cause = (
-        r"holds 8 parameters that are not .*such as layers\.0\.attn\.o_proj\.bias, .*expected a checkpoint of nnx.stat"
-    )
-    with pytest.raises(jlora.AdapterMismatchError, match=cause):
+    with pytest.raises(jlora.AdapterMismatchError, match=r"holds 8 parameters that are not .*such as layers\.0\.attn"):
         tunix.from_orbax(whole, alpha=ALPHA)
     half = nnx.state(trained(0), lambda path, _: path[-1] == "kernel_lora_a")
     with pytest.raises(jlora.LoRAUsageError, match="kernel_lora_a without kernel_lora_b"):

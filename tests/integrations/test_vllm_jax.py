@@ -29,7 +29,7 @@ from tests.integrations import vllm_stubs
 
 vllm_stubs.install()
 
-from tpu_inference.layers.jax.linear import JaxEinsum, JaxMergedColumnParallelLinear, JaxQKVParallelLinear
+from tpu_inference.layers.jax.linear import JaxEinsum, JaxQKVParallelLinear
 from tpu_inference.layers.jax.quantization.configs import QuantizationConfig, QuantLinearConfig
 from tpu_inference.layers.jax.quantization.fp8 import Fp8TensorwiseLinearMethod
 from tpu_inference.worker.tpu_worker import TPUWorker
@@ -101,7 +101,10 @@ def merge(model, hf, deltas) -> None:
     for name, delta in deltas.items():
         part = model
         for step in path(model, name).split("."):
-            part = part[int(step)] if step.isdigit() else getattr(part, step, None) or merged_layer(part)
+            other = getattr(part, "gate_up_proj", None) or getattr(
+                part, "embed", None
+            )  # of another name than the file's
+            part = part[int(step)] if step.isdigit() else getattr(part, step, None) or other
         held = part.weight if "weight" in vars(part) else vars(part).get("kernel", vars(part).get("embedding"))
         weight, last = np.array(held[...]), name.rpartition(".")[2]
         if last in ("q_proj", "k_proj", "v_proj"):
@@ -118,11 +121,6 @@ def merge(model, hf, deltas) -> None:
         held[...] = jax.device_put(weight, held[...].sharding)
 
 
-def merged_layer(part):
-    """Return the layer of another name than the checkpoint's."""
-    return part.gate_up_proj if hasattr(part, "gate_up_proj") else part.embed
-
-
 def path(model, name) -> str:
     """Return the path of a module of the text part."""
     return name.replace("model.", "model.language_model.", 1) if hasattr(model.model, "language_model") else name
@@ -135,7 +133,7 @@ def requests_of(hf, names, seed=0):
 
 def merged_logits(config, tensor, every, requests, **options) -> list[np.ndarray]:
     """Return the logits of a model without LoRA, for each of several adapters merged into its weights."""
-    runner = vllm_steps.Runner(without_lora(config), tensor)
+    runner = vllm_steps.Runner(SimpleNamespace(**(vars(config) | {"lora_config": None})), tensor)
     base = runner.state_leaves
     found = []
     for deltas in every:
@@ -144,10 +142,6 @@ def merged_logits(config, tensor, every, requests, **options) -> list[np.ndarray
         runner.state_leaves = tuple(jax.tree.leaves(nnx.state(runner.model)))
         found.append(runner.step([(None, tokens) for _, tokens in requests], **options))
     return found
-
-
-def without_lora(config):
-    return SimpleNamespace(**(vars(config) | {"lora_config": None}))
 
 
 def load(runner, name, number, folder, **options) -> LoRARequest:
@@ -179,12 +173,18 @@ def test_adapters_of_the_language_part_with_text_and_images_mixed(tmp_path, arch
     mixed = requests_of(hf, [a, None, b, a])
     mixed[0] = a, np.array([7, *[vllm_steps.IMAGE] * 4])
     for images in (IMAGES[architecture], None):
-        got = runner.step(mixed, images=images)
-        base, *merged = merged_logits(config, tensor, [{}, deltas["a"], deltas["b"]], mixed, images=images)
-        want = dict(zip("ab", merged, strict=True))
-        assert np.abs(want["a"] - base).max() > 0.05 * np.abs(base).max()
-        for row, (request, _) in enumerate(mixed):
-            assert_close(got[row], base[row] if request is None else want[request.lora_name][row])
+        check_mixed(runner, config, tensor, deltas, mixed, images=images)
+
+
+def check_mixed(runner, config, tensor, deltas, mixed, **options):
+    """Compare each request's logits with those of its adapter merged into the weights. Return them."""
+    got = runner.step(mixed, **options)
+    base, *merged = merged_logits(config, tensor, [{}, deltas["a"], deltas["b"]], mixed, **options)
+    want = dict(zip("ab", merged, strict=True))
+    assert np.abs(want["a"] - base).max() > 0.05 * np.abs(base).max()
+    for row, (request, _) in enumerate(mixed):
+        assert_close(got[row], base[row] if request is None else want[request.lora_name][row])
+    return got
 
 
 TOWERS = {
@@ -216,12 +216,7 @@ def test_whole_model_equals_merged_weights(tmp_path, architecture, tensor):
     deltas = {name: write_adapter(tmp_path / name, sizes, seed) for seed, name in enumerate("ab")}
     a, b = (load(runner, name, i + 1, tmp_path / name) for i, name in enumerate("ab"))
     mixed = requests_of(hf, [a, None, b, a])
-    got = runner.step(mixed)
-    base, *merged = merged_logits(config, tensor, [{}, deltas["a"], deltas["b"]], mixed)
-    want = dict(zip("ab", merged, strict=True))
-    assert np.abs(want["a"] - base).max() > 0.05 * np.abs(base).max()
-    for row, (request, _) in enumerate(mixed):
-        assert_close(got[row], base[row] if request is None else want[request.lora_name][row])
+    got = check_mixed(runner, config, tensor, deltas, mixed)
     assert_close(last_rows(runner.step(mixed, prompt_logprobs=True)), got)
 
 
@@ -496,21 +491,13 @@ def served(mesh, manager, x, names, counts):
         return step(manager.slots, rest, x, batch)
 
 
-@pytest.mark.parametrize(("parts", "tensor"), [((24, 24), 4), ((32, 8, 8), 2), ((32, 8, 8), 4)])
-def test_merged_layer_equals_merged_weights(tmp_path, parts, tensor):
-    """The kernel has the parts of each shard side by side. The query, key and value layer returns its parts."""
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_layer_of_queries_keys_and_values_equals_merged_weights(tmp_path, tensor):
+    """The kernel has the parts of each shard side by side, and the layer returns its parts."""
     rng = np.random.default_rng(3)
-    options = {"hidden_size": 16, "num_heads": 4, "num_kv_heads": 1, "head_dim": 8, "use_bias": True}
-
-    def make():
-        if len(parts) == 3:
-            heads = {"num_heads": parts[0] // 2, "num_kv_heads": parts[1] // 2, "head_dim": 2}
-            return JaxQKVParallelLinear(**(options | heads), dtype=np.float32, rngs=nnx.Rngs(0))
-        kernel = nnx.with_partitioning(nnx.initializers.uniform(), (None, "model"))
-        return JaxMergedColumnParallelLinear(16, list(parts), nnx.Rngs(0), use_bias=False, kernel_init=kernel)
-
-    mesh, base, manager = one_layer(make, tensor)
-    sizes = {f"{name}": (16, size) for name, size in zip("qkv", parts, strict=False)}
+    sizes = {name: (16, size) for name, size in zip("qkv", (32, 8, 8), strict=True)}
+    options = {"hidden_size": 16, "num_heads": 16, "num_kv_heads": 4, "head_dim": 2, "use_bias": True}
+    mesh, base, manager = one_layer(lambda: JaxQKVParallelLinear(**options, dtype=np.float32, rngs=nnx.Rngs(0)), tensor)
     deltas = write_adapter(tmp_path / "a", sizes)
     manager.add_adapter(jlora.LoRARequest("a", path=str(tmp_path / "a")))
     x = rng.normal(size=(5, 16)).astype("float32")
@@ -593,10 +580,7 @@ def test_tied_table_serves_logits(tmp_path):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (
-            {"parallel_config": SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=2)},
-            "pipeline parallelism",
-        ),
+        ({"parallel_config": SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=2)}, "pipeline parallel"),
         ({"additional_config": {"enable_continue_decode": True}}, "enable_continue_decode"),
         ({"lora": {"enable_tower_connector_lora": True}}, "enable-tower-connector-lora"),
     ],
@@ -622,14 +606,10 @@ def test_drafts_refuse_heads_and_get_no_adapters(tmp_path):
 
 
 def test_drift_is_named():
-    class Drifted:
-        def set_active_loras(self, batch):
-            pass
-
-    assert drift(Drifted, "set_active_loras", "self batch") is None
-    wrong = r"Drifted.set_active_loras takes \(self, batch\), not \(self, counts\)"
-    assert re.search(wrong, drift(Drifted, "set_active_loras", "self counts"))
-    assert "Drifted.gone does not exist" in drift(Drifted, "gone", "self counts")
+    wrong = r"EngineCore.add_lora takes \(self, lora_request\), not \(self, request\)"
+    assert drift(vllm_stubs.EngineCore, "add_lora", "self lora_request") is None
+    assert re.search(wrong, drift(vllm_stubs.EngineCore, "add_lora", "self request"))
+    assert "EngineCore.gone does not exist" in drift(vllm_stubs.EngineCore, "gone", "self counts")
 
 
 def test_step_without_metadata_raises():

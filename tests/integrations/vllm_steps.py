@@ -92,19 +92,11 @@ def hf_config(architecture: str, **given: Any) -> SimpleNamespace:
     sizes = {
         "architectures": [architecture],
         "vocab_size": 123 if architecture == "Qwen3" else 124,  # of these models, Qwen3's alone pads it to the shards
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "head_dim": 64 if architecture == "Llama" else 16,
-        "rms_norm_eps": 1e-6,
-        "num_hidden_layers": 2,
-        "intermediate_size": 96,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "rope_theta": 1e4,
-        "rope_parameters": {},
-        "rope_scaling": None,
     }
+    sizes |= {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    sizes |= {"intermediate_size": 96, "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+    sizes |= {"rope_theta": 1e4, "rope_parameters": {}, "rope_scaling": None}
     vision = {"hidden_size": 32, "num_hidden_layers": 1, "depth": 1, "num_heads": 2, "num_attention_heads": 2}
     vision |= {"intermediate_size": 48, "hidden_act": "silu", "patch_size": 2, "temporal_patch_size": 1}
     vision |= {"in_channels": 3, "spatial_merge_size": 2, "window_size": 8, "fullatt_block_indexes": [0]}
@@ -178,9 +170,7 @@ class Runner:
             tasks.append((rows, self.lora_utils.extract_lora_metadata()))
         with jax.set_mesh(self.mesh):
             for rows, batch in tasks:
-                hidden = self._run(
-                    jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.int32), batch
-                )
+                hidden = self._run(*[jnp.zeros(rows, jnp.int32)] * 3, batch)
                 if hasattr(self.hf, "vision_config"):
                     self.multimodal_fns.embed_input_ids_fn(
                         self.state_leaves, jnp.zeros(24 - rows, jnp.int32), None, is_multimodal=None
@@ -224,12 +214,8 @@ class Runner:
             return tuple(numbers), tuple(by_token), {lora.lora_int_id: lora for lora in loras if lora}.values()
 
         logprobs = {"request": 1} if prompt_logprobs else {}
-        self.input_batch = SimpleNamespace(
-            make_lora_inputs=make_lora_inputs,
-            num_prompt_logprobs=logprobs,
-            req_ids=[*prompts],
-            num_computed_tokens_cpu=computed,
-        )
+        self.input_batch = SimpleNamespace(make_lora_inputs=make_lora_inputs, num_prompt_logprobs=logprobs)
+        self.input_batch.req_ids, self.input_batch.num_computed_tokens_cpu = [*prompts], computed
         self.requests = prompts
         pad = rows - counts.sum()
         positions = np.concatenate([*map(np.arange, counts), np.zeros(pad, int)])

@@ -29,13 +29,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True, "hidden_size": 64, "num_attention_heads": 8}),
     "qwen3-tied-window": (
         "qwen3",
-        {
-            "tie_word_embeddings": True,
-            "head_dim": 12,
-            "use_sliding_window": True,
-            "sliding_window": 5,
-            "max_window_layers": 1,
-        },
+        {"tie_word_embeddings": True, "head_dim": 12, "use_sliding_window": True, "sliding_window": 5}
+        | {"max_window_layers": 1},
     ),
     "gemma3": ("gemma3_text", GEMMA3 | {"tie_word_embeddings": True}),
 }
@@ -159,12 +154,6 @@ def logits(torch, model, tokens) -> np.ndarray:
 
 def greedy(torch, model, prompt, new_tokens: int) -> list[int]:
     ids = torch.tensor([list(prompt)])
-    answer = model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=new_tokens,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    options = {"do_sample": False, "max_new_tokens": new_tokens, "eos_token_id": None, "pad_token_id": 0}
+    answer = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
     return answer[0, len(prompt) :].tolist()

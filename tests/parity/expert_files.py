@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 ALPHA = 6.0
 
+GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 7}
 # model -> (type, fields of its configuration)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
@@ -26,20 +27,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 12,
         },
     ),
-    "gpt-oss": (
-        "gpt_oss",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 7, "swiglu_limit": 1.5},
-    ),
-    "gpt-oss-square": (
-        "gpt_oss",
-        {
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "head_dim": 12,
-            "sliding_window": 7,
-            "intermediate_size": 32,
-        },
-    ),
+    "gpt-oss": ("gpt_oss", GPT_OSS | {"swiglu_limit": 1.5}),
+    "gpt-oss-square": ("gpt_oss", GPT_OSS | {"intermediate_size": 32}),
 }
 
 
@@ -93,8 +82,6 @@ class Shapes:
         rng = np.random.default_rng(zlib.crc32(f"{seed} {part} {rank}".encode()))
         k, n = self.sizes[part]
         return rng.normal(size=(rank, k)) * k**-0.5, rng.normal(size=(n, rank)) * (0.7 * rank**0.5 / ALPHA)
-
-    # --- formats --------------------------------------------------------------------------------------------------
 
     def each(self, seed: str, rank: int, parts=("gate", "up", "down"), experts=None, ranks=None, router=0) -> Adapter:
         """PEFT's 2D format: a module for each expert and projection. `ranks`: expert -> rank."""
@@ -193,12 +180,12 @@ def flat(pairs, exchanged: bool, grouped: bool) -> tuple[np.ndarray, np.ndarray]
     return a, b
 
 
-def merge(torch, model, shapes: Shapes, adapter: Adapter, factor: float = 1.0) -> None:
-    """Add an adapter's deltas, times a factor, to a transformers model, expert by expert, in place."""
+def merge(torch, model, shapes: Shapes, adapter: Adapter) -> None:
+    """Add an adapter's deltas to a transformers model, expert by expert, in place."""
     with torch.no_grad():
         for (layer, e, part), delta in adapter.deltas.items():
             block = model.model.layers[layer].mlp
-            change = torch.tensor(factor * delta, dtype=torch.float32)
+            change = torch.tensor(delta, dtype=torch.float32)
             if part == "router":
                 router = block.router if shapes.type == "gpt_oss" else block.gate
                 router.weight += change

@@ -1,4 +1,4 @@
-"""The models and adapters of experts in the committed goldens (see make_expert_goldens.py)."""
+"""The models and adapters of experts in the committed goldens (see make_goldens.py)."""
 
 from pathlib import Path
 

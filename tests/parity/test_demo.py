@@ -1,17 +1,14 @@
 """The checkpoints and adapters of `jlora demo` give the same answers in transformers and PEFT."""
 
+import peft
 import pytest
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+import torch
+import transformers
 
 from jlora.cli.demo import DENSE, MIXTURE, demo_requests
 from jlora.cli.loading import load_tokenizer
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
-
-torch.set_num_threads(1)  # the matrices are tiny, and other workers want the cores
 
 
 def _right(model, tokenizer, requests) -> int:

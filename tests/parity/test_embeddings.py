@@ -5,12 +5,10 @@ import json
 
 import httpx
 import numpy as np
+import openai
 import pytest
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
-openai = pytest.importorskip("openai")
+import torch
+import transformers
 
 import jlora
 from jlora.models import from_pretrained
@@ -24,8 +22,6 @@ from tests.serve.embedding import TEXTS, tokenizer, write_modules
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 
-torch.set_num_threads(1)
-
 
 def theirs(model, ids, mode):
     """Return the embedding that sentence-transformers computes: the last hidden states, pooled and normalised."""
@@ -38,7 +34,6 @@ def theirs(model, ids, mode):
 
 @pytest.mark.parametrize("mode", ["lasttoken", "weightedmean"])
 def test_embeddings(tmp_path, mode):
-    """One request for each model at once, of texts of several lengths, in mixed batches."""
     config = transformers.AutoConfig.for_model("qwen3", **{**SMALL, "tie_word_embeddings": True})
     config._attn_implementation = "eager"
     whole = random_(transformers.AutoModelForCausalLM.from_config(config), "qwen3").eval()

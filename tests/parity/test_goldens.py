@@ -17,8 +17,6 @@ pytestmark = pytest.mark.device
 
 TOLERANCE = 1e-4  # of the largest logit
 
-each = pytest.mark.parametrize("model", thinned(list(goldens.MODELS), 0, 2))
-
 
 @functools.cache
 def served(model: str) -> jlora.LoRAManager:
@@ -29,9 +27,8 @@ def served(model: str) -> jlora.LoRAManager:
     return manager
 
 
-@each
+@pytest.mark.parametrize("model", thinned(list(goldens.MODELS), 0, 2))
 def test_logits_of_mixed_batches(model):
-    """Every pair of adapters side by side, swapped through three slots, in one compiled forward."""
     manager, want = served(model), goldens.expected(model)
     tokens = np.concatenate([want["tokens"]] * 2)  # [4, L]: each sequence for two adapters
 
@@ -66,13 +63,3 @@ def test_greedy_answers(model):
             answers = jlora.models.generate(manager.model, prompts * 2, batch=batch, max_new_tokens=goldens.NEW_TOKENS)
         expected = [want[f"answer {p} {name}"].tolist() for name in pair for p in range(len(prompts))]
         assert answers == expected, pair
-
-
-@each
-def test_goldens_tell_adapters_apart(model):
-    """Each adapter's logits differ clearly from the others' and the base's, as the comparison above assumes."""
-    want = goldens.expected(model)
-    logits = [want[f"logits {name}"] for name in (None, *goldens.MODELS[model])]
-    for i, one in enumerate(logits):
-        for other in logits[:i]:
-            assert np.abs(one - other).max() > 100 * TOLERANCE * np.abs(one).max()

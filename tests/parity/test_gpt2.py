@@ -3,12 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import peft
 import pytest
+import torch
+import transformers
 from flax import nnx
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
 
 import jlora
 from tests.parity import cases
@@ -79,13 +78,9 @@ def copied(theirs) -> GPT2:
     for layer, source in ((model.table, trunk.wte), (model.places, trunk.wpe), (model.norm, trunk.ln_f)):
         copy(layer, source)
     for block, h in zip(model.blocks, trunk.h, strict=True):
-        for layer, source in (
-            (block.norm_1, h.ln_1),
-            (block.norm_2, h.ln_2),
-            (block.qkv, h.attn.c_attn),
-            (block.out, h.attn.c_proj),
-            (block.up, h.mlp.c_fc),
-            (block.down, h.mlp.c_proj),
+        layers = (block.norm_1, block.norm_2, block.qkv, block.out, block.up, block.down)
+        for layer, source in zip(
+            layers, (h.ln_1, h.ln_2, h.attn.c_attn, h.attn.c_proj, h.mlp.c_fc, h.mlp.c_proj), strict=True
         ):
             copy(layer, source)
     return model
@@ -93,15 +88,8 @@ def copied(theirs) -> GPT2:
 
 def test_mixed_batches(tmp_path):
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB,
-        n_embd=WIDTH,
-        n_layer=2,
-        n_head=HEADS,
-        n_positions=LENGTH,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    sizes = {"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": 2, "n_head": HEADS, "n_positions": LENGTH}
+    config = transformers.GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)
     theirs = transformers.GPT2LMHeadModel(config).eval()
     with torch.no_grad():
         for weight in theirs.parameters():

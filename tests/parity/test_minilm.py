@@ -10,18 +10,15 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import peft
 import pytest
+import torch
+import transformers
 from flax import nnx
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
 
 import jlora
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
-
-torch.set_num_threads(1)
 
 TEXTS = {  # (topic, tone) -> texts
     ("food", "praise"): ["The soup was rich and warm.", "A wonderful loaf of bread!", "I loved the plum cake."],
@@ -44,10 +41,15 @@ class SelfAttention(nnx.Module):
         return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None, None, :]).reshape(x.shape)
 
 
-class Output(nnx.Module):
-    def __init__(self, inner, width, epsilon, rngs):
-        self.dense = nnx.Linear(inner, width, rngs=rngs)
-        self.LayerNorm = nnx.LayerNorm(width, epsilon=epsilon, rngs=rngs)
+class Dense(nnx.Module):
+    def __init__(self, inputs, outputs, rngs):
+        self.dense = nnx.Linear(inputs, outputs, rngs=rngs)
+
+
+class Output(Dense):
+    def __init__(self, inner, config, rngs):
+        super().__init__(inner, config.hidden_size, rngs)
+        self.LayerNorm = nnx.LayerNorm(config.hidden_size, epsilon=config.layer_norm_eps, rngs=rngs)
 
     def __call__(self, x, residual):
         return self.LayerNorm(self.dense(x) + residual)
@@ -56,29 +58,18 @@ class Output(nnx.Module):
 class Attention(nnx.Module):
     def __init__(self, config, rngs):
         self.self = SelfAttention(config.hidden_size, config.num_attention_heads, rngs)
-        self.output = Output(config.hidden_size, config.hidden_size, config.layer_norm_eps, rngs)
-
-    def __call__(self, x, mask):
-        return self.output(self.self(x, mask), x)
-
-
-class Intermediate(nnx.Module):
-    def __init__(self, config, rngs):
-        self.dense = nnx.Linear(config.hidden_size, config.intermediate_size, rngs=rngs)
-
-    def __call__(self, x):
-        return jax.nn.gelu(self.dense(x), approximate=False)
+        self.output = Output(config.hidden_size, config, rngs)
 
 
 class Layer(nnx.Module):
     def __init__(self, config, rngs):
         self.attention = Attention(config, rngs)
-        self.intermediate = Intermediate(config, rngs)
-        self.output = Output(config.intermediate_size, config.hidden_size, config.layer_norm_eps, rngs)
+        self.intermediate = Dense(config.hidden_size, config.intermediate_size, rngs)
+        self.output = Output(config.intermediate_size, config, rngs)
 
     def __call__(self, x, mask):
-        x = self.attention(x, mask)
-        return self.output(self.intermediate(x), x)
+        x = self.attention.output(self.attention.self(x, mask), x)
+        return self.output(jax.nn.gelu(self.intermediate.dense(x), approximate=False), x)
 
 
 class Embeddings(nnx.Module):
@@ -122,13 +113,11 @@ def ours(reference, dtype):
     for name, weight in reference.named_parameters():
         if name.startswith("pooler."):
             continue
-        if name.endswith("embeddings.weight"):
-            path = name.replace(".weight", ".embedding")
-        else:
-            path = name.replace(".weight", ".scale" if "LayerNorm" in name else ".kernel")
+        kind = "embedding" if name.endswith("embeddings.weight") else "scale" if "LayerNorm" in name else "kernel"
         value = weight.detach().numpy()
-        variable = paths.pop(path)
-        variable[...] = jnp.asarray(value.T if path.endswith("kernel") else value)
+        paths.pop(name.replace("weight", kind))[...] = jnp.asarray(
+            value.T if weight.ndim == 2 and kind == "kernel" else value
+        )
     assert not paths
     nnx.update(model, jax.tree.map(lambda value: value.astype(dtype), nnx.state(model, nnx.Param)))
     return model
@@ -175,11 +164,8 @@ def trained(tmp_path_factory):
     tokens, mask = encoded["input_ids"].astype(np.int32), encoded["attention_mask"].astype(bool)
     topics = [topic for (topic, _), group in TEXTS.items() for _ in group]
     tones = [tone for (_, tone), group in TEXTS.items() for _ in group]
-    adapters = {
-        name: train(base, labels, tokens, mask, folder / name)
-        for name, labels in {"topic": topics, "tone": tones}.items()
-    }
-    return base, tokens, mask, adapters
+    labels = {"topic": topics, "tone": tones}
+    return base, tokens, mask, {name: train(base, labels[name], tokens, mask, folder / name) for name in labels}
 
 
 def expected(trained, dtype):

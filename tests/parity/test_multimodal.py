@@ -1,11 +1,10 @@
 """Adapters that PEFT trained on a multimodal model, on its text model."""
 
 import jax
+import peft
 import pytest
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+import torch
+import transformers
 
 import jlora
 from jlora.errors import AdapterMismatchError

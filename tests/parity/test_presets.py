@@ -1,43 +1,33 @@
 """The presets of vision-language models against the module names of transformers."""
 
 import pytest
+import torch
+import transformers
 
 import jlora
 from jlora.layers.site import is_named
 from jlora.manager.names import name_rules
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
 pytestmark = pytest.mark.parity
 
-TEXT = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-    "head_dim": 8,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT = SIZES | {"num_key_value_heads": 2, "vocab_size": 64, "head_dim": 8, "bos_token_id": 1, "eos_token_id": 2}
 QWEN_TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 32}
-TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-TOWER |= {"image_size": 28, "patch_size": 14}
+TOWER = SIZES | {"image_size": 28, "patch_size": 14}
 
 
-def configs():
-    yield "qwen2_5_vl", transformers.Qwen2_5_VLConfig(text_config=TEXT, vision_config=QWEN_TOWER)
-    deepstack = {**QWEN_TOWER, "deepstack_visual_indexes": [0]}
-    yield "qwen3_vl", transformers.Qwen3VLConfig(text_config=TEXT, vision_config=deepstack)
-    of_llava = {
-        "text_config": transformers.LlamaConfig(**TEXT),
-        "vision_config": transformers.CLIPVisionConfig(**TOWER),
-    }
-    yield "llava", transformers.LlavaConfig(**of_llava)
-    no_head = {**TOWER, "vision_use_head": False}
-    yield "gemma3", transformers.Gemma3Config(text_config=TEXT, vision_config=no_head, mm_tokens_per_image=4)
+CONFIGS = {
+    "qwen2_5_vl": lambda: transformers.Qwen2_5_VLConfig(text_config=TEXT, vision_config=QWEN_TOWER),
+    "qwen3_vl": lambda: transformers.Qwen3VLConfig(
+        text_config=TEXT, vision_config=QWEN_TOWER | {"deepstack_visual_indexes": [0]}
+    ),
+    "llava": lambda: transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**TEXT), vision_config=transformers.CLIPVisionConfig(**TOWER)
+    ),
+    "gemma3": lambda: transformers.Gemma3Config(
+        text_config=TEXT, vision_config=TOWER | {"vision_use_head": False}, mm_tokens_per_image=4
+    ),
+}
 
 
 def names_of(config) -> list[str]:
@@ -60,13 +50,11 @@ def mapped(rules, name: str) -> str:
     return next((rule.sub(to, name) for rule, to in rules if rule.search(name)), name)
 
 
-@pytest.mark.parametrize(
-    ("family", "config"), list(configs()), ids=lambda value: value if isinstance(value, str) else ""
-)
-def test_presets_map_and_group_the_modules_of_transformers(family, config):
+@pytest.mark.parametrize("family", CONFIGS)
+def test_presets_map_and_group_the_modules_of_transformers(family):
     preset = jlora.preset(family)
     rules = name_rules(preset.name_map)
-    names = names_of(config)
+    names = names_of(CONFIGS[family]())
     assert len(names) > 10
     used = set()
     for name in names:

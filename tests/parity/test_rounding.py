@@ -1,13 +1,11 @@
 """Errors of a served adapter against PEFT's own module of the same dtype."""
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import peft
 import pytest
-
-torch = pytest.importorskip("torch")
-peft = pytest.importorskip("peft")
-
-import jax.numpy as jnp
+import torch
 from flax import nnx
 
 import jlora

@@ -4,11 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import peft
 import pytest
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+import torch
+import transformers
 
 import jlora
 import jlora.models
@@ -16,8 +15,6 @@ from tests.parity import cases
 
 # transformers and PEFT warn of their own deprecations.
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
-
-torch.set_num_threads(1)
 
 STEPS, ROWS, LENGTH, CLIP = 20, 2, 12, 0.3
 # Adapter -> its fields of PEFT, learning rate, and decay of the weights.

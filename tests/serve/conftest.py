@@ -61,23 +61,20 @@ class Around:
 class World:
     """An engine over the demo model with its parts.
 
-    Args:
-      resolve: the engine's resolver.
-      options: fields of `EngineOptions`.
-
     Attributes:
       around: the manager as the engine sees it; see `Around`.
+      resolve: the engine's resolver, name -> request. A test may replace it.
     """
 
-    def __init__(self, *, resolve: Any = None, **options: Any):
+    def __init__(self) -> None:
         self.model = load_model(DEMO / "model", "float32")
         self.tokenizer = load_tokenizer(DEMO / "model" / "tokenizer.json")
         config = jlora.LoRAConfig(max_loras=SLOTS, max_lora_rank=RANK, max_cpu_loras=6)
         self.manager = jlora.LoRAManager(self.model, config)
-        sizes = {"max_num_seqs": ROWS, "max_num_batched_tokens": 32, "max_waiting": 64, "max_wait_ratio": 8, **options}
-        self.around = Around(self.manager)
+        options = EngineOptions(max_num_seqs=ROWS, max_num_batched_tokens=32, max_waiting=64, max_wait_ratio=8)
+        self.around, self.resolve = Around(self.manager), _nothing
         self.engine = Engine(
-            self.model, self.around, tokenizer=self.tokenizer, options=EngineOptions(**sizes), resolve=resolve
+            self.model, self.around, tokenizer=self.tokenizer, options=options, resolve=lambda name: self.resolve(name)
         )
         for name in ADAPTERS:
             self.engine.add_lora(request_of(name))
@@ -97,10 +94,6 @@ class World:
             finally:
                 go.set()
 
-    def compilations(self) -> int:
-        """Return the number of compiled variants of the engine's steps."""
-        return compilations(self.engine)
-
     def wait_idle(self) -> None:
         """Wait until no request is under way, no removal is pending and every lease is released."""
 
@@ -114,6 +107,7 @@ class World:
     def restore(self) -> None:
         """Wait until the engine is idle, and load the demo's four adapters and no others."""
         self.around.restore()
+        self.resolve = _nothing
         self.wait_idle()
         for name in set(self.engine.list_loras()) - set(ADAPTERS):
             self.engine.remove_lora(name)
@@ -121,48 +115,52 @@ class World:
             self.engine.add_lora(request_of(name))
 
 
-@contextlib.contextmanager
-def started_world(**options: Any) -> Iterator[World]:
-    """Yield a started engine, and close it."""
-    world = World(**options)
-    world.engine.start()
-    yield world
-    assert world.engine.close(60)
-
-
-@contextlib.contextmanager
-def restored(world: World) -> Iterator[World]:
-    """Yield an idle engine with the demo's four adapters in host memory, and check that nothing compiles."""
-    for name in evicted(world.manager):
-        world.manager.prepare([name]).close()
-    before = world.compilations()
-    yield world
-    world.restore()
-    assert world.compilations() == before
+def _nothing(name: str) -> None:
+    """Resolve no name."""
 
 
 @pytest.fixture(scope="session")
-def engines() -> Iterator[tuple[list[World], contextlib.ExitStack]]:
-    """Return the engines that are open, none or one, and the stack that closes them."""
-    with contextlib.ExitStack() as stack:
-        yield [], stack
+def worlds() -> Iterator[list[World]]:
+    """Return the engines that are open: none or one."""
+    found: list[World] = []
+    yield found
+    assert all(world.engine.close(60) for world in found)
 
 
 @pytest.fixture(scope="module")
-def started(engines: tuple[list[World], contextlib.ExitStack]) -> World:
+def started(worlds: list[World]) -> World:
     """One engine for the session, and another once its compiled programs were dropped (tests/conftest.py)."""
-    worlds, stack = engines
-    if not worlds or not worlds[-1].compilations():
-        stack.close()
-        worlds[:] = [stack.enter_context(started_world())]
+    if not worlds or not compilations(worlds[-1].engine):
+        assert all(world.engine.close(60) for world in worlds)
+        worlds[:] = [World()]
+        worlds[-1].engine.start()
     return worlds[-1]
 
 
 @pytest.fixture
 def world(started: World) -> Iterator[World]:
-    """The session's engine with the demo's four adapters, before and after the test."""
-    with restored(started) as world:
-        yield world
+    """The session's engine, idle, with the demo's four adapters in host memory. Nothing compiles during the test."""
+    for name in evicted(started.manager):
+        started.manager.prepare([name]).close()
+    before = compilations(started.engine)
+    yield started
+    started.restore()
+    assert compilations(started.engine) == before
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A folder of adapters without weights, and of what is none. Its links stay inside, leave it, or have no end."""
+    root = tmp_path / "adapters"
+    for folder in (root / "one", root / "two", root / "team" / "three", tmp_path / "outside"):
+        folder.mkdir(parents=True)
+        (folder / "adapter_config.json").touch()
+    (root / "empty").mkdir()
+    (root / "file").touch()
+    (root / "link").symlink_to(tmp_path / "outside")
+    (root / "loop").symlink_to(root / "loop")
+    (root / "inner").symlink_to(root / "one")
+    return root
 
 
 class Disk:

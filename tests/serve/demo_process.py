@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import httpx
@@ -25,15 +24,6 @@ def recipe(*more: str, port: int = 0) -> list[str]:
     ).stdout.replace("\\\n", " ")  # fmt: skip
     (line,) = [line for line in printed.splitlines() if line.startswith(".venv/bin/jlora serve")]
     return [*line.split()[1:], *more]
-
-
-def children_of(pid: int) -> list[str]:
-    """Return the ids of the child processes."""
-    found: list[str] = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended since
-            found += (task / "children").read_text().split()
-    return found
 
 
 class DemoServer:
@@ -79,12 +69,9 @@ class DemoServer:
 
     @property
     def children(self) -> list[str]:
-        return children_of(self.process.pid)
-
-    def at_rest(self, seconds: float = 60.0) -> dict:
-        """Wait until no request is under way, and return the status."""
-        end = time.monotonic() + seconds
-        while (found := self.status())["running"] or found["waiting"] or found["manager"]["open_leases"]:
-            assert time.monotonic() < end, found
-            time.sleep(0.05)
+        """The ids of the child processes."""
+        found: list[str] = []
+        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended since
+                found += (task / "children").read_text().split()
         return found

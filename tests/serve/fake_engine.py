@@ -72,6 +72,7 @@ class FakeEngine:
       refuse: exception that `submit` raises; None for none.
       hold: True to give no answers. The test puts events into `generations`.
       broken: end of a path ("memory" of an upload) -> exception that loading it raises.
+      failing: "remove", "pin" or "unpin" -> exception that it raises.
       uploaded: adapters that were loaded from memory.
       gate: event that loads wait for.
       encoded: pairs of (text, with special tokens) that were tokenized.
@@ -84,7 +85,7 @@ class FakeEngine:
         self.generations = []
         self.script = self.refuse = None
         self.hold = False
-        self.broken = {}
+        self.broken, self.failing = {}, {}
         self.uploaded = []
         self.gate = threading.Event()
         self.gate.set()
@@ -158,48 +159,37 @@ class FakeEngine:
         self.shown[request.name] = RegisteredLoRA(request.path if path is None else path, int(time.time()), parent)
 
     def remove_lora(self, name):
-        self.calls["remove"] += 1
-        if name not in self.loras:
-            raise AdapterNotFoundError(name)
+        self.known("remove", name)
         del self.loras[name]
 
     def pin_lora(self, name):
-        self.calls["pin"] += 1
-        if name not in self.loras:
-            raise AdapterNotFoundError(name)
+        self.known("pin", name)
         self.pinned.add(name)
 
     def unpin_lora(self, name):
-        self.calls["unpin"] += 1
-        if name not in self.loras:
-            raise AdapterNotFoundError(name)
+        self.known("unpin", name)
         self.pinned.discard(name)
 
+    def known(self, call, name):
+        self.calls[call] += 1
+        if call in self.failing:
+            raise self.failing[call]
+        if name not in self.loras:
+            raise AdapterNotFoundError(name)
+
     def list_loras(self):
-        return {
-            name: self.shown.get(name) or RegisteredLoRA(request.path, int(time.time()))
-            for name, request in self.loras.items()
-        }
+        now = int(time.time())
+        return {name: self.shown.get(name) or RegisteredLoRA(one.path, now) for name, one in self.loras.items()}
 
     def resident(self):
         """Return the manager's list: the first two adapters in slots, the next two on the host."""
-        return {
-            name: AdapterInfo(
-                name=name,
-                level="slot" if i < 2 else "host",
-                slot=i if i < 2 else None,
-                version=0,
-                pinned=name in self.pinned,
-                leases=0,
-                request=request,
-                rank=8,
-                modules=2,
-                nbytes=100,
-                base_model_name=None,
-                invocation_tokens=(),
-            )
-            for i, (name, request) in enumerate([*self.loras.items()][:4])
-        }
+        same = {"version": 0, "leases": 0, "rank": 8, "modules": 2, "nbytes": 100, "base_model_name": None}
+        found = {}
+        for i, (name, request) in enumerate([*self.loras.items()][:4]):
+            place = {"level": "slot", "slot": i} if i < 2 else {"level": "host", "slot": None}
+            pinned = name in self.pinned
+            found[name] = AdapterInfo(name=name, pinned=pinned, request=request, invocation_tokens=(), **place, **same)
+        return found
 
     def stats(self):
         return self.told

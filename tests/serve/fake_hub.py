@@ -96,8 +96,6 @@ def etag(file: Path) -> str:
 
 def listing(folder: Path) -> list[dict]:
     """The files of a repository, as the hub's API lists them."""
-    return [
-        {"type": "file", "path": str(file.relative_to(folder)), "size": file.stat().st_size, "oid": etag(file)}
-        for file in sorted(folder.rglob("*"))
-        if file.is_file()
-    ]
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    paths = [{"type": "file", "path": str(file.relative_to(folder))} for file in files]
+    return [path | {"size": file.stat().st_size, "oid": etag(file)} for path, file in zip(paths, files, strict=True)]

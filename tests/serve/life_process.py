@@ -33,11 +33,6 @@ class Engine(FakeEngine):
         self.hold = "".join(LETTERS[token] for token in prompt) == "wait"
         return super().submit(prompt, params, lora=lora, timeout=timeout)
 
-    def add_lora(self, request, **more):
-        if request.name == "hangs":
-            time.sleep(60)
-        super().add_lora(request, **more)
-
     def close(self, timeout=None):
         if len(sys.argv) > 3:  # requests under way end during the drain
             threading.Timer(1, self.go).start()

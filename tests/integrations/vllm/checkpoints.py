@@ -15,20 +15,11 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-VOCAB, HIDDEN, INNER, HEADS, KEY_HEADS, HEAD, LAYERS = 256, 64, 96, 4, 2, 128, 2
-CONFIG = Qwen3Config(
-    vocab_size=VOCAB,
-    hidden_size=HIDDEN,
-    intermediate_size=INNER,
-    num_hidden_layers=LAYERS,
-    num_attention_heads=HEADS,
-    num_key_value_heads=KEY_HEADS,
-    head_dim=HEAD,  # that of the published Qwen3
-    max_position_embeddings=512,
-    tie_word_embeddings=False,
-    bos_token_id=1,
-    eos_token_id=0,
-)
+VOCAB, HIDDEN, INNER, HEADS, KEY_HEADS, HEAD, LAYERS = 256, 64, 96, 4, 2, 128, 2  # HEAD as in the published Qwen3
+SIZES = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS}
+SIZES |= {"num_attention_heads": HEADS, "num_key_value_heads": KEY_HEADS, "max_position_embeddings": 512}
+SIZES |= {"bos_token_id": 1, "eos_token_id": 0}
+CONFIG = Qwen3Config(**SIZES, head_dim=HEAD, tie_word_embeddings=False)
 PROJECTIONS = {
     "self_attn.q_proj": (HIDDEN, HEADS * HEAD),
     "self_attn.k_proj": (HIDDEN, KEY_HEADS * HEAD),

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import ray
 
+from tests.integrations.vllm.serving import stop
 from tests.two_processes import free_port
 
 
@@ -50,7 +51,7 @@ def two_hosts(folder: Path, environment: Mapping[str, str]) -> Iterator[tuple[di
             command.append("--object-store-memory=100000000")
             log = stack.enter_context((folder / f"ray{i}.log").open("wb"))
             node = subprocess.Popen(command, env=variables, cwd=home, stdout=log, stderr=subprocess.STDOUT)
-            stack.callback(_stop, node)
+            stack.callback(stop, node)
             _wait(folder / f"ray{i}.log", node)
             nodes.append(psutil.Process(node.pid))
         yield first, nodes
@@ -62,11 +63,3 @@ def _wait(log: Path, node: subprocess.Popen[bytes]) -> None:
         if node.poll() is not None or time.monotonic() > end:
             raise RuntimeError(f"ray does not start:\n{log.read_text(errors='replace')}")
         time.sleep(0.2)
-
-
-def _stop(node: subprocess.Popen[bytes]) -> None:
-    node.terminate()
-    try:
-        node.wait(30)
-    except subprocess.TimeoutExpired:
-        node.kill()

@@ -25,33 +25,16 @@ from transformers import (
     Qwen2VLImageProcessor,
 )
 
-from tests.integrations.vllm.checkpoints import (
-    HEADS,
-    HIDDEN,
-    INNER,
-    KEY_HEADS,
-    LAYERS,
-    PROJECTIONS,
-    VOCAB,
-    write_adapter,
-)
+from tests.integrations.vllm.checkpoints import HIDDEN, KEY_HEADS, LAYERS, PROJECTIONS, SIZES, VOCAB, write_adapter
 
 HEAD = 16
 SPECIAL = {"<|vision_start|>": 250, "<|vision_end|>": 251, "<|image_pad|>": 252, "<|video_pad|>": 253}
 PIXELS = 56  # edge of an image of four tokens
 CONFIG = Qwen2_5_VLConfig(
     text_config={
-        "vocab_size": VOCAB,
-        "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KEY_HEADS,
-        "max_position_embeddings": 512,
+        **SIZES,
         "rms_norm_eps": 1e-6,  # that of the tower
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
-        "bos_token_id": 1,
-        "eos_token_id": 0,
     },
     vision_config={
         "depth": 1,
@@ -129,40 +112,30 @@ def logprobs(
 ) -> np.ndarray:
     """Return the log-probabilities [tokens, vocabulary] after each token, with the adapter from token `first` on."""
     with _ONE:  # thread at a time: hooks belong to the model
-        return _logprobs(_reference(model), model, adapter, tokens, pixels, first)
+        reference = _reference(model)
+        hooks = []
+        if adapter is not None:
+            tensors = load_file(adapter / "adapter_model.safetensors")
+            config = json.loads((adapter / "adapter_config.json").read_text())
+            for name, a in tensors.items():
+                if not name.endswith(".lora_A.weight"):
+                    continue
+                b = tensors[name.replace("lora_A", "lora_B")].astype(np.float64)
+                delta = torch.tensor(config["lora_alpha"] / config["r"] * (b @ a))
+                layer = reference.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
 
+                def add(layer: Any, args: Any, out: torch.Tensor, delta: torch.Tensor = delta) -> torch.Tensor:
+                    return torch.cat([out[:, :first], out[:, first:] + args[0][:, first:] @ delta.T], 1)
 
-def _logprobs(
-    reference: Qwen2_5_VLForConditionalGeneration,
-    model: Path,
-    adapter: Path | None,
-    tokens: Sequence[int],
-    pixels: np.ndarray | None,
-    first: int,
-) -> np.ndarray:
-    hooks = []
-    if adapter is not None:
-        tensors = load_file(adapter / "adapter_model.safetensors")
-        config = json.loads((adapter / "adapter_config.json").read_text())
-        for name, a in tensors.items():
-            if not name.endswith(".lora_A.weight"):
-                continue
-            b = tensors[name.replace("lora_A", "lora_B")].astype(np.float64)
-            delta = torch.tensor(config["lora_alpha"] / config["r"] * (b @ a))
-            layer = reference.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
-
-            def add(layer: Any, args: Any, out: torch.Tensor, delta: torch.Tensor = delta) -> torch.Tensor:
-                return torch.cat([out[:, :first], out[:, first:] + args[0][:, first:] @ delta.T], 1)
-
-            hooks.append(layer.register_forward_hook(add))
-    inputs = {"input_ids": torch.tensor([tokens])}
-    if pixels is not None:
-        found = Qwen2VLImageProcessor.from_pretrained(model)(Image.fromarray(pixels), return_tensors="pt")
-        inputs |= {"pixel_values": found["pixel_values"].double(), "image_grid_thw": found["image_grid_thw"]}
-        inputs["mm_token_type_ids"] = (inputs["input_ids"] == SPECIAL["<|image_pad|>"]).int()
-    try:
-        with torch.no_grad():
-            return torch.log_softmax(reference(**inputs).logits[0], -1).numpy()
-    finally:
-        for hook in hooks:
-            hook.remove()
+                hooks.append(layer.register_forward_hook(add))
+        inputs = {"input_ids": torch.tensor([tokens])}
+        if pixels is not None:
+            found = Qwen2VLImageProcessor.from_pretrained(model)(Image.fromarray(pixels), return_tensors="pt")
+            inputs |= {"pixel_values": found["pixel_values"].double(), "image_grid_thw": found["image_grid_thw"]}
+            inputs["mm_token_type_ids"] = (inputs["input_ids"] == SPECIAL["<|image_pad|>"]).int()
+        try:
+            with torch.no_grad():
+                return torch.log_softmax(reference(**inputs).logits[0], -1).numpy()
+        finally:
+            for hook in hooks:
+                hook.remove()

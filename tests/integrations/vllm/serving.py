@@ -85,19 +85,19 @@ class Server:
         response = self.complete(name, prompt, tokens)
         assert response.status_code == 200, response.text
         choice = response.json()["choices"][0]
-        compare(self.model, adapter, prompt, choice["token_ids"], choice["logprobs"]["token_logprobs"], tokens)
+        assert len(choice["token_ids"]) == tokens
+        asked, rows = [*prompt, *choice["token_ids"]], slice(len(prompt) - 1, -1)
+        want, base = (logprobs(self.model, each, asked)[rows] for each in (adapter, None))
+        others = [] if adapter is None else [base]
+        compare(want, choice["token_ids"], choice["logprobs"]["token_logprobs"], others)
 
 
-def compare(
-    model: Path, adapter: Path | None, prompt: Sequence[int], answer: Sequence[int], found: Sequence[float], tokens: int
-) -> None:
-    assert len(answer) == tokens
-    want = logprobs(model, adapter, [*prompt, *answer])[len(prompt) - 1 : -1]
-    np.testing.assert_allclose(found, want[np.arange(tokens), list(answer)], atol=TOLERANCE, rtol=0)
+def compare(want: np.ndarray, answer: Sequence[int], found: Sequence[float], others: Sequence[np.ndarray]) -> None:
+    """Compare log-probabilities of a greedy answer, which those of `others` do not have."""
+    np.testing.assert_allclose(found, want[np.arange(len(want)), list(answer)], atol=TOLERANCE, rtol=0)
     np.testing.assert_allclose(found, want.max(1), atol=TOLERANCE, rtol=0)  # greedy
-    if adapter is not None:  # the comparison can fail
-        base = logprobs(model, None, [*prompt, *answer])[len(prompt) - 1 : -1]
-        assert np.abs(want - base).max() > 100 * TOLERANCE
+    for other in others:  # the comparison can fail
+        assert np.abs(want - other).max() > 100 * TOLERANCE
 
 
 @contextmanager
@@ -129,11 +129,15 @@ def serve(model: Path, folder: Path, *flags: str, wait: float = 600, **variables
                 time.sleep(0.5)
             yield server
         finally:
-            process.terminate()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            stop(process)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 def _answers(server: Server) -> bool:

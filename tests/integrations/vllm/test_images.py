@@ -1,4 +1,4 @@
-"""vLLM's server with a multimodal JAX model: adapters of its language part, aLoRA, and adapters without files.
+"""vLLM's server with a multimodal JAX model: adapters of its language part, and aLoRA.
 
 As test_serve.py, of another model and with other options. Run by `.ci/vllm`.
 """
@@ -8,17 +8,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
-
-import jlora
-from jlora.serve import push
 
 if importlib.util.find_spec("tpu_inference") is None:
     pytest.skip("needs vLLM and tpu-inference (.ci/vllm)", allow_module_level=True)
 from tests.integrations.vllm.images import image, logprobs, save_adapter, save_model
-from tests.integrations.vllm.serving import TOLERANCE, Server, serve
+from tests.integrations.vllm.serving import Server, compare, serve
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500), pytest.mark.filterwarnings("default")]
 
@@ -44,41 +40,35 @@ def server(folder: Path, adapters: dict[str, Path]) -> Iterator[Server]:
     flags = ("--lora-modules", *(f"{name}={path}" for name, path in adapters.items()))
     flags += ("--additional-config", '{"jlora": {"activated": true}}', "--enable-prompt-tokens-details")
     flags += ("--limit-mm-per-prompt", '{"image": 1, "video": 0}')
-    plugins = "jlora_vllm_jax,jlora_vllm_jax_upload,register_layers,without_tpu"
-    with serve(save_model(folder / "model"), folder, *flags, VLLM_PLUGINS=plugins) as server:
+    with serve(save_model(folder / "model"), folder, *flags) as server:
         yield server
 
 
 def check_chat(server: Server, adapters: dict[str, Path], name: str | None, text: str, seed: int | None) -> None:
     pixels, url = (None, None) if seed is None else image(seed)
-    response = server.chat(name, text, url, tokens := 8)
+    response = server.chat(name, text, url, 8)
     assert response.status_code == 200, response.text
     found = response.json()
     prompt, choice = found["prompt_token_ids"], found["choices"][0]
     assert prompt.count(252) == (0 if seed is None else 4)
     logged = [each["logprob"] for each in choice["logprobs"]["content"]]
-    compare(server, adapters.get(name or ""), prompt, choice["token_ids"], logged, tokens, pixels)
+    compare_with(server, adapters.get(name or ""), prompt, choice["token_ids"], logged, pixels)
 
 
-def compare(
+def compare_with(
     server: Server,
     adapter: Path | None,
     prompt: Sequence[int],
     answer: Sequence[int],
     found: Sequence[float],
-    tokens: int,
     pixels: np.ndarray | None = None,
     first: int = 0,
 ) -> None:
-    assert len(answer) == tokens
-    asked = [*prompt, *answer]
-    want = logprobs(server.model, adapter, asked, pixels, first)[len(prompt) - 1 : -1]
-    np.testing.assert_allclose(found, want[np.arange(tokens), list(answer)], atol=TOLERANCE, rtol=0)
-    np.testing.assert_allclose(found, want.max(1), atol=TOLERANCE, rtol=0)  # greedy
+    asked, rows = [*prompt, *answer], slice(len(prompt) - 1, -1)
     others = [logprobs(server.model, None, asked, pixels)] if adapter is not None else []
     others += [logprobs(server.model, adapter, asked, pixels)] if first else []
-    for other in others:  # the comparison can fail
-        assert np.abs(want - other[len(prompt) - 1 : -1]).max() > 100 * TOLERANCE
+    want = logprobs(server.model, adapter, asked, pixels, first)
+    compare(want[rows], answer, found, [other[rows] for other in others])
 
 
 def test_text_and_images_mixed(server: Server, adapters: dict[str, Path]) -> None:
@@ -86,14 +76,6 @@ def test_text_and_images_mixed(server: Server, adapters: dict[str, Path]) -> Non
     with ThreadPoolExecutor(len(asked)) as pool:
         for each in [pool.submit(check_chat, server, adapters, *one) for one in asked]:
             each.result()
-
-
-def test_weights_for_the_tower_are_refused_by_name(server: Server, folder: Path) -> None:
-    name = "model.visual.blocks.0.attn.qkv"
-    response = server.load("tower", save_adapter(folder / "tower", 9, names=[name]))
-    assert response.status_code == 500
-    assert name in response.text
-    assert "exclude_modules (visual)" in response.text
 
 
 def words(count: int, seed: int) -> list[int]:
@@ -104,12 +86,12 @@ def check_called(
     server: Server, adapters: dict[str, Path], name: str | None, prompt: Sequence[int], first: int, cached: int
 ) -> None:
     """Compare an answer, and the number of prompt tokens from the prefix cache."""
-    response = server.complete(name, prompt, tokens := 8)
+    response = server.complete(name, prompt, 8)
     assert response.status_code == 200, response.text
     found = response.json()
     choice = found["choices"][0]
     logged = choice["logprobs"]["token_logprobs"]
-    compare(server, adapters.get(name or ""), prompt, choice["token_ids"], logged, tokens, first=first)
+    compare_with(server, adapters.get(name or ""), prompt, choice["token_ids"], logged, first=first)
     assert (found["usage"]["prompt_tokens_details"] or {"cached_tokens": 0})["cached_tokens"] == cached
 
 
@@ -138,30 +120,3 @@ def test_blocks_before_an_invocation_are_shared_with_the_base_model(server: Serv
 
 def answer(server: Server, name: str | None, prompt: Sequence[int]) -> list[int]:
     return server.complete(name, prompt, 8).json()["choices"][0]["token_ids"]
-
-
-def check_plain(server: Server, name: str, adapter: Path, prompt: Sequence[int]) -> None:
-    response = server.complete(name, prompt, tokens := 8)
-    assert response.status_code == 200, response.text
-    choice = response.json()["choices"][0]
-    compare(server, adapter, prompt, choice["token_ids"], choice["logprobs"]["token_logprobs"], tokens)
-
-
-def test_an_upload_that_cannot_be_served_changes_nothing(server: Server, folder: Path) -> None:
-    kept = save_adapter(folder / "kept", 60)
-    push(server.url, jlora.Adapter.from_pretrained(kept), admin_key="", name="kept")
-    large, prompt = save_adapter(folder / "large", 61, rank=16), words(40, 22)
-    check_plain(server, "kept", kept, prompt)
-    with pytest.raises(jlora.LoRAError, match="rank 16"):
-        push(server.url, jlora.Adapter.from_pretrained(large), admin_key="", name="kept")
-    with pytest.raises(jlora.LoRAError, match="already been loaded"):
-        push(server.url, jlora.Adapter.from_pretrained(kept), admin_key="", name="kept", load_inplace=False)
-    weights, config = ((kept / name).read_bytes() for name in ("adapter_model.safetensors", "adapter_config.json"))
-    files = {"lora_name": "kept", "load_inplace": "true", "adapter_config": config, "adapter_model": weights}
-    wrong = {"adapter_model": b"not safetensors", "adapter_config": b"{", "lora_name": None}
-    for field, value in wrong.items():
-        form = {name: (None, each) for name, each in {**files, field: value}.items() if each is not None}
-        response = httpx.post(f"{server.url}/v1/load_lora_adapter", files=form, timeout=60)
-        assert response.status_code == 400, response.text
-        assert field in response.text
-    check_plain(server, "kept", kept, prompt)

@@ -104,21 +104,3 @@ def test_adapters_come_change_and_go_while_others_answer(
         finally:
             stop.set()
         assert min(each.result() for each in others) > 0
-
-
-def test_an_adapter_that_cannot_be_served_is_refused_and_the_server_goes_on(
-    server: Server, adapters: dict[str, Path], folder: Path
-) -> None:
-    too_large = save_adapter(folder / "large", 9, rank=16)
-    response = server.load("a", too_large, load_inplace=True)
-    assert response.status_code == 500  # vLLM's own status for all of them but a folder that is missing
-    assert "rank 16" in response.text
-    response = server.load("none", folder / "none")
-    assert response.status_code == 404
-    broken = save_adapter(folder / "broken", 10)
-    (broken / "adapter_model.safetensors").write_bytes(b"not safetensors")
-    response = server.load("broken", broken)
-    assert response.status_code == 500
-    assert "not a whole safetensors file" in response.text
-    (prompt,) = prompts(1, 6)
-    server.check("a", adapters["a"], prompt)

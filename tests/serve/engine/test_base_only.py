@@ -3,7 +3,6 @@
 from collections import Counter
 
 import jax
-import pytest
 from flax import nnx
 
 import jlora
@@ -11,7 +10,7 @@ from jlora.serve import Engine, EngineOptions, SamplingParams
 from tests.serve.engine.test_own_model import Recurrent, adapter, numpy_greedy
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-ROWS, CHUNK = 2, 8
+CHUNK = 8
 
 
 class Counted(Recurrent):
@@ -36,25 +35,18 @@ def equations(jaxpr):
                 yield from equations(inner)
 
 
-@pytest.fixture(scope="module")
-def engine():
-    Counted.traces.clear()
-    model = Counted(nnx.Rngs(0))
+def test_every_step_has_both_variants_after_warm_up():
+    """A prompt of one chunk, a later chunk of a prompt, and the next tokens; none is compiled while serving."""
+    model, lora = Counted(nnx.Rngs(0)), adapter("a", 0)
     manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=2, target_modules=["q", "kv"]))
-    manager.add_adapter(adapter("a", 0))
-    options = EngineOptions(max_num_seqs=ROWS, max_num_batched_tokens=CHUNK, max_model_len=16)
+    manager.add_adapter(lora)
+    options = EngineOptions(max_num_seqs=2, max_num_batched_tokens=CHUNK, max_model_len=16)
     engine = Engine(model, manager, options=options)
     engine.start()
-    yield engine
-    assert engine.close(60)
-
-
-def test_every_step_has_both_variants_after_warm_up(engine):
-    """A prompt of one chunk, a later chunk of a prompt, and the next tokens; none is compiled while serving."""
     shapes = [(CHUNK, CHUNK), (CHUNK, 2 * CHUNK), (1, 2 * CHUNK)]
     warm = Counter({(*shape, adapters): 1 for shape in shapes for adapters in (False, True)})
     assert Counted.traces == warm
-    model, lora = Recurrent(nnx.Rngs(0)), adapter("a", 0)
+    model = Recurrent(nnx.Rngs(0))
     short, long = [3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
     for names in ([None, None], ["a", "a"], [None, "a"], ["a", None]):
         asked = [(prompt, name) for name in names for prompt in (short, long)]
@@ -64,3 +56,4 @@ def test_every_step_has_both_variants_after_warm_up(engine):
             want = numpy_greedy(model, None if name is None else lora, prompt, 4)
             assert tokens[: len(want)] == want
     assert Counted.traces == warm
+    assert engine.close(60)

@@ -92,7 +92,6 @@ def results(generations):
 
 
 def test_mixed_adapters_and_lengths(engine, oracle):
-    """Nothing compiles after the start, and each text has the embedding of its own adapter."""
     compiled = compilations(engine)
     assert compiled == 2 * 4  # 1 or 3 prompts of 32 tokens, 1 or 2 of 64; with and without adapters
     names = [None, "a", "b", "c"]
@@ -120,7 +119,6 @@ def test_mixed_adapters_and_lengths(engine, oracle):
 
 
 def test_activated_adapters(engine, oracle):
-    """Called by the first tokens, it changes all of them; not called, none."""
     called, plain = [*CALL, *prompt_of(9)], prompt_of(11)
     ours = results(engine.embed([called, plain, [*plain, *CALL]], lora="called"))
     np.testing.assert_allclose(ours[0], oracle("called", called), atol=2e-6)
@@ -157,7 +155,6 @@ def test_refused_prompts(engine):
 
 
 def test_a_request_of_many_prompts_is_admitted_whole(engine, oracle):
-    """It has more prompts than may wait, and the next request is refused. Cancelled ones leave no lease."""
     prompts = [prompt_of(60, i) for i in range(200)]
     generations = engine.embed(prompts, lora="a")
     with pytest.raises(EngineBusyError):

@@ -10,6 +10,7 @@ import jlora
 from jlora.serve.engine.loras import Loras
 from tests.manager.tiny import MAX_RANK, MODULES, make_adapter, make_world
 from tests.records import on_host
+from tests.serve.client import until
 from tests.serve.conftest import Around, sequence_of
 
 LOOKS = 30
@@ -96,6 +97,31 @@ def test_loads_too_large_for_the_cache_end(tmp_path):
     desk.running.clear()
     assert desk.look("b", "c") == {}
     assert "b" in on_host(desk.manager)
+
+
+def test_load_without_room_is_retried_while_others_run(tmp_path):
+    """And once more if one has ended since it began."""
+
+    class Pending(Desk):
+        def prefetch(self, request):
+            self.loads.append(Future())
+            return self.loads[-1]
+
+    desk = Pending(tmp_path, max_cpu_loras=2)
+    waiting, running = {sequence_of("late", desk.request("late")): "late"}, frozenset({("other", 1)})
+    for one in waiting:
+        desk.loras.wanted(one)
+
+    def loads_again(count):
+        assert desk.loras.look(waiting, running) == {}
+        return len(desk.loads) == count
+
+    for count in (1, 2, 3):
+        until(lambda count=count: loads_again(count))
+        desk.loads[-1].set_exception(jlora.NoFreeSlotError("full"))
+        running = running if count == 1 else frozenset()
+    assert list(desk.loras.look(waiting, running)) == ["late"]  # no sequence is left that could make room
+    assert len(desk.loads) == 3
 
 
 @pytest.mark.parametrize("running", [False, True])

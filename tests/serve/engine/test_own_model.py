@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 
 import jlora
-from jlora.models import Decoder, DecoderConfig
 from jlora.serve import Engine, EngineClosedError, EngineOptions, SamplingParams
 from tests.serve.client import until
 from tests.serve.conftest import Around
@@ -115,11 +114,7 @@ def test_model_of_another_codebase_is_served_and_drained(rng, caplog):
         engine.start(lambda done, total: progress.append((done, total)))
     total = progress[-1][1]
     assert progress == [(done, total) for done in range(total + 1)]
-    steps = [text for text in caplog.messages if text.startswith("warm-up")]
-    assert [text.partition(":")[0] for text in steps] == [f"warm-up {step} of {total}" for step in range(1, total + 1)]
-    assert steps[0].endswith("the state on the device")
-    assert steps[1].endswith("prefill of 8 tokens over 8 positions")
-    assert any(text.endswith("decode of 3 rows over 32 positions") for text in steps)
+    assert f"warm-up 2 of {total}: prefill of 8 tokens over 8 positions" in caplog.messages
     prompts = [rng.integers(1, VOCAB, size).tolist() for size in (1, 3, 8, 9, 20)]
     requests = [(prompt, name) for prompt in prompts for name in ("a", "b", "c", None)]
     found = [engine.submit(prompt, GREEDY, lora=name) for prompt, name in requests]
@@ -189,18 +184,15 @@ def test_unservable_models_and_options_are_refused():
     model = Recurrent(nnx.Rngs(0))
     config = jlora.LoRAConfig(max_loras=1, max_lora_rank=2)
     manager = jlora.LoRAManager(model, config)
-    with pytest.raises(jlora.LoRAUsageError, match="another model"):
-        Engine(Recurrent(nnx.Rngs(0)), manager)
-    with pytest.raises(jlora.LoRAUsageError, match="max_model_len=33"):
-        Engine(model, manager, options=EngineOptions(max_model_len=33))
-    with pytest.raises(jlora.LoRAUsageError, match="max_num_seqs"):
-        Engine(model, manager, options=EngineOptions(max_num_seqs=0))
-    other = NoPositions(nnx.Rngs(0))
-    with pytest.raises(jlora.LoRAUsageError, match="and one of positions"):
-        Engine(other, jlora.LoRAManager(other, config))
-    block = Block(nnx.Rngs(0))
-    with pytest.raises(jlora.LoRAUsageError, match="config"):
-        Engine(block, jlora.LoRAManager(block, config))
+    for wrong, its, options, message in (
+        (Recurrent(nnx.Rngs(0)), manager, {}, "another model"),
+        (model, manager, {"max_model_len": 33}, "max_model_len=33"),
+        (model, manager, {"max_num_seqs": 0}, "max_num_seqs"),
+        (NoPositions(nnx.Rngs(0)), None, {}, "and one of positions"),
+        (Block(nnx.Rngs(0)), None, {}, "config"),
+    ):
+        with pytest.raises(jlora.LoRAUsageError, match=message):
+            Engine(wrong, its or jlora.LoRAManager(wrong, config), options=EngineOptions(**options))
 
 
 def test_decode_updates_the_cache_in_place():
@@ -214,27 +206,3 @@ def test_decode_updates_the_cache_in_place():
         one.result(60)
     assert {array.unsafe_buffer_pointer() for array in jax.live_arrays() if array.shape == shape} == caches
     assert engine.close(60)
-
-
-def test_answers_across_cache_extents_equal_whole_forward_passes(rng):
-    """Attention reads 512 or 1,024 positions of the cache. Prompts cross the boundary while they decode, or before."""
-    config = DecoderConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, max_position_embeddings=1024,
-    )  # fmt: skip
-    model = Decoder(config, rngs=nnx.Rngs(0))
-    nnx.update(model, jax.tree.map(lambda weight: 12 * weight, nnx.state(model)))  # so that attention matters
-    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=2))
-    engine = Engine(model, manager, options=EngineOptions(max_num_seqs=3, max_num_batched_tokens=256))
-    engine.start()
-    prompts = [rng.integers(0, 64, size).tolist() for size in (1, 300, 504, 505, 508, 511, 512, 513, 700, 1016)]
-    found = [engine.submit(prompt, SamplingParams(temperature=0, max_tokens=8)) for prompt in prompts]
-    answers = [list(one.result(60).tokens) for one in found]
-    assert engine.close(60)
-    manager.unwrap()
-    padded = np.zeros((len(prompts), 1024), np.int32)
-    for row, prompt, answer in zip(padded, prompts, answers, strict=True):
-        row[: len(prompt) + 8] = prompt + answer
-    likeliest = np.asarray(jax.jit(lambda model, tokens: model(tokens).argmax(-1))(model, padded))
-    for row, prompt, answer in zip(likeliest, prompts, answers, strict=True):
-        assert row[len(prompt) - 1 : len(prompt) + 7].tolist() == answer

@@ -4,8 +4,6 @@ Each test sends the requests of one of them, after its source in August 2026, wh
 statuses that count as success, and the fields that it reads.
 """
 
-import json
-
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -21,13 +19,6 @@ PYTHON = {"user_agent": "python-requests/2.32", "accept": "*/*", "authorization"
 
 
 @pytest.fixture
-def root(tmp_path):
-    for name in ("one", "two"):
-        (tmp_path / "adapters" / name).mkdir(parents=True)
-    return tmp_path / "adapters"
-
-
-@pytest.fixture
 def engine():
     return FakeEngine([])
 
@@ -38,55 +29,39 @@ def service(engine, root):
     return make_service(engine, root=root, repos=("owner/*",), keys=Keys((KEY,)), names=("llama", "meta/Llama"))
 
 
-def answers(service, name):
-    body = json.dumps({"model": name, "prompt": "a"}).encode()
-    return ask(service, "POST", "/v1/completions", body, authorization=f"Bearer {KEY}").status == 200
-
-
 def models(service, headers=GO):
     answer = ask(service, "GET", "/v1/models", **headers)
-    assert answer.status == 200, answer.text
-    assert answer.json["object"] == "list"
+    assert (answer.status, answer.json["object"]) == (200, "list")
     return {model["id"]: model for model in answer.json["data"]}
+
+
+def load(service, name, path, headers=GO, **more):
+    return ask(service, "POST", LOAD, {"lora_name": name, "lora_path": path, **more}, **headers)
+
+
+def unload(service, name, headers=GO, **more):
+    return ask(service, "POST", UNLOAD, {"lora_name": name, **more}, **headers).status
 
 
 def test_aibrix(service, engine, root):
     """vllm-project/aibrix: pkg/controller/modeladapter/lora_client.go calls the engine (port 8000), and its runtime in
     the same pod (python/aibrix/aibrix/openapi/engine/vllm.py) retries statuses from 500 and handles 404."""
-
-    def load(name, path):
-        body = {"lora_name": name, "lora_path": path.removeprefix("huggingface://")}
-        return ask(service, "POST", LOAD, body, **GO).status
-
-    def unload(name):
-        return ask(service, "POST", UNLOAD, {"lora_name": name, "lora_int_id": None}, **GO).status
-
-    assert load("mine", str(root / "one")) == 200
-    assert answers(service, "mine")
+    one, two = str(root / "one"), str(root / "two")
+    assert load(service, "mine", one).status == 200
     assert "mine" in models(service)  # the next reconciliation finds it
-    assert load("mine", str(root / "one")) == 400  # and does not retry
-    assert load("hub", "huggingface://owner/adapter") == 200
+    assert load(service, "mine", one).status == 400  # and does not retry
+    assert load(service, "hub", "owner/adapter").status == 200
     assert engine.loras["hub"].path == "owner/adapter"
-    assert unload("mine") == 200
-    assert not answers(service, "mine")
-    assert unload("mine") == 404
-    assert load("mine", str(root / "two")) == 200
-    for url, status in (("s3://bucket/adapter", 404), (str(root / "none"), 404), ("/etc", 400)):
-        assert load("other", url) == status
+    assert [unload(service, "mine", lora_int_id=None) for _ in range(2)] == [200, 404]
+    for url, status in (("s3://bucket/adapter", 404), (str(root / "none"), 404), ("/etc", 400), (two, 200)):
+        assert load(service, "other", url).status == status
     engine.broken["two"] = BROKEN
-    assert load("other", str(root / "two")) == 500
+    assert load(service, "broken", two).status == 500
 
 
 def test_production_stack(service, root):
     """vllm-project/production-stack, operator/internal/controller/loraadapter_controller.go and
     src/vllm_router/service_discovery.py."""
-
-    def load(name, path):
-        """A second, concurrent reconciliation takes "already loaded" for success."""
-        answer = ask(service, "POST", LOAD, {"lora_name": name, "lora_path": path}, **GO)
-        if answer.status == 400 and answer.json["type"] == "InvalidUserInput":
-            return "has already been loaded" in answer.json["message"]
-        return answer.status == 200
 
     def registrations(name):
         """Return (root, created) of the adapters of this name. Base models have no parent."""
@@ -98,39 +73,30 @@ def test_production_stack(service, root):
         return [(one["root"], one["created"]) for one in found.values() if one["parent"] and one["id"] == name]
 
     assert registrations("mine") == registrations("llama") == []
-    assert load("mine", str(root / "one"))
+    assert load(service, "mine", str(root / "one")).status == 200
     (found,) = registrations("mine")
     assert found[0] == str(root / "one")
-    assert load("mine", str(root / "one"))
-    (root / "one").rmdir()
-    assert load("mine", str(root / "one"))  # even if the folder is gone
+    (root / "one").rename(root / "gone")
+    answer = load(service, "mine", str(root / "one"))  # by a second reconciliation; even if the folder is gone
+    assert (answer.status, answer.json["type"]) == (400, "InvalidUserInput")
+    assert "has already been loaded" in answer.json["message"]  # which it takes for success
     assert registrations("mine") == [found]
-    assert [name for name, model in models(service).items() if model["parent"] is None] == ["llama", "meta/Llama"]
-    assert ask(service, "POST", UNLOAD, {"lora_name": "mine"}, **GO).status == 200
+    assert unload(service, "mine") == 200
     assert registrations("mine") == []
-    assert not load("other", "/etc")
-    assert not load("other", str(root / "none"))
 
 
 def test_lora_syncer(service, engine):
     """kubernetes-sigs/gateway-api-inference-extension, tools/dynamic-lora-sidecar/sidecar/sidecar.py, which syncs a
     ConfigMap's adapters to the server in the same pod. It was archived in April 2026, and still runs."""
-
-    def load(name, source, base_model):
-        body = {"lora_name": name, "lora_path": source, "base_model_name": base_model}
-        return ask(service, "POST", LOAD, body, **PYTHON)
-
     assert ask(service, "GET", "/health", **PYTHON).status == 200
-    for i, base_model in enumerate(("", "llama", "meta/Llama", "models/base")):
-        assert load(f"mine{i}", "one", base_model).status == 200
-        assert models(service, PYTHON)[f"mine{i}"]["parent"] in ("llama", "meta/Llama", "models/base")
-    answer = load("other", "one", "other")
+    for i, base_model in enumerate(("", "llama", "models/base", "meta/Llama")):
+        assert load(service, f"mine{i}", "one", PYTHON, base_model_name=base_model).status == 200
+        assert models(service, PYTHON)[f"mine{i}"]["parent"] == ("meta/Llama" if i == 3 else "llama")
+    answer = load(service, "other", "one", PYTHON, base_model_name="other")
     assert answer.status == 400
     assert "base_model_name must be the model that is served, 'llama'" in answer.error["message"]
-    assert engine.calls["add"] == 4
-    assert ask(service, "POST", UNLOAD, {"lora_name": "mine0"}, **PYTHON).status == 200
-    assert not answers(service, "mine0")
-    assert answers(service, "mine1")
+    assert unload(service, "mine0", PYTHON) == 200
+    assert [f"mine{i}" in models(service, PYTHON) for i in range(4)] == [False, True, True, True]
 
 
 class EndpointPicker:
@@ -167,8 +133,7 @@ def test_endpoint_picker(service, engine):
     assert (picker.active, picker.waiting, picker.score("a")) == (set(), set(), 0.8)
     engine.told = EngineStats(running=5, waiting=2, cache_usage=0.25, running_by_lora={"a": 3})
     picker = EndpointPicker(service)
-    assert (picker.running, picker.waiting_queue, picker.cache_usage) == (5, 2, 0.25)
-    assert picker.most == 4
+    assert (picker.running, picker.waiting_queue, picker.cache_usage, picker.most) == (5, 2, 0.25, 4)
     assert (picker.score("a"), picker.score("b")) == (1.0, 0.8)
     engine.told = EngineStats(running_by_lora={"a": 1, "b": 1, "c": 1}, waiting_by_lora={"d": 2})
     picker = EndpointPicker(service)
@@ -185,13 +150,9 @@ def test_endpoint_picker(service, engine):
 def test_controllers_get_503_during_warm_up_and_shutdown(service, engine, condition):
     """The response has Retry-After, and no adapter changes. The pod is not ready then, so routers skip it."""
     service.state = condition
-    for method, path, body in (
-        ("GET", "/v1/models", None),
-        ("POST", LOAD, {"lora_name": "mine", "lora_path": "one"}),
-        ("POST", UNLOAD, {"lora_name": "mine"}),
-        ("GET", "/health", None),
-    ):
-        answer = ask(service, method, path, body, authorization=f"Bearer {KEY}")
+    for method, path in (("GET", "/v1/models"), ("POST", LOAD), ("POST", UNLOAD), ("GET", "/health")):
+        body = {"lora_name": "mine", "lora_path": "one"} if method == "POST" else None
+        answer = ask(service, method, path, body, **GO)
         assert (answer.status, int(answer.headers["retry-after"]) >= 1) == (503, True)
     assert engine.calls["add"] == engine.calls["remove"] == 0
     assert EndpointPicker(service).most == 4  # metrics stay available

@@ -6,9 +6,8 @@ import struct
 import openai
 import pytest
 
-from jlora.errors import AdapterUnavailableError
 from tests.serve.client import make_service, on_socket, post
-from tests.serve.fake_engine import BUSY, FakeEngine, letters
+from tests.serve.fake_engine import FakeEngine, letters
 
 
 @pytest.fixture
@@ -51,8 +50,7 @@ def test_embedding(service, engine):
 
 
 @pytest.mark.parametrize(
-    ("given", "prompts"),
-    [("ba", ["ba"]), (["ba", "c"], ["ba", "c"]), ([4, 3], ["ba"]), ([[4, 3], [5]], ["ba", "c"])],
+    ("given", "prompts"), [("ba", ["ba"]), (["ba", "c"], ["ba", "c"]), ([4, 3], ["ba"]), ([[4, 3], [5]], ["ba", "c"])]
 )
 def test_forms_of_inputs(service, engine, given, prompts):
     answer = embed(service, model="base", input=given, dimensions=2, timeout=9, user="me")
@@ -67,12 +65,10 @@ def test_forms_of_inputs(service, engine, given, prompts):
     [
         *(({"input": wrong}, "input") for wrong in ("", [], ["a", ""], [True], [-1], {})),
         ({"input": ["a"] * 2049}, "input"),
-        *(({"encoding_format": wrong}, "encoding_format") for wrong in ("bytes", [])),
-        *(({"dimensions": wrong}, "dimensions") for wrong in (0, "8")),
+        ({"encoding_format": "bytes"}, "encoding_format"),
+        ({"dimensions": 0}, "dimensions"),
         ({"dimension": 3}, "dimension"),
         ({"stream": True}, "stream"),
-        ({"truncate_prompt_tokens": 4}, "truncate_prompt_tokens"),
-        ({"model": ""}, "model"),
     ],
 )
 def test_refused_fields(service, engine, body, field):
@@ -83,7 +79,6 @@ def test_refused_fields(service, engine, body, field):
 
 
 def test_a_model_that_cannot(service, engine):
-    """Each kind of model refuses the other's endpoints by name."""
     message = {"model": "sort", "messages": [{"role": "user", "content": "a"}]}
     for path, body in (("completions", {"model": "sort", "prompt": "a"}), ("chat/completions", message)):
         answer = post(service, f"/v1/{path}", body)
@@ -95,14 +90,6 @@ def test_a_model_that_cannot(service, engine):
     assert "'base' generates text and cannot embed: its folder has no modules.json" in answer.error["message"]
 
 
-def test_errors_of_the_engine(service, engine):
-    assert embed(service, model="unknown").status == 404
-    for error, status in ((BUSY, 429), (AdapterUnavailableError("sort is gone"), 503)):
-        engine.refuse = error
-        answer = embed(service)
-        assert (answer.status, "retry-after" in answer.headers) == (status, True)
-
-
 def test_openai_client(service, engine):
     with on_socket(service) as (host, port):
         client = openai.OpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0)
@@ -110,7 +97,3 @@ def test_openai_client(service, engine):
             for options in ({}, {"encoding_format": "float"}, {"dimensions": 3}):
                 answer = client.embeddings.create(model="sort", input=["ba", "c"], **options)
                 assert [one.embedding for one in answer.data] == [values(2, 0, 0.1), values(1, 1, 0.1)]
-            with pytest.raises(openai.BadRequestError, match="dimensions"):
-                client.embeddings.create(model="sort", input="a", dimensions=0)
-            with pytest.raises(openai.NotFoundError):
-                client.embeddings.create(model="unknown", input="a")

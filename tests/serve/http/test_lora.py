@@ -6,12 +6,7 @@ import time
 
 import pytest
 
-from jlora.errors import (
-    AdapterNotFoundError,
-    AdapterUnavailableError,
-    LoRAUsageError,
-    NoFreeSlotError,
-)
+from jlora.errors import AdapterNotFoundError, AdapterUnavailableError, NoFreeSlotError
 from jlora.serve.engine.request import EngineClosedError
 from jlora.serve.http.adapters import AllowedSources
 from jlora.serve.http.errors import ApiError
@@ -22,28 +17,12 @@ LOAD, UNLOAD, PIN, UNPIN = (f"/v1/{verb}_lora_adapter" for verb in ("load", "unl
 
 
 @pytest.fixture
-def root(tmp_path):
-    root = tmp_path / "adapters"
-    for name in ("one", "two", "team/three"):
-        (root / name).mkdir(parents=True)
-    (root / "file").touch()
-    (tmp_path / "outside").mkdir()
-    (root / "link").symlink_to(tmp_path / "outside")
-    (root / "loop").symlink_to(root / "loop")
-    (root / "inner").symlink_to(root / "one")
-    return root
-
-
-@pytest.fixture
 def service(engine, root):
     return make_service(engine, root=root)
 
 
 def names(service):
     return [card["id"] for card in ask(service, "GET", "/v1/models").json["data"]]
-
-
-# --- loading ----------------------------------------------------------------------------------------------------------
 
 
 def test_load_adds_an_adapter(service, engine, root):
@@ -80,7 +59,6 @@ def test_loaded_name_needs_load_inplace(service, engine, root):
     [
         {},
         {"lora_path": "one"},
-        {"lora_name": "", "lora_path": "one"},
         {"lora_name": "new", "lora_path": ""},
         {"lora_name": "new", "lora_path": "one", "load_inplace": "yes"},
         {"lora_name": "new", "lora_path": "one", "is_3d_lora_weight": 1},
@@ -141,7 +119,6 @@ def test_only_listed_hub_repositories_are_permitted(root, tmp_path):
     ("error", "status", "kind"),
     [
         (BROKEN, 500, "InternalServerError"),
-        (LoRAUsageError("path must be a folder"), 500, "InternalServerError"),
         (OSError("the disk failed"), 500, "InternalServerError"),
         (AdapterNotFoundError("gone meanwhile"), 404, "NotFoundError"),
         (EngineClosedError("closing"), 503, "ServiceUnavailableError"),
@@ -157,10 +134,8 @@ def test_failed_load_changes_nothing(service, engine, caplog, error, status, kin
     assert (answer.status, answer.error["type"]) == (status, kind)
     assert ("retry-after" in answer.headers) == (status == 503)
     assert names(service) == before
-    answer = post(service, LOAD, {"lora_name": "sort", "lora_path": "one", "load_inplace": True})
-    assert answer.status == status
-    assert names(service) == before
-    assert engine.loras["sort"].path == "/adapters/sort"
+    again = post(service, LOAD, {"lora_name": "sort", "lora_path": "one", "load_inplace": True})
+    assert (again.status, names(service), engine.loras["sort"].path) == (status, before, "/adapters/sort")
     engine.broken.clear()
     assert post(service, LOAD, {"lora_name": "new", "lora_path": "one"}).status == 200
 
@@ -192,13 +167,9 @@ def test_tokenizer_of_an_adapter_is_ignored_with_one_log_line(service, root, cap
     (root / "one" / "chat_template.jinja").touch()
     with caplog.at_level("INFO", "jlora.serve"):
         assert post(service, LOAD, {"lora_name": "new", "lora_path": "one"}).status == 200
-    lines = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
-    assert len(lines) == 1
-    assert "tokenizer.json" in lines[0]
-    assert "chat_template.jinja" in lines[0]
-
-
-# --- unloading --------------------------------------------------------------------------------------------------------
+    (line,) = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
+    assert "tokenizer.json" in line
+    assert "chat_template.jinja" in line
 
 
 def test_unload_removes_an_adapter(service, engine):
@@ -215,24 +186,15 @@ def test_unload_removes_an_adapter(service, engine):
 
 
 def test_pin_and_unpin(service, engine):
-    answer = post(service, PIN, {"lora_name": "sort"})
-    assert (answer.status, engine.pinned) == (200, {"sort"})
-    assert post(service, UNPIN, {"lora_name": "sort"}).status == 200
-    assert engine.pinned == set()
+    assert (post(service, PIN, {"lora_name": "sort"}).status, engine.pinned) == (200, {"sort"})
+    assert (post(service, UNPIN, {"lora_name": "sort"}).status, engine.pinned) == (200, set())
     for path in (PIN, UNPIN):
         assert post(service, path, {"lora_name": "unknown"}).status == 404
         assert post(service, path, {}).status == 400
-
-
-@pytest.mark.parametrize("error", [NoFreeSlotError("each slot is pinned"), AdapterUnavailableError("'/sort' is gone")])
-def test_pin_that_must_wait_is_unavailable(service, engine, error):
-    def pin(name):
-        raise error
-
-    engine.pin_lora = pin
-    answer = post(service, PIN, {"lora_name": "sort"})
-    assert (answer.status, answer.error["type"]) == (503, "ServiceUnavailableError")
-    assert (answer.headers["retry-after"], answer.error["message"]) == ("1", str(error))
+    for error in (NoFreeSlotError("each slot is pinned"), AdapterUnavailableError("'/sort' is gone")):
+        engine.failing["pin"] = error
+        answer = post(service, PIN, {"lora_name": "sort"})
+        assert (answer.status, answer.headers["retry-after"], answer.error["message"]) == (503, "1", str(error))
 
 
 @pytest.mark.parametrize("options", [{}, {"administration": True}])
@@ -248,18 +210,12 @@ def test_no_root_means_no_load_endpoints(engine, options):
     assert engine.calls["add"] == 0
 
 
-# --- model cards ------------------------------------------------------------------------------------------------------
-
-
 def test_model_cards(service):
     body = ask(service, "GET", "/v1/models").json
-    assert body["object"] == "list"
-    base, alias, sort, _ = body["data"]
     keys = {"id", "object", "created", "owned_by", "root", "parent", "max_model_len", "permission"}
     assert all(card.keys() == keys and card["object"] == "model" for card in body["data"])
-    assert (base["id"], base["root"], base["parent"], base["max_model_len"]) == ("base", "models/base", None, 128)
-    assert (alias["id"], alias["root"], alias["parent"]) == ("alias", "models/base", None)
-    assert (sort["id"], sort["root"], sort["parent"]) == ("sort", "/adapters/sort", "base")
-    assert base["permission"][0]["object"] == "model_permission"
-    assert ask(service, "GET", "/v1/models/sort").json == sort
+    found = [(card["id"], card["root"], card["parent"], card["max_model_len"]) for card in body["data"][:3]]
+    bases = [(name, "models/base", None, 128) for name in ("base", "alias")]
+    assert found == [*bases, ("sort", "/adapters/sort", "base", 128)]
+    assert ask(service, "GET", "/v1/models/sort").json == body["data"][2]
     assert ask(service, "GET", "/v1/models/unknown").status == 404

@@ -22,16 +22,8 @@ pytestmark = pytest.mark.browser
 
 def shown(url, folder):
     """Return the document after five seconds of the browser's clock, and the lines of its console."""
-    command = [
-        *(
-            os.environ.get("CHROMIUM", "chromium"),
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--enable-logging=stderr",
-        ),
-        *(f"--user-data-dir={folder}", "--virtual-time-budget=5000", "--dump-dom", url),
-    ]
+    flags = ("--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=5000")
+    command = [os.environ.get("CHROMIUM", "chromium"), *flags, f"--user-data-dir={folder}", "--dump-dom", url]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     return run.stdout, [line for line in run.stderr.splitlines() if "CONSOLE" in line]
 

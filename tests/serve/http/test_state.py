@@ -17,14 +17,9 @@ from tests.serve.demo_process import ADAPTERS, DemoServer
 from tests.serve.fake_engine import FakeEngine
 
 
-@pytest.fixture(scope="module")
-def one_world():
-    return make_world()
-
-
 @pytest.fixture
-def world(one_world):
-    return as_new(one_world)
+def world():
+    return make_world()
 
 
 @pytest.fixture
@@ -113,7 +108,6 @@ class Disk:
 
 @pytest.mark.parametrize(("verb", "status"), [("load", 400), ("unload", 404), ("pin", 200), ("unpin", 200)])
 def test_unsaved_change_is_saved_before_a_retry_is_acknowledged(tmp_path, verb, status):
-    """Retries fail while the disk is full. A later retry saves the change, and gets the status of a repeated call."""
     engine = FakeEngine()
     disk, state = Disk(engine), StateFolder(tmp_path / "state")
     state.restore(disk)
@@ -134,9 +128,6 @@ def test_unsaved_change_is_saved_before_a_retry_is_acknowledged(tmp_path, verb, 
     end(state)
 
 
-# --- a server that is killed ------------------------------------------------------------------------------------------
-
-
 def server_with(state, root, *more):
     """Start `jlora serve` on the demo model with two slots."""
     return DemoServer([
@@ -154,33 +145,29 @@ def end_with(server, number):
     return status
 
 
-def load(server, name, path, **more):
-    answer = server.post("load_lora_adapter", lora_name=name, lora_path=path, **more)
-    assert answer.status_code == 200, answer.text
-
-
-def names_of(server):
-    return {one["id"] for one in httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]} - {"demo"}
-
-
 @pytest.mark.slow
 def test_acknowledged_changes_survive_sigkill(tmp_path):
-    """The server is killed right after a response."""
     root, state = ADAPTERS, tmp_path / "state"
     flags = ("--lora-modules", f"one={root / 'sort'}", f"two={root / 'reverse'}")
     cache = ("--compilation-cache-dir", str(tmp_path / "cache"))
     server = server_with(state, root, *flags, *cache)
     want = server.text("one"), server.text("two")
-    assert server.post("unload_lora_adapter", lora_name="two").status_code == 200
-    load(server, "one", "reverse", load_inplace=True)
-    load(server, "three", "sort")
-    assert server.post("pin_lora_adapter", lora_name="three").status_code == 200
+    for verb, body in (
+        ("unload", {"lora_name": "two"}),
+        ("load", {"lora_name": "one", "lora_path": "reverse", "load_inplace": True}),
+        ("load", {"lora_name": "three", "lora_path": "sort"}),
+        ("pin", {"lora_name": "three"}),
+    ):
+        answer = server.post(f"{verb}_lora_adapter", **body)
+        assert answer.status_code == 200, answer.text
     end_with(server, signal.SIGKILL)
 
-    server = server_with(state, root, *flags, *cache)
-    assert names_of(server) == {"one", "three"}  # the state takes precedence over --lora-modules
+    server = server_with(state, root, *flags, *cache, "--port", str(server.port))
+    listed = httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]
+    assert {one["id"] for one in listed} == {"demo", "one", "three"}  # the state takes precedence over --lora-modules
     assert server.ask("two").status_code == 404
     metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
     assert re.search(r'lora_adapter_loaded\{[^}]*adapter_name="three"[^}]*pinned="true"', metrics), metrics
     assert (server.text("three"), server.text("one")) == want
+    assert server.children == []
     assert end_with(server, signal.SIGTERM) == 0

@@ -3,11 +3,12 @@
 import json
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models
 
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.serve.http.responses import TokenTexts
 from jlora.serve.http.template import ChatTemplate, load_template
+from tests.serve.engine.test_detokenizer import byte_tokenizer
 
 HI = [{"role": "user", "content": "hi"}]
 CHATML = (
@@ -81,9 +82,6 @@ def test_default_limit_of_text_is_4_mi_characters():
         ChatTemplate("{{ 'a' * 4194304 }}b").render(HI, {})
 
 
-# --- sources ----------------------------------------------------------------------------------------------------------
-
-
 def write(folder, **files):
     for name, content in files.items():
         text = content if isinstance(content, str) else json.dumps(content)
@@ -91,42 +89,30 @@ def write(folder, **files):
     return folder
 
 
-def test_template_of_the_tokenizer_config(tmp_path):
-    assert load_template(tmp_path) is None
+def loaded(folder, *given, **files):
+    """Return the text of the template that a folder has after these files are written."""
+    found = load_template(write(folder, **files), *given)
+    return None if found is None else found.render(HI, {})
+
+
+def test_sources_of_the_template(tmp_path):
+    assert loaded(tmp_path) is None
     with pytest.raises(LoRAError, match="cannot be read"):
         load_template(tmp_path, tmp_path / "missing")
-    assert load_template(write(tmp_path, tokenizer_config__json={"bos_token": "<s>"})) is None
     config = {"chat_template": "{{ bos_token }}{{ eos_token }}", "bos_token": {"content": "<s>"}, "eos_token": "</s>"}
-    found = load_template(write(tmp_path, tokenizer_config__json=config))
-    assert found is not None
-    assert found.render(HI, {}) == "<s></s>"
-    write(tmp_path, tokenizer_config__json={**config, "bos_token": None}, special_tokens_map__json={"bos_token": "<b>"})
-    found = load_template(tmp_path)
-    assert found is not None
-    assert found.render(HI, {}) == "<b></s>"
-
-
-def test_default_template_of_a_list(tmp_path):
+    assert loaded(tmp_path, tokenizer_config__json={"bos_token": "<s>"}) is None
+    assert loaded(tmp_path, tokenizer_config__json=config) == "<s></s>"
+    without = {**config, "bos_token": None}
+    special = {"bos_token": "<b>"}
+    assert loaded(tmp_path, tokenizer_config__json=without, special_tokens_map__json=special) == "<b></s>"
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ messages[0].content }}"}]
-    found = load_template(write(tmp_path, tokenizer_config__json={"chat_template": named}))
-    assert found is not None
-    assert found.render(HI, {}) == "hi"
+    assert loaded(tmp_path, tokenizer_config__json={"chat_template": named}) == "hi"
     with pytest.raises(LoRAError, match="default"):
-        load_template(write(tmp_path, tokenizer_config__json={"chat_template": named[:1]}))
-
-
-def test_template_file_comes_before_the_config_and_the_operators_before_both(tmp_path):
-    write(
-        tmp_path,
-        tokenizer_config__json={"chat_template": "one", "bos_token": "B"},
-        chat_template__jinja="{{ bos_token }}2",
-    )
-    found = load_template(tmp_path)
-    assert found is not None
-    assert found.render(HI, {}) == "B2"
-    own = load_template(tmp_path, write(tmp_path, mine="three") / "mine")
-    assert own is not None
-    assert own.render(HI, {}) == "three"
+        loaded(tmp_path, tokenizer_config__json={"chat_template": named[:1]})
+    # A file of its own comes before the configuration, and that of the operator before both.
+    config = {"chat_template": "one", "bos_token": "B"}
+    assert loaded(tmp_path, tokenizer_config__json=config, chat_template__jinja="{{ bos_token }}2") == "B2"
+    assert loaded(tmp_path, tmp_path / "mine", mine="three") == "three"
 
 
 @pytest.mark.parametrize("config", ["{", "[]", '{"chat_template": 3}', '{"chat_template": "{% for %}"}'])
@@ -135,21 +121,10 @@ def test_malformed_template_config_is_refused(tmp_path, config):
         load_template(write(tmp_path, tokenizer_config__json=config))
 
 
-# --- tokens -----------------------------------------------------------------------------------------------------------
-
-
-def byte_level():
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<eos>"])
-    return tokenizer
-
-
 def test_token_bytes_of_byte_level_tokens():
     """The bytes of tokens join to the text, although a token may be part of a character."""
-    tokenizer = byte_level()
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens(["<eos>"])
     texts = TokenTexts(tokenizer)
     text = "a é 😀\n"
     ids = tokenizer.encode(text).ids

@@ -54,16 +54,6 @@ def test_an_upload_adds_an_adapter(service, engine):
     assert (card["root"], card["parent"]) == ("", "alias")
 
 
-def test_a_loaded_name_needs_load_inplace(service, engine):
-    body = PARTS | {"lora_name": b"sort"}
-    refused(upload(service, form(body)), 400, "'sort' has already been loaded", "load_inplace: true")
-    refused(upload(service, form(body | {"load_inplace": b"false"})), 400, "already been loaded")
-    assert not engine.uploaded
-    for true in (b"true", b"True"):
-        assert upload(service, form(body | {"load_inplace": true})).status == 200
-    assert len(engine.uploaded) == 2
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -107,20 +97,13 @@ def test_malformed_forms_are_refused(service, engine, body, words):
     assert engine.calls["add"] == 0
 
 
-# --- keys and limits --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("key", ["", "Bearer", "Bearer wrong", "Bearer user"])
-def test_an_upload_needs_a_key_of_administrators(engine, key):
+def test_an_upload_needs_a_key_of_administrators(engine, tmp_path):
     service = make_service(engine, administration=True, keys=Keys(("user",), ("secret",)))
-    assert upload(service, form(PARTS), authorization=key).status == 401
-    assert engine.calls["add"] == 0
-
-
-@pytest.mark.parametrize("keys", [Keys(), Keys(("secret",))])
-def test_a_server_without_such_keys_takes_no_uploads(engine, tmp_path, keys):
-    service = make_service(engine, root=tmp_path, keys=keys)
-    refused(upload(service, form(PARTS)), 404, "--admin-api-key KEY")
+    for key in ("", "Bearer wrong", "Bearer user"):
+        assert upload(service, form(PARTS), authorization=key).status == 401
+    for keys in (Keys(), Keys(("secret",))):  # without such keys
+        service = make_service(engine, root=tmp_path, keys=keys)
+        refused(upload(service, form(PARTS)), 404, "--admin-api-key KEY")
     assert engine.calls["add"] == 0
 
 
@@ -151,9 +134,6 @@ def test_no_file_is_written(service, engine, tmp_path, monkeypatch):
     weights, config = Adapter.from_arrays("new", big, alpha=1).to_bytes()
     assert len(weights) > 2**22
     assert upload(service, form(PARTS | {"adapter_model": weights, "adapter_config": config})).status == 200
-
-
-# --- the client -------------------------------------------------------------------------------------------------------
 
 
 def test_push(service, engine):

@@ -1,6 +1,5 @@
 """Every PEFT field: served, without effect, or refused by name."""
 
-
 import pytest
 
 from jlora.adapters.config_file import read_config

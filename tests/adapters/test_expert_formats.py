@@ -136,8 +136,7 @@ def test_layouts_of_each_parameter(load_of, marker):
         assert_delta(adapter.modules[f"{EXPERTS}.{name}"], factors(name))
 
 
-@pytest.mark.parametrize("exchanged", [False, True])
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize(("name", "exchanged"), [(FUSED[0], False), (FUSED[1], True)])
 def test_one_parameter_alone(load_of, name, exchanged):
     """The file does not define whether in and out are exchanged, so the arrays keep their stored order."""
     adapter = load_of(fused_file(names=[name], exchanged=exchanged), **parameters(name), peft_version="0.18.1")
@@ -263,73 +262,68 @@ def changed(module, change):
     return found | tensors({module: change(a, b)})
 
 
-@pytest.mark.parametrize(
-    ("found", "match"),
-    [
-        (changed(EXPERTS, lambda a, b: (a[:-R], b)), r"'.*experts' has A \(6, 3\) and B \(5, 8\); expected \(experts"),
-        (changed(EXPERTS, lambda a, b: (a[:-R], b[:, :-R])), "is of 4 experts and .* of 3; expected as many"),
-        (changed(EXPERTS, lambda a, b: (a[:-1], b[:, :-1])), r"A \(7, 3\) and B \(5, 7\); expected rank \* experts"),
-        (changed(EXPERTS, lambda a, b: (a[:R], b[:, :R])), "two experts or more, and rank 2"),
-        (changed(EXPERTS, lambda a, b: (a[:, :2], b)), "takes 5 and gives 6, .* 2 and 5; expected the one"),
-        (changed(EXPERTS, lambda a, b: (b.T, a.T)), "takes 5 and gives 6, .* 5 and 3; expected the one"),
-        (changed(EXPERTS, lambda a, b: (a[None], b[None])), r"expected \(experts \* rank, in\)"),
-        (changed(EXPERTS, lambda a, b: (a[:0], b[:, :1])), "none empty"),
-        (changed(EXPERTS, lambda a, b: (a[0], b)), "both of two or of three axes"),
-    ],
-)
-def test_flat_pairs_that_are_none(load_of, found, match):
-    refused(load_of, found, AdapterFormatError, match, **parameters(*FUSED))
+def without(half):
+    return {key: array for key, array in fused_file().items() if half not in key}
 
 
-@pytest.mark.parametrize(
-    ("pair", "match"),
-    [
-        (lambda a, b: (a[:3], b), r"A \(3, 2, 5\) and B \(4, 3, 2\); expected as many experts in both"),
-        (lambda a, b: (a[:, :1], b), r"expected \(experts, 2, in\) and \(experts, out, 2\)"),
-        (lambda a, b: (a.transpose(0, 2, 1), b.transpose(0, 2, 1)), r"expected \(experts, 2, in\)"),
-        (lambda a, b: (a[0], b), "both of two or of three axes"),
-        (lambda a, b: (a[..., :0], b), "none empty"),
-    ],
-)
-def test_pairs_of_three_axes_that_are_none(load_of, pair, match):
-    found = tensors({f"{EXPERTS}.w1": pair(*three_axes(factors("w1")))})
-    refused(load_of, found, AdapterFormatError, match, target_modules=["w1"])
+def axes_of_w1(change):
+    return tensors({f"{EXPERTS}.w1": change(*three_axes(factors("w1")))})
 
 
-def test_projections_of_different_experts(load_of):
-    found = tensors({f"{EXPERTS}.w1": three_axes(factors("w1")), f"{EXPERTS}.w2": three_axes(factors("w2", 3))})
-    refused(load_of, found, AdapterFormatError, "is of 4 experts and .* of 3", target_modules=["experts"])
+ALONE = fused_file(names=["down_proj"])
+NEITHER = {"target_modules": ["experts"]}
+MALFORMED = [
+    # flat pairs
+    (changed(EXPERTS, lambda a, b: (a[:-R], b)), {}, r"'.*experts' has A \(6, 3\) and B \(5, 8\); expected \(experts"),
+    (changed(EXPERTS, lambda a, b: (a[:-R], b[:, :-R])), {}, "is of 4 experts and .* of 3; expected as many"),
+    (changed(EXPERTS, lambda a, b: (a[:-1], b[:, :-1])), {}, r"A \(7, 3\) and B \(5, 7\); expected rank \* experts"),
+    (changed(EXPERTS, lambda a, b: (a[:R], b[:, :R])), {}, "two experts or more, and rank 2"),
+    (changed(EXPERTS, lambda a, b: (a[:, :2], b)), {}, "takes 5 and gives 6, .* 2 and 5; expected the one"),
+    (changed(EXPERTS, lambda a, b: (b.T, a.T)), {}, "takes 5 and gives 6, .* 5 and 3; expected the one"),
+    (changed(EXPERTS, lambda a, b: (a[None], b[None])), {}, r"expected \(experts \* rank, in\)"),
+    (changed(EXPERTS, lambda a, b: (a[:0], b[:, :1])), {}, "none empty"),
+    (changed(EXPERTS, lambda a, b: (a[0], b)), {}, "both of two or of three axes"),
+    # pairs of three axes
+    (
+        axes_of_w1(lambda a, b: (a[:3], b)),
+        NEITHER,
+        r"A \(3, 2, 5\) and B \(4, 3, 2\); expected as many experts in both",
+    ),
+    (axes_of_w1(lambda a, b: (a[:, :1], b)), NEITHER, r"expected \(experts, 2, in\) and \(experts, out, 2\)"),
+    (axes_of_w1(lambda a, b: (a[0], b)), NEITHER, "both of two or of three axes"),
+    (axes_of_w1(lambda a, b: (a[..., :0], b)), NEITHER, "none empty"),
+    (
+        tensors({f"{EXPERTS}.w1": three_axes(factors("w1")), f"{EXPERTS}.w2": three_axes(factors("w2", 3))}),
+        NEITHER,
+        "is of 4 experts and .* of 3",
+    ),
+    # missing, or there twice
+    (without(f"{EXPERTS}.lora_A"), {}, "expected one A and one B"),
+    (without(f"{EXPERTS}.base_layer.lora_B"), {}, "expected one A and one B"),
+    (ALONE, {}, "names gate_up_proj, down_proj; expected base_layer and"),
+    (fused_file(), parameters("down_proj"), "names down_proj; expected"),
+    (without(f"{EXPERTS}.lora_"), {}, "is the first of two parameters, and the second"),
+    (ALONE, {"target_parameters": None, **NEITHER}, "of one parameter, and nothing says which"),
+    *(
+        (fused_file() | tensors({f"{EXPERTS}.{other}": pair}), {"target_modules": ".*"}, match)
+        for other, pair, match in (
+            ("1.gate_proj", factors("gate_proj")[0], "holds all experts and .*experts.1.gate_proj' one"),
+            ("1.w2", factors("w2")[0], "holds all experts and .*experts.1.w2' one"),
+            ("w3", three_axes(factors("w3")), "'.*base_layer'.* are of the same projection"),
+            ("down_proj", three_axes(factors("down_proj")), "are of the same projection"),
+        )
+    ),
+]
 
 
-@pytest.mark.parametrize("missing", [f"{EXPERTS}.lora_A", f"{EXPERTS}.base_layer.lora_B"])
-def test_missing_halves(load_of, missing):
-    found = {key: array for key, array in fused_file().items() if missing not in key}
-    refused(load_of, found, AdapterFormatError, "expected one A and one B", **parameters(*FUSED))
+@pytest.mark.parametrize(("found", "fields", "match"), MALFORMED)
+def test_malformed_pairs(load_of, found, fields, match):
+    refused(load_of, found, AdapterFormatError, match, **parameters(*FUSED) | fields)
 
 
-def test_missing_parameters(load_of):
-    alone, first = fused_file(names=["down_proj"]), tensors({f"{EXPERTS}.base_layer": flat(factors("gate_up_proj"))})
-    both = parameters(*FUSED)
-    refused(load_of, alone, AdapterFormatError, "names gate_up_proj, down_proj; expected base_layer and", **both)
-    refused(load_of, fused_file(), AdapterFormatError, "names down_proj; expected", **parameters("down_proj"))
-    refused(load_of, first, AdapterFormatError, "is the first of two parameters, and the second", **both)
-    refused(load_of, alone, AdapterFormatError, "of one parameter, and nothing says which", target_modules=["experts"])
+def test_a_third_parameter(load_of):
     third = fused_file() | tensors({f"{EXPERTS}.base_layer.base_layer": flat(factors("w1"))})
-    refused(load_of, third, AdapterMismatchError, "is of a third parameter", **both)
-
-
-@pytest.mark.parametrize(
-    ("other", "pair", "match"),
-    [
-        (f"{EXPERTS}.1.gate_proj", factors("gate_proj")[0], "holds all experts and .*experts.1.gate_proj' one"),
-        (f"{EXPERTS}.1.w2", factors("w2")[0], "holds all experts and .*experts.1.w2' one"),
-        (f"{EXPERTS}.w3", three_axes(factors("w3")), "'.*base_layer'.* are of the same projection"),
-        (f"{EXPERTS}.down_proj", three_axes(factors("down_proj")), "are of the same projection"),
-    ],
-)
-def test_two_formats_of_one_projection(load_of, other, pair, match):
-    found = fused_file() | tensors({other: pair})
-    refused(load_of, found, AdapterFormatError, match, **parameters(*FUSED), target_modules=".*")
+    refused(load_of, third, AdapterMismatchError, "is of a third parameter", **parameters(*FUSED))
 
 
 @pytest.mark.parametrize("value", ["expert_major", "", 1, ["rank_major"], {}])
@@ -340,11 +334,7 @@ def test_unknown_layouts(load_of, value):
 @pytest.mark.parametrize(
     ("detail", "error", "match"),
     [
-        (
-            {"lora_B_layout": "mixed", "num_experts": E},
-            AdapterMismatchError,
-            "'gate_up_proj', lora_B_layout is 'mixed'",
-        ),
+        ({"lora_B_layout": "mixed", "num_experts": E}, AdapterMismatchError, "'gate_up_proj', lora_B_layout is 'm"),
         ({"lora_B_layout": "rank_major", "num_experts": E}, AdapterFormatError, "expected the same"),
         ({"lora_B_layout": "grouped_by_expert", "num_experts": E + 1}, AdapterFormatError, "of 4 experts .* has 5"),
         ({"lora_B_layout": "grouped_by_expert"}, AdapterFormatError, "must have num_experts"),
@@ -494,8 +484,8 @@ def test_flat_pairs_that_peft_has_no_place_for(load_of, tmp_path, names):
     assert contents(again) == contents(adapter)
 
 
-def in_memory(names, **facts):
-    arrays = {name: three_axes(factors(name.rpartition(".")[2])) for name in names}
+def in_memory(names, shared_a=False, **facts):
+    arrays = {name: three_axes(factors(name.rpartition(".")[2]), shared_a=shared_a) for name in names}
     modules = {
         name: ExpertsLoRA(a=a, b=b, alpha=8.0, scaling=4.0, **{"exchanged": False} | facts)
         for name, (a, b) in arrays.items()
@@ -514,6 +504,10 @@ def in_memory(names, **facts):
         (in_memory([f"{EXPERTS}.q_proj"]), "cannot be saved; expected one of gate_up_proj"),
         (in_memory([f"{EXPERTS}.w1"], peft_version="0.18.0"), "has peft_version=0.18.0, and would be read as None"),
         (in_memory([f"{EXPERTS}.w1", f"{EXPERTS}.gate_up_proj"]), "are of the same projection"),
+        (
+            in_memory([f"{EXPERTS}.gate_up_proj"], True, own_order=True, exchanged=None),
+            "must have both factors of each expert",
+        ),
     ],
 )
 def test_adapters_that_no_file_can_express_are_not_saved(adapter, tmp_path, match):
@@ -522,27 +516,11 @@ def test_adapters_that_no_file_can_express_are_not_saved(adapter, tmp_path, matc
     assert not (tmp_path / "saved" / "adapter_model.safetensors").exists()
 
 
-def test_shared_factors_in_own_order_are_not_saved(tmp_path):
-    a, b = three_axes(factors("gate_up_proj"), shared_a=True)
-    module = ExpertsLoRA(a=a, b=b, alpha=8.0, scaling=4.0, own_order=True, exchanged=None)
-    with pytest.raises(LoRAError, match="must have both factors of each expert"):
-        Adapter(name="mine", modules={f"{EXPERTS}.gate_up_proj": module}).save_pretrained(tmp_path / "saved")
-
-
-@pytest.mark.parametrize(
-    ("a", "b"),
-    [
-        (np.ones((2, 3)), np.ones((2, 4, 3))),
-        (np.ones((2, 3, 5)), np.ones((2, 4, 2))),
-        (np.ones((2, 3, 5)), np.ones((3, 4, 3))),
-        (np.ones((2, 3, 5), np.int32), np.ones((2, 4, 3))),
-        (np.ones((2, 3, 0)), np.ones((2, 4, 3))),
-        ([[[1.0]]], np.ones((1, 1, 1))),
-    ],
-)
-def test_arrays_that_are_no_pair(a, b):
-    with pytest.raises(AdapterFormatError, match="ExpertsLoRA"):
-        ExpertsLoRA(a=a, b=b, alpha=1.0, scaling=1.0)
+def test_arrays_that_are_no_pair():
+    b = np.ones((2, 4, 3))
+    for a in (np.ones((2, 3)), np.ones((2, 2, 5)), np.ones((3, 3, 5)), np.ones((2, 3, 5), int), np.ones((2, 3, 0)), []):
+        with pytest.raises(AdapterFormatError, match="ExpertsLoRA"):
+            ExpertsLoRA(a=a, b=b, alpha=1.0, scaling=1.0)
 
 
 # ---- anything

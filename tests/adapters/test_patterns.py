@@ -114,30 +114,32 @@ def test_hostile_patterns_are_matched_or_refused_in_bounded_time(pattern):
 
 @pytest.mark.parametrize("pattern", ["(a", "a)", "[a", "[", "*a", "a|*", "a\\", "[b-a]", "(?P<x>a)(?P<x>b)"])
 def test_not_a_pattern(pattern):
-    with pytest.raises(re.error):
-        re.compile(pattern)
     with pytest.raises(AdapterFormatError, match="is not a regular expression") as raised:
         compile_pattern(pattern, "here")
     assert str(raised.value).startswith(f"here: {pattern!r}")
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        *(r"(a)\1", "(?<=a)b", "(?i)a", "(?>a)", "a++", "(?i:a)", "^(?!.*vision)", "(?=a)a", "[[:alpha:]]", "[a&&b]"),
-        *(r"\z", r"\pL", "a{,3}", "(?s).", "(?P<n>a)(?P=n)", "(?#c)a"),
-    ],
-)
-def test_refused_syntax(pattern, capfd):
-    with pytest.raises(AdapterMismatchError, match="not served"):
+REFUSED_SYNTAX = [
+    r"(a)\1",
+    "(?<=a)b",
+    "(?i)a",
+    "(?>a)",
+    "a++",
+    "(?i:a)",
+    "^(?!.*vision)",
+    "(?=a)a",
+    "[[:alpha:]]",
+    "[a&&b]",
+]
+REFUSED_SYNTAX += [r"\z", r"\pL", "a{,3}", "(?s).", "(?P<n>a)(?P=n)", "(?#c)a"]
+TOO_LARGE = ["a{1001}", "((a{100}){100}){100}", "(.{100}){9}" * 3]
+
+
+@pytest.mark.parametrize("pattern", [*REFUSED_SYNTAX, *TOO_LARGE])
+def test_refused_patterns(pattern, capfd):
+    with pytest.raises(AdapterMismatchError, match="not served" if pattern in REFUSED_SYNTAX else "here: "):
         compile_pattern(pattern, "here")
     assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("pattern", ["a{1001}", "((a{100}){100}){100}", "(.{100}){9}" * 3])
-def test_too_large(pattern):
-    with pytest.raises(AdapterMismatchError):
-        compile_pattern(pattern, "here")
 
 
 @pytest.mark.parametrize("pattern", [r"\d+", r"\w+", r".\b", r"[\W]+", r"\S"])

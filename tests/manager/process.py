@@ -26,7 +26,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jlora
-from jlora.adapters import ExpertsLoRA
 from jlora.errors import (
     AdapterFormatError,
     AdapterInUseError,
@@ -220,9 +219,8 @@ def what_commits_nothing_sends_no_message(world: World) -> None:
         manager.add_adapter(world.request(name))
     world.check(["one", "two", None, None])
     before = world.messages.rounds
-    world.check(["one", "two", None, None])  # as before
-    world.check(["two", None, "one", "one"])  # others of the same adapters
-    world.check([None] * 4)
+    for names in (["one", "two", None, None], ["two", None, "one", "one"], [None] * 4):
+        world.check(names)
     assert not manager.add_adapter(world.request("one"))
     assert not manager.activate_adapter("two")
     assert world.messages.rounds == before
@@ -372,23 +370,15 @@ def versions_of_files(world: World) -> None:
 
 
 @scenario
-def other_weights_in_one_process(world: World) -> None:
+def other_weights_or_another_order_in_one_process(world: World) -> None:
     manager = world.start()
-    manager.add_adapter(world.request("one"))
     before = world.state()
     if world.me == 1:
         world.paths["two"] = world.folder / "four"
     with pytest.raises(LoRAError, match=r"'two'\): process 0 has .* and process 1 .* Files must be"):
         manager.add_adapter(world.request("two"))
-    world.unchanged(before)
-
-
-@scenario
-def calls_in_another_order(world: World) -> None:
-    manager = world.start()
-    before = world.state()
-    names = ["one", "two"] if world.me == 0 else ["two", "one"]
-    for name in names:
+    world.paths.clear()
+    for name in ["one", "two"] if world.me == 0 else ["two", "one"]:
         with pytest.raises(LoRAError, match="must make the same calls in the same order"):
             manager.add_adapter(world.request(name))
         world.unchanged(before)
@@ -467,13 +457,12 @@ def whole_models(world: World) -> None:
     world.check(["one", None, "one", None])
     assert world.step._cache_size() == compiled
     table = np.asarray(world.twins[None].embed.embedding[...])
-    for base, error in ((table, None), (table + 1, "differ from the model's own weight")):
-        adapter = jlora.Adapter(name=f"base{error}", modules=ONE.modules, base_weights={"embed": base})
-        if error is None:
-            manager.add_adapter(adapter)
-        else:
-            with pytest.raises(LoRAError, match=error):
-                manager.add_adapter(adapter)
+    same, other = (
+        jlora.Adapter(name="base", modules=ONE.modules, base_weights={"embed": t}) for t in (table, table + 1)
+    )
+    with pytest.raises(LoRAError, match="differ from the model's own weight"):
+        manager.add_adapter(other)
+    manager.add_adapter(same)
     manager.unwrap()
 
 
@@ -501,7 +490,7 @@ class Experts(World):
                 return jax.lax.with_sharding_constraint(model(x), whole)
 
         self.step = jax.jit(forward)
-        experts = {"each": range(8), "few": (1, 6), "flat": range(8)}
+        experts = {"each": range(8), "few": (1, 6)}
         self.adapters = {name: self.adapter(name, seed, experts[name]) for seed, name in enumerate(experts)}
 
     def adapter(self, name: str, seed: int, experts: Iterable[int]) -> jlora.Adapter:
@@ -514,27 +503,12 @@ class Experts(World):
             for e in experts
             for part, (k, n) in self.SIZES.items()
         }
-        if name == "flat":  # gate and up have one A
-            for key in [key for key in arrays if key.endswith("up_proj")]:
-                arrays[key][0] = arrays[key.replace("up_proj", "gate_proj")][0]
         return jlora.Adapter.from_arrays(name, arrays, alpha=3)
 
     def written(self, name: str) -> jlora.LoRARequest:
-        """A request for an adapter, expert by expert in its file or flat."""
-        modules = self.adapters[name].modules
-        if name == "flat":
-            fused = {}
-            for layer in range(LAYERS):
-                block = f"layers.{layer}.experts"
-                for fused_part, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
-                    own = [[modules[f"{block}.{e}.{part}"] for part in parts] for e in range(8)]
-                    a = np.stack([some[0].a for some in own])
-                    b = np.stack([np.concatenate([one.b for one in some]) for some in own])
-                    fused[f"{block}.{fused_part}"] = ExpertsLoRA(a=a, b=b, alpha=3.0, scaling=1.5, own_order=True)
-            modules = fused
         folder = self.folder / f"experts_{name}"
         if self.me == 0:
-            jlora.Adapter(name=name, modules=modules).save_pretrained(folder)
+            self.adapters[name].save_pretrained(folder)
         multihost_utils.sync_global_devices(str(folder))
         return jlora.LoRARequest(name, str(folder))
 
@@ -552,29 +526,28 @@ def experts(world: World) -> None:
     world = Experts(world)
     for name in world.adapters:
         world.manager.add_adapter(world.written(name))
-    for names in (["each", None, "flat", "each"], ["few", "flat", None, "few"], ["each", "few", "few", None]):
+    for names in (["each", None, "few", "each"], ["few", "few", None, "few"]):
         world.check(names)
         world.alike()
     assert world.step._cache_size() == 1
     assert world.manager.stats().compilations == 1
 
-    rng = np.random.default_rng(5)  # of an expert of each process, in an adapter of each kind
-    for name, expert in (("each", 2), ("flat", 7), ("few", 1)):
+    rng = np.random.default_rng(5)
+    for name, expert in (("each", 2), ("each", 7), ("few", 1)):  # experts of either process
         module = f"layers.1.experts.{expert}.down_proj"
         new = [rng.normal(size=size).astype(np.float32) for size in ((2, INNER), (HIDDEN, 2))]
         halves = zip("AB", new, strict=True)
         world.manager.update_adapter(name, {f"{module}.lora_{half}.weight": array for half, array in halves})
         arrays = {key: (m.a, m.b) for key, m in world.adapters[name].modules.items()} | {module: tuple(new)}
         world.adapters[name] = jlora.Adapter.from_arrays(name, arrays, alpha=3)
-    for names in (["each", None, "flat", "each"], ["few", "flat", None, "few"]):
-        world.check(names)
+    world.check(["each", None, "few", "each"])
 
     world.adapters["each"].modules["layers.0.experts.6.up_proj"].b[0, 0] = np.nan
     before = world.state()
     with pytest.raises(AdapterFormatError, match=r"experts\.6\.up_proj.*NaN.*process 1"):
         world.manager.add_adapter(dataclasses.replace(world.written("each"), load_inplace=True))
     world.unchanged(before)
-    world.check(["few", "flat", None, "few"])
+    world.check(["few", None, None, "few"])
 
 
 class Interrupted:
@@ -702,24 +675,20 @@ def names_and_messages(world: World) -> None:
         assert name in manager.list_adapters()
     world.alike()
 
-    def refuse(request):
-        error = AdapterMismatchError("ошибка ☃ \ud800 " + "x" * 5_000_000)
-        error.problems = ("ошибка", "\ud800")
-        raise error
+    error = AdapterMismatchError("ошибка ☃ \ud800 " + "x" * 5_000_000)
+    error.problems = ("ошибка", "\ud800")
+    for raised, kind, said in (
+        (error, AdapterMismatchError, r"^ошибка ☃ \ud800 x+ \(process 1\)$"),
+        (ValueError("not of jlora"), LoRAError, r"^ValueError: not of jlora \(process 1\)$"),
+    ):
 
-    if world.me == 1:
-        world.resolving = refuse
-    with pytest.raises(AdapterMismatchError, match=r"^ошибка ☃ \ud800 x+ \(process 1\)$") as caught:
-        manager.add_adapter(world.request("one"))
-    assert caught.value.problems == ("ошибка", "\ud800")
+        def fail(request, raised=raised):
+            raise raised
 
-    def fail(request):
-        raise ValueError("not of jlora")
-
-    if world.me == 1:
-        world.resolving = fail
-    with pytest.raises(LoRAError, match=r"^ValueError: not of jlora \(process 1\)$"):
-        manager.add_adapter(world.request("one"))
+        world.resolving = fail if world.me == 1 else world.path_of
+        with pytest.raises(kind, match=said) as caught:
+            manager.add_adapter(world.request("one"))
+        assert getattr(caught.value, "problems", ()) == getattr(raised, "problems", ())
     world.resolving = world.path_of
     manager.add_adapter(world.request("one"))
     world.check(["one", None, None, "one"])

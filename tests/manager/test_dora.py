@@ -106,10 +106,6 @@ def test_updates_compute_the_norms_again(put, names):
         changed = {n: dataclasses.replace(adapter.modules[n], a=m.a, b=m.b) for n, m in modules.items()}
         now = dataclasses.replace(adapter, modules=dict(adapter.modules) | changed)
         world.check(world.serve(["a", None, "a"]), [now, None, now])
-
-
-def test_updates_take_no_magnitude():
-    world = served(dora("a"))
     with pytest.raises(jlora.AdapterMismatchError, match="found lora_magnitude_vector"):
         world.manager.update_adapter("a", {f"{O_PROJ}.lora_magnitude_vector": np.ones(16, np.float32)})
 
@@ -166,56 +162,46 @@ def test_norms_are_those_of_float64(param, slots):
     np.testing.assert_allclose(got, want, rtol=2e-6)
 
 
-def with_weight(name, **changes):
-    """A DoRA adapter of one module, and a world in whose model that module has changed weights."""
-    world = make_world(dora=True)
-    layer = world.model.layers[1].o_proj
-    layer.kernel[...] = changes.get("kernel", lambda w: w)(layer.kernel[...])
-    return world, dora(name, modules=[O_PROJ])
+# --- Refusals ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_column_without_norm_is_refused():
-    world, adapter = with_weight("a", kernel=lambda w: w.at[:, 5].set(0))
-    b = adapter.modules[O_PROJ].b
-    b[5] = 0
-    with pytest.raises(jlora.AdapterMismatchError, match=rf"'a': {O_PROJ}: the norm of column 5 .* is 0"):
+def test_columns_without_a_finite_norm_are_refused():
+    world, adapter = make_world(dora=True), dora("a", modules=[O_PROJ])
+    kernel, module = world.model.layers[1].o_proj.kernel, adapter.modules[O_PROJ]
+    kept = kernel[...]
+    module.b[5] = 0
+    for weight, error in (
+        (kept.at[:, 5].set(0), rf"'a': {O_PROJ}: the norm of column 5 .* is 0"),
+        (kept.at[:, 2].set(-module.scaling * module.b[2] @ module.a), r"the norm of column 2 .* cancels to 0"),
+        (kept.at[3, 4].set(jnp.inf), r"column 4 .* is not finite"),
+        (kept.astype(jnp.int8), rf"'a': {O_PROJ}: DoRA needs .* {O_PROJ}.kernel is int8"),
+    ):
+        kernel.set_value(weight)
+        with pytest.raises(jlora.AdapterMismatchError, match=error):
+            world.manager.add_adapter(adapter)
+    kernel.set_value(gone := jnp.copy(kept))
+    gone.delete()
+    with pytest.raises(jlora.LoRAError, match=rf"{O_PROJ}.kernel: the parameter was donated"):
         world.manager.add_adapter(adapter)
-    b[5] = 1  # the delta alone has a norm
+    kernel.set_value(kept.at[:, 5].set(0))
+    module.b[5] = 1  # the delta alone has a norm
     world.manager.add_adapter(adapter)
     world.check(world.serve(["a", None, "a"]), [adapter, None, adapter])
 
 
-def test_columns_that_cancel_are_refused():
-    world, adapter = with_weight("a")
-    module = adapter.modules[O_PROJ]
-    delta = module.scaling * module.b @ module.a
-    layer = world.model.layers[1].o_proj
-    layer.kernel[...] = layer.kernel[...].at[:, 2].set(-delta[2])
-    with pytest.raises(jlora.AdapterMismatchError, match=rf"{O_PROJ}: the norm of column 2 .* cancels to 0"):
-        world.manager.add_adapter(adapter)
-
-
-def test_base_weights_that_are_not_finite_are_refused():
-    world, adapter = with_weight("a", kernel=lambda w: w.at[3, 4].set(jnp.inf))
-    with pytest.raises(jlora.AdapterMismatchError, match=r"column 4 .* is not finite"):
-        world.manager.add_adapter(adapter)
-
-
-def test_donated_and_quantized_base_weights_are_refused():
-    world, adapter = with_weight("a")
-    kernel = world.model.layers[1].o_proj.kernel
-    kept = jnp.copy(kernel[...])
-    kernel[...].delete()
-    with pytest.raises(jlora.LoRAError, match=rf"{O_PROJ}.kernel: the parameter was donated"):
-        world.manager.add_adapter(adapter)
-    kernel.set_value(kept.astype(jnp.int8))
-    with pytest.raises(jlora.AdapterMismatchError, match=rf"'a': {O_PROJ}: DoRA needs .* {O_PROJ}.kernel is int8"):
-        world.manager.add_adapter(adapter)
-    kernel.set_value(kept)
-    assert world.manager.add_adapter(adapter)
-
-
-# --- Refusals ---------------------------------------------------------------------------------------------------------
+def test_dora_of_other_layers_is_refused(tmp_path):
+    adapter, world = dora("a", modules=["embed", O_PROJ]), served()
+    adapter.save_pretrained(tmp_path)
+    survey = jlora.Survey(Model(), world.manager.config)
+    for source in (adapter, jlora.LoRARequest("a", str(tmp_path))):
+        for call in (world.manager.add_adapter, survey.check):
+            with pytest.raises(jlora.AdapterMismatchError, match="embed: DoRA is served for linear layers, and this"):
+                call(source)
+    survey = jlora.Survey(expert_models.Model(expert_models.Seams, nnx.Rngs(0)), world.manager.config)
+    k, n = expert_models.HIDDEN, expert_models.INNER
+    module = jlora.ModuleLoRA(a=np.ones((1, k)), b=np.ones((n, 1)), alpha=1, scaling=1.0, magnitude=np.ones(n))
+    with pytest.raises(jlora.AdapterMismatchError, match=r"up_proj: DoRA is served .*is a product of experts"):
+        survey.check(jlora.Adapter(name="a", modules={"layers.0.experts.0.up_proj": module}))
 
 
 def test_factors_and_sums_of_dora_are_refused(both):
@@ -224,28 +210,6 @@ def test_factors_and_sums_of_dora_are_refused(both):
         with pytest.raises(jlora.LoRAUsageError, match="'all' is a DoRA adapter, which is served alone"):
             world.manager.prepare(["plain", entry, None])
     world.serve(["plain", Mix({"plain": 0.5, "some": 0}), "all"])
-
-
-def test_dora_of_an_embedding_is_refused(tmp_path):
-    adapter, world = dora("a", modules=["embed", O_PROJ]), served()
-    adapter.save_pretrained(tmp_path)
-    survey = jlora.Survey(Model(), world.manager.config)
-    for source in (adapter, jlora.LoRARequest("a", str(tmp_path))):
-        for call in (world.manager.add_adapter, survey.check):
-            with pytest.raises(jlora.AdapterMismatchError, match="embed: DoRA is served for linear layers, and this"):
-                call(source)
-
-
-def test_dora_of_experts_is_refused():
-    config = jlora.LoRAConfig(max_loras=1, max_lora_rank=2, dora=True)
-    manager = jlora.LoRAManager(expert_models.Model(expert_models.Seams, nnx.Rngs(0)), config)
-    k, n = expert_models.HIDDEN, expert_models.INNER
-    module = jlora.ModuleLoRA(a=np.ones((1, k)), b=np.ones((n, 1)), alpha=1, scaling=1.0, magnitude=np.ones(n))
-    adapter = jlora.Adapter(name="a", modules={"layers.0.experts.0.up_proj": module})
-    with pytest.raises(
-        jlora.AdapterMismatchError, match=r"up_proj: DoRA is served .*, and this is a product of experts"
-    ):
-        manager.add_adapter(adapter)
 
 
 class Offset(nnx.Module):
@@ -272,6 +236,12 @@ jlora.register_layer(Offset, lambda layer: jlora.LinearSpec(6, 8, param="w"))
 jlora.register_layer(Named, lambda layer: jlora.LinearSpec(6, 8, param="w", bias="offset"))
 
 
+@jax.jit
+def step_of_layer(model, x, batch):
+    with jlora.use(batch):
+        return model["layer"](x)
+
+
 def of_layer(layer):
     model = nnx.Dict(layer=layer)
     manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=2, dora=True))
@@ -284,22 +254,13 @@ def of_layer(layer):
 @pytest.mark.parametrize(
     ("layer", "cause"),
     [
-        (
-            lambda: Offset(nnx.Rngs(0)),
-            r"no attribute 'bias', and 'offset' may be its bias; name the bias in LinearSpec",
-        ),
+        (lambda: Offset(nnx.Rngs(0)), r"no attribute 'bias', and 'offset' may be its bias; name the bias in LinearSp"),
         (lambda: Guessed(6, 8, rngs=nnx.Rngs(0)), "Guessed overrides the __call__ of Linear.* bias .* is not known"),
     ],
 )
 def test_layers_whose_bias_is_not_known_are_refused(layer, cause):
     _, manager, adapter = of_layer(layer())
-
-    @jax.jit
-    def forward(model, x, batch):
-        with jlora.use(batch):
-            return model["layer"](x)
-
-    manager.verify(forward, np.random.default_rng(1).normal(size=(3, 6)).astype(np.float32))
+    manager.verify(step_of_layer, np.random.default_rng(1).normal(size=(3, 6)).astype(np.float32))
     with pytest.raises(jlora.AdapterMismatchError, match=f"'a': layer: DoRA is not served here: .*{cause}"):
         manager.add_adapter(adapter)
 
@@ -317,11 +278,7 @@ def test_biases_are_not_scaled(kind):
     model, manager, adapter = of_layer(LAYERS_WITH_BIAS[kind]())
     x = np.random.default_rng(1).normal(size=(3, 6)).astype(np.float32)
     manager.add_adapter(adapter)
-
-    @jax.jit
-    def step(model, x, batch):
-        with jlora.use(batch):
-            return model["layer"](x)
+    step = step_of_layer
 
     def flat(y):
         y = np.asarray(y, np.float64)

@@ -17,19 +17,6 @@ def load(world, *names):
         world.manager.add_adapter(make_adapter(name))
 
 
-def test_an_open_batch_keeps_its_slots(world):
-    load(world, "a", "b", "c")
-    batch = world.manager.prepare(["a", None, None])
-    first = world.logits(batch)
-    for name in ("b", "c", "b"):  # the other slot changes hands
-        world.serve([name, None, None])
-        assert slot_names(world.manager) == ("a", name)
-        np.testing.assert_array_equal(world.logits(batch), first)
-    batch.close()
-    world.serve(["b", "c", None])
-    assert slot_names(world.manager) == ("c", "b")
-
-
 def test_no_free_slot_changes_nothing(world):
     load(world, "a", "b", "c", "d")
     m = world.manager

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jlora
 from jlora.errors import LoRAError, LoRAUsageError
+from tests.adapters.reading import contents
 from tests.layers.merging import (
     assert_close,
     expected_rows,
@@ -103,13 +104,6 @@ def world():
     return World(fully_sharded=True)
 
 
-def equal(found: jlora.Adapter, want: jlora.Adapter):
-    assert found.modules.keys() == want.modules.keys()
-    for name, module in want.modules.items():
-        assert found.modules[name].a.tobytes() == module.a.tobytes()
-        assert found.modules[name].b.tobytes() == module.b.tobytes()
-
-
 def arrays_of(adapter, scale=1.0):
     found = {}
     for name, module in adapter.modules.items():
@@ -150,18 +144,6 @@ def test_updates(twins, place, half):
 def served(model, tokens, batch):
     with jlora.use(batch):
         return model(tokens)
-
-
-def test_loads_in_place_and_ahead(world, twins):
-    modules = {name: dataclasses.replace(module, a=2 * module.a) for name, module in TWO.modules.items()}
-    doubled = jlora.Adapter(name="two", modules=modules)
-    names = ["two", None, "one", "two"]
-    with world.manager.hold("two"):
-        world.manager.add_adapter(doubled, load_inplace=True)
-        twin = merge(Small(), SMALL_TARGETS, doubled)
-        assert_close(world.serve(names), expected_rows({**twins, "two": twin}, names, TOKENS))
-    world.manager.add_adapter(TWO, load_inplace=True)
-    assert_close(world.serve(names), expected_rows(twins, names, TOKENS))
 
 
 def test_files_and_prefetch(tmp_path, twins):
@@ -209,7 +191,7 @@ def test_padded_features_are_read_back_and_updated():
         placed(Padded(), the_mesh(), {"out": P(None, "t"), "into": P("t")}), [adapter], max_lora_rank=3
     )
     manager.activate_adapter("one")
-    equal(manager.export_adapter("one"), adapter)
+    assert contents(manager.export_adapter("one"))[0] == contents(adapter)[0]
     for place in (np.asarray, jnp.asarray):
         b = rng.normal(size=(12, 3)).astype(np.float32)
         manager.update_adapter("one", {"base_model.model.out.lora_B.weight": place(b)})

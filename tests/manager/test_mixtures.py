@@ -62,7 +62,7 @@ def test_random_batches_of_all_kinds_compile_once(world, adapters):
 
     for _ in range(25):
         entries = [entry() for _ in range(SEQUENCES)]
-        while len({name for e in entries for name in parts_names(e)}) > 4:
+        while len({adapter.name for e in entries for adapter, _ in parts_of(e, adapters)}) > 4:
             entries = [entry() for _ in range(SEQUENCES)]
         check(world, adapters, entries, rng.integers(0, LENGTH + 2, SEQUENCES).tolist())
     assert len(world.traces) == 1
@@ -97,10 +97,6 @@ def test_handles_takes_an_open_batch_of_this_manager(world, adapters):
         for batch in (closed, foreign, jax.jit(lambda batch: batch)(foreign)):
             with pytest.raises(jlora.LoRAUsageError, match="handles takes an open batch of this manager"):
                 world.manager.handles(batch)
-
-
-def parts_names(entry):
-    return [] if entry is None else [n for n, _ in entry.terms] if isinstance(entry, Scaled | Mix) else [entry]
 
 
 def test_factor_0_and_inactive_rows_are_bitwise_base(world):

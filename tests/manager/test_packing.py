@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jlora
 from jlora.adapters import tensor_data
 from jlora.manager import packing
-from tests.layers.expert_models import EXPERTS, HIDDEN, INNER, Block, Model, Seams
+from tests.layers.expert_models import EXPERTS, HIDDEN, INNER, Block, Seams
 from tests.small_device import on_small_device
 
 FILES = [np.dtype(t) for t in (np.float32, ml_dtypes.bfloat16, np.float16, np.float64)]
@@ -210,40 +210,32 @@ class Stacked(nnx.Module):
 
 
 @functools.cache
-def manager_of_experts(stacked, dtype):
-    model = Stacked() if stacked else Model(Seams, nnx.Rngs(0))
+def manager_of_experts(dtype):
     config = jlora.LoRAConfig(max_loras=2, max_lora_rank=4, max_cpu_loras=3, dtype=dtype)
-    return on_small_device(3000, jlora.LoRAManager, model, config)
+    return on_small_device(3000, jlora.LoRAManager, Stacked(), config)
 
 
-def places_of_experts(model, stacked):
-    found = {}
-    for layer in range(STACK if stacked else 2):
-        block, lead = (model.layers, (layer,)) if stacked else (model.layers[layer], ())
-        found[f"layers.{layer}.gate"] = Place(block.gate, "jlora", lead, (), slice(0, 1), slice(0, EXPERTS), HIDDEN)
-        for e, (part, prefix, i, n, k) in itertools.product(
-            range(EXPERTS),
-            [
-                ("gate_proj", "jlora_gate_up", 0, INNER, HIDDEN),
-                ("up_proj", "jlora_gate_up", 1, INNER, HIDDEN),
-                ("down_proj", "jlora_down", 0, HIDDEN, INNER),
-            ],
-        ):
+def places_of_experts(model):
+    block, found = model.layers, {}
+    parts = [("gate_proj", "jlora_gate_up", 0, INNER, HIDDEN), ("up_proj", "jlora_gate_up", 1, INNER, HIDDEN)]
+    parts += [("down_proj", "jlora_down", 0, HIDDEN, INNER)]
+    for layer in range(STACK):
+        found[f"layers.{layer}.gate"] = Place(block.gate, "jlora", (layer,), (), slice(0, 1), slice(0, EXPERTS), HIDDEN)
+        for e, (part, prefix, i, n, k) in itertools.product(range(EXPERTS), parts):
             columns = slice(i * n, (i + 1) * n)
-            place = Place(block.experts, prefix, lead, (e,), slice(i, i + 1), columns, k)
+            place = Place(block.experts, prefix, (layer,), (e,), slice(i, i + 1), columns, k)
             found[f"layers.{layer}.experts.{e}.{part}"] = place
     return found
 
 
-@pytest.mark.parametrize(("stacked", "dtype"), [(False, "bfloat16"), (True, "float16")])
-def test_slots_of_experts_equal_numpy_packing(stacked, dtype):
-    manager = manager_of_experts(stacked, dtype)
-    places = places_of_experts(manager.model, stacked)
+def test_slots_of_experts_equal_numpy_packing():
+    manager = manager_of_experts("float16")
+    places = places_of_experts(manager.model)
 
     @given(data=st.data())
     def check(data):
         manager.remove_all_adapters()
-        check_swaps(data.draw, manager, places, 4, dtype)
+        check_swaps(data.draw, manager, places, 4, "float16")
 
     check()
 
@@ -266,10 +258,10 @@ def width(place):
 
 @pytest.mark.parametrize(("half", "bad", "dtype"), [("a", 0, "float16"), ("b", 3, "bfloat16")])
 def test_first_module_with_a_value_too_large_is_named(half, bad, dtype):
-    manager = manager_of_experts(False, dtype)
+    manager = manager_of_experts(dtype)
     manager.remove_all_adapters()
     names = [f"layers.0.experts.{e}.{part}" for part in ("gate_proj", "up_proj") for e in range(EXPERTS)]
-    modules = even(names, places_of_experts(manager.model, False))
+    modules = even(names, places_of_experts(manager.model))
     for name in names[bad:EXPERTS]:
         getattr(modules[name], half)[0, 1] = 1e6 if dtype == "float16" else 3.4e38
     wrong = rf"{names[bad]}: {half.upper()} must be finite in the slots' dtype {dtype}"
@@ -307,7 +299,7 @@ def test_adapter_packed_by_threads_equals_numpy_packing():
 def test_load_frees_arrays_once_they_are_packed(tmp_path, monkeypatch):
     """An adapter of gigabytes is not in memory twice. Only the hooks show this at the size of a test."""
     model = Stacked()
-    places = places_of_experts(model, True)
+    places = places_of_experts(model)
     names = [f"layers.{i}.gate" for i in range(STACK)] + [f"layers.1.experts.{e}.gate_proj" for e in range(EXPERTS)]
     jlora.Adapter(name="x", modules=even(names, places)).save_pretrained(tmp_path)
     monkeypatch.setattr(tensor_data, "_WHOLE", 1)  # each tensor in an array of its own

@@ -2,7 +2,6 @@
 
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +10,7 @@ from flax import nnx
 
 import jlora
 from jlora.adapters import ExpertsLoRA
-from jlora.errors import AdapterMismatchError, LoRAError
+from jlora.errors import AdapterMismatchError
 from tests.layers.expert_models import (
     EXPERTS,
     HIDDEN,
@@ -23,9 +22,9 @@ from tests.layers.expert_models import (
     Roomy,
     Scanned,
     Seams,
-    reference,
 )
-from tests.manager.test_experts import each, normal, one_by_one, router, stacked
+from tests.manager import test_experts
+from tests.manager.test_experts import each, normal, router, stacked
 from tests.manager.tiny import as_new
 from tests.records import slot_names, write_programs
 from tests.small_device import on_small_device
@@ -48,16 +47,6 @@ def shared(name, seed=0, *, parts=("gate_proj", "up_proj", "down_proj"), rank=2,
     return jlora.Adapter(name=name, modules=modules | (dict(router(name, seed).modules) if gate else {}))
 
 
-def plain(adapter):
-    """The equivalent 2D adapter, for the reference."""
-    experts = {name: m for name, m in adapter.modules.items() if m.kind == "experts"}
-    if not experts:
-        return adapter
-    others = {name: m for name, m in adapter.modules.items() if name not in experts}
-    apart = one_by_one(jlora.Adapter(name=adapter.name, modules=experts)) if experts else adapter
-    return jlora.Adapter(name=adapter.name, modules={**others, **apart.modules})
-
-
 ADAPTERS = {
     "full": each("full"),
     "s": shared("s", 1, gate=True),
@@ -66,34 +55,15 @@ ADAPTERS = {
 }
 
 
-class World:
+class World(test_experts.World):
     """Five slots: two for experts of any kind, two for experts that share factors, one for neither."""
 
     def __init__(self, model, **config):
-        self.model = model
-        sizes = {"max_loras": 5, "expert_slots": {"per_expert": 2, "shared": 2}, "max_lora_rank": 4} | config
-        self.manager = jlora.LoRAManager(model, jlora.LoRAConfig(**sizes, max_cpu_loras=12))
-        self.x = jax.random.normal(jax.random.key(1), (len(NAMES), 2, HIDDEN))
-
-        @jax.jit
-        @chex.assert_max_traces(n=2)  # with a batch, and the base model alone
-        def forward(model, x, batch):
-            with jlora.use(batch):
-                return model(x)
-
-        self.forward = forward
-
-    def serve(self, names=NAMES):
-        with self.manager.prepare(names) as batch:
-            return np.asarray(self.forward(self.model, self.x, batch))
+        sizes = {"max_loras": 5, "expert_slots": {"per_expert": 2, "shared": 2}, "max_cpu_loras": 12}
+        super().__init__(model, NAMES, **sizes | config)
 
     def check(self, names=NAMES, **adapters):
-        meant = {name: plain(adapter) for name, adapter in {**ADAPTERS, **adapters}.items()}
-        found = self.serve(names)
-        owners = [meant.get(name) for name in names for _ in range(2)]
-        expected = reference(self.model, np.asarray(self.x).reshape(-1, HIDDEN), owners).reshape(found.shape)
-        np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
-        return found
+        return super().check(names, **{**ADAPTERS, **adapters})
 
     def fill(self):
         self.manager.remove_all_adapters()
@@ -143,6 +113,13 @@ def test_other_rows_are_the_bits_of_a_model_without_such_slots(world):
     np.testing.assert_array_equal(world.serve()[rows], without.serve(others)[rows])
 
 
+def changed(change):
+    """An adapter of stacked experts, with the arrays that `change` returns for each module."""
+    arrays = {name: change("down" in name, m) for name, m in stacked("x").modules.items()}
+    modules = {name: ExpertsLoRA(a=a, b=b, alpha=3.0, scaling=1.5) for name, (a, b) in arrays.items()}
+    return jlora.Adapter(name="x", modules=modules)
+
+
 KINDS = {
     "shared": shared("x", 5),
     "2D": each("x"),
@@ -150,21 +127,9 @@ KINDS = {
     "of down alone": shared("x", 6, parts=("down_proj",), rank=4),
     "3D": stacked("x"),
     "dense": router("x", 7),
-    "the other factors shared": jlora.Adapter(
-        name="x",
-        modules={
-            name: ExpertsLoRA(a=m.a[:1] if "down" in name else m.a, b=m.b if "down" in name else m.b[:1],
-                              alpha=3.0, scaling=1.5)
-            for name, m in stacked("x").modules.items()
-        },
-    ),
-    "both shared": jlora.Adapter(
-        name="x",
-        modules={
-            name: ExpertsLoRA(a=m.a[:1], b=m.b[:1], alpha=3.0, scaling=1.5) for name, m in stacked("x").modules.items()
-        },
-    ),
-}  # fmt: skip
+    "the other factors shared": changed(lambda down, m: (m.a[:1], m.b) if down else (m.a, m.b[:1])),
+    "both shared": changed(lambda down, m: (m.a[:1], m.b[:1])),
+}
 SHARED = ("shared", "of down alone", "both shared")
 
 
@@ -273,12 +238,6 @@ def test_updates_that_do_not_fit(world, name, shape, message):
     with pytest.raises(AdapterMismatchError, match=message):
         world.manager.update_adapter("s", {f"{name}.weight": np.ones(shape, np.float32)})
     np.testing.assert_array_equal(world.serve(), before)
-
-
-def test_a_forward_that_leaves_the_experts_out(world):
-    refused = pytest.raises(LoRAError, match=r"layers.0.experts.*: it was not called")
-    with world.manager.prepare(["s"]) as batch, refused, jlora.use(batch):
-        pass
 
 
 def test_rows_of_experts_elsewhere_keep_their_bits(world):

@@ -1,7 +1,5 @@
 """`Survey` of a model of shapes agrees with the manager of the model, and leaves the shapes unchanged."""
 
-import json
-
 import numpy as np
 import pytest
 from flax import nnx
@@ -57,14 +55,6 @@ def test_survey_checks_adapters(tmp_path, made, why, saved):
     else:
         with pytest.raises(jlora.AdapterMismatchError, match=f"adapter 'it'(.|\n)*{why}"):
             survey.check(made)
-
-
-def test_survey_refuses_malformed_files_of_an_adapter_that_fits(tmp_path):
-    adapter().save_pretrained(tmp_path / "it")
-    config = json.loads((tmp_path / "it" / "adapter_config.json").read_text())
-    (tmp_path / "it" / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": "8"}))
-    with pytest.raises(jlora.AdapterFormatError, match="must be a finite number"):
-        jlora.Survey(nnx.eval_shape(Model), CONFIG).check(jlora.LoRARequest("it", str(tmp_path / "it")))
 
 
 @pytest.mark.usefixtures("unchecked_calls")

@@ -201,40 +201,6 @@ def crowd(tmp_path: Path) -> Crowd:
     return Crowd(tmp_path, SECONDS)
 
 
-@pytest.mark.slow
-def test_steps_with_the_arrays_in_another_order_beside_writes(crowd: Crowd) -> None:
-    """Two threads step with the slot arrays as `nnx.split` sorts them, the one forward, the other backward."""
-    graphdef, _, rest = nnx.split(crowd.world.model, jlora.SlotParam, ...)
-    order = jax.tree.structure(crowd.world.manager.slots)
-
-    @chex.assert_max_traces(n=1)
-    def forward(leaves: list[jax.Array], tokens: jax.Array, batch: jlora.LoRABatch) -> jax.Array:
-        with jlora.use(batch):
-            return nnx.merge(graphdef, jax.tree.unflatten(order, leaves), rest)(tokens)
-
-    @chex.assert_max_traces(n=1)
-    def backward(leaves: list[jax.Array], tokens: jax.Array, batch: jlora.LoRABatch) -> jax.Array:
-        with jlora.use(batch):
-            return nnx.merge(graphdef, jax.tree.unflatten(order, leaves[::-1]), rest)(tokens)
-
-    forward, backward = jax.jit(forward), jax.jit(backward)
-
-    def split(rng: np.random.Generator, step: Any, turn: int) -> None:
-        def call(model: nnx.Module, tokens: jax.Array, batch: jlora.LoRABatch) -> jax.Array:
-            return step(jax.tree.leaves(crowd.world.manager.slots)[::turn], tokens, batch)
-
-        crowd.serve(rng, call)
-
-    rng = np.random.default_rng(0)
-    split(rng, forward, 1)
-    split(rng, backward, -1)
-    crowd.run(
-        lambda rng: split(rng, forward, 1), lambda rng: split(rng, backward, -1), crowd.swaps, crowd.swaps
-    )  # fmt: skip
-    assert forward._cache_size() == backward._cache_size() == 1
-    assert min(crowd.done["steps"], crowd.done["swaps"]) > 5
-
-
 def test_eight_threads_that_take_turns(crowd: Crowd) -> None:
     crowd.run(
         crowd.runs, crowd.runs, crowd.swaps, crowd.swaps, crowd.loads, crowd.loads, crowd.removes, crowd.holds

@@ -61,6 +61,18 @@ class Model(nnx.Module):
         return self.embed.attend(x)
 
 
+class Stack(nnx.Module):
+    """Three layers in one module, as `nnx.scan` takes them, and nothing else."""
+
+    def __init__(self):
+        make = nnx.vmap(lambda rngs: nnx.Linear(8, 8, use_bias=False, rngs=rngs))
+        self.layers = make(nnx.Rngs(0).split(3))
+
+    def __call__(self, x):
+        axes = nnx.StateAxes({nnx.Param: 0, jlora.SlotParam: 0, ...: None})
+        return nnx.scan(lambda layer, x: layer(x), in_axes=(axes, nnx.Carry), out_axes=nnx.Carry)(self.layers, x)
+
+
 def expected(model: Model, adapter, tokens, active_from: int = 0) -> np.ndarray:
     """Logits of one sequence [L] -> [L, V], float64, in plain NumPy.
 

@@ -51,16 +51,13 @@ def test_long_prompts():
     assert active_from(prompt, [5, 6, 7], start=500) == 76_500
 
 
-@pytest.mark.parametrize("start", [-1, 4, True, 1.0, None])
-def test_start_is_a_place_of_the_prompt(start):
-    for invocation in ([], [1]):
-        with pytest.raises(LoRAUsageError, match="start must be an int from 0 to 3"):
-            active_from([1, 2, 3], invocation, start=start)
-
-
-@pytest.mark.parametrize("odd", [None, 3, "abc", [1.5], [True], [[1, 2]], [2**70], np.ones(3)])
-def test_token_ids_are_ints(odd):
-    with pytest.raises(LoRAUsageError, match="active_from: tokens must be a sequence of ints"):
-        active_from(odd, [1])
-    with pytest.raises(LoRAUsageError, match="active_from: invocation_tokens must be a sequence of ints"):
-        active_from([1], odd)
+def test_wrong_arguments():
+    for start in (-1, 4, True, 1.0, None):
+        for invocation in ([], [1]):
+            with pytest.raises(LoRAUsageError, match="start must be an int from 0 to 3"):
+                active_from([1, 2, 3], invocation, start=start)
+    for odd in (None, 3, "abc", [1.5], [True], [[1, 2]], [2**70], np.ones(3)):
+        with pytest.raises(LoRAUsageError, match="active_from: tokens must be a sequence of ints"):
+            active_from(odd, [1])
+        with pytest.raises(LoRAUsageError, match="active_from: invocation_tokens must be a sequence of ints"):
+            active_from([1], odd)

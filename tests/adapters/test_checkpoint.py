@@ -26,14 +26,6 @@ def test_key_prefixes(folder_of, prefix):
         assert (lora.kind, lora.rank, lora.alpha, lora.scaling) == ("linear", 4, 8.0, 2.0)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", np.float32, np.dtype(ml_dtypes.bfloat16)])
-def test_conversion(folder_of, dtype):
-    tensors = lora_tensors({Q: 4})
-    lora = load(folder_of(tensors), dtype=dtype).modules[Q]
-    assert lora.a.dtype == np.dtype(dtype)
-    np.testing.assert_array_equal(lora.a, tensors[f"{PREFIX}{Q}.lora_A.weight"].astype(np.dtype(dtype)))
-
-
 @pytest.mark.parametrize("dtype", ["int8", np.int32, "floaty", "complex64", "float8_e4m3fn"])
 def test_conversion_to_a_dtype_that_is_not_served(folder_of, dtype):
     with pytest.raises(LoRAUsageError, match="dtype"):
@@ -76,18 +68,6 @@ def test_lm_head(folder_of):
     assert {name: w.dtype for name, w in adapter.base_weights.items()} == {HEAD: np.float16}
 
 
-def test_arrays_outlive_the_file_and_are_read_only(folder_of):
-    folder = folder_of()
-    adapter = load(folder)
-    before = {name: m.a.copy() for name, m in adapter.modules.items()}
-    with open(folder / "adapter_model.safetensors", "r+b") as file:  # as a running training job does
-        file.truncate(8)
-    for name, lora in adapter.modules.items():
-        np.testing.assert_array_equal(lora.a, before[name])
-        with pytest.raises(ValueError, match="read-only"):
-            lora.a[0, 0] = 1
-
-
 # ---- DoRA
 
 
@@ -125,39 +105,6 @@ def test_magnitudes(folder_of, name, dtype):
     converted = load(folder, dtype="bfloat16", check=shapes.append)
     assert {lora.magnitude.dtype for lora in converted.modules.values()} == {np.dtype(ml_dtypes.bfloat16)}
     assert converted.nbytes == shapes[1].nbytes
-
-
-MAGNITUDE = f"{PREFIX}{Q}.lora_magnitude_vector"
-WRONG_MAGNITUDES = {
-    "missing": (lambda t: t.pop(MAGNITUDE), rf"module '{Q}' has no tensor lora_magnitude_vector; expected one"),
-    "short": (
-        lambda t: t.update({MAGNITUDE: t[MAGNITUDE][:4].copy()}),
-        rf"'{MAGNITUDE}' has shape \(4,\); expected \(5,\)",
-    ),
-    "int8": (lambda t: t.update({MAGNITUDE: np.ones(5, np.int8)}), rf"'{MAGNITUDE}' has dtype I8; expected one of F16"),
-    "NaN": (lambda t: t.update({MAGNITUDE: np.full(5, np.nan, np.float32)}), f"'{MAGNITUDE}' holds NaN or infinity"),
-    "two names": (lambda t: t.update({f"{MAGNITUDE}.weight": t[MAGNITUDE]}), "mean the same array"),
-    "of another module": (
-        lambda t: t.update({f"{PREFIX}{V}.lora_magnitude_vector": t[MAGNITUDE]}),
-        f"module '{V}' has tensor '{PREFIX}{V}.lora_magnitude_vector'; expected one A and one B",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", WRONG_MAGNITUDES)
-def test_wrong_magnitudes(folder_of, case):
-    change, cause = WRONG_MAGNITUDES[case]
-    tensors = dora_tensors()
-    change(tensors)
-    folder = folder_of(tensors, use_dora=True, target_modules=["q_proj", "embed_tokens", "v_proj"])
-    with pytest.raises(AdapterFormatError, match=cause):
-        load(folder)
-
-
-@pytest.mark.parametrize("fields", [{}, {"use_dora": False}, {"use_dora": None}])
-def test_a_magnitude_of_an_adapter_without_dora(folder_of, fields):
-    with pytest.raises(AdapterFormatError, match=r"lora_magnitude_vector' is of DoRA, and 'use_dora' is not set"):
-        load(folder_of(dora_tensors(), target_modules=["q_proj", "embed_tokens"], **fields))
 
 
 # ---- combinations that PEFT refuses
@@ -200,34 +147,41 @@ def test_combinations_that_peft_refuses(folder_of, case):
 
 # ---- refused
 
-
-def changed(change):
-    tensors = lora_tensors({Q: 4, V: 4})
-    change(tensors)
-    return tensors
-
-
-A, B = f"{PREFIX}{Q}.lora_A.weight", f"{PREFIX}{Q}.lora_B.weight"
-FORMAT = {
-    "no B": (lambda t: t.pop(B), r"module 'model.layers.0.self_attn.q_proj' has tensor .*expected one A and one B"),
-    "both kinds": (
-        lambda t: t.update({f"{PREFIX}{Q}.lora_embedding_{half}": t[key] for half, key in (("A", A), ("B", B))}),
-        "expected one A and one B",
+A, B, MAGNITUDE = (f"{PREFIX}{Q}.{end}" for end in ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector"))
+DORA = {"use_dora": True, "target_modules": ["q_proj", "embed_tokens", "v_proj"]}
+# The tensors that are replaced (None: left out), and the message.
+MALFORMED = {
+    "no B": ({B: None}, r"module 'model.layers.0.self_attn.q_proj' has tensor .*expected one A and one B"),
+    "both kinds": ({f"{PREFIX}{Q}.lora_embedding_{x}": np.ones((4, 4), np.float32) for x in "AB"}, "one A and one B"),
+    "one dim": ({A: np.ones(4, np.float32)}, r"has shape \(4,\); expected \(4, in\)"),
+    "scalar": ({B: np.ones((), np.float32)}, r"has shape \(\); expected \(out, 4\)"),
+    "empty": ({A: np.ones((4, 0), np.float32)}, r"has shape \(4, 0\)"),
+    "int8": ({A: np.ones((4, 6), np.int8)}, r"has dtype I8; expected one of F16, BF16, F32, F64"),
+    "two prefixes": ({A.removeprefix(PREFIX): np.ones((4, 6), np.float32)}, "mean the same array"),
+    "empty name": ({"..lora_A.weight": np.ones((4, 6), np.float32)}, "not a dotted module name"),
+    "long name": ({"a" * 600 + ".lora_A.weight": np.ones((4, 6), np.float32)}, "not a dotted module name"),
+}
+MALFORMED_DORA = {
+    "missing": ({MAGNITUDE: None}, rf"module '{Q}' has no tensor lora_magnitude_vector; expected one"),
+    "short": ({MAGNITUDE: np.ones(4, np.float32)}, rf"'{MAGNITUDE}' has shape \(4,\); expected \(5,\)"),
+    "int8": ({MAGNITUDE: np.ones(5, np.int8)}, rf"'{MAGNITUDE}' has dtype I8; expected one of F16"),
+    "NaN": ({MAGNITUDE: np.full(5, np.nan, np.float32)}, f"'{MAGNITUDE}' holds NaN or infinity"),
+    "two names": ({f"{MAGNITUDE}.weight": np.ones(5, np.float32)}, "mean the same array"),
+    "of another module": (
+        {f"{PREFIX}{V}.lora_magnitude_vector": np.ones(5, np.float32)},
+        f"module '{V}' has tensor '{PREFIX}{V}.lora_magnitude_vector'; expected one A and one B",
     ),
-    "one dim": (lambda t: t.update({A: np.ones(4, np.float32)}), r"has shape \(4,\); expected \(4, in\)"),
-    "scalar": (lambda t: t.update({B: np.ones((), np.float32)}), r"has shape \(\); expected \(out, 4\)"),
-    "empty": (lambda t: t.update({A: np.ones((4, 0), np.float32)}), r"has shape \(4, 0\)"),
-    "int8": (lambda t: t.update({A: np.ones((4, 6), np.int8)}), r"has dtype I8; expected one of F16, BF16, F32, F64"),
-    "two prefixes": (lambda t: t.update({A.removeprefix(PREFIX): t[A]}), "mean the same array"),
-    "empty name": (lambda t: t.update({"..lora_A.weight": t[A]}), "not a dotted module name"),
-    "long name": (lambda t: t.update({"a" * 600 + ".lora_A.weight": t[A]}), "not a dotted module name"),
+    "of none": ({}, r"lora_magnitude_vector' is of DoRA, and 'use_dora' is not set"),
 }
 
 
-@pytest.mark.parametrize("case", FORMAT)
+@pytest.mark.parametrize("case", [*MALFORMED, *(f"DoRA: {case}" for case in MALFORMED_DORA)])
 def test_malformed_tensors(folder_of, case):
-    change, cause = FORMAT[case]
-    folder = folder_of(changed(change))
+    dora, name = case.startswith("DoRA: "), case.removeprefix("DoRA: ")
+    change, cause = (MALFORMED_DORA if dora else MALFORMED)[name]
+    tensors = (dora_tensors() if dora else lora_tensors({Q: 4, V: 4})) | change
+    fields = DORA | {"use_dora": name != "of none"} if dora else {}
+    folder = folder_of({key: tensor for key, tensor in tensors.items() if tensor is not None}, **fields)
     for dtype in (None, "float16"):
         with pytest.raises(AdapterFormatError, match=cause) as raised:
             load(folder, dtype=dtype)

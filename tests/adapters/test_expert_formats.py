@@ -326,46 +326,36 @@ def test_a_third_parameter(load_of):
     refused(load_of, third, AdapterMismatchError, "is of a third parameter", **parameters(*FUSED))
 
 
-@pytest.mark.parametrize("value", ["expert_major", "", 1, ["rank_major"], {}])
-def test_unknown_layouts(load_of, value):
-    refused(load_of, fused_file(), AdapterMismatchError, "'lora_B_layout' is .*not a known layout", lora_B_layout=value)
+def unsloth(detail):
+    return {"lora_B_layout": "grouped_by_expert", "unsloth_fused_expert_lora": detail}
+
+
+BY_PARAMETER = (
+    ({"lora_B_layout": "mixed", "num_experts": E}, AdapterMismatchError, "'gate_up_proj', lora_B_layout is 'mixed'"),
+    ({"lora_B_layout": "rank_major", "num_experts": E}, AdapterFormatError, "expected the same"),
+    ({"lora_B_layout": "grouped_by_expert", "num_experts": E + 1}, AdapterFormatError, "of 4 experts .* has 5"),
+    ({"lora_B_layout": "grouped_by_expert"}, AdapterFormatError, "must have num_experts"),
+    ([], AdapterFormatError, "must be an object"),
+)
+NAMES = (
+    *((["q_proj.weight"], AdapterMismatchError), (["my_gate.weight"], AdapterMismatchError)),
+    (["mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj_bias"], AdapterMismatchError),
+    *(("gate_up_proj", AdapterFormatError), ([1], AdapterFormatError), ({"a": 1}, AdapterFormatError)),
+)
 
 
 @pytest.mark.parametrize(
-    ("detail", "error", "match"),
+    ("fields", "error", "match"),
     [
-        ({"lora_B_layout": "mixed", "num_experts": E}, AdapterMismatchError, "'gate_up_proj', lora_B_layout is 'm"),
-        ({"lora_B_layout": "rank_major", "num_experts": E}, AdapterFormatError, "expected the same"),
-        ({"lora_B_layout": "grouped_by_expert", "num_experts": E + 1}, AdapterFormatError, "of 4 experts .* has 5"),
-        ({"lora_B_layout": "grouped_by_expert"}, AdapterFormatError, "must have num_experts"),
-        ([], AdapterFormatError, "must be an object"),
+        *(({"lora_B_layout": a}, AdapterMismatchError, "not a known layout") for a in ("other", "", 1, ["x"], {})),
+        *((unsloth({"parameters": {"gate_up_proj": detail}}), *refusal) for detail, *refusal in BY_PARAMETER),
+        (unsloth({"parameters": {}, "lora_A_layout": "rank_major"}), AdapterMismatchError, "lora_A_layout is 'rank_m"),
+        (unsloth([]), AdapterFormatError, "must be an object with parameters"),
+        *(({"target_parameters": names}, error, "field 'target_parameters'") for names, error in NAMES),
     ],
 )
-def test_details_that_are_not_served(load_of, detail, error, match):
-    fields = {
-        "lora_B_layout": "grouped_by_expert",
-        "unsloth_fused_expert_lora": {"parameters": {"gate_up_proj": detail}},
-    }
-    refused(load_of, fused_file(), error, match, **parameters(*FUSED), **fields)
-    fields["unsloth_fused_expert_lora"] = {"parameters": {}, "lora_A_layout": "rank_major"}
-    refused(load_of, fused_file(), AdapterMismatchError, "lora_A_layout is 'rank_major'", **fields)
-    fields["unsloth_fused_expert_lora"] = []
-    refused(load_of, fused_file(), AdapterFormatError, "must be an object with parameters", **fields)
-
-
-@pytest.mark.parametrize(
-    ("names", "error"),
-    [
-        (["q_proj.weight"], AdapterMismatchError),
-        (["mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj_bias"], AdapterMismatchError),
-        (["my_gate.weight"], AdapterMismatchError),
-        ("gate_up_proj", AdapterFormatError),
-        ([1], AdapterFormatError),
-        ({"a": 1}, AdapterFormatError),
-    ],
-)
-def test_parameters_that_are_not_served(load_of, names, error):
-    refused(load_of, fused_file(), error, "field 'target_parameters'", target_parameters=names)
+def test_fields_that_are_not_served(load_of, fields, error, match):
+    refused(load_of, fused_file(), error, match, **parameters(*FUSED) | fields)
 
 
 @pytest.mark.parametrize(
@@ -397,17 +387,12 @@ def test_shapes_are_checked_before_a_tensor_is_read(load_of):
 # ---- in and out exchanged, undetermined by the file
 
 
-@pytest.mark.parametrize(
-    ("sizes", "expected"), [((5, 6), False), ((6, 5), True), ((5, 5), None), ((6, 6), None), ((5, 7), None)]
-)
-def test_the_models_sizes_decide(sizes, expected):
-    if expected is None:
-        with pytest.raises(
-            AdapterMismatchError, match=r"here: A takes . and B gives .; expected 5 and 6, or exchanged"
-        ):
+def test_the_models_sizes_decide():
+    assert decide_exchanged((5, 6), (5, 6), None, "here") is False
+    assert decide_exchanged((6, 5), (5, 6), None, "here") is True
+    for sizes in ((5, 5), (6, 6), (5, 7)):
+        with pytest.raises(AdapterMismatchError, match=r"here: A takes . and B gives .; expected 5 and 6, or exchange"):
             decide_exchanged(sizes, (5, 6), "0.21.0", "here")
-    else:
-        assert decide_exchanged(sizes, (5, 6), None, "here") is expected
 
 
 @pytest.mark.parametrize(

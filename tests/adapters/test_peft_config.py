@@ -15,34 +15,6 @@ def alpha(config, module):
     return config.alphas([module])[module]
 
 
-PATTERN = {
-    "model.layers.0.self_attn.q_proj": 1,
-    "layers.0.self_attn.q_proj": 2,
-    "q_proj": 3,
-    r"layers\.\d+\.mlp\.up": 5,
-}
-
-
-@pytest.mark.parametrize(
-    ("module", "expected"),
-    [
-        ("model.layers.0.self_attn.q_proj", 1),
-        ("other.layers.0.self_attn.q_proj", 2),
-        ("model.layers.1.self_attn.q_proj", 3),
-        ("q_proj", 3),
-        ("my_q_proj", 4),  # a suffix begins at a dot
-        ("q_proj.inner", 4),  # and ends the name
-        ("model.layers.7.mlp.up", 5),
-        ("layers.7.mlp.up", 5),
-        ("model.layers.x.mlp.up", 4),
-    ],
-)
-@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
-def test_patterns_match_a_suffix_at_a_dot(read, field, module, expected):
-    config = read(lora_alpha=4, **{field: PATTERN})
-    assert (rank(config, module) if field == "rank_pattern" else alpha(config, module)) == expected
-
-
 def test_first_pattern_wins_and_a_caret_is_exact(read):
     config = read(rank_pattern={"q_proj": 2, "self_attn.q_proj": 3}, alpha_pattern={r"^attn\.q_proj": 3})
     assert rank(config, "self_attn.q_proj") == 2

@@ -20,15 +20,12 @@ def load(tensors=None, config=None, **options):
     return Adapter.from_state_dict(tensors, BASE if config is None else config, **{"name": "sql", **options})
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_jax_arrays(dtype):
-    tensors = {name: jnp.asarray(value, dtype) for name, value in lora_tensors({Q: 4}).items()}
-    lora = load(tensors).modules[Q]
-    assert lora.a.dtype == np.dtype(dtype)
-    np.testing.assert_array_equal(lora.a, np.asarray(tensors[KEY]))
-
-
-def test_values_are_copied():
+def test_jax_arrays_and_copies():
+    for dtype in ("float16", "bfloat16", "float32"):
+        tensors = {name: jnp.asarray(value, dtype) for name, value in lora_tensors({Q: 4}).items()}
+        lora = load(tensors).modules[Q]
+        assert lora.a.dtype == np.dtype(dtype)
+        np.testing.assert_array_equal(lora.a, np.asarray(tensors[KEY]))
     tensors = lora_tensors({Q: 4})
     before = tensors[KEY].copy()
     adapter = load(tensors)

@@ -42,16 +42,6 @@ def some(seed=0):
     return {f"{d.name}.{i}": rng.normal(size=s).astype(d) for d in DTYPES for i, s in enumerate(shapes)}
 
 
-def test_neighbours_share_memory_and_base_weights_do_not(tmp_path):
-    names = [f"{i}" for i in range(5)]
-    tensors = {name: np.full((2, 3), i, np.float32) for i, name in enumerate(names)}
-    found = read(tmp_path, tensors, base=["2"], dtype=np.dtype(np.float16))
-    assert found["0"].base is found["1"].base
-    assert found["3"].base is found["4"].base
-    assert found["2"].base.size == 6
-    assert [found[name].dtype.name for name in names] == ["float16", "float16", "float32", "float16", "float16"]
-
-
 @pytest.mark.parametrize(
     ("whole", "shared"), [(1, [1] * 5), (24, [1] * 5), (25, [2, 2, 1]), (72, [3, 2]), (73, [4, 1]), (121, [5])]
 )

@@ -31,8 +31,7 @@ def shared():
 def loaded(shared):
     """One compiled step for all tests, and each begins with a and b in their slots."""
     shared.reset()
-    for adapter in ADAPTERS.values():
-        shared.manager.add_adapter(adapter)
+    shared.load(*ADAPTERS.values())
     shared.serve(["a", "b", None])
     return shared
 

@@ -35,8 +35,7 @@ def served(*adapters, **config):
     """Return a world with these adapters alone. Its step is compiled once for all tests."""
     world = made(**config)
     world.reset()
-    for adapter in adapters:
-        world.manager.add_adapter(adapter)
+    world.load(*adapters)
     return world
 
 

@@ -12,13 +12,8 @@ from tests.records import slot_names
 pytestmark = pytest.mark.device
 
 
-def load(world, *names):
-    for name in names:
-        world.manager.add_adapter(make_adapter(name))
-
-
 def test_no_free_slot_changes_nothing(world):
-    load(world, "a", "b", "c", "d")
+    world.load("a", "b", "c", "d")
     m = world.manager
     m.pin_adapter("a")
     batch = m.prepare(["b", None, "a"])
@@ -40,7 +35,7 @@ def test_no_free_slot_changes_nothing(world):
 
 
 def test_a_leased_adapter_is_not_removed_deactivated_or_replaced(world):
-    load(world, "a", "b")
+    world.load("a", "b")
     m = world.manager
     with m.prepare(["a", None, None]) as batch:
         first, before = world.logits(batch), world.held()
@@ -64,7 +59,7 @@ def test_a_leased_adapter_is_not_removed_deactivated_or_replaced(world):
 
 def test_closing_takes_no_lock(world):
     """A batch may be collected in a thread that must not wait: here another thread sits inside the manager."""
-    load(world, "a")
+    world.load("a")
     batches = [world.manager.prepare(["a", None, None]) for _ in range(2)]
     with world.manager._state.lock.writing:
         for end in (batches[0].close, batches.clear):

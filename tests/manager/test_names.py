@@ -84,11 +84,10 @@ def test_name_map(rng, name_map, name):
 
 
 @pytest.mark.usefixtures("unchecked_calls")
-@pytest.mark.parametrize("name_map", [{"(": ""}, {"a": r"\1"}, {"a": r"\g<x>"}, {"a": None}, {3: "a"}])
-def test_a_name_map_that_cannot_work_is_refused_at_once(name_map):
-    model = Model()
-    with pytest.raises(jlora.LoRAError, match="name_map"):
-        make_manager(model, name_map=name_map)
+def test_a_name_map_that_cannot_work_is_refused_at_once():
+    for name_map in ({"(": ""}, {"a": r"\1"}, {"a": r"\g<x>"}, {"a": None}, {3: "a"}):
+        with pytest.raises(jlora.LoRAError, match="name_map"):
+            make_manager(Model(), name_map=name_map)
 
 
 class Stacked(nnx.Module):
@@ -193,9 +192,8 @@ def test_experts_under_another_path_are_named_as_an_adapter_would():
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("says", ["org/base", None])
-def test_a_request_for_another_base_model_is_refused(world, tmp_path, says):
-    make_adapter("x", base_model_name=says).save_pretrained(tmp_path)
+def test_a_request_for_another_base_model_is_refused(world, tmp_path):
+    make_adapter("x", base_model_name="org/base").save_pretrained(tmp_path)
     with pytest.raises(jlora.AdapterMismatchError, match=r"'sql'.*base_model_name_or_path is .*'org/other'"):
         world.manager.add_adapter(jlora.LoRARequest("sql", tmp_path, base_model_name="org/other"))
     assert world.manager.list_adapters() == {}

@@ -31,8 +31,7 @@ def test_slots_batches_updates_and_repairs_stay_on_the_device_of_the_model():
         far.check(logits, [adapters.get(name) for name in names])
         assert {each for _, array in far.slots() for each in array.devices()} == {device}
 
-    for adapter in adapters.values():
-        far.manager.add_adapter(adapter)
+    far.load(*adapters.values())
     for names in (["a", None, "b"], ["c", "a", None], ["b", "b", "c"]):
         check(*names)
     for version, put in enumerate((np.asarray, jnp.asarray, lambda array: jax.device_put(array, device)), 1):

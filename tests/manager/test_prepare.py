@@ -22,11 +22,6 @@ from tests.records import slot_names, waiting
 pytestmark = pytest.mark.device
 
 
-def load(world, *names):
-    for name in names:
-        world.manager.add_adapter(make_adapter(name))
-
-
 @pytest.mark.usefixtures("unchecked_calls")
 @pytest.mark.parametrize(
     ("args", "message"),
@@ -45,7 +40,7 @@ def load(world, *names):
     ],
 )
 def test_bad_arguments_change_nothing(world, args, message):
-    load(world, "b", "c", "a")
+    world.load("b", "c", "a")
     world.serve(["b", "c", None])
     before, stats = world.held(), world.manager.stats()
     with pytest.raises(jlora.LoRAUsageError, match=message):
@@ -56,7 +51,7 @@ def test_bad_arguments_change_nothing(world, args, message):
 
 @pytest.mark.usefixtures("unchecked_calls")
 def test_slots_and_rows_of_a_batch(world):
-    load(world, "a", "b")
+    world.load("a", "b")
     world.manager.activate_adapter("b")
     with world.manager.prepare(["a", None, "b", "a"]) as batch:
         assert batch.slots.dtype == jnp.int32
@@ -75,7 +70,7 @@ def test_slots_and_rows_of_a_batch(world):
 
 @pytest.mark.usefixtures("unchecked_calls")
 def test_an_unchanged_batch_moves_nothing_and_reuses_its_arrays(world, moved):
-    load(world, "a", "b")
+    world.load("a", "b")
     names = ["a", None, "b"] * 21 + [None]
     counts = [3, 1, 2] * 21 + [5]
     with world.manager.prepare(names) as first, world.manager.prepare(names, counts, 200) as packed:
@@ -96,7 +91,7 @@ def test_an_unchanged_batch_moves_nothing_and_reuses_its_arrays(world, moved):
 
 def test_a_kept_batch_does_not_outlive_a_change(world):
     """The same names again, after the slots behind them moved: served from where the adapters are now."""
-    load(world, "a", "b", "c")
+    world.load("a", "b", "c")
     m, names, version = world.manager, ["a", "b", None], 0
     for change in (
         lambda: [world.serve(["c", "b", None]), world.serve(["b", "b", None]), m.deactivate_adapter("c")],

@@ -141,8 +141,7 @@ def test_update_adapter_names_the_tensors_that_it_takes(world):
 
 def test_managers_and_batches_have_short_reprs(world):
     m = world.manager
-    for name in "ab":
-        m.add_adapter(make_adapter(name))
+    world.load(*"ab")
     with m.prepare(["a", None, "b"]) as batch:
         assert repr(batch) == "LoRABatch(3 sequences: 'a', None, 'b'; open)"
         assert repr(m) == "LoRAManager(Model, 6 layers, 2 of 2 slots in use, 2 of 4 adapters on the host)"

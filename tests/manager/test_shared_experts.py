@@ -32,6 +32,7 @@ from tests.small_device import on_small_device
 pytestmark = pytest.mark.device
 
 NAMES = ["full", "s", None, "dense", "t", "s"]
+plain = test_experts.plain
 
 
 def shared(name, seed=0, *, parts=("gate_proj", "up_proj", "down_proj"), rank=2, gate=False):

@@ -19,11 +19,6 @@ from tests.small_device import on_small_device
 pytestmark = [pytest.mark.device, pytest.mark.optimised]
 
 
-def load(world, *names, **fields):
-    for name in names:
-        world.manager.add_adapter(make_adapter(name, **fields))
-
-
 ROW = 4 * 4  # bytes of a float32 for each of the 4 ranks
 A_ROW = {"layers.0.q_proj": 3 * WIDTH + 32, "layers.0.o_proj": 2 * WIDTH, "embed": VOCAB + WIDTH}
 RANKS = 8 * (2 + LAYERS * (3 + 1))  # each with a scale
@@ -69,8 +64,7 @@ def test_waves_are_bounded(monkeypatch, limit):
     world = on_small_device(limit, make_world)
     gc.disable()  # arrays must be freed without a collection
     try:
-        for name in "ab":
-            world.manager.add_adapter(make_adapter(name, rank=MAX_RANK, modules=list(MODULES)))
+        world.load(*"ab", rank=MAX_RANK, modules=list(MODULES))
         seen = staged_bytes(monkeypatch, {array.shape for _, array in world.slots()})
         total = world.manager.list_adapters()["a"].nbytes - RANKS
         row = ROW * max(A_ROW.values())
@@ -80,7 +74,7 @@ def test_waves_are_bounded(monkeypatch, limit):
     finally:
         gc.enable()
     monkeypatch.undo()
-    load(world, "c")
+    world.load("c")
     adapters = [make_adapter(name, rank=MAX_RANK, modules=list(MODULES)) for name in "ab"]
     world.check(world.serve(["a", "b", None]), [*adapters, None])
     world.check(world.serve(["c", "b", None]), [make_adapter("c"), adapters[1], None])
@@ -89,7 +83,7 @@ def test_waves_are_bounded(monkeypatch, limit):
 
 def test_the_write_is_in_place(world):
     """The arrays after a write are the same memory, and the arrays before it are gone."""
-    load(world, "a", "b", modules=list(MODULES))
+    world.load("a", "b", modules=list(MODULES))
     world.manager.activate_adapter("a")
     before = [array for _, array in world.slots()]
     places = [array.unsafe_buffer_pointer() for array in before]
@@ -100,7 +94,7 @@ def test_the_write_is_in_place(world):
 
 def test_a_write_beside_another_thread_s_open_batch_consumes_nothing(world):
     """That thread may be calling its step, with the arrays as they are; through `run` it would take its turn."""
-    load(world, "a", "b", "c", modules=list(MODULES))
+    world.load("a", "b", "c", modules=list(MODULES))
     opened, done = threading.Event(), threading.Event()
 
     def other():
@@ -142,7 +136,7 @@ CONTEXTS = {
 @pytest.mark.parametrize("context", thinned([*CONTEXTS], 0, 1, 2))
 def test_settings_around_the_first_prepare_do_not_stay_in_the_write(context):
     world = make_world()
-    load(world, "a", "b")
+    world.load("a", "b")
     where = [(array.sharding, array.dtype, array.committed) for _, array in world.slots()]
     with CONTEXTS[context]():
         batch = world.manager.prepare(["a", None, None])
@@ -163,7 +157,7 @@ def mesh_of(*shape):
 def test_writes_keep_the_sharding_of_slot_arrays(late):
     """Spread over the mesh before the first write or after some: every write keeps each array's sharding."""
     world, mesh = make_world(), mesh_of(2, 4)
-    load(world, "a", "b", "c", modules=list(MODULES))
+    world.load("a", "b", "c", modules=list(MODULES))
     if late:
         world.serve(["a", "b", None])
     state = nnx.state(world.model)
@@ -208,8 +202,7 @@ def test_previous_content_of_a_slot_is_masked(rank):
         "few": make_adapter("few", rank=rank, modules=["layers.0.k_proj", "lm_head"]),
         "one": make_adapter("one", rank=rank, modules=["embed"]),
     }
-    for adapter in adapters.values():
-        world.manager.add_adapter(adapter)
+    world.load(*adapters.values())
     world.check(world.serve(["few", None, "one"]), [adapters["few"], None, adapters["one"]])
     np.testing.assert_array_equal(world.serve(["few", None, "one"])[1], base[1])
     assert any(np.isnan(np.asarray(array)).any() for _, array in world.slots())

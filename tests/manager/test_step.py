@@ -41,8 +41,7 @@ def check(world, names):
 
 def test_weights_and_swaps_are_seen_and_one_program_is_compiled():
     world = made()
-    for name in "abc":
-        world.manager.add_adapter(make_adapter(name))
+    world.load(*"abc")
     check(world, ["a", "b", None])
     check(world, ["c", None, "a"])  # swapped
     layer = world.model.layers[0].o_proj

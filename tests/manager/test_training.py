@@ -18,7 +18,8 @@ from tests.layers.expert_models import HIDDEN, Scanned, Seams, reference
 from tests.layers.merging import Target, make_dora
 from tests.layers.mesh_models import some_devices
 from tests.manager import tiny
-from tests.manager.test_shared_experts import ADAPTERS, plain
+from tests.manager.test_experts import plain
+from tests.manager.test_shared_experts import ADAPTERS
 
 TOKENS = np.random.default_rng(0).integers(0, tiny.VOCAB, (6, 5)).astype(np.int32)
 QUERY, VALUE, HEAD = "layers.0.q_proj", "layers.1.v_proj", "lm_head"

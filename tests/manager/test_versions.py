@@ -158,26 +158,6 @@ def test_a_replacement_reads_the_files_as_they_are_when_it_is_called(world, fold
 # --- Handles --------------------------------------------------------------------------------------------------------
 
 
-def test_a_handle_outlives_its_name(world):
-    load(world, "a", "b", "c")
-    old = world.manager.hold("a")
-    with world.manager.prepare([old, None, None]) as batch:
-        first = world.logits(batch)
-        world.manager.remove_adapter("a")  # the handle keeps the weights of the batch
-        for name in ("b", "c", "b"):  # which take the other slot
-            world.serve([name, None, None])
-        np.testing.assert_array_equal(world.logits(batch), first)
-    with pytest.raises(jlora.AdapterNotFoundError):
-        world.manager.prepare(["a", None, None])
-    world.serve(["b", "c", None])  # out of its slot
-    with world.manager.prepare([old, "b", None]) as batch:  # and back
-        world.check(world.logits(batch), [make_adapter("a"), make_adapter("b"), None])
-        assert batch.versions[0] == old.version
-    load(world, "a", version=1)
-    assert versions(world, "a", old) == (old.version + 1, old.version)
-    old.close()
-
-
 def test_in_place_waits_for_batches_by_name_only(world):
     load(world, "a")
     with world.manager.prepare(["a", None, None]), pytest.raises(jlora.AdapterInUseError):
@@ -253,26 +233,31 @@ def copy_back(monkeypatch) -> Iterator[SimpleNamespace]:
     found.go.set()
 
 
-@pytest.mark.device("cpu")  # an accelerator has pinned memory that updates are copied to
-@pytest.mark.parametrize("how", ["prepare", "activate_adapter"])
-def test_prepare_waits_until_an_update_is_copied_back(copy_back, how):
+def one_slot():
+    """A world with "a" in its only slot, and "b" on the host."""
     world = make_world(max_loras=1, max_cpu_loras=2)
     world.manager.add_adapter(make_adapter("a", rank=2, modules=list(MODULES)))
     load(world, "b")
     world.manager.activate_adapter("a")
+    return world
+
+
+@pytest.mark.device("cpu")  # an accelerator has pinned memory that updates are copied to
+@pytest.mark.parametrize("how", ["prepare", "activate_adapter"])
+def test_prepare_waits_until_an_update_is_copied_back(copy_back, how):
+    world = one_slot()
     new = updated_on_device(world, "a", 3)
     with pytest.raises(jlora.LoadTimeoutError, match="being copied from its slot"):
         world.manager.prepare(["b", None, None], timeout=0)  # does not wait, but may be repeated
     with ThreadPoolExecutor() as pool:
-        call = {"prepare": lambda: world.manager.prepare(["b", None, None]).close()}.get(
-            how, lambda: world.manager.activate_adapter("b")
-        )
-        waits = pool.submit(call)
+        waits = pool.submit(getattr(world.manager, how), "b" if how == "activate_adapter" else ["b", None, None])
         with pytest.raises(TimeoutError):
             waits.result(0.3)
         assert slot_names(world.manager) == ("a",)
         copy_back.go.set()
-        waits.result(30)
+        found = waits.result(30)
+    if how == "prepare":
+        found.close()
     assert slot_names(world.manager) == ("b",)
     world.check(world.serve(["a", None, None]), [new, None, None])
 
@@ -280,10 +265,7 @@ def test_prepare_waits_until_an_update_is_copied_back(copy_back, how):
 @pytest.mark.device("cpu")  # an accelerator has pinned memory that updates are copied to
 def test_an_update_that_cannot_be_copied_back_keeps_its_slot(copy_back):
     """No call waits for the failed copy, and served values stay right."""
-    world = make_world(max_loras=1, max_cpu_loras=2)
-    world.manager.add_adapter(make_adapter("a", rank=2, modules=list(MODULES)))
-    load(world, "b")
-    world.manager.activate_adapter("a")
+    world = one_slot()
     copy_back.fails = True
     new = updated_on_device(world, "a", 3)
     assert copy_back.failed.wait(30)
@@ -297,8 +279,7 @@ def test_host_arrays_while_an_update_is_copied_back(world, copy_back):
     """All of the new content is on the host, so no call waits for a copy."""
     manager = world.manager
     manager.add_adapter(make_adapter("a", rank=2, modules=list(MODULES)))
-    for name in "bc":
-        load(world, name)
+    world.load(*"bc")
     for name in "ab":
         manager.pin_adapter(name)
     new = updated_on_device(world, "a", 3)

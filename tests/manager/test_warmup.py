@@ -26,8 +26,7 @@ def test_after_warmup_nothing_compiles():
     m.warmup(world.logits, num_sequences=SEQUENCES)
     assert m.stats().compilations == len(world.traces) == 1
     assert slot_names(m) == (None, None)
-    for name in "abc":
-        m.add_adapter(make_adapter(name))
+    world.load(*"abc")
     for names in (["a", "b", None], [None, None, None], ["c", "c", "a"]):
         world.check(world.serve(names), [None if n is None else make_adapter(n) for n in names])
     m.warmup(world.logits, num_sequences=SEQUENCES)
@@ -50,8 +49,7 @@ def test_a_warmup_that_fails_holds_no_slot(world):
     with failing_write(world.manager, 1), pytest.raises(DeviceError) as caught:
         world.manager.warmup()
     assert world.manager.stats().open_leases == 0, caught  # whose traceback refers to all locals
-    for name in "ab":
-        world.manager.add_adapter(make_adapter(name))
+    world.load(*"ab")
     world.check(world.serve(["a", "b", None]), [make_adapter("a"), make_adapter("b"), None])
 
 
@@ -73,8 +71,7 @@ def test_errors_in_the_shape_of_a_batch_name_the_call(world, call):
 def test_warmup_changes_nothing_that_is_loaded(world, active):
     m = world.manager
     m.warmup()  # compiles, if no test did before
-    for name in "abc":
-        m.add_adapter(make_adapter(name))
+    world.load(*"abc")
     for name in active:
         m.activate_adapter(name)
     names = [*active, None, None, None][:SEQUENCES]
@@ -136,8 +133,7 @@ def test_list_adapters_shows_every_level(world):
 @pytest.mark.usefixtures("unchecked_calls")
 def test_list_adapters_takes_names_and_a_level(world):
     m = world.manager
-    for name in "abc":
-        m.add_adapter(make_adapter(name))
+    world.load(*"abc")
     m.activate_adapter("c")
     m.activate_adapter("a")
     everything = m.list_adapters()

@@ -172,6 +172,11 @@ class World:
     def logits(self, batch: jlora.LoRABatch) -> np.ndarray:
         return jax.device_get(self.forward(self.model, self.tokens, batch))
 
+    def load(self, *adapters: str | jlora.Adapter, **fields) -> None:
+        """Add these adapters, or those that names and `fields` decide (`make_adapter`)."""
+        for each in adapters:
+            self.manager.add_adapter(make_adapter(each, **fields) if isinstance(each, str) else each)
+
     def serve(self, names) -> np.ndarray:
         """Logits [B, L, V] of one batch."""
         with self.manager.prepare(names) as batch:

@@ -73,30 +73,24 @@ def test_round_trip_of_base_weights(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_round_trip_of_dora(tmp_path, dtype):
-    arrays = arrays_of(0, {"q": 2, "embed-1": 3}, dtype)
+def test_round_trip_of_dora_and_of_invocation_tokens(tmp_path, dtype):
+    arrays, shapes = arrays_of(0, {"q": 2, "embed-1": 3}, dtype), []
     magnitudes = {name: np.arange(1, 3).astype(dtype) for name in arrays}
-    adapter = Adapter.from_arrays("a", arrays, alpha=4, embeddings=["embed-1"], magnitudes=magnitudes)
-    assert adapter.use_dora
-    plain = Adapter.from_arrays("a", arrays, alpha=4, embeddings=["embed-1"])
-    assert not plain.use_dora
-    assert adapter.nbytes == plain.nbytes + sum(m.nbytes for m in magnitudes.values())
-    adapter.save_pretrained(tmp_path)
-    assert contents(adapter) == contents(Adapter.from_pretrained(tmp_path))
+    dora = Adapter.from_arrays("a", arrays, alpha=4, embeddings=["embed-1"], magnitudes=magnitudes)
+    activated = Adapter.from_arrays("a", arrays, alpha=4, invocation_tokens=[49152, 7, 7])
+    assert (dora.use_dora, activated.use_dora) == (True, False)
+    assert (dora.invocation_tokens, activated.invocation_tokens) == ((), (49152, 7, 7))
+    assert dora.nbytes == activated.nbytes + sum(m.nbytes for m in magnitudes.values())
+    for adapter in (activated, dora):
+        adapter.save_pretrained(tmp_path)
+        assert contents(adapter) == contents(Adapter.from_pretrained(tmp_path, check=shapes.append))
+        assert shapes[-1].invocation_tokens == adapter.invocation_tokens
+        config = json.loads((tmp_path / "adapter_config.json").read_text())
+        assert config["use_dora"] is adapter.use_dora
+        assert (config["alora_invocation_tokens"] or []) == list(adapter.invocation_tokens)
     tensors = load_file(tmp_path / "adapter_model.safetensors") if dtype is not ml_dtypes.bfloat16 else {}
     for name in tensors and magnitudes:
         np.testing.assert_array_equal(tensors[f"base_model.model.{name}.lora_magnitude_vector"], magnitudes[name])
-    assert json.loads((tmp_path / "adapter_config.json").read_text())["use_dora"] is True
-
-
-def test_round_trip_of_invocation_tokens(tmp_path):
-    adapter = Adapter.from_arrays("a", arrays_of(0, {"q": 2}), alpha=4, invocation_tokens=[49152, 7, 7])
-    assert adapter.invocation_tokens == (49152, 7, 7)
-    adapter.save_pretrained(tmp_path)
-    shapes = []
-    assert contents(adapter) == contents(Adapter.from_pretrained(tmp_path, check=shapes.append))
-    assert shapes[0].invocation_tokens == (49152, 7, 7)
-    assert json.loads((tmp_path / "adapter_config.json").read_text())["alora_invocation_tokens"] == [49152, 7, 7]
 
 
 @pytest.mark.parametrize(

@@ -109,38 +109,23 @@ def test_magnitudes(folder_of, name, dtype):
 
 # ---- combinations that PEFT refuses
 
-EXPERTS = {
-    f"{PREFIX}mlp.experts.lora_A.weight": np.ones((8, 6), np.float32),
-    f"{PREFIX}mlp.experts.lora_B.weight": np.ones((5, 8), np.float32),
-}
+BOTH = ["q_proj", "embed_tokens"]
+PLAIN = {key: t for key, t in dora_tensors().items() if "magnitude" not in key}
+EXPERTS = {f"{PREFIX}mlp.experts.lora_{x}.weight": np.ones(s, np.float32) for x, s in (("A", (8, 6)), ("B", (5, 8)))}
 OF_EXPERTS = {"target_parameters": ["mlp.experts.down_proj"], "target_modules": []}
-NOT_IN_PEFT = {
-    "DoRA and aLoRA": (
-        dora_tensors(),
-        {"use_dora": True, "alora_invocation_tokens": [1], "target_modules": ["q_proj", "embed_tokens"]},
-        r"use_dora and alora_invocation_tokens \(\(1,\)\) are both set",
-    ),
-    "aLoRA of an embedding": (
-        {key: t for key, t in dora_tensors().items() if "magnitude" not in key},
-        {"alora_invocation_tokens": [1], "target_modules": ["q_proj", "embed_tokens"]},
-        f"'{EMBED}' is of kind 'embedding', and PEFT has activated LoRA .aLoRA. for linear layers only",
-    ),
-    "aLoRA of experts": (
-        EXPERTS,
-        {"alora_invocation_tokens": [1], **OF_EXPERTS},
-        "'mlp.experts.down_proj' is of kind 'experts', and PEFT has activated LoRA",
-    ),
-    "DoRA of experts": (
-        EXPERTS,
-        {"use_dora": True, **OF_EXPERTS},
-        "'mlp.experts.down_proj' is of kind 'experts', and PEFT has DoRA for linear and embedding layers only",
-    ),
-}
+ALORA = {"alora_invocation_tokens": [1]}
 
 
-@pytest.mark.parametrize("case", NOT_IN_PEFT)
-def test_combinations_that_peft_refuses(folder_of, case):
-    tensors, fields, cause = NOT_IN_PEFT[case]
+@pytest.mark.parametrize(
+    ("tensors", "fields", "cause"),
+    [
+        (dora_tensors(), {"use_dora": True, **ALORA, "target_modules": BOTH}, r"use_dora and alora_.* are both set"),
+        (PLAIN, {**ALORA, "target_modules": BOTH}, f"'{EMBED}' is of kind 'embedding', and PEFT has activated LoRA"),
+        (EXPERTS, {**ALORA, **OF_EXPERTS}, "down_proj' is of kind 'experts', and PEFT has activated LoRA"),
+        (EXPERTS, {"use_dora": True, **OF_EXPERTS}, "down_proj' is of kind 'experts', and PEFT has DoRA for linear"),
+    ],
+)
+def test_combinations_that_peft_refuses(folder_of, tensors, fields, cause):
     with pytest.raises(AdapterMismatchError, match=cause):
         load(folder_of(tensors, **fields))
 

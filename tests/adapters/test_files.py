@@ -149,20 +149,15 @@ def test_the_fingerprint_depends_on_the_bytes_alone(folder_of):
     assert Adapter.from_pretrained(folder, allow_nonfinite=True).fingerprint != first
 
 
-@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
-def test_every_byte_changes_the_fingerprint(folder_of, name):
+def test_every_byte_changes_the_fingerprint(folder_of):
     folder = folder_of()
     seen = {Adapter.from_pretrained(folder).fingerprint}
-    if name == CONFIG:
-        (folder / name).write_text((folder / name).read_text() + " ")
+    data = bytearray((folder / WEIGHTS).read_bytes())
+    numbers = range(8 + int.from_bytes(data[:8], "little"), len(data), 4 * 5)
+    for at in numbers:  # the low byte of a float32 each
+        data[at] ^= 1
+        (folder / WEIGHTS).write_bytes(data)
         seen.add(Adapter.from_pretrained(folder).fingerprint)
-    else:
-        data = (folder / name).read_bytes()
-        begin = 8 + int.from_bytes(data[:8], "little")
-        for at in range(begin, len(data), 4 * 5):  # the low byte of a float32 each
-            changed = bytearray(data)
-            changed[at] ^= 1
-            (folder / name).write_bytes(changed)
-            seen.add(Adapter.from_pretrained(folder).fingerprint)
-        assert len(seen) == 1 + (len(data) - begin + 19) // 20
-    assert len(seen) > 1
+    (folder / CONFIG).write_text((folder / CONFIG).read_text() + " ")
+    seen.add(Adapter.from_pretrained(folder).fingerprint)
+    assert len(seen) == 1 + len(numbers) + 1

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"  # of its own, beside the other's four
@@ -37,9 +37,10 @@ from jlora.errors import (
 )
 from jlora.manager.multihost import Peers
 from tests.layers import expert_models
-from tests.layers.expert_models import HIDDEN, INNER, LAYERS, Gathering, Model, reference
+from tests.layers.expert_models import HIDDEN, INNER, Gathering, Model, reference
 from tests.layers.merging import assert_close, expected_rows, make_adapter, make_dora, merge
 from tests.layers.mesh_models import LENGTH, ONE, SMALL, SMALL_TARGETS, TWO, Small, tokens_of
+from tests.manager.test_experts import each
 from tests.manager.tiny import DeviceError, failing_write
 from tests.records import slot_names
 
@@ -48,11 +49,12 @@ ADAPTERS = [ONE, TWO, THREE, FOUR]
 TOKENS = tokens_of(4, LENGTH)
 
 
-class Messages:
-    """Counts the rounds of messages, of all managers of this process."""
+class World:
+    """A model over both processes, its manager, and folders of adapters."""
 
-    def __init__(self) -> None:
-        self.rounds = 0
+    def __init__(self, me: int, folder: Path):
+        self.me, self.folder = me, folder
+        self.rounds = 0  # of messages, of all managers of this process
         exchange = Peers._exchange
 
         def counted(*args):
@@ -60,13 +62,6 @@ class Messages:
             return exchange(*args)
 
         Peers._exchange = counted
-
-
-class World:
-    """A model over both processes, its manager, and folders of adapters."""
-
-    def __init__(self, me: int, folder: Path, messages: Messages):
-        self.me, self.folder, self.messages = me, folder, messages
         self.devices = np.array(jax.devices()).reshape(4, 2)
         self.mesh = Mesh(self.devices, ("t", "data"))
         with jax.default_device(jax.local_devices()[0]):
@@ -74,42 +69,40 @@ class World:
             self.twins |= {a.name: merge(Small(), SMALL_TARGETS, a) for a in ADAPTERS}
         self.adapters = {adapter.name: adapter for adapter in ADAPTERS}
         self.paths: dict[str, Path] = {}  # where this process finds an adapter, if not in the folder of its name
-        self.gates: dict[str, threading.Event] = {}  # loads of this process wait for it
         self.resolving: Callable[[jlora.LoRARequest], str] = self.path_of  # a scenario may replace it
 
     def request(self, name: str, **options: bool) -> jlora.LoRARequest:
         return jlora.LoRARequest(name, path=str(self.folder / name), **options)
 
     def path_of(self, request: jlora.LoRARequest) -> str:
-        if (gate := self.gates.get(request.name)) is not None:
-            assert gate.wait(60)
         return str(self.paths.get(request.name, request.path))
 
     def resolve(self, request: jlora.LoRARequest) -> str:
         return self.resolving(request)
 
-    def start(self, *names: str, **config) -> jlora.LoRAManager:
-        """Make a model over both processes and its manager, and add the adapters of these names from files."""
+    def place(self, make: Callable[[], nnx.Module], spec_of: Callable[[tuple], P]) -> None:
+        """Make the model, split its variables over both processes, and make its step."""
         with jax.default_device(jax.local_devices()[0]):
-            self.model = Small()
+            self.model = make()
         for path, variable in nnx.to_flat_state(nnx.state(self.model)):
-            spec = SMALL[path[0]] if path[-1] in ("kernel", "embedding") else P()
-            value = np.asarray(variable.get_value())
-            sharding = NamedSharding(self.mesh, spec)
+            value, sharding = np.asarray(variable.get_value()), NamedSharding(self.mesh, spec_of(path))
             variable.set_value(
                 jax.make_array_from_callback(value.shape, sharding, value.__getitem__, dtype=value.dtype)
             )
-        options = {"max_loras": 2, "max_lora_rank": 3, "max_cpu_loras": 4, "data_axes": ["data"], **config}
-        self.manager = jlora.LoRAManager(self.model, jlora.LoRAConfig(**options), resolve=self.resolve)
         whole = NamedSharding(self.mesh, P())
 
-        def forward(model, tokens, batch):
+        def forward(model, x, batch):
             with jlora.use(batch):
-                return jax.lax.with_sharding_constraint(model(tokens), whole)
+                return jax.lax.with_sharding_constraint(model(x), whole)
 
         self.step = jax.jit(forward)
+
+    def start(self, *names: str, **config) -> jlora.LoRAManager:
+        """Make a model over both processes and its manager, and add the adapters of these names from files."""
+        self.place(Small, lambda path: SMALL[path[0]] if path[-1] in ("kernel", "embedding") else P())
+        options = {"max_loras": 2, "max_lora_rank": 3, "max_cpu_loras": 4, "data_axes": ["data"], **config}
+        self.manager = jlora.LoRAManager(self.model, jlora.LoRAConfig(**options), resolve=self.resolve)
         self.paths.clear()
-        self.gates.clear()
         self.resolving = self.path_of
         for name in names:
             assert self.manager.add_adapter(self.request(name))
@@ -211,14 +204,14 @@ def dora(world: World) -> None:
 def what_commits_nothing_sends_no_message(world: World) -> None:
     manager = world.start("one", "two", "three")
     world.check(["one", "two", None, None])
-    before = world.messages.rounds
+    before = world.rounds
     for names in (["one", "two", None, None], ["two", None, "one", "one"], [None] * 4):
         world.check(names)
     assert not manager.add_adapter(world.request("one"))
     assert not manager.activate_adapter("two")
-    assert world.messages.rounds == before
+    assert world.rounds == before
     world.check(["three", None, None, None])
-    assert world.messages.rounds == before + 1
+    assert world.rounds == before + 1
 
 
 @scenario
@@ -273,7 +266,7 @@ def a_process_answers_while_it_waits_for_another(world: World) -> None:
 @scenario
 def refused_calls(world: World) -> None:
     manager = world.start("one")
-    before, rounds = world.state(), world.messages.rounds
+    before, rounds = world.state(), world.rounds
     folder = world.folder / "saved"
     for attempt in (
         lambda: manager.prefetch(world.request("two")),
@@ -287,7 +280,7 @@ def refused_calls(world: World) -> None:
         with pytest.raises(LoRAUsageError, match=r"devices of processes \[0, 1\]"):
             attempt()
         world.unchanged(before)
-    assert world.messages.rounds == rounds
+    assert world.rounds == rounds
     world.check(["one", None, None, "one"])
 
 
@@ -381,9 +374,7 @@ def a_process_that_does_not_come(world: World) -> None:
 
 @scenario
 def a_batch_that_one_process_has_not_closed(world: World) -> None:
-    manager = world.start()
-    for adapter in ADAPTERS:
-        manager.add_adapter(adapter)
+    manager = world.start(*world.adapters)
     first, second = manager.prepare(["one"]), manager.prepare(["two"])
     second.close()
     if world.me == 0:
@@ -444,41 +435,16 @@ def whole_models(world: World) -> None:
 class Experts(World):
     """A model whose eight experts are split over both processes: four of each."""
 
-    SIZES = {"gate_proj": (HIDDEN, INNER), "up_proj": (HIDDEN, INNER), "down_proj": (INNER, HIDDEN)}
-
     def __init__(self, world: World):
         vars(self).update(vars(world))
         expert_models.EXPERTS = 8
+        self.place(lambda: Model(Gathering, nnx.Rngs(0)), lambda path: P("t") if "experts" in path else P())
         with jax.default_device(jax.local_devices()[0]):
-            self.twin, self.model = (Model(Gathering, nnx.Rngs(0)) for _ in range(2))
+            self.twin = Model(Gathering, nnx.Rngs(0))
             self.x = np.asarray(jax.random.normal(jax.random.key(1), (4, 2, HIDDEN)))
-        for path, variable in nnx.to_flat_state(nnx.state(self.model)):
-            value = np.asarray(variable.get_value())
-            sharding = NamedSharding(self.mesh, P("t") if "experts" in path else P())
-            variable.set_value(jax.make_array_from_callback(value.shape, sharding, value.__getitem__))
         config = jlora.LoRAConfig(max_loras=2, max_lora_rank=3, max_cpu_loras=8)
         self.manager = jlora.LoRAManager(self.model, config)
-        whole = NamedSharding(self.mesh, P())
-
-        def forward(model, x, batch):
-            with jlora.use(batch):
-                return jax.lax.with_sharding_constraint(model(x), whole)
-
-        self.step = jax.jit(forward)
-        experts = {"each": range(8), "few": (1, 6)}
-        self.adapters = {name: self.adapter(name, seed, experts[name]) for seed, name in enumerate(experts)}
-
-    def adapter(self, name: str, seed: int, experts: Iterable[int]) -> jlora.Adapter:
-        rng = np.random.default_rng(seed)
-        arrays = {
-            f"layers.{layer}.experts.{e}.{part}": [
-                rng.normal(size=size).astype(np.float32) * 0.5 for size in ((2, k), (n, 2))
-            ]
-            for layer in range(LAYERS)
-            for e in experts
-            for part, (k, n) in self.SIZES.items()
-        }
-        return jlora.Adapter.from_arrays(name, arrays, alpha=3)
+        self.adapters = {"each": each("each", range(8)), "few": each("few", (1, 6))}
 
     def written(self, name: str) -> jlora.LoRARequest:
         folder = self.folder / f"experts_{name}"
@@ -575,8 +541,7 @@ def a_process_without_devices_of_the_model(world: World) -> None:
     mesh, world.mesh = world.mesh, Mesh(world.devices[:2], ("t", "data"))
     try:
         if world.me == 0:
-            manager = world.start()
-            manager.add_adapter(world.request("one"))
+            world.start("one")
             world.check(["one", None, None, "one"])
         else:
             with pytest.raises(LoRAError, match=r"devices of processes \[0\], and this is process 1"):
@@ -588,9 +553,7 @@ def a_process_without_devices_of_the_model(world: World) -> None:
 @scenario
 def other_orders_of_use(world: World) -> None:
     """A call that would evict different adapters in each process evicts none."""
-    manager = world.start(max_cpu_loras=3)
-    for name in ("one", "two", "three"):
-        manager.add_adapter(world.request(name))
+    manager = world.start("one", "two", "three", max_cpu_loras=3)
     world.check(["one", "two", None, None])
     manager.add_adapter(world.request("three"))
     before = world.state()
@@ -716,7 +679,7 @@ def main(number: str, port: str, folder: str) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     me = int(number)
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=me)
-    world = World(me, Path(folder), Messages())
+    world = World(me, Path(folder))
     if me == 0:
         make_folders(Path(folder))
     multihost_utils.sync_global_devices("folders")

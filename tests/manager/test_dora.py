@@ -22,8 +22,9 @@ def dora(name, version=0, *, rank=3, modules=LINEAR, **fields):
     return as_dora(make_adapter(name, version, rank=rank, modules=modules, **fields))
 
 
-def plain(name, **fields):
-    return make_adapter(name, rank=2, **fields)
+ALL, SOME = dora("all"), dora("some", modules=["layers.0.k_proj", O_PROJ])
+PLAIN = make_adapter("plain", rank=2)
+BOTH = (ALL, SOME, PLAIN)
 
 
 @functools.cache
@@ -39,41 +40,28 @@ def served(*adapters, **config):
     return world
 
 
-def magnitudes(world):
-    """Path -> float32 [S, N] of every layer that holds magnitudes."""
-    return {path: np.asarray(value) for path, value in world.slots() if str(path[-1]).endswith("_magnitude")}
-
-
-@pytest.fixture(scope="module")
-def both():
-    return dora("all"), dora("some", modules=["layers.0.k_proj", O_PROJ]), plain("plain")
-
-
-def test_mixed_batches_equal_scaled_weights(both):
-    world = served(*both, max_loras=3, max_cpu_loras=3)
-    first, some, other = both
-    for rows in ([first, None, some], [other, first, first], [some, other, None]):
+def test_mixed_batches_equal_scaled_weights():
+    world = served(*BOTH, max_loras=3, max_cpu_loras=3)
+    for rows in ([ALL, None, SOME], [PLAIN, ALL, ALL], [SOME, PLAIN, None]):
         world.check(world.serve([row and row.name for row in rows]), rows)
     assert len(world.traces) == 1
     assert world.manager.stats().compilations == 1
 
 
-def test_sums_and_activations_beside_dora(both):
+def test_sums_and_activations_beside_dora():
     config = {"max_adapters_per_sequence": 2, "activated": True}
-    world = served(*both, max_loras=3, max_cpu_loras=3, **config)
-    first, _, other = both
+    world = served(*BOTH, max_loras=3, max_cpu_loras=3, **config)
     entries = [Mix({"all": 1}), Mix({"plain": 0.5}), Scaled("all", 1.0)]
-    world.check(world.serve(entries), [first, [(other, 0.5)], first])
+    world.check(world.serve(entries), [ALL, [(PLAIN, 0.5)], ALL])
     base = world.serve([None] * 3)
     assert (world.serve([Scaled("all", 0), None, Mix({"all": 0})]) == base).all()
 
 
-def test_plain_and_base_rows_have_the_bits_of_a_manager_without_dora(both):
-    first, _, other = both
+def test_plain_and_base_rows_have_the_bits_of_a_manager_without_dora():
     dtype = jnp.bfloat16
     without = make_world(max_loras=2, dtype=dtype)
-    without.manager.add_adapter(other)
-    world = served(first, other, dtype=dtype)
+    without.manager.add_adapter(PLAIN)
+    world = served(ALL, PLAIN, dtype=dtype)
     want = without.serve(["plain", None, "plain"])
     assert (world.serve(["plain", None, "plain"]) == want).all()
     got = world.serve(["plain", None, "all"])
@@ -81,16 +69,15 @@ def test_plain_and_base_rows_have_the_bits_of_a_manager_without_dora(both):
     assert (got[2] != want[2]).any()
 
 
-def test_a_plain_adapter_in_a_slot_that_held_dora_is_as_in_a_fresh_slot(both):
-    first, some, other = both
-    fresh = served(other, max_loras=1)
+def test_a_plain_adapter_in_a_slot_that_held_dora_is_as_in_a_fresh_slot():
+    fresh = served(PLAIN, max_loras=1)
     want = fresh.serve(["plain", None, "plain"])
-    world = served(*both, max_loras=1)
+    world = served(*BOTH, max_loras=1)
     world.serve(["all", None, "all"])
     assert (world.serve(["plain", None, "plain"]) == want).all()
-    assert all((held == 1).all() for held in magnitudes(world).values())
-    world.check(world.serve(["some", None, "some"]), [some, None, some])
-    world.check(world.serve(["all", None, "all"]), [first, None, first])
+    assert all((held == 1).all() for path, held in world.slots() if str(path[-1]).endswith("_magnitude"))
+    world.check(world.serve(["some", None, "some"]), [SOME, None, SOME])
+    world.check(world.serve(["all", None, "all"]), [ALL, None, ALL])
 
 
 @pytest.mark.parametrize(("put", "names"), [(np.asarray, LINEAR), (jnp.asarray, ["layers.0.q_proj", O_PROJ])])
@@ -109,12 +96,12 @@ def test_updates_compute_the_norms_again(put, names):
         world.manager.update_adapter("a", {f"{O_PROJ}.lora_magnitude_vector": np.ones(16, np.float32)})
 
 
-def test_exports_and_saved_managers_keep_magnitudes(tmp_path, both):
-    world = served(*both[:2])
+def test_exports_and_saved_managers_keep_magnitudes(tmp_path):
+    world = served(*BOTH[:2])
     world.serve(["all", "some", None])
     exported = world.manager.export_adapter("all")
     for name, module in exported.modules.items():
-        np.testing.assert_array_equal(module.magnitude, both[0].modules[name].magnitude.astype(np.float32))
+        np.testing.assert_array_equal(module.magnitude, ALL.modules[name].magnitude.astype(np.float32))
     world.manager.save(tmp_path)
     restored = make_world(dora=True)
     restored.manager.restore(tmp_path)
@@ -123,18 +110,17 @@ def test_exports_and_saved_managers_keep_magnitudes(tmp_path, both):
         make_world().manager.restore(tmp_path)
 
 
-def test_lost_arrays_are_written_again(both):
-    world = served(*both, max_loras=2)
-    first, some, _ = both
+def test_lost_arrays_are_written_again():
+    world = served(*BOTH, max_loras=2)
     state = jax.tree.map(jnp.copy, nnx.state(world.model, jlora.SlotParam))
     world.serve(["all", "some", None])
     nnx.update(world.model, state)
-    world.check(world.serve(["all", "some", None]), [first, some, None])
+    world.check(world.serve(["all", "some", None]), [ALL, SOME, None])
     for path, variable in nnx.to_flat_state(nnx.state(world.model, jlora.SlotRanks)):
         if str(path[-1]).endswith("_magnitude"):
             variable[...].delete()
-    world.check(world.serve(["all", "some", None]), [first, some, None])
-    world.check(world.serve(["all", "plain", None]), [first, both[2], None])
+    world.check(world.serve(["all", "some", None]), [ALL, SOME, None])
+    world.check(world.serve(["all", "plain", None]), [ALL, PLAIN, None])
 
 
 # --- Norms ------------------------------------------------------------------------------------------------------------
@@ -203,8 +189,8 @@ def test_dora_of_other_layers_is_refused(tmp_path):
         survey.check(jlora.Adapter(name="a", modules={"layers.0.experts.0.up_proj": module}))
 
 
-def test_factors_and_sums_of_dora_are_refused(both):
-    world = served(*both, max_adapters_per_sequence=2, max_loras=3)
+def test_factors_and_sums_of_dora_are_refused():
+    world = served(*BOTH, max_adapters_per_sequence=2, max_loras=3)
     for entry in (Scaled("all", 0.5), Mix({"all": 1, "plain": 1}), Scaled("all", -1), Mix({"all": 2})):
         with pytest.raises(jlora.LoRAUsageError, match="'all' is a DoRA adapter, which is served alone"):
             world.manager.prepare(["plain", entry, None])

@@ -1,5 +1,6 @@
 """Loads in the background: futures, one load for each adapter, cancellation, and independence of other calls."""
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -8,7 +9,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ import pytest
 import jlora
 from jlora.adapters.adapter import open_adapter
 from jlora.manager import stage
-from tests.manager.tiny import MAX_RANK, World, make_adapter, make_world, refused, same
+from tests.manager.tiny import MAX_RANK, World, make_adapter, make_world, same
 from tests.records import content_of, evicted, on_host, slot_names, waiting
 from tests.small_device import on_small_device
 
@@ -90,7 +90,7 @@ def store(tmp_path, monkeypatch) -> Iterator[Store]:
     until(lambda: not running())
 
 
-@contextmanager
+@contextlib.contextmanager
 def thread(work: Callable[[], object]) -> Iterator[list]:
     """Run work beside the block, and append its result or exception to the list."""
     outcome: list = []
@@ -353,9 +353,10 @@ def test_a_slow_read_stalls_nothing(world, store):
     for call in (
         lambda: [world.serve(names) for names in (["b", "c", None], ["d", "b", None])],
         lambda: [m.list_adapters(), m.stats(), slot_names(m), m.slots, m.warmup(), m.add_adapter(make_adapter("b"))],
-        lambda: refused(lambda: m.prepare([store.request("a"), "b"], timeout=0)),
+        lambda: m.prepare([store.request("a"), "b"], timeout=0),
     ):
-        call()
+        with contextlib.suppress(jlora.LoadTimeoutError):  # the last
+            call()
         assert not future.done()
 
 
@@ -452,8 +453,9 @@ def test_prefetched_bytes_on_device_are_bounded(store):
     for name in "abcde":
         m.prefetch(store.request(name)).result(30)
         ahead = [content for content in (content_of(m, n) for n in on_host(m)) if content.life.staged]
-        assert sum(content.nbytes for content in ahead) <= room < m.stats().host_bytes + room * (name < "e")
+        assert sum(content.nbytes for content in ahead) <= room
         assert ahead[-1].name == name
+    assert m.stats().host_bytes > room
     removed = content_of(m, "e")
     m.remove_adapter("e")
     assert removed.life.staged is None
@@ -520,9 +522,10 @@ def test_resolve_finds_folders_on_the_loading_thread(called):
     assert list(manager.list_adapters()) == ["a"]
 
 
-def hang(called, names):
-    """Callbacks for these names hang. Returns the requests for which one was called."""
-    asked = []
+def hang(called):
+    """Return names whose callbacks hang, requests for them, and those for which one was called."""
+    names, asked = [f"hung{i}" for i in range(8)], []
+    requests = [jlora.LoRARequest(name, called.store.request("a").path) for name in names]
 
     def resolve(request):
         if request.name in names:
@@ -531,17 +534,15 @@ def hang(called, names):
         return request.path
 
     called.resolve = resolve
-    return asked
+    return names, requests, asked
 
 
 def test_callbacks_that_hang_in_loads_that_timed_out_delay_no_other_load(called):
-    names = [f"hung{i}" for i in range(8)]
-    requests = [jlora.LoRARequest(name, called.store.request("a").path) for name in names]
-    asked = hang(called, names)
-    for batch in (requests[at : at + 2] for at in range(0, 8, 2)):
+    names, requests, asked = hang(called)
+    for batch in zip(requests[::2], requests[1::2], strict=True):
         while not all(request in asked for request in batch):  # a slow machine may not call it in time
             with pytest.raises(jlora.LoadTimeoutError):
-                called.manager.prepare(batch, timeout=0.3)
+                called.manager.prepare(batch, timeout=0.1)
     assert called.manager.add_adapter(called.store.request("b"), timeout=10)
     names.clear()
     with pytest.raises(jlora.LoadTimeoutError):  # joins the load that runs on
@@ -556,40 +557,34 @@ def test_callbacks_that_hang_in_loads_that_timed_out_delay_no_other_load(called)
 
 
 def test_polls_start_no_more_callbacks_than_other_calls(called):
-    names = [f"hung{i}" for i in range(8)]
-    requests = [jlora.LoRARequest(name, called.store.request("a").path) for name in names]
-    asked = hang(called, names)
+    _, requests, asked = hang(called)
+    batches = [*zip(requests[::2], requests[1::2], strict=True)]
     end = time.monotonic() + 0.5
     while time.monotonic() < end:
-        for batch in (requests[at : at + 2] for at in range(0, 8, 2)):
+        for batch in batches:
             with pytest.raises(jlora.LoadTimeoutError):
                 called.manager.prepare(batch, timeout=0)
     assert len(asked) == 4
     called.go.set()
-    for batch in (requests[at : at + 2] for at in range(0, 8, 2)):
-        poll(lambda batch=batch: called.manager.prepare(batch, timeout=0)).close()
+    for batch in batches:
+        poll(partial(called.manager.prepare, batch, timeout=0)).close()
     assert len(asked) == 8
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda manager, request: manager.add_adapter(request),
-        lambda manager, request: manager.add_adapter(dataclasses.replace(request, path="elsewhere")),
-        lambda manager, request: manager.hold(request.name),
-    ],
-    ids=["add", "add from elsewhere", "hold"],
-)
-def test_a_callback_that_calls_for_its_own_load_raises(called, call):
+def test_a_callback_that_calls_for_its_own_load_raises(called):
     manager, request = called.manager, called.store.request("a")
-    manager.add_adapter(request)
-    assert manager.remove_oldest_adapter()
-    called.resolve = lambda request: call(manager, request)
-    error = manager.prefetch(request).exception(10)
-    assert isinstance(error, jlora.LoRAUsageError)
-    assert "inside resolve=, by the load of 'a'" in str(error)
-    called.resolve = lambda request: request.path
-    assert manager.add_adapter(request, timeout=10)
+    for call in (
+        manager.add_adapter,
+        lambda request: manager.add_adapter(dataclasses.replace(request, path="elsewhere")),
+        lambda request: manager.hold(request.name),
+    ):
+        called.resolve = lambda request: request.path
+        assert manager.add_adapter(request, timeout=10)
+        assert manager.remove_oldest_adapter()
+        called.resolve = call
+        error = manager.prefetch(request).exception(10)
+        assert isinstance(error, jlora.LoRAUsageError)
+        assert "inside resolve=, by the load of 'a'" in str(error)
 
 
 # --- removed meanwhile ------------------------------------------------------------------------------------------------

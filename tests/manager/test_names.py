@@ -133,24 +133,17 @@ class Served(OwnExperts):
     grouped_products = {"gate_up": "w13", "down": "w2"}
 
 
-class Mixture(nnx.Module):
-    def __init__(self, experts):
-        self.experts = experts()
-        self.shared_experts = nnx.Dict(gate_proj=nnx.Linear(3, 3, rngs=nnx.Rngs(0)))
+def odd(**mlp):
+    """A model of two layers of modules that are not wrapped, and the modules `mlp` in each."""
+    rngs = nnx.Rngs(0)
+    tower = nnx.bridge.ToNNX(linen.Dense(3), rngs=rngs).lazy_init(np.ones((1, 3), np.float32))
+    own = lambda: nnx.Dict(**{name: make() for name, make in mlp.items()})  # noqa: E731
+    layer = lambda: nnx.Dict(attn=Fused(), mlp=own(), tower=tower, o_proj=nnx.Linear(3, 3, rngs=rngs))  # noqa: E731
+    return nnx.Dict(layers=nnx.List([layer() for _ in range(2)]))
 
 
-class Layer(nnx.Module):
-    def __init__(self, experts):
-        self.attn = Fused()
-        self.norm = nnx.LayerNorm(3, rngs=nnx.Rngs(0))
-        self.mlp = experts()
-        self.tower = nnx.bridge.ToNNX(linen.Dense(3), rngs=nnx.Rngs(0)).lazy_init(np.ones((1, 3), np.float32))
-        self.o_proj = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
-
-
-class Odd(nnx.Module):
-    def __init__(self, experts=lambda: Mixture(OwnExperts)):
-        self.layers = nnx.List([Layer(experts) for _ in range(2)])
+def shared_experts():
+    return nnx.Dict(gate_proj=nnx.Linear(3, 3, rngs=nnx.Rngs(0)))
 
 
 def refusal(model, modules):
@@ -171,13 +164,13 @@ def refusal(model, modules):
     ],
 )
 def test_name_of_an_unwrapped_module_is_refused(rng, name, expected):
-    found = refusal(Odd(), {name: factors(rng, 2, 3, 3)})
+    found = refusal(odd(experts=OwnExperts, shared_experts=shared_experts), {name: factors(rng, 2, 3, 3)})
     assert re.search(f"no module '{name}'.*{expected}", found)
 
 
 def test_experts_under_another_path_are_named_as_an_adapter_would():
     """Not the shared experts, whose name is nearer."""
-    make, rng = lambda: Odd(lambda: nnx.Dict(routed=Served(), shared_experts=Layer(Fused))), np.random.default_rng(0)
+    make, rng = lambda: odd(routed=Served, shared_experts=shared_experts), np.random.default_rng(0)
     found = refusal(make(), {"layers.0.mlp.experts.0.gate_proj": factors(rng, 2, 3, 4)})
     near = re.search(r"nearest is '(layers.0.mlp.routed.0.gate_proj)'$", found)
     assert near is not None
@@ -185,8 +178,9 @@ def test_experts_under_another_path_are_named_as_an_adapter_would():
     whole = jlora.ExpertsLoRA(
         a=np.ones((5, 2, 3), np.float32), b=np.ones((5, 4, 2), np.float32), alpha=2.0, scaling=1.0, exchanged=False
     )
-    model = Odd(lambda: nnx.Dict(routed=Served()))
-    assert re.search("nearest is 'layers.0.mlp.routed.w2'$", refusal(model, {"layers.0.mlp.experts.w2": whole}))
+    assert re.search(
+        "nearest is 'layers.0.mlp.routed.w2'$", refusal(odd(routed=Served), {"layers.0.mlp.experts.w2": whole})
+    )
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------

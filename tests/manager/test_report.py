@@ -137,17 +137,3 @@ def test_update_adapter_names_the_tensors_that_it_takes(world):
         world.manager.update_adapter("a", {})
     for prefix in ("", "base_model.model."):
         world.manager.update_adapter("a", {f"{prefix}layers.0.q_proj.lora_A.weight": q.a})
-
-
-def test_managers_and_batches_have_short_reprs(world):
-    m = world.manager
-    world.load(*"ab")
-    with m.prepare(["a", None, "b"]) as batch:
-        assert repr(batch) == "LoRABatch(3 sequences: 'a', None, 'b'; open)"
-        assert repr(m) == "LoRAManager(Model, 6 layers, 2 of 2 slots in use, 2 of 4 adapters on the host)"
-        seen = []
-        jax.jit(lambda batch: seen.append(repr(batch)))(batch)
-        assert seen == ["LoRABatch(3 sequences, traced)"]
-    assert repr(batch) == "LoRABatch(3 sequences: 'a', None, 'b'; closed)"
-    with m.prepare([None] * 100) as batch:
-        assert repr(batch) == f"LoRABatch(100 sequences: {'None, ' * 8}...; open)"

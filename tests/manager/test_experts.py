@@ -88,6 +88,10 @@ class World:
 
         self.forward = forward
 
+    def load(self, *adapters):
+        for adapter in adapters:
+            self.manager.add_adapter(adapter)
+
     def serve(self, names=None):
         with self.manager.prepare(names or self.names) as batch:
             return np.asarray(self.forward(self.model, self.x, batch))
@@ -131,8 +135,7 @@ def test_merged_gate_and_up_have_the_column_order_of_the_layer(cls, exchanged):
         for e in range(EXPERTS):
             arrays[f"layers.{layer}.experts.{e}.gate_proj"] = a[e], b[e, :INNER]
             arrays[f"layers.{layer}.experts.{e}.up_proj"] = a[e], b[e, INNER:]
-    world.manager.add_adapter(jlora.Adapter(name="x", modules=modules))
-    world.manager.add_adapter(each("y"))
+    world.load(jlora.Adapter(name="x", modules=modules), each("y"))
     world.check(x=jlora.Adapter.from_arrays("x", arrays, alpha=3), y=each("y"))
 
 
@@ -150,8 +153,7 @@ def test_a_request_that_says_another_format_than_its_file_is_refused(world, tmp_
 
 
 def test_weights_of_one_expert_are_updated(world):
-    world.manager.add_adapter(stacked("x"))
-    world.manager.add_adapter(each("y"))
+    world.load(stacked("x"), each("y"))
     before = one_by_one(stacked("x"))
     world.check(x=before, y=each("y"))
     name = "layers.1.experts.3.up_proj"

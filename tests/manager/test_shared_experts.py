@@ -68,8 +68,7 @@ class World(test_experts.World):
 
     def fill(self):
         self.manager.remove_all_adapters()
-        for adapter in ADAPTERS.values():
-            self.manager.add_adapter(adapter)
+        self.load(*ADAPTERS.values())
         return self
 
 
@@ -78,6 +77,7 @@ STYLES = {
     "scanned ragged_dot": lambda: on_small_device(1024, World, Scanned(Ragged, nnx.Rngs(0))),  # in many blocks
     "scanned": lambda: World(Scanned(Seams, nnx.Rngs(0))),
     "one-hot": lambda: World(Model(Roomy, nnx.Rngs(0)), max_loras=4, expert_slots={"shared": 2}),
+    "none that share": lambda: World(Model(Seams, nnx.Rngs(0)), max_loras=4, expert_slots={"per_expert": 2}),
 }
 
 
@@ -92,7 +92,11 @@ def world():
 
 
 @pytest.mark.parametrize(
-    "style", [pytest.param(style, marks=[pytest.mark.slow] * (style != "methods")) for style in STYLES]
+    "style",
+    [
+        "methods",
+        *(pytest.param(style, marks=pytest.mark.slow) for style in ("scanned ragged_dot", "scanned", "one-hot")),
+    ],
 )
 def test_rows_of_every_kind_of_slot_in_one_batch(style):
     world = world_of(style).fill()
@@ -107,8 +111,7 @@ def test_rows_of_every_kind_of_slot_in_one_batch(style):
 
 def test_other_rows_are_the_bits_of_a_model_without_such_slots(world):
     without = World(Model(Seams, nnx.Rngs(0)), expert_slots={"per_expert": 2})
-    for name in ("full", "dense"):
-        without.manager.add_adapter(ADAPTERS[name])
+    without.load(ADAPTERS["full"], ADAPTERS["dense"])
     others = [name if name in ("full", "dense") else None for name in NAMES]
     rows = [i for i, name in enumerate(NAMES) if name == others[i]]
     np.testing.assert_array_equal(world.serve()[rows], without.serve(others)[rows])
@@ -179,8 +182,7 @@ def test_others_leave_room_and_make_room(world):
     world.serve()
     assert slot_names(world.manager)[4] == "dense"  # the smallest
     dense = {f"d{i}": router(f"d{i}", 10 + i) for i in range(4)}
-    for adapter in dense.values():
-        world.manager.add_adapter(adapter)
+    world.load(*dense.values())
     world.check(["d0", "d1", "d2", None, "dense", "d3"], **dense)  # in every slot
     world.check(["s", "full", "d1", None, "t", "d1"], **dense)
 
@@ -258,8 +260,7 @@ def test_rows_of_experts_elsewhere_keep_their_bits(world):
 def test_experts_alone_with_a_stamp_for_every_slot():
     """Where only experts are wrapped, the writes of the shared slots are stamped there too."""
     world = World(Model(Seams, nnx.Rngs(0)), target_modules=["experts.wi", "experts.wo"])
-    for adapter in (each("full"), shared("s", 1), shared("t", 2)):
-        world.manager.add_adapter(adapter)
+    world.load(*(each("full"), shared("s", 1), shared("t", 2)))
     names = ["full", "s", None, "t", "s", None]
     world.check(names, s=shared("s", 1), t=shared("t", 2))
     stale = nnx.clone(world.model, arrays=True)
@@ -281,17 +282,11 @@ def varied(name, seed):
 FEW = {f"e{i}": varied(f"e{i}", i) for i in range(4)} | {f"d{i}": router(f"d{i}", i) for i in range(4)}
 
 
-@functools.cache
-def few_made():
-    return World(Model(Seams, nnx.Rngs(0)), max_loras=4, expert_slots={"per_expert": 2})
-
-
 @pytest.fixture
 def few():
-    few = few_made()
+    few = world_of("none that share")
     few.manager.remove_all_adapters()
-    for adapter in FEW.values():
-        few.manager.add_adapter(adapter)
+    few.load(*FEW.values())
     return few
 
 

@@ -109,20 +109,15 @@ def reading(piece: int = 1 << 19, part: int = 1 << 25, whole: int = 1 << 26, thr
         yield
 
 
-def hook_reads(patch: pytest.MonkeyPatch, act: Callable[[int, int], None]) -> None:
-    """Call `act(offset, size)` before each read of an adapter's files, until `patch` is undone."""
+@contextlib.contextmanager
+def before_each_read(act: Callable[[int, int], None]) -> Iterator[None]:
+    """Call `act(offset, size)` before each read of an adapter's files inside the block."""
     original = StableFile.read_into
 
     def read_into(self, offset, buffer):
         act(offset, len(buffer))
         original(self, offset, buffer)
 
-    patch.setattr(StableFile, "read_into", read_into)
-
-
-@contextlib.contextmanager
-def before_each_read(act: Callable[[int, int], None]) -> Iterator[None]:
-    """Call `act(offset, size)` before each read of an adapter's files inside the block."""
     with pytest.MonkeyPatch.context() as patch:
-        hook_reads(patch, act)
+        patch.setattr(StableFile, "read_into", read_into)
         yield

@@ -161,9 +161,7 @@ MALFORMED = {
     "use_rslora": [1, "true"],
     "fan_in_fan_out": ["no"],
     "ensure_weight_tying": [1],
-    "alora_invocation_tokens": [
-        *([], False, 3, "abc", {"0": 1}, [-1], [1.0], [True], ["1"], [None], [[1]], [2**31]),
-    ],
+    "alora_invocation_tokens": [*([], False, 3, "abc", {"0": 1}, [-1], [1.0], [True], ["1"], [None], [[1]], [2**31])],
     "modules_to_save": [0, 0.0, "", True, "score", ["score", 1], [""], {"score": 1}],
     "r": (ranks := ["4", 0, -1, 4.0, True, None, [4], {}, 2**31, 10**4200]),
     "lora_alpha": (alphas := ["8", True, None, [8], 10**400]),

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 import jlora
 from jlora import active_from
-from jlora.adapters import Adapter
+from jlora.adapters import Adapter, ExpertsLoRA
 from jlora.errors import LoRAError
 from tests.adapters.reading import contents
 
@@ -123,16 +123,22 @@ FEATURES = {
 }
 
 
+def through_jlora(base, model, folder):
+    """Return the adapter that PEFT writes, and PEFT's model of the folder that jlora writes from it."""
+    model.save_pretrained(folder / "theirs")
+    adapter = Adapter.from_pretrained(folder / "theirs")
+    adapter.save_pretrained(folder / "ours")
+    base = copy.deepcopy(base)
+    return adapter, peft.PeftModel.from_pretrained(base, folder / "ours", autocast_adapter_dtype=False).eval()
+
+
 def assert_served(base, model, folder, same_layout=True):
     """PEFT's folder loads as PEFT holds it, and the folder written from it gives PEFT the same model again.
 
     Logits are compared bitwise, unless PEFT itself held a matrix as a transposed view of another: PyTorch then sums in
     another order, though the matrices are bitwise the same.
     """
-    model.save_pretrained(folder / "theirs")
-    adapter = Adapter.from_pretrained(folder / "theirs")
-    adapter.save_pretrained(folder / "ours")
-    again = peft.PeftModel.from_pretrained(copy.deepcopy(base), folder / "ours", autocast_adapter_dtype=False).eval()
+    adapter, again = through_jlora(base, model, folder)
     for one in (model, again):
         assert_holds(adapter, lora_modules(one))
         theirs, ours = magnitudes(one), {n: m.magnitude for n, m in adapter.modules.items() if m.magnitude is not None}
@@ -256,3 +262,76 @@ def test_a_state_dict_of_a_live_model(tmp_path):
     model.save_pretrained(tmp_path)
     assert found.use_dora
     assert contents(found) == contents(Adapter.from_pretrained(tmp_path))
+
+
+# ---- experts; tests/parity compares their logits
+
+HIDDEN, EXPERTS = 16, 4
+SIZES = {
+    "vocab_size": 37,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 32,
+}
+
+
+def mixtral(inner):
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**SIZES, intermediate_size=inner, num_local_experts=EXPERTS)
+    )
+
+
+def qwen3(inner):
+    return transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(
+            **SIZES, intermediate_size=20, moe_intermediate_size=inner, num_experts=EXPERTS, decoder_sparse_step=1
+        )
+    )
+
+
+def gpt_oss(inner):
+    return transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(**SIZES, intermediate_size=inner, num_local_experts=EXPERTS)
+    )
+
+
+FAMILIES = {"mixtral": (mixtral, 12), "qwen3-moe": (qwen3, 12), "square": (gpt_oss, HIDDEN)}
+BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+CONFIGS = {
+    "both": {"target_parameters": BOTH},
+    "both with attention": {"target_parameters": BOTH, "target_modules": ["q_proj"], "use_rslora": True},
+    "down alone": {"target_parameters": BOTH[1:]},
+    "of one layer": {"target_parameters": [f"model.layers.1.{name}" for name in BOTH]},
+    "ranks": {"target_parameters": BOTH, "rank_pattern": {"gate_up_proj": 5}, "alpha_pattern": {"down_proj": 9}},
+}
+
+
+@pytest.mark.parametrize("fields", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peft_gives_the_same_model_from_the_adapter_that_was_read_and_saved(tmp_path, family, fields):
+    build, inner = FAMILIES[family]
+    torch.manual_seed(0)
+    base = build(inner).eval()
+    config = peft.LoraConfig(**{"r": 3, "lora_alpha": 7, "target_modules": []} | CONFIGS[fields])
+    model = trained(base, config)
+    adapter, again = through_jlora(base, model, tmp_path)
+    assert any(isinstance(module, ExpertsLoRA) for module in adapter.modules.values())
+    tokens = torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, again(tokens).logits)
+
+
+def test_experts_targeted_by_mixtrals_old_names(tmp_path):
+    """PEFT turns w1, w2, w3 and the gate into parameters, fuses two of them at twice the rank, and warns."""
+    torch.manual_seed(0)
+    base = mixtral(12).eval()
+    config = peft.LoraConfig(r=3, lora_alpha=7, target_modules=["w1", "w2", "w3", "gate", "q_proj"])
+    model = trained(base, config)
+    model.save_pretrained(tmp_path)
+    modules = Adapter.from_pretrained(tmp_path).modules
+    ranks = {name.rpartition(".")[2]: module.rank for name, module in modules.items()}
+    assert ranks == {"gate_up_proj": 6, "down_proj": 3, "gate": 3, "q_proj": 3}

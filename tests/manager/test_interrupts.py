@@ -221,8 +221,7 @@ def in_a_process(how: str, seed: int, times: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("how", "times"),
-    [("asyncio", 15), *(pytest.param(how, 50, marks=pytest.mark.slow) for how in HOW)],
+    ("how", "times"), [("asyncio", 15), *(pytest.param(how, 50, marks=pytest.mark.slow) for how in HOW)]
 )
 def test_signals_harm_nothing(how: str, times: int) -> None:
     figures = in_a_process(how, 1, times)

@@ -288,9 +288,7 @@ def test_a_replacement_that_times_out_is_abandoned(world, store, call):
     world.manager.add_adapter(store.request("a"))
     newer = store.request("a", 1, load_inplace=True)
     store.closed.add("a")
-    with pytest.raises(
-        jlora.LoadTimeoutError, match=r"'a' from .*a1' \(with load_inplace, so a repeated call starts anew"
-    ):
+    with pytest.raises(jlora.LoadTimeoutError, match=r"'a' from .*a1' \(with load_inplace, so a repeated call starts"):
         getattr(world.manager, call)(newer if call == "add_adapter" else [newer], timeout=0.02)
     store.closed.clear()
     until(lambda: not running())

@@ -16,14 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jlora
 from jlora.errors import LoRAError, LoRAUsageError
 from tests.adapters.reading import contents
-from tests.layers.merging import (
-    assert_close,
-    expected_rows,
-    make_adapter,
-    make_manager,
-    make_module,
-    merge,
-)
+from tests.layers.merging import assert_close, expected_rows, make_adapter, make_manager, make_module, merge
 from tests.layers.mesh_models import (
     LENGTH,
     ONE,

@@ -11,18 +11,7 @@ from flax import nnx
 import jlora
 from jlora.adapters import ExpertsLoRA
 from jlora.errors import AdapterMismatchError
-from tests.layers.expert_models import (
-    EXPERTS,
-    HIDDEN,
-    INNER,
-    LAYERS,
-    Gathering,
-    Model,
-    Ragged,
-    Roomy,
-    Scanned,
-    Seams,
-)
+from tests.layers.expert_models import EXPERTS, HIDDEN, INNER, LAYERS, Gathering, Model, Ragged, Roomy, Scanned, Seams
 from tests.manager import test_experts
 from tests.manager.test_experts import each, normal, router, stacked
 from tests.manager.tiny import as_new

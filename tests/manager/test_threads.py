@@ -38,12 +38,9 @@ BUSY = (jlora.NoFreeSlotError, jlora.AdapterInUseError, jlora.AdapterNotFoundErr
 
 
 class Crowd:
-    """Threads that work on one world until the time is up.
+    """Threads that work on one world until the time is up, or until there are `most_failures`.
 
-    Attributes:
-      done: number of times that each job was done.
-      failures: exceptions that must not occur.
-      most_failures: number of failures after which the threads end.
+    `done` counts each job, and `failures` are exceptions that must not occur.
     """
 
     def __init__(self, folder: Path, seconds: float, seed: int = 0, most_failures: int = 1):

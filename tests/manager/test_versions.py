@@ -158,14 +158,6 @@ def test_a_replacement_reads_the_files_as_they_are_when_it_is_called(world, fold
 # --- Handles --------------------------------------------------------------------------------------------------------
 
 
-def test_in_place_waits_for_batches_by_name_only(world):
-    load(world, "a")
-    with world.manager.prepare(["a", None, None]), pytest.raises(jlora.AdapterInUseError):
-        load(world, "a", version=1)
-    with world.manager.prepare(["a", None, None]), world.manager.hold("a"):  # both can be served
-        load(world, "a", version=1)
-
-
 def test_a_handle_of_another_manager(world):
     other = make_world()
     load(other, "a")

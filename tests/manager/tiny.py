@@ -203,8 +203,7 @@ class World:
 def make_world(*, max_loras=2, max_cpu_loras=4, dtype=jnp.float32, seed=0, **config) -> World:
     model = Model(seed, dtype)
     manager = jlora.LoRAManager(
-        model,
-        jlora.LoRAConfig(max_loras=max_loras, max_cpu_loras=max_cpu_loras, max_lora_rank=MAX_RANK, **config),
+        model, jlora.LoRAConfig(max_loras=max_loras, max_cpu_loras=max_cpu_loras, max_lora_rank=MAX_RANK, **config)
     )
     tokens = np.random.default_rng(seed).integers(0, VOCAB, (SEQUENCES, LENGTH))
     return World(model, manager, jnp.asarray(tokens, jnp.int32))

@@ -180,22 +180,16 @@ def test_the_other_parameter_orients_a_square_down_projection(load_of, exchanged
 )
 def test_three_axes(load_of, targets, shared):
     """Tinker's: with `shared`, one A of w1 and of w3 and one B of w2 are for all experts."""
-    found = {
-        f"{EXPERTS}.{name}": three_axes(
-            factors(name), shared_a=shared and name != "w2", shared_b=shared and name == "w2"
-        )
-        for name in ("w1", "w2", "w3")
-    }
+    sizes = {"w1": (1, E), "w2": (E, 1), "w3": (1, E)} if shared else dict.fromkeys(("w1", "w2", "w3"), (E, E))
+    arrays = {name: three_axes(factors(name)) for name in sizes}
+    found = {f"{EXPERTS}.{name}": (a[: sizes[name][0]], b[: sizes[name][1]]) for name, (a, b) in arrays.items()}
     adapter = load_of(tensors(found), target_modules=targets)
-    assert list(adapter.modules) == [f"{EXPERTS}.{name}" for name in ("w1", "w2", "w3")]
-    for name in ("w1", "w2", "w3"):
+    assert list(adapter.modules) == [f"{EXPERTS}.{name}" for name in sizes]
+    for name, (of_a, of_b) in sizes.items():
         pairs, module = factors(name), adapter.modules[f"{EXPERTS}.{name}"]
         assert (module.exchanged, module.own_order, module.experts) == (False, False, E)
-        want = ((E, 1) if name == "w2" else (1, E)) if shared else (E, E)
-        assert (len(module.a), len(module.b)) == want
-        pairs = [(pairs[0][0], b) if shared and name != "w2" else (a, b) for a, b in pairs]
-        pairs = [(a, pairs[0][1]) if shared and name == "w2" else (a, b) for a, b in pairs]
-        assert_delta(module, pairs)
+        assert (len(module.a), len(module.b)) == (of_a, of_b)
+        assert_delta(module, [(pairs[e % of_a][0], pairs[e % of_b][1]) for e in range(E)])
 
 
 def test_the_placeholder_of_a_projection_that_is_not_there(load_of):
@@ -209,18 +203,15 @@ def test_one_expert_at_a_time(load_of):
     """PEFT's oldest format needs no more than names; ranks may differ from expert to expert."""
     ranks = {f"{EXPERTS}.{e}.{name}": R + (e == 3) for e in (0, 3) for name in ("gate_proj", "down_proj")}
     ranks |= {f"{MIXTRAL}.experts.1.w1": R}
-    found = {}
-    for module, r in ranks.items():
-        found[module] = factors(module.rpartition(".")[2], 1, r)[0]
-    targets = ["gate_proj", "down_proj", "w1"]
-    adapter = load_of(tensors(found), target_modules=targets, rank_pattern={r"experts\.3\..*": R + 1})
-    assert set(adapter.modules) == set(ranks)
+    found = {module: factors(module.rpartition(".")[2], 1, r)[0] for module, r in ranks.items()}
+    fields = {"target_modules": ["gate_proj", "down_proj", "w1"], "rank_pattern": {r"experts\.3\..*": R + 1}}
+    modules = load_of(tensors(found), **fields).modules
+    assert set(modules) == set(ranks)
     for module, (a, b) in found.items():
-        lora = adapter.modules[module]
-        assert isinstance(lora, ModuleLoRA)
-        assert lora.scaling == 8 / ranks[module]
-        np.testing.assert_array_equal(lora.a, a)
-        np.testing.assert_array_equal(lora.b, b)
+        assert type(modules[module]) is ModuleLoRA
+        assert modules[module].scaling == 8 / ranks[module]
+        np.testing.assert_array_equal(modules[module].a, a)
+        np.testing.assert_array_equal(modules[module].b, b)
 
 
 def test_ranks_and_alphas_are_those_of_the_parameter(load_of):

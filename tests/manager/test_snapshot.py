@@ -366,17 +366,18 @@ def test_a_manager_of_other_sizes(served, tmp_path):
 
 @pytest.mark.slow
 def test_restore_without_room_for_pinned_adapters_raises(world, tmp_path):
-    world.load(*"ab")
     for name in "ab":
+        world.load(name)
         world.manager.pin_adapter(name)
     world.manager.save(tmp_path)
-    small = make_world(max_loras=1, max_cpu_loras=1).manager
-    with pytest.raises(jlora.NoFreeSlotError, match=r"no room for adapter '.', which is pinned or came from memory"):
-        small.restore(tmp_path)
-    small = make_world(max_loras=1, max_cpu_loras=3).manager
-    with pytest.raises(jlora.NoFreeSlotError, match=r"2 adapters need a slot \('a', 'b'\).*Raise max_loras"):
-        small.restore(tmp_path)
-    assert (small.list_adapters(), slot_names(small)) == ({}, (None,))
+    for room, message in (
+        (1, r"no room for adapter '.', which is pinned or came from memory"),
+        (3, r"2 adapters need a slot \('a', 'b'\).*Raise max_loras"),
+    ):
+        small = make_world(max_loras=1, max_cpu_loras=room).manager
+        with pytest.raises(jlora.NoFreeSlotError, match=message):
+            small.restore(tmp_path)
+        assert (small.list_adapters(), slot_names(small)) == ({}, (None,))
     world.manager.unpin_adapter("b")
     world.manager.save(tmp_path)
     small.restore(tmp_path)  # the one that was refused can still be restored into
@@ -387,11 +388,10 @@ def test_restore_without_room_for_pinned_adapters_raises(world, tmp_path):
     "make",
     [
         lambda: make_world(seed=1).manager,
-        pytest.param(lambda: make_world(dtype=jnp.bfloat16).manager, marks=pytest.mark.slow),
         lambda: manager_of(Model(), names={"name_map": {r"^layers\.0\.": "layers.1.", r"^layers\.1\.": "layers.0."}}),
         lambda: manager_of(Model(), names={"skip": ["o_proj"]}),
     ],
-)  # fmt: skip
+)
 def test_another_base_is_refused(world, tmp_path, make):
     """Nothing changes then."""
     world.manager.add_adapter(request(tmp_path, "a"))
@@ -475,8 +475,7 @@ def test_steps_loads_and_evictions_go_on_while_it_saves(served, tmp_path, monkey
 
 def two_states(world, folder):
     """Save one state, then change to another. Return the records of both."""
-    as_new(world).manager.add_adapter(make_adapter("a"))
-    world.manager.add_adapter(make_adapter("b"))
+    as_new(world).load("a", "b")
     world.manager.save(folder)
     before = infos(world)
     world.manager.add_adapter(make_adapter("a", 1), load_inplace=True)

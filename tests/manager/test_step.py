@@ -231,9 +231,12 @@ def test_functions_options_and_calls_that_do_not_fit(world):
             call(model=world.model, tokens=world.tokens, batch=None)
 
 
-def test_unknown_compiler_option_reaches_the_compiler(world):
+def test_programs_are_lowered_and_options_reach_the_compiler(world):
+    assert isinstance(world.forward, jax.stages.Wrapped)
     dropped = world.manager.jit(forward, compiler_options={"xla_no_such_option": None})
-    assert dropped(world.model, world.tokens, None) is not None
+    lowered = dropped.lower(world.model, world.tokens, None)
+    assert lowered.out_info.shape == dropped(world.model, world.tokens, None).shape
+    assert lowered.compile().memory_analysis().argument_size_in_bytes > 0
     step = world.manager.jit(forward, compiler_options={"xla_no_such_option": 1})
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         step(world.model, world.tokens, None)
@@ -250,10 +253,3 @@ def test_shardings_of_arguments():
         logits = step(world.model, np.asarray(world.tokens), batch)
     assert logits.sharding.is_equivalent_to(split, logits.ndim)
     world.check(np.asarray(logits), [make_adapter("a"), None, make_adapter("a")])
-
-
-def test_lower_describes_the_program(world):
-    assert isinstance(world.forward, jax.stages.Wrapped)
-    lowered = world.forward.lower(world.model, world.tokens, None)
-    assert lowered.out_info.shape == world.forward(world.model, world.tokens, None).shape
-    assert lowered.compile().memory_analysis().argument_size_in_bytes > 0

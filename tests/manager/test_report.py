@@ -59,8 +59,7 @@ def test_error_for_an_unknown_name_is_short_and_suggests_names_used_last():
 
 
 def test_a_prepare_inside_jit_raises_and_keeps_nothing(world):
-    world.manager.add_adapter(make_adapter("a"))
-    world.manager.add_adapter(make_adapter("b"))
+    world.load("a", "b")
     world.serve(["a", None, None])
     before, stats = world.held(), world.manager.stats()
     request = jlora.LoRARequest("c", "nowhere")

@@ -2,7 +2,6 @@
 
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +12,7 @@ import jlora
 from jlora.adapters import ExpertsLoRA
 from jlora.errors import AdapterMismatchError
 from tests.layers.expert_models import EXPERTS, HIDDEN, INNER, LAYERS, Alternating, Interleaved, Model, Seams, reference
+from tests.manager import tiny
 from tests.records import slot_names
 
 pytestmark = pytest.mark.device
@@ -72,29 +72,15 @@ def plain(adapter):
     return jlora.Adapter(name=adapter.name, modules={**others, **apart})
 
 
-class World:
+class World(tiny.World):
     """A model of experts, whose answers are compared with merged weights."""
 
     def __init__(self, model, names=NAMES, **sizes):
-        self.model, self.names = model, names
-        self.manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_lora_rank=4, **sizes))
-        self.x = jax.random.normal(jax.random.key(1), (len(names), 2, HIDDEN))
-
-        @jax.jit
-        @chex.assert_max_traces(n=2)  # with a batch, and the base model alone
-        def forward(model, x, batch):
-            with jlora.use(batch):
-                return model(x)
-
-        self.forward = forward
-
-    def load(self, *adapters):
-        for adapter in adapters:
-            self.manager.add_adapter(adapter)
+        self.names, self.x = names, jax.random.normal(jax.random.key(1), (len(names), 2, HIDDEN))
+        super().__init__(model, jlora.LoRAManager(model, jlora.LoRAConfig(max_lora_rank=4, **sizes)), self.x)
 
     def serve(self, names=None):
-        with self.manager.prepare(names or self.names) as batch:
-            return np.asarray(self.forward(self.model, self.x, batch))
+        return super().serve(names or self.names)
 
     def check(self, names=None, **adapters):
         found, names = self.serve(names), names or self.names
@@ -102,6 +88,7 @@ class World:
         owners = [meant.get(name) for name in names for _ in range(2)]
         expected = reference(self.model, np.asarray(self.x).reshape(-1, HIDDEN), owners).reshape(found.shape)
         np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+        assert len(self.traces) <= 2  # with a batch, and the base model alone
         return found
 
 

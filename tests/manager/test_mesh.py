@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jlora
 from jlora.errors import LoRAError, LoRAUsageError
 from tests.adapters.reading import contents
+from tests.compiled import compiled_programs
 from tests.layers.merging import assert_close, expected_rows, make_adapter, make_manager, make_module, merge
 from tests.layers.mesh_models import (
     LENGTH,
@@ -31,7 +31,7 @@ from tests.layers.mesh_models import (
     tokens_of,
 )
 from tests.manager.conftest import WRITES
-from tests.manager.tiny import tensors
+from tests.manager.tiny import World, tensors
 from tests.matrix import thinned
 from tests.records import content_of
 from tests.small_device import on_small_device
@@ -54,26 +54,14 @@ def twins():
     return {None: Small()} | {a.name: merge(Small(), SMALL_TARGETS, a) for a in ADAPTERS}
 
 
-class World:
-    def __init__(self, staging=2**28, **config):
-        self.model = placed(Small(), the_mesh(), SMALL)
-        sizes = {"max_lora_rank": 3, "max_loras": 2, "data_axes": ["data"], **config}
-        self.manager = on_small_device(staging, make_manager, self.model, ADAPTERS, **sizes)
+def made(staging=2**28, **config) -> World:
+    model = placed(Small(), the_mesh(), SMALL)
+    sizes = {"max_lora_rank": 3, "max_loras": 2, "data_axes": ["data"], **config}
+    return World(model, on_small_device(staging, make_manager, model, ADAPTERS, **sizes), TOKENS)
 
-        @jax.jit
-        @chex.assert_max_traces(n=1)
-        def step(model, tokens, batch):
-            with jlora.use(batch):
-                return model(tokens)
 
-        self.step = step
-
-    def serve(self, names):
-        with self.manager.prepare(names) as batch:
-            return np.asarray(self.step(self.model, TOKENS, batch))
-
-    def compiled(self):
-        return self.step._cache_size(), self.manager.stats().compilations
+def compiled(world):
+    return len(world.traces), compiled_programs(world.forward), world.manager.stats().compilations
 
 
 MIXES = (["one", None, "two", "one"], ["three", "four", None, "four"], ["two", "four", "two", None], [None] * 4)
@@ -87,15 +75,15 @@ MIXES = (["one", None, "two", "one"], ["three", "four", None, "four"], ["two", "
 @pytest.mark.device(devices=4)
 @pytest.mark.usefixtures("write_programs")
 def test_swaps_through_one_program(twins, config):
-    world = World(**config)
+    world = made(**config)
     for names in MIXES:
         assert_close(world.serve(names), expected_rows(twins, names, TOKENS))
-    assert world.compiled() == (1, 1)
+    assert compiled(world) == (1, 1, 1)
 
 
 @pytest.fixture(scope="module")
 def world():
-    return World(fully_sharded=True)
+    return made(fully_sharded=True)
 
 
 PLACES = {
@@ -111,7 +99,7 @@ CASES = [("host", False), ("split", True), pytest.param("one device", False, mar
 @pytest.mark.parametrize(("place", "half"), CASES)
 def test_updates(twins, place, half):
     """New weights from wherever they are, all of them or B alone; twice, for the second takes another way."""
-    world = World(fully_sharded=True)
+    world = made(fully_sharded=True)
     world.serve(["four", None, None, "four"])
     for scale in (2.0, 0.5):
         new = tensors(FOUR, lambda array, scale=scale: PLACES[place](np.float32(scale) * array))
@@ -124,11 +112,11 @@ def test_updates(twins, place, half):
         twin = merge(Small(), SMALL_TARGETS, jlora.Adapter(name="four", modules=modules))
         names = ["four", None, "one", "four"]
         assert_close(world.serve(names), expected_rows({**twins, "four": twin}, names, TOKENS))
-    assert world.compiled() == (1, 1)
+    assert compiled(world) == (1, 1, 1)
 
 
 def test_files_and_prefetch(tmp_path, twins):
-    world = World()
+    world = made()
     FOUR.save_pretrained(tmp_path / "four")
     world.manager.remove_adapter("four")
     world.manager.prefetch(jlora.LoRARequest("four", path=str(tmp_path / "four"))).result()
@@ -148,10 +136,10 @@ def test_slot_bytes_of_a_device_are_those_of_its_shards(monkeypatch, world):
     taken = sum(shard.data.nbytes for shard in shards)
     room = [taken]
     monkeypatch.setattr("jlora.layers.site.device_bytes", lambda device: room[0])
-    World(fully_sharded=True)
+    made(fully_sharded=True)
     room[0] -= 1
     with pytest.raises(LoRAError, match=f"{taken:,} bytes on a device"):
-        World(fully_sharded=True)
+        made(fully_sharded=True)
 
 
 def test_padded_features_are_read_back_and_updated():
@@ -199,4 +187,4 @@ def test_options_without_their_mesh():
 def test_a_set_mesh_that_is_not_the_models(world):
     refused = pytest.raises(LoRAError, match=r"embed: the model lies on a mesh \{'data': 2, 't': 2\}.* \{'x': 4\}")
     with world.manager.prepare(MIXES[0]) as batch, jax.set_mesh(mesh_of(x=4)), refused:
-        world.step(world.model, TOKENS, batch)
+        world.forward(world.model, TOKENS, batch)

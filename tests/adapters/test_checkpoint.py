@@ -12,9 +12,6 @@ from tests.adapters.reading import load_all_ways as load
 EMBED, HEAD = "model.embed_tokens", "lm_head"
 
 
-# ---- read
-
-
 @pytest.mark.parametrize("prefix", [PREFIX, ""])
 def test_key_prefixes(folder_of, prefix):
     tensors = lora_tensors({Q: 4, V: 4}, prefix)
@@ -68,9 +65,6 @@ def test_lm_head(folder_of):
     assert {name: w.dtype for name, w in adapter.base_weights.items()} == {HEAD: np.float16}
 
 
-# ---- DoRA
-
-
 def dora_tensors(name="lora_magnitude_vector", dtype=np.float32):
     """Tensors of a linear layer and an embedding, with magnitudes."""
     tensors = lora_tensors({Q: 4})
@@ -104,8 +98,6 @@ def test_magnitudes(folder_of, name, dtype):
     assert converted.nbytes == shapes[1].nbytes
 
 
-# ---- combinations that PEFT refuses
-
 BOTH = ["q_proj", "embed_tokens"]
 PLAIN = {key: t for key, t in dora_tensors().items() if "magnitude" not in key}
 EXPERTS = {f"{PREFIX}mlp.experts.lora_{x}.weight": np.ones(s, np.float32) for x, s in (("A", (8, 6)), ("B", (5, 8)))}
@@ -126,8 +118,6 @@ def test_combinations_that_peft_refuses(folder_of, tensors, fields, cause):
     with pytest.raises(AdapterMismatchError, match=cause):
         load(folder_of(tensors, **fields))
 
-
-# ---- refused
 
 A, B, MAGNITUDE = (f"{PREFIX}{Q}.{end}" for end in ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector"))
 DORA = {"use_dora": True, "target_modules": ["q_proj", "embed_tokens", "v_proj"]}

@@ -6,8 +6,6 @@ from jlora.adapters.config_file import read_config
 from jlora.adapters.extras import MAGNITUDE
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 
-# ---- served
-
 
 def test_served_fields(read):
     defaults = read(drop=("r", "lora_alpha"))
@@ -42,8 +40,6 @@ def test_without_effect(read, field, value):
 def test_fields_of_trainers_are_passed_over(read, name, value):
     assert read(**{name: value}).peft_fields[name] == value
 
-
-# ---- refused
 
 # Field -> values, and words of the message. To Python 0 == False, and no value is taken for an off of another type.
 REFUSED = {
@@ -84,8 +80,6 @@ def test_target_modules_missing(read):
         read(drop=("target_modules",))
 
 
-# ---- not checked
-
 LOOKING = [
     "^(?!.*vision)",
     r"^(?!.*vision).*\.(q|v)_proj$",
@@ -120,9 +114,6 @@ def test_ranks_that_cannot_be_looked_up(read, field, pattern):
         read(**{field: {"q_proj": 4, pattern: 2}})
     assert f"field '{field}', key '{pattern[:100]}".replace("\\", "\\\\") in str(raised.value)
     assert len(str(raised.value)) < 1000
-
-
-# ---- malformed
 
 
 @pytest.mark.parametrize(

@@ -126,9 +126,6 @@ def test_pipes_folders_and_missing_files_are_refused_at_once(tmp_path):
         StableFile(tmp_path / "none", "here")
 
 
-# ---- fingerprint
-
-
 def test_the_fingerprint_depends_on_the_bytes_alone(folder_of):
     """Times, inodes, names and the dtype after conversion do not change it."""
     folder = folder_of()

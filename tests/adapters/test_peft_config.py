@@ -70,9 +70,6 @@ def test_all_linear_leaves_embeddings_out(read):
     assert read(target_modules="all-linear").targets("model.embed_tokens", "embedding") is False
 
 
-# ---- layers
-
-
 @pytest.mark.parametrize(
     "index", ["01", "00", "001", "\u0661", "\uff11", "1\u0661", "\u0967", "\u00b9", "+1", "1_0", " 1"]
 )

@@ -264,8 +264,6 @@ def test_a_state_dict_of_a_live_model(tmp_path):
     assert contents(found) == contents(Adapter.from_pretrained(tmp_path))
 
 
-# ---- experts; tests/parity compares their logits
-
 HIDDEN, EXPERTS = 16, 4
 SIZES = {
     "vocab_size": 37,

@@ -78,9 +78,6 @@ def test_values_too_large_for_the_dtype_are_refused(tmp_path, piece, allow_nonfi
         read(tmp_path, tensors, dtype=np.dtype(np.float16), allow_nonfinite=allow_nonfinite)
 
 
-# ---- by several threads
-
-
 @given(
     shapes=st.lists(
         st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 9), min_size=1, max_size=2)), min_size=1, max_size=9

@@ -140,9 +140,6 @@ def test_a_tensor_that_is_named_twice(folder_of):
         Adapter.from_pretrained(folder)
 
 
-# ---- sizes are checked before tensors are read
-
-
 def sparse(folder, rows):
     """Write a sparse file with a header for a matrix of `rows` rows."""
     header = {A: entry("F32", (rows, 6), (0, 24 * rows)), B: entry("F32", (5, rows), (24 * rows, 44 * rows))}

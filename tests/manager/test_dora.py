@@ -123,9 +123,6 @@ def test_lost_arrays_are_written_again():
     world.check(world.serve(["all", "plain", None]), [ALL, PLAIN, None])
 
 
-# --- Norms ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("param", "slots"), [("bfloat16", "bfloat16"), ("float16", "float32")])
 def test_norms_are_those_of_float64(param, slots):
     k, n, rank = 256, 192, 8
@@ -145,9 +142,6 @@ def test_norms_are_those_of_float64(param, slots):
     want = magnitude / np.linalg.norm(w.T + 2 * b @ a, axis=1)
     got = np.asarray(nnx.state(model, jlora.SlotRanks)["layer"]["jlora_magnitude"][...])[0]
     np.testing.assert_allclose(got, want, rtol=2e-6)
-
-
-# --- Refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_columns_without_a_finite_norm_are_refused():

@@ -1,6 +1,9 @@
 """A load or a write that fails leaves the host cache, the slots and every running adapter bitwise as they were."""
 
 import dataclasses
+import errno
+import itertools
+import os
 import re
 import shutil
 
@@ -24,6 +27,8 @@ from tests.manager.tiny import (
     failing_write,
     lora,
     make_adapter,
+    refused,
+    request,
     same,
 )
 from tests.records import slot_names
@@ -206,9 +211,6 @@ def test_a_failure_while_mending_is_mended_too(full):
     check_everything(full)
 
 
-# --- slot arrays changed from outside ---------------------------------------------------------------------------------
-
-
 def test_a_step_that_donates_the_slot_arrays(full):
     """A step that takes the model's state as a donated argument consumes the slots with it."""
     graphdef, slots, rest = nnx.split(full.model, jlora.SlotParam, ...)
@@ -237,8 +239,8 @@ def test_an_evicted_adapter_that_cannot_be_read_again(world, tmp_path, caplog, d
     """The error has one class for all causes, the name stays known, and files that are back are served."""
     manager, folder = as_new(world).manager, tmp_path / "a"
     make_adapter("a").save_pretrained(folder)
-    request = jlora.LoRARequest("a", folder)
-    manager.add_adapter(request)
+    asked = jlora.LoRARequest("a", folder)
+    manager.add_adapter(asked)
     assert manager.remove_oldest_adapter()
     folder.rename(tmp_path / "kept")
     if damage == "truncated":
@@ -248,7 +250,7 @@ def test_an_evicted_adapter_that_cannot_be_read_again(world, tmp_path, caplog, d
         make_adapter("a", rank=MAX_RANK + 1).save_pretrained(folder)
     calls = [
         lambda: manager.prepare(["a", None]),
-        lambda: manager.prepare([request]),
+        lambda: manager.prepare([asked]),
         lambda: manager.pin_adapter("a"),
         lambda: manager.activate_adapter("a"),
         lambda: manager.update_adapter("a", {}),
@@ -271,3 +273,55 @@ def test_an_evicted_adapter_that_cannot_be_read_again(world, tmp_path, caplog, d
     shutil.rmtree(folder, ignore_errors=True)
     (tmp_path / "kept").rename(folder)
     world.check(world.serve(["a", None, None]), [make_adapter("a"), None, None])
+
+
+class _Fails:
+    """Calls of `os` that read below a folder; the nth of them fails."""
+
+    def __init__(self, monkeypatch, folder, n):
+        self.calls, self.failed = 0, False
+        self._folder, self._n, self._opened = str(folder), n, set()
+        for name in ("open", "stat", "lstat", "fstat", "preadv", "scandir", "readlink"):
+            monkeypatch.setattr(os, name, self._counted(getattr(os, name)))
+
+    def _counted(self, real):
+        def call(path, *args, **kwargs):
+            ours = path in self._opened if isinstance(path, int) else self._folder in os.fspath(path)
+            if ours:
+                self.calls += 1
+                if self.calls == self._n:
+                    self.failed = True
+                    raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+            found = real(path, *args, **kwargs)
+            if ours and real.__name__ == "open":
+                self._opened.add(found)
+            return found
+
+        return call
+
+
+def test_a_disk_fails_on_the_nth_read(world, tmp_path, monkeypatch):
+    """For every n, the error names the file, other adapters are served, and a later load succeeds."""
+    good, bad = request(tmp_path / "good", "good"), request(tmp_path / "bad", "bad")
+    world.manager.add_adapter(good)
+    want = world.serve(["good", None, None])
+    open_files = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
+    for n in itertools.count(1):
+        with monkeypatch.context() as patched:
+            disk = _Fails(patched, tmp_path / "bad", n)
+            error = refused(world.manager.add_adapter, bad)
+        if error is not None:
+            assert disk.failed
+            assert "adapter 'bad'" in str(error)
+            assert str(tmp_path / "bad") in str(error)
+            assert list(world.manager.list_adapters()) == ["good"]
+            np.testing.assert_array_equal(world.serve(["good", None, None]), want)
+        there = "bad" in world.manager.list_adapters()
+        assert world.manager.add_adapter(bad) != there
+        world.check(world.serve(["good", "bad", None]), [make_adapter("good"), make_adapter("bad"), None])
+        world.manager.remove_adapter("bad")
+        if not disk.failed:
+            break
+    assert n > 10
+    if open_files is not None:
+        assert len(os.listdir("/proc/self/fd")) <= open_files

@@ -38,9 +38,6 @@ def update(world, name: str, version: int) -> jlora.Adapter:
     return new
 
 
-# --- from memory, or updated ------------------------------------------------------------------------------------------
-
-
 def test_own_weights_outlive_any_number_of_loads(tmp_path):
     world = make_world(max_loras=1, max_cpu_loras=3)
     m = world.manager
@@ -56,9 +53,6 @@ def test_own_weights_outlive_any_number_of_loads(tmp_path):
     world.check(world.serve(["memory", None, None]), [large("memory"), None, None])
     world.check(world.serve(["updated", None, None]), [new, None, None])
     assert m.list_adapters()["updated"].request is None
-
-
-# --- batches that cannot fit ------------------------------------------------------------------------------------------
 
 
 def test_batch_without_places_loads_nothing(tmp_path):
@@ -103,9 +97,6 @@ def test_batch_too_large_for_the_bytes_ends(tmp_path):
     with pytest.raises(jlora.NoFreeSlotError, match=rf"need {3 * size} bytes .*max_cpu_bytes={2 * size}"):
         in_time(lambda: m.prepare([*asked, None]))
     assert m.stats().host_loads == loads
-
-
-# --- every cache of six names -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

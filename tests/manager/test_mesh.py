@@ -171,9 +171,6 @@ def test_padded_features_are_read_back_and_updated():
         assert found["out"].a.tobytes() == adapter.modules["out"].a.tobytes()
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
-
-
 def test_options_without_their_mesh():
     for options in ({"fully_sharded": True}, {"data_axes": ["data"]}):
         with pytest.raises(LoRAUsageError, match="on a mesh"):

@@ -114,9 +114,6 @@ def test_a_layer_has_one_name_and_one_number(rng):
         assert manager.add_adapter(jlora.Adapter(name="x", modules={pattern.format(1): factors(rng, 2, k, n)}))
 
 
-# --- names that lead nowhere --------------------------------------------------------------------------------------
-
-
 class Fused(nnx.Module):
     """Attention that holds its matrices itself."""
 
@@ -181,9 +178,6 @@ def test_experts_under_another_path_are_named_as_an_adapter_would():
     assert re.search(
         "nearest is 'layers.0.mlp.routed.w2'$", refusal(odd(routed=Served), {"layers.0.mlp.experts.w2": whole})
     )
-
-
-# --- requests ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_request_for_another_base_model_is_refused(world, tmp_path):

@@ -45,9 +45,6 @@ class Place(NamedTuple):
         return a[self.slices], b[:, self.columns], ranks[self.slices]
 
 
-# ---- the reference
-
-
 def assert_packed(places, adapter, slot, dtype):
     """Compare the slot with a NumPy packing: A and B cast to slot dtype, beside the rank and the scaling."""
     for name, module in adapter.modules.items():
@@ -110,9 +107,6 @@ def check_swaps(draw, manager, places, max_rank, dtype):
         for held, info in manager.list_adapters(list(current)).items():
             if info.slot is not None:
                 assert_packed(places, current[held], info.slot, dtype)
-
-
-# ---- dense layers, of any sizes
 
 
 class Projections(nnx.Module):
@@ -187,9 +181,6 @@ def test_slots_of_any_spec_equal_numpy_packing(write_programs):
     check()
 
 
-# ---- experts
-
-
 class Stacked(nnx.Module):
     """Layers in one stack: their routers are rows of one site, and so are the experts of all of them."""
 
@@ -243,9 +234,6 @@ def even(names, places, *, rank=2, dtype=np.float32):
 
 def width(place):
     return place.columns.stop - place.columns.start
-
-
-# ---- memory, and adapters large enough for several threads
 
 
 def wide_model(layers, k):

@@ -258,9 +258,6 @@ def test_experts_alone_with_a_stamp_for_every_slot():
         assert np.isnan(world.forward(stale, world.x, batch)).all()
 
 
-# --- fewer slots for experts than for others, and none that share -----------------------------------------------------
-
-
 def varied(name, seed):
     """`each` of other values."""
     adapter = each(name)

@@ -36,9 +36,6 @@ def check(world, names):
     world.check(world.serve(names), adapters)
 
 
-# --- values -----------------------------------------------------------------------------------------------------------
-
-
 def test_weights_and_swaps_are_seen_and_one_program_is_compiled():
     world = made()
     world.load(*"abc")
@@ -108,9 +105,6 @@ def test_kinds_of_variables_and_modules(kind, defaults):
         np.testing.assert_allclose(step(model, x, batch), plain(x), rtol=1e-5)
 
 
-# --- structure --------------------------------------------------------------------------------------------------------
-
-
 def other_option(model):
     model.layers[0].o_proj.use_bias = False
 
@@ -158,9 +152,6 @@ def test_other_models_and_outer_functions_are_refused():
     world.manager.unwrap()
     with pytest.raises(jlora.LoRAError, match="gave its model back"):
         world.forward(world.model, world.tokens, batch)
-
-
-# --- as jax.jit -------------------------------------------------------------------------------------------------------
 
 
 class Changing(nnx.Module):

@@ -33,9 +33,6 @@ def versions(world, *names):
         return batch.versions[: len(names)]
 
 
-# --- Counting -------------------------------------------------------------------------------------------------------
-
-
 def test_each_content_of_a_name_counts_on(world):
     """Arrays in memory have no identity, so a prefix cache must not match them: equal ones are another content."""
     load(world, "a", "b")
@@ -155,9 +152,6 @@ def test_a_replacement_reads_the_files_as_they_are_when_it_is_called(world, fold
     world.check(world.serve(["a", None, None]), [twin(1), None, None])
 
 
-# --- Handles --------------------------------------------------------------------------------------------------------
-
-
 def test_a_handle_of_another_manager(world):
     other = make_world()
     load(other, "a")
@@ -194,9 +188,6 @@ def test_a_handle_ends(world, end):
         world.serve(["b" if i & 1 else None, "b" if i & 2 else None, "c" if i & 4 else "b"])
     gc.collect()
     assert content() is None
-
-
-# --- Updates from the device, while they are copied back -------------------------------------------------------------
 
 
 def updated_on_device(world, name: str, seed: int) -> jlora.Adapter:

@@ -76,13 +76,19 @@ def _outcome(load: Callable[[], Adapter], place: str) -> tuple[Adapter | LoRAErr
         for name, file in zip(("tensors: ", "config: "), FILES, strict=True):
             texts = [text.replace(f"{place}{file}: ", name, 1) for text in texts]
         return error, (type(error), *texts)
+    more = found.name, dict(found.peft_fields), found.unchecked, found.warnings()
+    return found, (*contents(found), *more)
+
+
+def contents(adapter: Adapter) -> tuple[Any, ...]:
+    """Return all that has to come back after a save: numbers and bits of each layer, base weights and fields."""
     layers = {
         name: [repr(layer), *((part, a.dtype, a.shape, a.tobytes()) for part, a in tensors_of(layer).items())]
-        for name, layer in found.layers.items()
+        for name, layer in adapter.layers.items()
     }
-    base = {name: (weight.dtype, weight.shape, weight.tobytes()) for name, weight in found.base_weights.items()}
-    fields = (found.name, found.base_model_name, found.use_rslora, found.invocation_tokens, found.fan_in_fan_out)
-    return found, (layers, base, fields, found.task_type, dict(found.peft_fields), found.unchecked, found.warnings())
+    base = {name: (weight.dtype, weight.shape, weight.tobytes()) for name, weight in adapter.base_weights.items()}
+    fields = adapter.base_model_name, adapter.use_rslora, adapter.use_dora, adapter.invocation_tokens
+    return layers, base, fields, adapter.fan_in_fan_out, adapter.task_type, adapter.rank, adapter.nbytes
 
 
 @contextlib.contextmanager
@@ -103,20 +109,15 @@ def reading(piece: int = 1 << 19, part: int = 1 << 25, whole: int = 1 << 26, thr
         yield
 
 
-def hook_reads(patch: pytest.MonkeyPatch, act: Callable[[int, int], None]) -> None:
-    """Call `act(offset, size)` before each read of an adapter's files, until `patch` is undone."""
+@contextlib.contextmanager
+def before_each_read(act: Callable[[int, int], None]) -> Iterator[None]:
+    """Call `act(offset, size)` before each read of an adapter's files inside the block."""
     original = StableFile.read_into
 
     def read_into(self, offset, buffer):
         act(offset, len(buffer))
         original(self, offset, buffer)
 
-    patch.setattr(StableFile, "read_into", read_into)
-
-
-@contextlib.contextmanager
-def before_each_read(act: Callable[[int, int], None]) -> Iterator[None]:
-    """Call `act(offset, size)` before each read of an adapter's files inside the block."""
     with pytest.MonkeyPatch.context() as patch:
-        hook_reads(patch, act)
+        patch.setattr(StableFile, "read_into", read_into)
         yield

@@ -20,7 +20,7 @@ def slow(tokens, invocation, start):
 
 
 @given(
-    tokens=st.lists(st.integers(0, 2), max_size=24),
+    tokens=st.lists(st.integers(0, 2), max_size=24) | st.just([0] * 1000),
     invocation=st.lists(st.integers(0, 2), max_size=4),
     start=st.integers(0, 24),
     dtype=st.sampled_from([None, np.int32, np.int64, np.uint16]),
@@ -32,35 +32,13 @@ def test_equals_a_search_place_by_place(tokens, invocation, start, dtype):
     assert active_from(prompt, invocation, start=start) == slow(tokens, invocation, start)
 
 
-def test_chunks_of_a_prompt():
-    """Each chunk gets the rows that the whole prompt has, also if the invocation is in two chunks."""
-    prompt, invocation = [9, 1, 2, 9, 9, 1, 2, 3, 9, 9], (1, 2, 3)
-    active = [row >= active_from(prompt, invocation) for row in range(len(prompt))]
-    for size in range(1, len(prompt) + 1):
-        found = []
-        for start in range(0, len(prompt), size):
-            first = active_from(prompt, invocation, start=start)
-            found += [row >= first for row in range(min(size, len(prompt) - start))]
-        assert found == active
-
-
-def test_long_prompts():
-    prompt = np.zeros(100_000, np.int32)
-    assert active_from(prompt, [0] * 64) == 100_000 - 64
-    prompt[77_000:77_003] = 5, 6, 7
-    assert active_from(prompt, [5, 6, 7], start=500) == 76_500
-
-
-@pytest.mark.parametrize("start", [-1, 4, True, 1.0, None])
-def test_start_is_a_place_of_the_prompt(start):
-    for invocation in ([], [1]):
-        with pytest.raises(LoRAUsageError, match="start must be an int from 0 to 3"):
-            active_from([1, 2, 3], invocation, start=start)
-
-
-@pytest.mark.parametrize("odd", [None, 3, "abc", [1.5], [True], [[1, 2]], [2**70], np.ones(3)])
-def test_token_ids_are_ints(odd):
-    with pytest.raises(LoRAUsageError, match="active_from: tokens must be a sequence of ints"):
-        active_from(odd, [1])
-    with pytest.raises(LoRAUsageError, match="active_from: invocation_tokens must be a sequence of ints"):
-        active_from([1], odd)
+def test_wrong_arguments():
+    for start in (-1, 4, True, 1.0, None):
+        for invocation in ([], [1]):
+            with pytest.raises(LoRAUsageError, match="start must be an int from 0 to 3"):
+                active_from([1, 2, 3], invocation, start=start)
+    for odd in (None, 3, "abc", [1.5], [True], [[1, 2]], [2**70], np.ones(3)):
+        with pytest.raises(LoRAUsageError, match="active_from: tokens must be a sequence of ints"):
+            active_from(odd, [1])
+        with pytest.raises(LoRAUsageError, match="active_from: invocation_tokens must be a sequence of ints"):
+            active_from([1], odd)

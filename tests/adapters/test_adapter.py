@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from jlora.adapters import Adapter, ModuleLoRA
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError, LoRAUsageError
 from tests.adapters.conftest import Q, V
+from tests.adapters.reading import contents
 
 # Names that end in one another, or read as a regular expression.
 NAMES = ["lm_head", "model.lm_head", "a.b", "axb", "x.a.b", "m.layers.0.q", "layers.0.q", "q+", "c(d", "embed-1", "ü"]
@@ -26,32 +27,6 @@ def arrays_of(seed, ranks, dtype=np.float32, k=3, n=2):
         module: (rng.normal(size=(r, k)).astype(dtype), rng.normal(size=(n, r)).astype(dtype))
         for module, r in ranks.items()
     }
-
-
-def assert_same(one: Adapter, other: Adapter):
-    assert set(one.modules) == set(other.modules)
-    for name, lora in one.modules.items():
-        again = other.modules[name]
-        assert (again.kind, again.alpha, again.scaling) == (lora.kind, lora.alpha, lora.scaling)
-        assert (lora.magnitude is None) == (again.magnitude is None)
-        for left, right in ((lora.a, again.a), (lora.b, again.b), (lora.magnitude, again.magnitude)):
-            if left is None:
-                continue
-            assert (left.dtype, left.shape, left.tobytes()) == (right.dtype, right.shape, right.tobytes())
-    assert set(one.base_weights) == set(other.base_weights)
-    for name, weight in one.base_weights.items():
-        assert weight.tobytes() == other.base_weights[name].tobytes()
-    for attribute in (
-        "base_model_name",
-        "use_rslora",
-        "use_dora",
-        "invocation_tokens",
-        "fan_in_fan_out",
-        "task_type",
-        "rank",
-        "nbytes",
-    ):
-        assert getattr(one, attribute) == getattr(other, attribute)
 
 
 @given(
@@ -72,7 +47,7 @@ def test_round_trip_is_bitwise(tmp_path_factory, ranks, alphas, dtype, use_rslor
         base_model_name="org/base",
     )
     adapter.save_pretrained(folder)
-    assert_same(adapter, Adapter.from_pretrained(folder))
+    assert contents(adapter) == contents(Adapter.from_pretrained(folder))
     Adapter.from_pretrained(folder).save_pretrained(folder / "again")
     weights = "adapter_model.safetensors"
     assert (folder / weights).read_bytes() == (folder / "again" / weights).read_bytes()
@@ -88,7 +63,7 @@ def test_round_trip_of_base_weights(tmp_path):
         fan_in_fan_out=True,
     )
     adapter.save_pretrained(tmp_path)
-    assert_same(adapter, Adapter.from_pretrained(tmp_path))
+    assert contents(adapter) == contents(Adapter.from_pretrained(tmp_path))
     assert sorted(load_file(tmp_path / "adapter_model.safetensors")) == [
         "base_model.model.lm_head.weight",
         "base_model.model.model.embed_tokens.base_layer.weight",
@@ -98,56 +73,45 @@ def test_round_trip_of_base_weights(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_round_trip_of_dora(tmp_path, dtype):
-    arrays = arrays_of(0, {"q": 2, "embed-1": 3}, dtype)
+def test_round_trip_of_dora_and_of_invocation_tokens(tmp_path, dtype):
+    arrays, shapes = arrays_of(0, {"q": 2, "embed-1": 3}, dtype), []
     magnitudes = {name: np.arange(1, 3).astype(dtype) for name in arrays}
-    adapter = Adapter.from_arrays("a", arrays, alpha=4, embeddings=["embed-1"], magnitudes=magnitudes)
-    assert adapter.use_dora
-    plain = Adapter.from_arrays("a", arrays, alpha=4, embeddings=["embed-1"])
-    assert not plain.use_dora
-    assert adapter.nbytes == plain.nbytes + sum(m.nbytes for m in magnitudes.values())
-    adapter.save_pretrained(tmp_path)
-    assert_same(adapter, Adapter.from_pretrained(tmp_path))
+    dora = Adapter.from_arrays("a", arrays, alpha=4, embeddings=["embed-1"], magnitudes=magnitudes)
+    activated = Adapter.from_arrays("a", arrays, alpha=4, invocation_tokens=[49152, 7, 7])
+    assert (dora.use_dora, activated.use_dora) == (True, False)
+    assert (dora.invocation_tokens, activated.invocation_tokens) == ((), (49152, 7, 7))
+    assert dora.nbytes == activated.nbytes + sum(m.nbytes for m in magnitudes.values())
+    for adapter in (activated, dora):
+        adapter.save_pretrained(tmp_path)
+        assert contents(adapter) == contents(Adapter.from_pretrained(tmp_path, check=shapes.append))
+        assert shapes[-1].invocation_tokens == adapter.invocation_tokens
+        config = json.loads((tmp_path / "adapter_config.json").read_text())
+        assert config.get("use_dora", False) is adapter.use_dora
+        assert config.get("alora_invocation_tokens", []) == list(adapter.invocation_tokens)
     tensors = load_file(tmp_path / "adapter_model.safetensors") if dtype is not ml_dtypes.bfloat16 else {}
     for name in tensors and magnitudes:
         np.testing.assert_array_equal(tensors[f"base_model.model.{name}.lora_magnitude_vector"], magnitudes[name])
-    assert json.loads((tmp_path / "adapter_config.json").read_text())["use_dora"] is True
 
 
-def test_round_trip_of_invocation_tokens(tmp_path):
-    adapter = Adapter.from_arrays("a", arrays_of(0, {"q": 2}), alpha=4, invocation_tokens=[49152, 7, 7])
-    assert adapter.invocation_tokens == (49152, 7, 7)
-    adapter.save_pretrained(tmp_path)
-    shapes = []
-    assert_same(adapter, Adapter.from_pretrained(tmp_path, check=shapes.append))
-    assert shapes[0].invocation_tokens == (49152, 7, 7)
-    assert json.loads((tmp_path / "adapter_config.json").read_text())["alora_invocation_tokens"] == [49152, 7, 7]
-
-
-VARIANTS = {
-    "a module without magnitude": ({"magnitudes": {"q": np.ones(2)}}, LoRAUsageError, "magnitudes must name"),
-    "another module": ({"magnitudes": dict.fromkeys("qex", np.ones(2))}, LoRAUsageError, "magnitudes must name"),
-    "a long magnitude": ({"magnitudes": dict.fromkeys("qe", np.ones(3))}, AdapterFormatError, "magnitude .3,. must"),
-    "a magnitude of ints": ({"magnitudes": dict.fromkeys("qe", np.ones(2, int))}, AdapterFormatError, "magnitude must"),
-    "a matrix": ({"magnitudes": dict.fromkeys("qe", np.ones((2, 1)))}, AdapterFormatError, "magnitude must"),
-    "a token of another type": ({"invocation_tokens": [True]}, AdapterFormatError, "adapter 'a': invocation_tokens"),
-    "a negative token": ({"invocation_tokens": [-1]}, AdapterFormatError, "adapter 'a': invocation_tokens"),
-    "aLoRA of an embedding": (
-        {"invocation_tokens": [1], "embeddings": ["e"]},
-        AdapterMismatchError,
-        "adapter 'a': 'e' is of kind 'embedding'",
-    ),
-    "DoRA and aLoRA": (
-        {"invocation_tokens": [1], "magnitudes": dict.fromkeys("qe", np.ones(2))},
-        AdapterMismatchError,
-        "adapter 'a': use_dora and alora_invocation_tokens",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", VARIANTS)
-def test_variants_that_cannot_be_made(case):
-    options, error, cause = VARIANTS[case]
+@pytest.mark.parametrize(
+    ("options", "error", "cause"),
+    [
+        ({"magnitudes": {"q": np.ones(2)}}, LoRAUsageError, "magnitudes must name"),
+        ({"magnitudes": dict.fromkeys("qex", np.ones(2))}, LoRAUsageError, "magnitudes must name"),
+        ({"magnitudes": dict.fromkeys("qe", np.ones(3))}, AdapterFormatError, "magnitude .3,. must"),
+        ({"magnitudes": dict.fromkeys("qe", np.ones(2, int))}, AdapterFormatError, "magnitude must"),
+        ({"magnitudes": dict.fromkeys("qe", np.ones((2, 1)))}, AdapterFormatError, "magnitude must"),
+        ({"invocation_tokens": [True]}, AdapterFormatError, "adapter 'a': invocation_tokens"),
+        ({"invocation_tokens": [-1]}, AdapterFormatError, "adapter 'a': invocation_tokens"),
+        ({"invocation_tokens": [1], "embeddings": ["e"]}, AdapterMismatchError, "'a': 'e' is of kind 'embedding'"),
+        (
+            {"invocation_tokens": [1], "magnitudes": dict.fromkeys("qe", np.ones(2))},
+            AdapterMismatchError,
+            "adapter 'a': use_dora and alora_invocation_tokens",
+        ),
+    ],
+)
+def test_variants_that_cannot_be_made(options, error, cause):
     with pytest.raises(error, match=cause):
         Adapter.from_arrays("a", arrays_of(0, {"q": 2, "e": 2}), alpha=4, **options)
 
@@ -164,36 +128,32 @@ FIELDS = {
     "task_type": "CAUSAL_LM",
     "fan_in_fan_out": True,
     "base_model_name_or_path": "org/base",
-    "auto_mapping": {"base_model_class": "Net", "parent_library": "my.models"},
     "revision": "v2",
+    "auto_mapping": {"base_model_class": "Net", "parent_library": "my.models"},
     "inference_mode": False,
     "lora_dropout": 0.05,
     "peft_version": "0.21.2",
     "megatron_core": "megatron.core",
+    "use_rslora": True,
     "init_lora_weights": "gaussian",
     "ensure_weight_tying": False,
-    "use_rslora": True,
-    "runtime_config": {"ephemeral_gpu_offload": False},
     "qalora_group_size": 16,
     "eva_config": None,
+    "runtime_config": {"ephemeral_gpu_offload": False},
 }
 
 
-def test_fields_of_peft_survive_a_save(folder_of, tmp_path):
-    adapter = Adapter.from_pretrained(folder_of(**FIELDS))
+def test_fields_of_peft_survive_a_save_without_shapes_and_targets(folder_of, tmp_path):
+    """Fields derived from the modules are not kept, and fields that could change the result are refused."""
+    adapter = Adapter.from_pretrained(folder_of(exclude_modules=["x"], layers_to_transform=[0, 1], **FIELDS))
     adapter.save_pretrained(tmp_path / "again")
     written = json.loads((tmp_path / "again" / "adapter_config.json").read_text())
     assert {name: written[name] for name in FIELDS} == FIELDS
-    assert_same(adapter, Adapter.from_pretrained(tmp_path / "again"))
-    assert Adapter.from_pretrained(tmp_path / "again").peft_fields == adapter.peft_fields
-
-
-def test_kept_fields_exclude_shapes_and_targets(folder_of, tmp_path):
-    """Fields derived from the modules are not kept, and fields that could change the result are refused."""
-    adapter = Adapter.from_pretrained(folder_of(exclude_modules=["x"], layers_to_transform=[0, 1], **FIELDS))
-    assert not {"r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "bias"} & set(
-        adapter.peft_fields
-    )
+    again = Adapter.from_pretrained(tmp_path / "again")
+    assert contents(again) == contents(adapter)
+    assert again.peft_fields == adapter.peft_fields
+    derived = {"r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "bias"}
+    assert not derived & adapter.peft_fields.keys()
     for name in ("use_dora", "r", "new_field"):
         odd = dataclasses.replace(adapter, peft_fields={name: True})
         with pytest.raises(LoRAUsageError, match=f"peft_fields may hold .*found .*{name}"):
@@ -218,41 +178,24 @@ def test_from_jax_and_transposed_arrays(tmp_path):
 
 
 @pytest.mark.usefixtures("unchecked_calls")
-@pytest.mark.parametrize(
-    ("a", "b"),
-    [
+def test_arrays_and_options_that_do_not_fit():
+    for a, b in (
         (np.ones((2, 3)), np.ones((4, 3))),
         (np.ones(2), np.ones((4, 2))),
-        (np.ones((2, 3)), np.ones((4, 2, 1))),
         (np.ones((2, 3), int), np.ones((4, 2))),
         (np.ones((0, 3)), np.ones((4, 0))),
         ("a", "b"),
-    ],
-)
-def test_arrays_that_do_not_fit(a, b):
-    with pytest.raises(AdapterFormatError, match="ModuleLoRA"):
-        Adapter.from_arrays("a", {Q: (a, b)}, alpha=1)
-
-
-@pytest.mark.usefixtures("unchecked_calls")
-def test_kind():
+    ):
+        with pytest.raises(AdapterFormatError, match="ModuleLoRA"):
+            Adapter.from_arrays("a", {Q: (a, b)}, alpha=1)
     with pytest.raises(AdapterFormatError, match="kind"):
         ModuleLoRA(a=np.ones((1, 1)), b=np.ones((1, 1)), kind="conv", alpha=1, scaling=1)
-
-
-@pytest.mark.parametrize(
-    "options", [{"alpha": {Q: 1}}, {"alpha": 1, "embeddings": ["x"]}, {"alpha": 1, "embeddings": Q}]
-)
-def test_from_arrays_with_other_names(options):
-    with pytest.raises(LoRAUsageError, match="must name the modules"):
-        Adapter.from_arrays("a", arrays_of(0, {Q: 2, V: 2}), **options)
-
-
-@pytest.mark.usefixtures("unchecked_calls")
-@pytest.mark.parametrize("alpha", ["8", None, True, [8]])
-def test_alphas_of_the_wrong_kind(alpha):
-    with pytest.raises(LoRAUsageError, match="must be a number"):
-        Adapter.from_arrays("a", arrays_of(0, {Q: 2}), alpha=alpha)
+    for options in ({"alpha": {Q: 1}}, {"alpha": 1, "embeddings": ["x"]}, {"alpha": 1, "embeddings": Q}):
+        with pytest.raises(LoRAUsageError, match="must name the modules"):
+            Adapter.from_arrays("a", arrays_of(0, {Q: 2, V: 2}), **options)
+    for alpha in ("8", None, True, [8]):
+        with pytest.raises(LoRAUsageError, match="must be a number"):
+            Adapter.from_arrays("a", arrays_of(0, {Q: 2}), alpha=alpha)
 
 
 @pytest.mark.usefixtures("unchecked_calls")

@@ -12,9 +12,6 @@ from tests.adapters.reading import load_all_ways as load
 EMBED, HEAD = "model.embed_tokens", "lm_head"
 
 
-# ---- read
-
-
 @pytest.mark.parametrize("prefix", [PREFIX, ""])
 def test_key_prefixes(folder_of, prefix):
     tensors = lora_tensors({Q: 4, V: 4}, prefix)
@@ -24,14 +21,6 @@ def test_key_prefixes(folder_of, prefix):
         np.testing.assert_array_equal(lora.a, tensors[f"{prefix}{module}.lora_A.weight"])
         np.testing.assert_array_equal(lora.b, tensors[f"{prefix}{module}.lora_B.weight"])
         assert (lora.kind, lora.rank, lora.alpha, lora.scaling) == ("linear", 4, 8.0, 2.0)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", np.float32, np.dtype(ml_dtypes.bfloat16)])
-def test_conversion(folder_of, dtype):
-    tensors = lora_tensors({Q: 4})
-    lora = load(folder_of(tensors), dtype=dtype).modules[Q]
-    assert lora.a.dtype == np.dtype(dtype)
-    np.testing.assert_array_equal(lora.a, tensors[f"{PREFIX}{Q}.lora_A.weight"].astype(np.dtype(dtype)))
 
 
 @pytest.mark.parametrize("dtype", ["int8", np.int32, "floaty", "complex64", "float8_e4m3fn"])
@@ -69,29 +58,11 @@ def test_embedding(folder_of):
     np.testing.assert_array_equal(adapter.base_weights[EMBED], tensors[f"{PREFIX}{EMBED}.base_layer.weight"])
 
 
-@pytest.mark.parametrize("base", [True, False])
-def test_lm_head(folder_of, base):
-    tensors = lora_tensors({HEAD: 4}, k=6, n=11)
-    if base:
-        tensors[f"{PREFIX}{HEAD}.base_layer.weight"] = np.ones((11, 6), np.float16)
+def test_lm_head(folder_of):
+    tensors = lora_tensors({HEAD: 4}, k=6, n=11) | {f"{PREFIX}{HEAD}.base_layer.weight": np.ones((11, 6), np.float16)}
     adapter = load(folder_of(tensors, target_modules=["lm_head"]), dtype="float32")
     assert adapter.modules[HEAD].kind == "linear"
-    assert {name: w.dtype for name, w in adapter.base_weights.items()} == ({HEAD: np.float16} if base else {})
-
-
-def test_arrays_outlive_the_file_and_are_read_only(folder_of):
-    folder = folder_of()
-    adapter = load(folder)
-    before = {name: m.a.copy() for name, m in adapter.modules.items()}
-    with open(folder / "adapter_model.safetensors", "r+b") as file:  # as a running training job does
-        file.truncate(8)
-    for name, lora in adapter.modules.items():
-        np.testing.assert_array_equal(lora.a, before[name])
-        with pytest.raises(ValueError, match="read-only"):
-            lora.a[0, 0] = 1
-
-
-# ---- DoRA
+    assert {name: w.dtype for name, w in adapter.base_weights.items()} == {HEAD: np.float16}
 
 
 def dora_tensors(name="lora_magnitude_vector", dtype=np.float32):
@@ -103,27 +74,23 @@ def dora_tensors(name="lora_magnitude_vector", dtype=np.float32):
     return tensors
 
 
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "dtype"),
     [
-        "lora_magnitude_vector",
-        "lora_magnitude_vector.weight",
-        "lora_magnitude_vector.default",
-        "lora_magnitude_vector.default.weight",
+        ("lora_magnitude_vector", np.float16),
+        ("lora_magnitude_vector.weight", ml_dtypes.bfloat16),
+        ("lora_magnitude_vector.default", np.float32),
+        ("lora_magnitude_vector.default.weight", np.float64),
     ],
 )
 def test_magnitudes(folder_of, name, dtype):
-    tensors = dora_tensors(name, dtype)
+    tensors, shapes = dora_tensors(name, dtype), []
     folder = folder_of(tensors, use_dora=True, target_modules=["q_proj", "embed_tokens"])
-    shapes = []
     adapter = load(folder, check=shapes.append)
     assert adapter.use_dora
-    assert shapes[0].use_dora
     assert set(adapter.modules) == {Q, EMBED}
     for module, lora in adapter.modules.items():
         expected = tensors[f"{PREFIX}{module}.{name}"]
-        assert lora.magnitude is not None
         assert (lora.magnitude.dtype, lora.magnitude.tobytes()) == (expected.dtype, expected.tobytes())
     assert adapter.nbytes == shapes[0].nbytes == sum(tensor.nbytes for tensor in tensors.values())
     converted = load(folder, dtype="bfloat16", check=shapes.append)
@@ -131,114 +98,62 @@ def test_magnitudes(folder_of, name, dtype):
     assert converted.nbytes == shapes[1].nbytes
 
 
-MAGNITUDE = f"{PREFIX}{Q}.lora_magnitude_vector"
-WRONG_MAGNITUDES = {
-    "missing": (lambda t: t.pop(MAGNITUDE), rf"module '{Q}' has no tensor lora_magnitude_vector; expected one"),
-    "short": (
-        lambda t: t.update({MAGNITUDE: t[MAGNITUDE][:4].copy()}),
-        rf"'{MAGNITUDE}' has shape \(4,\); expected \(5,\)",
-    ),
-    "matrix": (
-        lambda t: t.update({MAGNITUDE: t[MAGNITUDE][None]}),
-        rf"'{MAGNITUDE}' has shape \(1, 5\); expected \(5,\)",
-    ),
-    "empty": (lambda t: t.update({MAGNITUDE: np.ones(0, np.float32)}), rf"'{MAGNITUDE}' has shape \(0,\)"),
-    "int8": (lambda t: t.update({MAGNITUDE: np.ones(5, np.int8)}), rf"'{MAGNITUDE}' has dtype I8; expected one of F16"),
-    "NaN": (lambda t: t.update({MAGNITUDE: np.full(5, np.nan, np.float32)}), f"'{MAGNITUDE}' holds NaN or infinity"),
-    "two names": (lambda t: t.update({f"{MAGNITUDE}.weight": t[MAGNITUDE]}), "mean the same array"),
-    "of another module": (
-        lambda t: t.update({f"{PREFIX}{V}.lora_magnitude_vector": t[MAGNITUDE]}),
-        f"module '{V}' has tensor '{PREFIX}{V}.lora_magnitude_vector'; expected one A and one B",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", WRONG_MAGNITUDES)
-def test_wrong_magnitudes(folder_of, case):
-    change, cause = WRONG_MAGNITUDES[case]
-    tensors = dora_tensors()
-    change(tensors)
-    folder = folder_of(tensors, use_dora=True, target_modules=["q_proj", "embed_tokens", "v_proj"])
-    with pytest.raises(AdapterFormatError, match=cause):
-        load(folder)
-
-
-@pytest.mark.parametrize("fields", [{}, {"use_dora": False}, {"use_dora": None}])
-def test_a_magnitude_of_an_adapter_without_dora(folder_of, fields):
-    with pytest.raises(AdapterFormatError, match=r"lora_magnitude_vector' is of DoRA, and 'use_dora' is not set"):
-        load(folder_of(dora_tensors(), target_modules=["q_proj", "embed_tokens"], **fields))
-
-
-# ---- combinations that PEFT refuses
-
-EXPERTS = {
-    f"{PREFIX}mlp.experts.lora_A.weight": np.ones((8, 6), np.float32),
-    f"{PREFIX}mlp.experts.lora_B.weight": np.ones((5, 8), np.float32),
-}
+BOTH = ["q_proj", "embed_tokens"]
+PLAIN = {key: t for key, t in dora_tensors().items() if "magnitude" not in key}
+EXPERTS = {f"{PREFIX}mlp.experts.lora_{x}.weight": np.ones(s, np.float32) for x, s in (("A", (8, 6)), ("B", (5, 8)))}
 OF_EXPERTS = {"target_parameters": ["mlp.experts.down_proj"], "target_modules": []}
-NOT_IN_PEFT = {
-    "DoRA and aLoRA": (
-        dora_tensors(),
-        {"use_dora": True, "alora_invocation_tokens": [1], "target_modules": ["q_proj", "embed_tokens"]},
-        r"use_dora and alora_invocation_tokens \(\(1,\)\) are both set",
-    ),
-    "aLoRA of an embedding": (
-        {key: t for key, t in dora_tensors().items() if "magnitude" not in key},
-        {"alora_invocation_tokens": [1], "target_modules": ["q_proj", "embed_tokens"]},
-        f"'{EMBED}' is of kind 'embedding', and PEFT has activated LoRA .aLoRA. for linear layers only",
-    ),
-    "aLoRA of experts": (
-        EXPERTS,
-        {"alora_invocation_tokens": [1], **OF_EXPERTS},
-        "'mlp.experts.down_proj' is of kind 'experts', and PEFT has activated LoRA",
-    ),
-    "DoRA of experts": (
-        EXPERTS,
-        {"use_dora": True, **OF_EXPERTS},
-        "'mlp.experts.down_proj' is of kind 'experts', and PEFT has DoRA for linear and embedding layers only",
-    ),
-}
+ALORA = {"alora_invocation_tokens": [1]}
 
 
-@pytest.mark.parametrize("case", NOT_IN_PEFT)
-def test_combinations_that_peft_refuses(folder_of, case):
-    tensors, fields, cause = NOT_IN_PEFT[case]
+@pytest.mark.parametrize(
+    ("tensors", "fields", "cause"),
+    [
+        (dora_tensors(), {"use_dora": True, **ALORA, "target_modules": BOTH}, r"use_dora and alora_.* are both set"),
+        (PLAIN, {**ALORA, "target_modules": BOTH}, f"'{EMBED}' is of kind 'embedding', and PEFT has activated LoRA"),
+        (EXPERTS, {**ALORA, **OF_EXPERTS}, "down_proj' is of kind 'experts', and PEFT has activated LoRA"),
+        (EXPERTS, {"use_dora": True, **OF_EXPERTS}, "down_proj' is of kind 'experts', and PEFT has DoRA for linear"),
+    ],
+)
+def test_combinations_that_peft_refuses(folder_of, tensors, fields, cause):
     with pytest.raises(AdapterMismatchError, match=cause):
         load(folder_of(tensors, **fields))
 
 
-# ---- refused
-
-
-def changed(change):
-    tensors = lora_tensors({Q: 4, V: 4})
-    change(tensors)
-    return tensors
-
-
-A, B = f"{PREFIX}{Q}.lora_A.weight", f"{PREFIX}{Q}.lora_B.weight"
-FORMAT = {
-    "no B": (lambda t: t.pop(B), r"module 'model.layers.0.self_attn.q_proj' has tensor .*expected one A and one B"),
-    "mixed kinds": (lambda t: t.update({f"{PREFIX}{Q}.lora_embedding_A": t.pop(A)}), "expected one A and one B"),
-    "both kinds": (
-        lambda t: t.update({f"{PREFIX}{Q}.lora_embedding_{half}": t[key] for half, key in (("A", A), ("B", B))}),
-        "expected one A and one B",
+A, B, MAGNITUDE = (f"{PREFIX}{Q}.{end}" for end in ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector"))
+DORA = {"use_dora": True, "target_modules": ["q_proj", "embed_tokens", "v_proj"]}
+# The tensors that are replaced (None: left out), and the message.
+MALFORMED = {
+    "no B": ({B: None}, r"module 'model.layers.0.self_attn.q_proj' has tensor .*expected one A and one B"),
+    "both kinds": ({f"{PREFIX}{Q}.lora_embedding_{x}": np.ones((4, 4), np.float32) for x in "AB"}, "one A and one B"),
+    "one dim": ({A: np.ones(4, np.float32)}, r"has shape \(4,\); expected \(4, in\)"),
+    "scalar": ({B: np.ones((), np.float32)}, r"has shape \(\); expected \(out, 4\)"),
+    "empty": ({A: np.ones((4, 0), np.float32)}, r"has shape \(4, 0\)"),
+    "int8": ({A: np.ones((4, 6), np.int8)}, r"has dtype I8; expected one of F16, BF16, F32, F64"),
+    "two prefixes": ({A.removeprefix(PREFIX): np.ones((4, 6), np.float32)}, "mean the same array"),
+    "empty name": ({"..lora_A.weight": np.ones((4, 6), np.float32)}, "not a dotted module name"),
+    "long name": ({"a" * 600 + ".lora_A.weight": np.ones((4, 6), np.float32)}, "not a dotted module name"),
+}
+MALFORMED_DORA = {
+    "missing": ({MAGNITUDE: None}, rf"module '{Q}' has no tensor lora_magnitude_vector; expected one"),
+    "short": ({MAGNITUDE: np.ones(4, np.float32)}, rf"'{MAGNITUDE}' has shape \(4,\); expected \(5,\)"),
+    "int8": ({MAGNITUDE: np.ones(5, np.int8)}, rf"'{MAGNITUDE}' has dtype I8; expected one of F16"),
+    "NaN": ({MAGNITUDE: np.full(5, np.nan, np.float32)}, f"'{MAGNITUDE}' holds NaN or infinity"),
+    "two names": ({f"{MAGNITUDE}.weight": np.ones(5, np.float32)}, "mean the same array"),
+    "of another module": (
+        {f"{PREFIX}{V}.lora_magnitude_vector": np.ones(5, np.float32)},
+        f"module '{V}' has tensor '{PREFIX}{V}.lora_magnitude_vector'; expected one A and one B",
     ),
-    "one dim": (lambda t: t.update({A: np.ones(4, np.float32)}), r"has shape \(4,\); expected \(4, in\)"),
-    "scalar": (lambda t: t.update({B: np.ones((), np.float32)}), r"has shape \(\); expected \(out, 4\)"),
-    "empty": (lambda t: t.update({A: np.ones((4, 0), np.float32)}), r"has shape \(4, 0\)"),
-    "int8": (lambda t: t.update({A: np.ones((4, 6), np.int8)}), r"has dtype I8; expected one of F16, BF16, F32, F64"),
-    "two prefixes": (lambda t: t.update({A.removeprefix(PREFIX): t[A]}), "mean the same array"),
-    "empty name": (lambda t: t.update({"..lora_A.weight": t[A]}), "not a dotted module name"),
-    "control name": (lambda t: t.update({"a\t.lora_A.weight": t[A]}), "not a dotted module name"),
-    "long name": (lambda t: t.update({"a" * 600 + ".lora_A.weight": t[A]}), "not a dotted module name"),
+    "of none": ({}, r"lora_magnitude_vector' is of DoRA, and 'use_dora' is not set"),
 }
 
 
-@pytest.mark.parametrize("case", FORMAT)
+@pytest.mark.parametrize("case", [*MALFORMED, *(f"DoRA: {case}" for case in MALFORMED_DORA)])
 def test_malformed_tensors(folder_of, case):
-    change, cause = FORMAT[case]
-    folder = folder_of(changed(change))
+    dora, name = case.startswith("DoRA: "), case.removeprefix("DoRA: ")
+    change, cause = (MALFORMED_DORA if dora else MALFORMED)[name]
+    tensors = (dora_tensors() if dora else lora_tensors({Q: 4, V: 4})) | change
+    fields = DORA | {"use_dora": name != "of none"} if dora else {}
+    folder = folder_of({key: tensor for key, tensor in tensors.items() if tensor is not None}, **fields)
     for dtype in (None, "float16"):
         with pytest.raises(AdapterFormatError, match=cause) as raised:
             load(folder, dtype=dtype)
@@ -288,30 +203,21 @@ def test_convolution(folder_of):
         load(folder_of({A: np.ones((4, 6, 3, 3), np.float32), B: np.ones((5, 4, 1, 1), np.float32)}))
 
 
-UNTARGETED = [
-    {"target_modules": ["v_proj"]},
-    {"target_modules": r".*\.v_proj"},
-    {"exclude_modules": ["layers.0.self_attn.q_proj"]},
-    {"layers_to_transform": [1]},
-    {"layers_to_transform": [0], "layers_pattern": "h"},
-]
-
-
-@pytest.mark.parametrize("fields", UNTARGETED)
-def test_modules_that_the_configuration_does_not_target(folder_of, fields):
-    with pytest.raises(AdapterMismatchError, match=r"q_proj.lora_A.weight'.*does not target module"):
-        load(folder_of(lora_tensors({Q: 4}), **fields))
-
-
-def test_all_linear_does_not_target_the_head(folder_of):
-    assert list(load(folder_of(lora_tensors({Q: 4}), target_modules="all-linear")).modules) == [Q]
-    with pytest.raises(AdapterMismatchError, match="does not target module 'lm_head'"):
-        load(folder_of(lora_tensors({HEAD: 4}), target_modules="all-linear"))
-
-
-def test_lora_on_a_parameter_is_refused_even_if_a_pattern_takes_it(folder_of):
-    with pytest.raises(AdapterMismatchError, match="does not target"):
-        load(folder_of(lora_tensors({"mlp.q_proj.base_layer": 4}), target_modules=".*"))
+@pytest.mark.parametrize(
+    ("module", "fields"),
+    [
+        (Q, {"target_modules": ["v_proj"]}),
+        (Q, {"target_modules": r".*\.v_proj"}),
+        (Q, {"exclude_modules": ["layers.0.self_attn.q_proj"]}),
+        (Q, {"layers_to_transform": [1]}),
+        (Q, {"layers_to_transform": [0], "layers_pattern": "h"}),
+        (HEAD, {"target_modules": "all-linear"}),
+        ("mlp.q_proj.base_layer", {"target_modules": ".*"}),  # LoRA of a parameter
+    ],
+)
+def test_modules_that_the_configuration_does_not_target(folder_of, module, fields):
+    with pytest.raises(AdapterMismatchError, match="does not target module"):
+        load(folder_of(lora_tensors({module: 4}), **fields))
 
 
 def test_base_weight_of_another_shape(folder_of):

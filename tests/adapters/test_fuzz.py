@@ -106,7 +106,7 @@ def edited(data: bytes, changes) -> bytes:
     return data
 
 
-FUZZ = settings(max_examples=10 * settings().max_examples)
+FUZZ = settings(max_examples=5 * settings().max_examples)
 
 
 @FUZZ

@@ -89,8 +89,7 @@ def test_expressions_are_limited_and_names_are_not():
         lookup([*expressions, *names, "one[more]"], ["q"])
 
 
-@pytest.mark.parametrize("key", ["{}", "^{}"])
-def test_keys_for_every_projection_of_all_experts_stay_within_the_time_limit(key):
+def test_keys_for_every_projection_of_all_experts_stay_within_the_time_limit():
     """`lookup` raises after 20 s, which a search of every key for every module would take."""
     modules = [
         f"model.layers.{layer}.mlp.experts.{expert}.{name}"
@@ -98,5 +97,5 @@ def test_keys_for_every_projection_of_all_experts_stay_within_the_time_limit(key
         for expert in range(256)
         for name in ("gate_proj", "up_proj", "down_proj")
     ]
-    found = lookup([key.format(re.escape(module)) for module in modules], modules)
+    found = lookup([f"^{re.escape(module)}" for module in modules], modules)
     assert list(found.values()) == list(range(44_544))

@@ -20,15 +20,12 @@ def load(tensors=None, config=None, **options):
     return Adapter.from_state_dict(tensors, BASE if config is None else config, **{"name": "sql", **options})
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_jax_arrays(dtype):
-    tensors = {name: jnp.asarray(value, dtype) for name, value in lora_tensors({Q: 4}).items()}
-    lora = load(tensors).modules[Q]
-    assert lora.a.dtype == np.dtype(dtype)
-    np.testing.assert_array_equal(lora.a, np.asarray(tensors[KEY]))
-
-
-def test_values_are_copied():
+def test_jax_arrays_and_copies():
+    for dtype in ("float16", "bfloat16", "float32"):
+        tensors = {name: jnp.asarray(value, dtype) for name, value in lora_tensors({Q: 4}).items()}
+        lora = load(tensors).modules[Q]
+        assert lora.a.dtype == np.dtype(dtype)
+        np.testing.assert_array_equal(lora.a, np.asarray(tensors[KEY]))
     tensors = lora_tensors({Q: 4})
     before = tensors[KEY].copy()
     adapter = load(tensors)
@@ -61,30 +58,20 @@ def test_torch_tensors():
             load(given | {KEY: wrong})
 
 
-def test_configurations_as_peft_holds_them():
+def test_configurations():
     """PEFT keeps targets in sets, and its `to_dict` returns them."""
     fields = BASE | {"target_modules": {"q_proj"}, "exclude_modules": frozenset()}
     for config in (fields, SimpleNamespace(to_dict=lambda: fields)):
         assert list(load(config=config).modules) == [Q]
-
-
-@pytest.mark.parametrize(
-    ("config", "cause"),
-    [
-        (BASE | {"r": object()}, "config: is not JSON: it holds object"),
-        (BASE | {"lora_alpha": float("nan")}, "config: holds NaN"),
-        (BASE | {"r": 0}, "config: field 'r' must be a positive integer"),
-    ],
-)
-def test_configurations_that_are_no_json_are_refused(config, cause):
-    with pytest.raises(AdapterFormatError, match=f"adapter 'sql': {cause}"):
-        load(config=config)
-
-
-def test_every_problem_is_reported():
-    tensors = lora_tensors({Q: 3}) | {"nonsense": np.ones(2, np.float32)}
-    with pytest.raises(AdapterFormatError) as raised:
-        load(tensors, BASE | {"lora_alpha": "x"})
+    for config, cause in (
+        ({"r": object()}, "config: is not JSON: it holds object"),
+        ({"lora_alpha": float("nan")}, "config: holds NaN"),
+        ({"r": 0}, "config: field 'r' must be a positive integer"),
+    ):
+        with pytest.raises(AdapterFormatError, match=f"adapter 'sql': {cause}"):
+            load(config=BASE | config)
+    with pytest.raises(AdapterFormatError) as raised:  # every problem is reported
+        load(lora_tensors({Q: 3}) | {"nonsense": np.ones(2, np.float32)}, BASE | {"lora_alpha": "x"})
     assert len(raised.value.problems) == 3
 
 

@@ -42,28 +42,6 @@ def some(seed=0):
     return {f"{d.name}.{i}": rng.normal(size=s).astype(d) for d in DTYPES for i, s in enumerate(shapes)}
 
 
-@pytest.mark.parametrize("dtype", [None, *DTYPES])
-def test_every_number_is_read_and_converted(tmp_path, piece, dtype):
-    found = read(tmp_path, some(), dtype=dtype)
-    assert found.keys() == some().keys()
-    for name, want in some().items():
-        got = found[name]
-        assert got.dtype == (want.dtype if dtype is None else dtype)
-        assert not got.flags.writeable
-        assert got.tobytes() == want.astype(got.dtype).tobytes()
-        assert got.shape == want.shape
-
-
-def test_neighbours_share_memory_and_base_weights_do_not(tmp_path):
-    names = [f"{i}" for i in range(5)]
-    tensors = {name: np.full((2, 3), i, np.float32) for i, name in enumerate(names)}
-    found = read(tmp_path, tensors, base=["2"], dtype=np.dtype(np.float16))
-    assert found["0"].base is found["1"].base
-    assert found["3"].base is found["4"].base
-    assert found["2"].base.size == 6
-    assert [found[name].dtype.name for name in names] == ["float16", "float16", "float32", "float16", "float16"]
-
-
 @pytest.mark.parametrize(
     ("whole", "shared"), [(1, [1] * 5), (24, [1] * 5), (25, [2, 2, 1]), (72, [3, 2]), (73, [4, 1]), (121, [5])]
 )
@@ -79,9 +57,9 @@ def test_a_shared_array_is_limited_in_size_and_freed_with_its_last_tensor(tmp_pa
         assert (memory() is None) == (int(name) + 1 in accumulate(shared))
 
 
-@pytest.mark.parametrize("stored", DTYPES)
-@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("place", [0, 1, 14])
+@pytest.mark.parametrize(
+    ("stored", "bad", "place"), [*zip(DTYPES, [np.nan, -np.nan, np.inf, -np.inf], [0, 1, 14, 7], strict=True)]
+)
 def test_an_error_names_the_tensor_with_nan_or_infinity(tmp_path, piece, stored, bad, place):
     tensors = {name: -np.abs(array) for name, array in some().items()}
     name = f"{stored.name}.0"
@@ -98,9 +76,6 @@ def test_values_too_large_for_the_dtype_are_refused(tmp_path, piece, allow_nonfi
     tensors["b"][4] = -1e6
     with pytest.raises(AdapterFormatError, match=r"here: tensor 'b' \(float32\) holds values too large for float16"):
         read(tmp_path, tensors, dtype=np.dtype(np.float16), allow_nonfinite=allow_nonfinite)
-
-
-# ---- by several threads
 
 
 @given(
@@ -139,9 +114,8 @@ def ones(count=6, size=32):
     return {f"{i}": np.ones(size, np.float32) for i in range(count)}
 
 
-@pytest.mark.parametrize("part", [64, 128, 136, 192])
 @pytest.mark.parametrize("kind", ["not finite", "too large"])
-@pytest.mark.parametrize("place", [0, 15, 16, 31])  # on both sides of the border of two parts
+@pytest.mark.parametrize(("part", "place"), [(64, 15), (64, 16), (136, 0), (192, 31)])  # beside borders of two parts
 def test_the_first_wrong_tensor_is_named_although_a_later_read_ends_first(tmp_path, part, kind, place):
     tensors = ones()
     for name in ("2", "3", "4", "5"):

@@ -14,41 +14,30 @@ from tests.manager.tiny import make_adapter, make_world
 NAME = "layers.0.q_proj"
 
 
-@pytest.mark.parametrize(
-    "wrapped",
-    [
-        "_orig_mod.layers.0.q_proj",
-        "module.layers.0.q_proj",
-        "module.module.layers.0.q_proj",
-        "module._orig_mod.base_model.model.layers.0.q_proj",
-        "base_model.model.layers.0.q_proj",
-        "base_model.model.base_model.model.layers.0.q_proj",
+def test_prefixes():
+    for wrapped in (
+        *("_orig_mod.layers.0.q_proj", "module.layers.0.q_proj", "module.module.layers.0.q_proj"),
+        *("module._orig_mod.base_model.model.layers.0.q_proj", "base_model.model.layers.0.q_proj"),
+        *("base_model.model.base_model.model.layers.0.q_proj", "layers.0._orig_mod.q_proj", "layers.0.module.q_proj"),
         "layers._checkpoint_wrapped_module.0._fsdp_wrapped_module._checkpoint_wrapped_module.q_proj",
         "_fsdp_wrapped_module.base_model.model.layers.0._fsdp_wrapped_module.q_proj",
-        "layers.0._orig_mod.q_proj",
-        "layers.0.module.q_proj",
-    ],
-)
-def test_prefixes(wrapped):
-    assert NAME in readings(wrapped)
-    assert readings(wrapped)[0] == wrapped
-
-
-def test_names_without_prefixes_are_left_alone():
+    ):
+        assert NAME in readings(wrapped)
+        assert readings(wrapped)[0] == wrapped
     for name in (NAME, "submodule.q_proj", "model._module_list.0", "base_model.q_proj", "module"):
         assert readings(name)[:1] == (name,)
     assert readings(NAME) == (NAME,)
     assert readings("model.unembed_tokens") == ("model.unembed_tokens", "lm_head")
 
 
-@pytest.mark.parametrize("spell", ["_orig_mod.{}", "module.base_model.model.{}", "base_model.model.{}"])
-def test_wrapped_names_are_served_as_the_plain_ones(spell):
+def test_wrapped_names_are_served_as_the_plain_ones():
     plain = make_adapter("a", modules=["lm_head", "layers.0.k_proj", "embed"])
-    renamed = {spell.format(name): module for name, module in plain.modules.items()}
-    renamed["model.unembed_tokens"] = renamed.pop(spell.format("lm_head"))
     world = make_world()
-    world.manager.add_adapter(jlora.Adapter(name="a", modules=renamed))
-    world.check(world.serve(["a", None, "a"]), [plain, None, plain])
+    for spell in ("_orig_mod.{}", "module.base_model.model.{}", "base_model.model.{}"):
+        renamed = {spell.format(name): module for name, module in plain.modules.items()}
+        renamed["model.unembed_tokens"] = renamed.pop(spell.format("lm_head"))
+        world.manager.add_adapter(jlora.Adapter(name="a", modules=renamed), load_inplace=True)
+        world.check(world.serve(["a", None, "a"]), [plain, None, plain])
 
 
 def test_a_module_of_the_model_keeps_its_name():

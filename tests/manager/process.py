@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"  # of its own, beside the other's four
@@ -26,7 +26,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jlora
-from jlora.adapters import ExpertsLoRA
 from jlora.errors import (
     AdapterFormatError,
     AdapterInUseError,
@@ -38,9 +37,10 @@ from jlora.errors import (
 )
 from jlora.manager.multihost import Peers
 from tests.layers import expert_models
-from tests.layers.expert_models import HIDDEN, INNER, LAYERS, Gathering, Model, reference
+from tests.layers.expert_models import HIDDEN, INNER, Gathering, Model, reference
 from tests.layers.merging import assert_close, expected_rows, make_adapter, make_dora, merge
 from tests.layers.mesh_models import LENGTH, ONE, SMALL, SMALL_TARGETS, TWO, Small, tokens_of
+from tests.manager.test_experts import each
 from tests.manager.tiny import DeviceError, failing_write
 from tests.records import slot_names
 
@@ -49,11 +49,12 @@ ADAPTERS = [ONE, TWO, THREE, FOUR]
 TOKENS = tokens_of(4, LENGTH)
 
 
-class Messages:
-    """Counts the rounds of messages, of all managers of this process."""
+class World:
+    """A model over both processes, its manager, and folders of adapters."""
 
-    def __init__(self) -> None:
-        self.rounds = 0
+    def __init__(self, me: int, folder: Path):
+        self.me, self.folder = me, folder
+        self.rounds = 0  # of messages, of all managers of this process
         exchange = Peers._exchange
 
         def counted(*args):
@@ -61,13 +62,6 @@ class Messages:
             return exchange(*args)
 
         Peers._exchange = counted
-
-
-class World:
-    """A model over both processes, its manager, and folders of adapters."""
-
-    def __init__(self, me: int, folder: Path, messages: Messages):
-        self.me, self.folder, self.messages = me, folder, messages
         self.devices = np.array(jax.devices()).reshape(4, 2)
         self.mesh = Mesh(self.devices, ("t", "data"))
         with jax.default_device(jax.local_devices()[0]):
@@ -75,42 +69,43 @@ class World:
             self.twins |= {a.name: merge(Small(), SMALL_TARGETS, a) for a in ADAPTERS}
         self.adapters = {adapter.name: adapter for adapter in ADAPTERS}
         self.paths: dict[str, Path] = {}  # where this process finds an adapter, if not in the folder of its name
-        self.gates: dict[str, threading.Event] = {}  # loads of this process wait for it
         self.resolving: Callable[[jlora.LoRARequest], str] = self.path_of  # a scenario may replace it
 
     def request(self, name: str, **options: bool) -> jlora.LoRARequest:
         return jlora.LoRARequest(name, path=str(self.folder / name), **options)
 
     def path_of(self, request: jlora.LoRARequest) -> str:
-        if (gate := self.gates.get(request.name)) is not None:
-            assert gate.wait(60)
         return str(self.paths.get(request.name, request.path))
 
     def resolve(self, request: jlora.LoRARequest) -> str:
         return self.resolving(request)
 
-    def start(self, **config) -> jlora.LoRAManager:
+    def place(self, make: Callable[[], nnx.Module], spec_of: Callable[[tuple], P]) -> None:
+        """Make the model, split its variables over both processes, and make its step."""
         with jax.default_device(jax.local_devices()[0]):
-            self.model = Small()
+            self.model = make()
         for path, variable in nnx.to_flat_state(nnx.state(self.model)):
-            spec = SMALL[path[0]] if path[-1] in ("kernel", "embedding") else P()
-            value = np.asarray(variable.get_value())
-            sharding = NamedSharding(self.mesh, spec)
+            value, sharding = np.asarray(variable.get_value()), NamedSharding(self.mesh, spec_of(path))
             variable.set_value(
                 jax.make_array_from_callback(value.shape, sharding, value.__getitem__, dtype=value.dtype)
             )
-        options = {"max_loras": 2, "max_lora_rank": 3, "max_cpu_loras": 4, "data_axes": ["data"], **config}
-        self.manager = jlora.LoRAManager(self.model, jlora.LoRAConfig(**options), resolve=self.resolve)
         whole = NamedSharding(self.mesh, P())
 
-        def forward(model, tokens, batch):
+        def forward(model, x, batch):
             with jlora.use(batch):
-                return jax.lax.with_sharding_constraint(model(tokens), whole)
+                return jax.lax.with_sharding_constraint(model(x), whole)
 
         self.step = jax.jit(forward)
+
+    def start(self, *names: str, **config) -> jlora.LoRAManager:
+        """Make a model over both processes and its manager, and add the adapters of these names from files."""
+        self.place(Small, lambda path: SMALL[path[0]] if path[-1] in ("kernel", "embedding") else P())
+        options = {"max_loras": 2, "max_lora_rank": 3, "max_cpu_loras": 4, "data_axes": ["data"], **config}
+        self.manager = jlora.LoRAManager(self.model, jlora.LoRAConfig(**options), resolve=self.resolve)
         self.paths.clear()
-        self.gates.clear()
         self.resolving = self.path_of
+        for name in names:
+            assert self.manager.add_adapter(self.request(name))
         return self.manager
 
     def answers(self, batch) -> np.ndarray:
@@ -172,15 +167,8 @@ def mixed_batches_through_swaps(world: World) -> None:
         world.manager.add_adapter(adapter)  # from memory
     world.check(["one", None, "two", "one"])
     world.check(["three", "four", None, "four"])
-    manager = world.start()
-    for adapter in ADAPTERS:
-        assert manager.add_adapter(world.request(adapter.name))
-    for names in (
-        ["one", None, "two", "one"],
-        ["three", "four", None, "four"],
-        ["two", "four", "two", None],
-        [None] * 4,
-    ):
+    manager = world.start("one", "two", "three", "four")
+    for names in (["one", None, "two", "one"], ["three", "four", None, "four"], ["two", "four", "two", None]):
         world.check(names)
         world.alike()
     assert world.step._cache_size() == 1
@@ -203,9 +191,8 @@ def dora(world: World) -> None:
         after = merge(Small(), SMALL_TARGETS, dataclasses.replace(adapter, modules=updated))
     for fully_sharded in (False, True):
         world.twins["dora"] = before
-        manager = world.start(dora=True, fully_sharded=fully_sharded)
+        manager = world.start("one", dora=True, fully_sharded=fully_sharded)
         manager.add_adapter(adapter)
-        manager.add_adapter(world.request("one"))
         world.check(["dora", None, "one", "dora"])
         manager.update_adapter("dora", {f"up.lora_{half.upper()}.weight": array for half, array in factors.items()})
         world.alike()
@@ -215,25 +202,21 @@ def dora(world: World) -> None:
 
 @scenario
 def what_commits_nothing_sends_no_message(world: World) -> None:
-    manager = world.start()
-    for name in ("one", "two", "three"):
-        manager.add_adapter(world.request(name))
+    manager = world.start("one", "two", "three")
     world.check(["one", "two", None, None])
-    before = world.messages.rounds
-    world.check(["one", "two", None, None])  # as before
-    world.check(["two", None, "one", "one"])  # others of the same adapters
-    world.check([None] * 4)
+    before = world.rounds
+    for names in (["one", "two", None, None], ["two", None, "one", "one"], [None] * 4):
+        world.check(names)
     assert not manager.add_adapter(world.request("one"))
     assert not manager.activate_adapter("two")
-    assert world.messages.rounds == before
+    assert world.rounds == before
     world.check(["three", None, None, None])
-    assert world.messages.rounds == before + 1
+    assert world.rounds == before + 1
 
 
 @scenario
 def one_process_cannot_read_it(world: World) -> None:
-    manager = world.start()
-    manager.add_adapter(world.request("one"))
+    manager = world.start("one")
     world.check(["one", None, None, "one"])
     before = world.state()
     cases = {"missing": AdapterNotFoundError, "cut": AdapterFormatError, "nan": AdapterFormatError}
@@ -258,27 +241,19 @@ def one_process_cannot_read_it(world: World) -> None:
 
 @scenario
 def a_process_answers_while_it_waits_for_another(world: World) -> None:
-    manager = world.start()
-    manager.add_adapter(world.request("one"))
-    for call in (
-        lambda: manager.add_adapter(world.request("two")),
-        lambda: manager.activate_adapter("two"),
-        lambda: manager.deactivate_adapter("two"),
-    ):
-        if world.me == 1:
-            time.sleep(0.7)
-            assert call()
-            continue
-        waiting = threading.Thread(target=call)
-        waiting.start()
-        slowest = 0.0
-        while waiting.is_alive():
-            started = time.perf_counter()
-            assert manager.stats().registered in (1, 2)
-            assert "one" in manager.list_adapters()
-            slowest = max(slowest, time.perf_counter() - started)
-            time.sleep(0.01)
-        assert slowest < 0.1
+    manager = world.start("one")
+    waiting = threading.Thread(target=lambda: manager.add_adapter(world.request("two")))
+    if world.me == 1:
+        time.sleep(0.7)
+    waiting.start()
+    slowest = 0.0
+    while waiting.is_alive():
+        started = time.perf_counter()
+        assert manager.stats().registered in (1, 2)
+        assert "one" in manager.list_adapters()
+        slowest = max(slowest, time.perf_counter() - started)
+        time.sleep(0.01)
+    assert slowest < 0.1
     world.check(["one", "two", None, "two"])
     with manager.prepare(["one"]) as batch:  # an error in a call without an agreement is of one process
         if world.me == 0:
@@ -290,9 +265,8 @@ def a_process_answers_while_it_waits_for_another(world: World) -> None:
 
 @scenario
 def refused_calls(world: World) -> None:
-    manager = world.start()
-    manager.add_adapter(world.request("one"))
-    before, rounds = world.state(), world.messages.rounds
+    manager = world.start("one")
+    before, rounds = world.state(), world.rounds
     folder = world.folder / "saved"
     for attempt in (
         lambda: manager.prefetch(world.request("two")),
@@ -306,14 +280,13 @@ def refused_calls(world: World) -> None:
         with pytest.raises(LoRAUsageError, match=r"devices of processes \[0, 1\]"):
             attempt()
         world.unchanged(before)
-    assert world.messages.rounds == rounds
+    assert world.rounds == rounds
     world.check(["one", None, None, "one"])
 
 
 @scenario
 def updates_and_held_versions(world: World) -> None:
-    manager = world.start()
-    manager.add_adapter(world.request("one"))
+    manager = world.start("one")
     with manager.prepare(["one"] * 4) as batch:
         assert batch.versions == (0,) * 4
         with pytest.raises(AdapterInUseError):
@@ -344,20 +317,18 @@ def versions_of_files(world: World) -> None:
     folder = world.folder / f"own{world.me}"
     ONE.save_pretrained(folder)
     world.paths["one"] = folder
-    seen = []
 
     def version() -> int:
         with manager.hold("one") as handle:
             world.alike()
             return handle.version
 
-    manager.add_adapter(world.request("one"))
-    seen.append(version())
-    manager.add_adapter(world.request("one", load_inplace=True))
-    seen.append(version())
-    assert manager.remove_adapter("one")
-    manager.add_adapter(world.request("one"))
-    seen.append(version())
+    seen = []
+    for again in ({}, {"load_inplace": True}, {}):
+        manager.add_adapter(world.request("one", **again))
+        seen.append(version())
+        if len(seen) == 2:
+            assert manager.remove_adapter("one")
     assert manager.remove_oldest_adapter()
     assert version() == seen[-1]
     assert manager.remove_oldest_adapter()
@@ -367,28 +338,18 @@ def versions_of_files(world: World) -> None:
     seen.append(version())
     assert seen == sorted(set(seen))
     world.check(["one", None, "one", None])
-    assert manager.remove_oldest_adapter()
-    assert version() == seen[-1]
 
 
 @scenario
-def other_weights_in_one_process(world: World) -> None:
+def other_weights_or_another_order_in_one_process(world: World) -> None:
     manager = world.start()
-    manager.add_adapter(world.request("one"))
     before = world.state()
     if world.me == 1:
         world.paths["two"] = world.folder / "four"
     with pytest.raises(LoRAError, match=r"'two'\): process 0 has .* and process 1 .* Files must be"):
         manager.add_adapter(world.request("two"))
-    world.unchanged(before)
-
-
-@scenario
-def calls_in_another_order(world: World) -> None:
-    manager = world.start()
-    before = world.state()
-    names = ["one", "two"] if world.me == 0 else ["two", "one"]
-    for name in names:
+    world.paths.clear()
+    for name in ["one", "two"] if world.me == 0 else ["two", "one"]:
         with pytest.raises(LoRAError, match="must make the same calls in the same order"):
             manager.add_adapter(world.request(name))
         world.unchanged(before)
@@ -398,8 +359,7 @@ def calls_in_another_order(world: World) -> None:
 
 @scenario
 def a_process_that_does_not_come(world: World) -> None:
-    manager = world.start(process_timeout=2)
-    manager.add_adapter(world.request("one"))
+    manager = world.start("one", process_timeout=2)
     before = world.state()
     if world.me == 0:
         with pytest.raises(LoRAError, match=r"add_adapter\('two'\): not all of processes \[0, 1\] came within 2 s"):
@@ -414,9 +374,7 @@ def a_process_that_does_not_come(world: World) -> None:
 
 @scenario
 def a_batch_that_one_process_has_not_closed(world: World) -> None:
-    manager = world.start()
-    for adapter in ADAPTERS:
-        manager.add_adapter(adapter)
+    manager = world.start(*world.adapters)
     first, second = manager.prepare(["one"]), manager.prepare(["two"])
     second.close()
     if world.me == 0:
@@ -440,9 +398,7 @@ def a_batch_that_one_process_has_not_closed(world: World) -> None:
 
 @scenario
 def a_write_that_fails_in_one_process(world: World) -> None:
-    manager = world.start(process_timeout=20)
-    manager.add_adapter(world.request("one"))
-    manager.add_adapter(world.request("two"))
+    manager = world.start("one", "two", process_timeout=20)
     world.check(["one", None, None, None])
     if world.me == 1:
         with failing_write(manager, 1), pytest.raises(DeviceError):
@@ -467,74 +423,33 @@ def whole_models(world: World) -> None:
     world.check(["one", None, "one", None])
     assert world.step._cache_size() == compiled
     table = np.asarray(world.twins[None].embed.embedding[...])
-    for base, error in ((table, None), (table + 1, "differ from the model's own weight")):
-        adapter = jlora.Adapter(name=f"base{error}", modules=ONE.modules, base_weights={"embed": base})
-        if error is None:
-            manager.add_adapter(adapter)
-        else:
-            with pytest.raises(LoRAError, match=error):
-                manager.add_adapter(adapter)
+    same, other = (
+        jlora.Adapter(name="base", modules=ONE.modules, base_weights={"embed": t}) for t in (table, table + 1)
+    )
+    with pytest.raises(LoRAError, match="differ from the model's own weight"):
+        manager.add_adapter(other)
+    manager.add_adapter(same)
     manager.unwrap()
 
 
 class Experts(World):
     """A model whose eight experts are split over both processes: four of each."""
 
-    SIZES = {"gate_proj": (HIDDEN, INNER), "up_proj": (HIDDEN, INNER), "down_proj": (INNER, HIDDEN)}
-
     def __init__(self, world: World):
         vars(self).update(vars(world))
         expert_models.EXPERTS = 8
+        self.place(lambda: Model(Gathering, nnx.Rngs(0)), lambda path: P("t") if "experts" in path else P())
         with jax.default_device(jax.local_devices()[0]):
-            self.twin, self.model = (Model(Gathering, nnx.Rngs(0)) for _ in range(2))
+            self.twin = Model(Gathering, nnx.Rngs(0))
             self.x = np.asarray(jax.random.normal(jax.random.key(1), (4, 2, HIDDEN)))
-        for path, variable in nnx.to_flat_state(nnx.state(self.model)):
-            value = np.asarray(variable.get_value())
-            sharding = NamedSharding(self.mesh, P("t") if "experts" in path else P())
-            variable.set_value(jax.make_array_from_callback(value.shape, sharding, value.__getitem__))
         config = jlora.LoRAConfig(max_loras=2, max_lora_rank=3, max_cpu_loras=8)
         self.manager = jlora.LoRAManager(self.model, config)
-        whole = NamedSharding(self.mesh, P())
-
-        def forward(model, x, batch):
-            with jlora.use(batch):
-                return jax.lax.with_sharding_constraint(model(x), whole)
-
-        self.step = jax.jit(forward)
-        experts = {"each": range(8), "few": (1, 6), "flat": range(8)}
-        self.adapters = {name: self.adapter(name, seed, experts[name]) for seed, name in enumerate(experts)}
-
-    def adapter(self, name: str, seed: int, experts: Iterable[int]) -> jlora.Adapter:
-        rng = np.random.default_rng(seed)
-        arrays = {
-            f"layers.{layer}.experts.{e}.{part}": [
-                rng.normal(size=size).astype(np.float32) * 0.5 for size in ((2, k), (n, 2))
-            ]
-            for layer in range(LAYERS)
-            for e in experts
-            for part, (k, n) in self.SIZES.items()
-        }
-        if name == "flat":  # gate and up have one A
-            for key in [key for key in arrays if key.endswith("up_proj")]:
-                arrays[key][0] = arrays[key.replace("up_proj", "gate_proj")][0]
-        return jlora.Adapter.from_arrays(name, arrays, alpha=3)
+        self.adapters = {"each": each("each", range(8)), "few": each("few", (1, 6))}
 
     def written(self, name: str) -> jlora.LoRARequest:
-        """A request for an adapter, expert by expert in its file or flat."""
-        modules = self.adapters[name].modules
-        if name == "flat":
-            fused = {}
-            for layer in range(LAYERS):
-                block = f"layers.{layer}.experts"
-                for fused_part, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
-                    own = [[modules[f"{block}.{e}.{part}"] for part in parts] for e in range(8)]
-                    a = np.stack([some[0].a for some in own])
-                    b = np.stack([np.concatenate([one.b for one in some]) for some in own])
-                    fused[f"{block}.{fused_part}"] = ExpertsLoRA(a=a, b=b, alpha=3.0, scaling=1.5, own_order=True)
-            modules = fused
         folder = self.folder / f"experts_{name}"
         if self.me == 0:
-            jlora.Adapter(name=name, modules=modules).save_pretrained(folder)
+            self.adapters[name].save_pretrained(folder)
         multihost_utils.sync_global_devices(str(folder))
         return jlora.LoRARequest(name, str(folder))
 
@@ -552,29 +467,28 @@ def experts(world: World) -> None:
     world = Experts(world)
     for name in world.adapters:
         world.manager.add_adapter(world.written(name))
-    for names in (["each", None, "flat", "each"], ["few", "flat", None, "few"], ["each", "few", "few", None]):
+    for names in (["each", None, "few", "each"], ["few", "few", None, "few"]):
         world.check(names)
         world.alike()
     assert world.step._cache_size() == 1
     assert world.manager.stats().compilations == 1
 
-    rng = np.random.default_rng(5)  # of an expert of each process, in an adapter of each kind
-    for name, expert in (("each", 2), ("flat", 7), ("few", 1)):
+    rng = np.random.default_rng(5)
+    for name, expert in (("each", 2), ("each", 7), ("few", 1)):  # experts of either process
         module = f"layers.1.experts.{expert}.down_proj"
         new = [rng.normal(size=size).astype(np.float32) for size in ((2, INNER), (HIDDEN, 2))]
         halves = zip("AB", new, strict=True)
         world.manager.update_adapter(name, {f"{module}.lora_{half}.weight": array for half, array in halves})
         arrays = {key: (m.a, m.b) for key, m in world.adapters[name].modules.items()} | {module: tuple(new)}
         world.adapters[name] = jlora.Adapter.from_arrays(name, arrays, alpha=3)
-    for names in (["each", None, "flat", "each"], ["few", "flat", None, "few"]):
-        world.check(names)
+    world.check(["each", None, "few", "each"])
 
     world.adapters["each"].modules["layers.0.experts.6.up_proj"].b[0, 0] = np.nan
     before = world.state()
     with pytest.raises(AdapterFormatError, match=r"experts\.6\.up_proj.*NaN.*process 1"):
         world.manager.add_adapter(dataclasses.replace(world.written("each"), load_inplace=True))
     world.unchanged(before)
-    world.check(["few", "flat", None, "few"])
+    world.check(["few", None, None, "few"])
 
 
 class Interrupted:
@@ -595,8 +509,7 @@ class Interrupted:
 @scenario
 def an_interrupt_before_others_are_told(world: World) -> None:
     """They wait, and hear why in vain."""
-    manager = world.start()
-    manager.add_adapter(world.request("one"))
+    manager = world.start("one")
     before = world.state()
     if world.me == 1:
         Interrupted(manager)
@@ -628,8 +541,7 @@ def a_process_without_devices_of_the_model(world: World) -> None:
     mesh, world.mesh = world.mesh, Mesh(world.devices[:2], ("t", "data"))
     try:
         if world.me == 0:
-            manager = world.start()
-            manager.add_adapter(world.request("one"))
+            world.start("one")
             world.check(["one", None, None, "one"])
         else:
             with pytest.raises(LoRAError, match=r"devices of processes \[0\], and this is process 1"):
@@ -641,9 +553,7 @@ def a_process_without_devices_of_the_model(world: World) -> None:
 @scenario
 def other_orders_of_use(world: World) -> None:
     """A call that would evict different adapters in each process evicts none."""
-    manager = world.start(max_cpu_loras=3)
-    for name in ("one", "two", "three"):
-        manager.add_adapter(world.request(name))
+    manager = world.start("one", "two", "three", max_cpu_loras=3)
     world.check(["one", "two", None, None])
     manager.add_adapter(world.request("three"))
     before = world.state()
@@ -668,9 +578,7 @@ def other_orders_of_use(world: World) -> None:
 @scenario
 def batches_of_other_threads(world: World) -> None:
     """Are not waited for."""
-    manager = world.start()
-    for name in ("one", "two"):
-        manager.add_adapter(world.request(name))
+    manager = world.start("one", "two")
     world.check(["one", None, None, "two"])
     batch: list[jlora.LoRABatch] = []
     thread = threading.Thread(target=lambda: batch.append(manager.prepare(["one"])))
@@ -702,24 +610,20 @@ def names_and_messages(world: World) -> None:
         assert name in manager.list_adapters()
     world.alike()
 
-    def refuse(request):
-        error = AdapterMismatchError("ошибка ☃ \ud800 " + "x" * 5_000_000)
-        error.problems = ("ошибка", "\ud800")
-        raise error
+    error = AdapterMismatchError("ошибка ☃ \ud800 " + "x" * 5_000_000)
+    error.problems = ("ошибка", "\ud800")
+    for raised, kind, said in (
+        (error, AdapterMismatchError, r"^ошибка ☃ \ud800 x+ \(process 1\)$"),
+        (ValueError("not of jlora"), LoRAError, r"^ValueError: not of jlora \(process 1\)$"),
+    ):
 
-    if world.me == 1:
-        world.resolving = refuse
-    with pytest.raises(AdapterMismatchError, match=r"^ошибка ☃ \ud800 x+ \(process 1\)$") as caught:
-        manager.add_adapter(world.request("one"))
-    assert caught.value.problems == ("ошибка", "\ud800")
+        def fail(request, raised=raised):
+            raise raised
 
-    def fail(request):
-        raise ValueError("not of jlora")
-
-    if world.me == 1:
-        world.resolving = fail
-    with pytest.raises(LoRAError, match=r"^ValueError: not of jlora \(process 1\)$"):
-        manager.add_adapter(world.request("one"))
+        world.resolving = fail if world.me == 1 else world.path_of
+        with pytest.raises(kind, match=said) as caught:
+            manager.add_adapter(world.request("one"))
+        assert getattr(caught.value, "problems", ()) == getattr(raised, "problems", ())
     world.resolving = world.path_of
     manager.add_adapter(world.request("one"))
     world.check(["one", None, None, "one"])
@@ -775,7 +679,7 @@ def main(number: str, port: str, folder: str) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     me = int(number)
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=me)
-    world = World(me, Path(folder), Messages())
+    world = World(me, Path(folder))
     if me == 0:
         make_folders(Path(folder))
     multihost_utils.sync_global_devices("folders")

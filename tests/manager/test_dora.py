@@ -22,8 +22,9 @@ def dora(name, version=0, *, rank=3, modules=LINEAR, **fields):
     return as_dora(make_adapter(name, version, rank=rank, modules=modules, **fields))
 
 
-def plain(name, **fields):
-    return make_adapter(name, rank=2, **fields)
+ALL, SOME = dora("all"), dora("some", modules=["layers.0.k_proj", O_PROJ])
+PLAIN = make_adapter("plain", rank=2)
+BOTH = (ALL, SOME, PLAIN)
 
 
 @functools.cache
@@ -35,46 +36,32 @@ def served(*adapters, **config):
     """Return a world with these adapters alone. Its step is compiled once for all tests."""
     world = made(**config)
     world.reset()
-    for adapter in adapters:
-        world.manager.add_adapter(adapter)
+    world.load(*adapters)
     return world
 
 
-def magnitudes(world):
-    """Path -> float32 [S, N] of every layer that holds magnitudes."""
-    return {path: np.asarray(value) for path, value in world.slots() if str(path[-1]).endswith("_magnitude")}
-
-
-@pytest.fixture(scope="module")
-def both():
-    return dora("all"), dora("some", modules=["layers.0.k_proj", O_PROJ]), plain("plain")
-
-
-def test_mixed_batches_equal_scaled_weights(both):
-    world = served(*both, max_loras=3, max_cpu_loras=3)
-    first, some, other = both
-    for rows in ([first, None, some], [other, first, first], [some, other, None]):
+def test_mixed_batches_equal_scaled_weights():
+    world = served(*BOTH, max_loras=3, max_cpu_loras=3)
+    for rows in ([ALL, None, SOME], [PLAIN, ALL, ALL], [SOME, PLAIN, None]):
         world.check(world.serve([row and row.name for row in rows]), rows)
     assert len(world.traces) == 1
     assert world.manager.stats().compilations == 1
 
 
-def test_sums_and_activations_beside_dora(both):
+def test_sums_and_activations_beside_dora():
     config = {"max_adapters_per_sequence": 2, "activated": True}
-    world = served(*both, max_loras=3, max_cpu_loras=3, **config)
-    first, _, other = both
+    world = served(*BOTH, max_loras=3, max_cpu_loras=3, **config)
     entries = [Mix({"all": 1}), Mix({"plain": 0.5}), Scaled("all", 1.0)]
-    world.check(world.serve(entries), [first, [(other, 0.5)], first])
+    world.check(world.serve(entries), [ALL, [(PLAIN, 0.5)], ALL])
     base = world.serve([None] * 3)
     assert (world.serve([Scaled("all", 0), None, Mix({"all": 0})]) == base).all()
 
 
-def test_plain_and_base_rows_have_the_bits_of_a_manager_without_dora(both):
-    first, _, other = both
+def test_plain_and_base_rows_have_the_bits_of_a_manager_without_dora():
     dtype = jnp.bfloat16
     without = make_world(max_loras=2, dtype=dtype)
-    without.manager.add_adapter(other)
-    world = served(first, other, dtype=dtype)
+    without.manager.add_adapter(PLAIN)
+    world = served(ALL, PLAIN, dtype=dtype)
     want = without.serve(["plain", None, "plain"])
     assert (world.serve(["plain", None, "plain"]) == want).all()
     got = world.serve(["plain", None, "all"])
@@ -82,16 +69,15 @@ def test_plain_and_base_rows_have_the_bits_of_a_manager_without_dora(both):
     assert (got[2] != want[2]).any()
 
 
-def test_a_plain_adapter_in_a_slot_that_held_dora_is_as_in_a_fresh_slot(both):
-    first, some, other = both
-    fresh = served(other, max_loras=1)
+def test_a_plain_adapter_in_a_slot_that_held_dora_is_as_in_a_fresh_slot():
+    fresh = served(PLAIN, max_loras=1)
     want = fresh.serve(["plain", None, "plain"])
-    world = served(*both, max_loras=1)
+    world = served(*BOTH, max_loras=1)
     world.serve(["all", None, "all"])
     assert (world.serve(["plain", None, "plain"]) == want).all()
-    assert all((held == 1).all() for held in magnitudes(world).values())
-    world.check(world.serve(["some", None, "some"]), [some, None, some])
-    world.check(world.serve(["all", None, "all"]), [first, None, first])
+    assert all((held == 1).all() for path, held in world.slots() if str(path[-1]).endswith("_magnitude"))
+    world.check(world.serve(["some", None, "some"]), [SOME, None, SOME])
+    world.check(world.serve(["all", None, "all"]), [ALL, None, ALL])
 
 
 @pytest.mark.parametrize(("put", "names"), [(np.asarray, LINEAR), (jnp.asarray, ["layers.0.q_proj", O_PROJ])])
@@ -106,20 +92,16 @@ def test_updates_compute_the_norms_again(put, names):
         changed = {n: dataclasses.replace(adapter.modules[n], a=m.a, b=m.b) for n, m in modules.items()}
         now = dataclasses.replace(adapter, modules=dict(adapter.modules) | changed)
         world.check(world.serve(["a", None, "a"]), [now, None, now])
-
-
-def test_updates_take_no_magnitude():
-    world = served(dora("a"))
     with pytest.raises(jlora.AdapterMismatchError, match="found lora_magnitude_vector"):
         world.manager.update_adapter("a", {f"{O_PROJ}.lora_magnitude_vector": np.ones(16, np.float32)})
 
 
-def test_exports_and_saved_managers_keep_magnitudes(tmp_path, both):
-    world = served(*both[:2])
+def test_exports_and_saved_managers_keep_magnitudes(tmp_path):
+    world = served(*BOTH[:2])
     world.serve(["all", "some", None])
     exported = world.manager.export_adapter("all")
     for name, module in exported.modules.items():
-        np.testing.assert_array_equal(module.magnitude, both[0].modules[name].magnitude.astype(np.float32))
+        np.testing.assert_array_equal(module.magnitude, ALL.modules[name].magnitude.astype(np.float32))
     world.manager.save(tmp_path)
     restored = make_world(dora=True)
     restored.manager.restore(tmp_path)
@@ -128,21 +110,17 @@ def test_exports_and_saved_managers_keep_magnitudes(tmp_path, both):
         make_world().manager.restore(tmp_path)
 
 
-def test_lost_arrays_are_written_again(both):
-    world = served(*both, max_loras=2)
-    first, some, _ = both
+def test_lost_arrays_are_written_again():
+    world = served(*BOTH, max_loras=2)
     state = jax.tree.map(jnp.copy, nnx.state(world.model, jlora.SlotParam))
     world.serve(["all", "some", None])
     nnx.update(world.model, state)
-    world.check(world.serve(["all", "some", None]), [first, some, None])
+    world.check(world.serve(["all", "some", None]), [ALL, SOME, None])
     for path, variable in nnx.to_flat_state(nnx.state(world.model, jlora.SlotRanks)):
         if str(path[-1]).endswith("_magnitude"):
             variable[...].delete()
-    world.check(world.serve(["all", "some", None]), [first, some, None])
-    world.check(world.serve(["all", "plain", None]), [first, both[2], None])
-
-
-# --- Norms ------------------------------------------------------------------------------------------------------------
+    world.check(world.serve(["all", "some", None]), [ALL, SOME, None])
+    world.check(world.serve(["all", "plain", None]), [ALL, PLAIN, None])
 
 
 @pytest.mark.parametrize(("param", "slots"), [("bfloat16", "bfloat16"), ("float16", "float32")])
@@ -166,67 +144,31 @@ def test_norms_are_those_of_float64(param, slots):
     np.testing.assert_allclose(got, want, rtol=2e-6)
 
 
-def with_weight(name, **changes):
-    """A DoRA adapter of one module, and a world in whose model that module has changed weights."""
-    world = make_world(dora=True)
-    layer = world.model.layers[1].o_proj
-    layer.kernel[...] = changes.get("kernel", lambda w: w)(layer.kernel[...])
-    return world, dora(name, modules=[O_PROJ])
-
-
-def test_a_column_without_norm_is_refused():
-    world, adapter = with_weight("a", kernel=lambda w: w.at[:, 5].set(0))
-    b = adapter.modules[O_PROJ].b
-    b[5] = 0
-    with pytest.raises(jlora.AdapterMismatchError, match=rf"'a': {O_PROJ}: the norm of column 5 .* is 0"):
+def test_columns_without_a_finite_norm_are_refused():
+    world, adapter = make_world(dora=True), dora("a", modules=[O_PROJ])
+    kernel, module = world.model.layers[1].o_proj.kernel, adapter.modules[O_PROJ]
+    kept = kernel[...]
+    module.b[5] = 0
+    for weight, error in (
+        (kept.at[:, 5].set(0), rf"'a': {O_PROJ}: the norm of column 5 .* is 0"),
+        (kept.at[:, 2].set(-module.scaling * module.b[2] @ module.a), r"the norm of column 2 .* cancels to 0"),
+        (kept.at[3, 4].set(jnp.inf), r"column 4 .* is not finite"),
+        (kept.astype(jnp.int8), rf"'a': {O_PROJ}: DoRA needs .* {O_PROJ}.kernel is int8"),
+    ):
+        kernel.set_value(weight)
+        with pytest.raises(jlora.AdapterMismatchError, match=error):
+            world.manager.add_adapter(adapter)
+    kernel.set_value(gone := jnp.copy(kept))
+    gone.delete()
+    with pytest.raises(jlora.LoRAError, match=rf"{O_PROJ}.kernel: the parameter was donated"):
         world.manager.add_adapter(adapter)
-    b[5] = 1  # the delta alone has a norm
+    kernel.set_value(kept.at[:, 5].set(0))
+    module.b[5] = 1  # the delta alone has a norm
     world.manager.add_adapter(adapter)
     world.check(world.serve(["a", None, "a"]), [adapter, None, adapter])
 
 
-def test_columns_that_cancel_are_refused():
-    world, adapter = with_weight("a")
-    module = adapter.modules[O_PROJ]
-    delta = module.scaling * module.b @ module.a
-    layer = world.model.layers[1].o_proj
-    layer.kernel[...] = layer.kernel[...].at[:, 2].set(-delta[2])
-    with pytest.raises(jlora.AdapterMismatchError, match=rf"{O_PROJ}: the norm of column 2 .* cancels to 0"):
-        world.manager.add_adapter(adapter)
-
-
-def test_base_weights_that_are_not_finite_are_refused():
-    world, adapter = with_weight("a", kernel=lambda w: w.at[3, 4].set(jnp.inf))
-    with pytest.raises(jlora.AdapterMismatchError, match=r"column 4 .* is not finite"):
-        world.manager.add_adapter(adapter)
-
-
-def test_donated_and_quantized_base_weights_are_refused():
-    world, adapter = with_weight("a")
-    kernel = world.model.layers[1].o_proj.kernel
-    kept = jnp.copy(kernel[...])
-    kernel[...].delete()
-    with pytest.raises(jlora.LoRAError, match=rf"{O_PROJ}.kernel: the parameter was donated"):
-        world.manager.add_adapter(adapter)
-    kernel.set_value(kept.astype(jnp.int8))
-    with pytest.raises(jlora.AdapterMismatchError, match=rf"'a': {O_PROJ}: DoRA needs .* {O_PROJ}.kernel is int8"):
-        world.manager.add_adapter(adapter)
-    kernel.set_value(kept)
-    assert world.manager.add_adapter(adapter)
-
-
-# --- Refusals ---------------------------------------------------------------------------------------------------------
-
-
-def test_factors_and_sums_of_dora_are_refused(both):
-    world = served(*both, max_adapters_per_sequence=2, max_loras=3)
-    for entry in (Scaled("all", 0.5), Mix({"all": 1, "plain": 1}), Scaled("all", -1), Mix({"all": 2})):
-        with pytest.raises(jlora.LoRAUsageError, match="'all' is a DoRA adapter, which is served alone"):
-            world.manager.prepare(["plain", entry, None])
-    world.serve(["plain", Mix({"plain": 0.5, "some": 0}), "all"])
-
-
-def test_dora_of_an_embedding_is_refused(tmp_path):
+def test_dora_of_other_layers_is_refused(tmp_path):
     adapter, world = dora("a", modules=["embed", O_PROJ]), served()
     adapter.save_pretrained(tmp_path)
     survey = jlora.Survey(Model(), world.manager.config)
@@ -234,18 +176,19 @@ def test_dora_of_an_embedding_is_refused(tmp_path):
         for call in (world.manager.add_adapter, survey.check):
             with pytest.raises(jlora.AdapterMismatchError, match="embed: DoRA is served for linear layers, and this"):
                 call(source)
-
-
-def test_dora_of_experts_is_refused():
-    config = jlora.LoRAConfig(max_loras=1, max_lora_rank=2, dora=True)
-    manager = jlora.LoRAManager(expert_models.Model(expert_models.Seams, nnx.Rngs(0)), config)
+    survey = jlora.Survey(expert_models.Model(expert_models.Seams, nnx.Rngs(0)), world.manager.config)
     k, n = expert_models.HIDDEN, expert_models.INNER
     module = jlora.ModuleLoRA(a=np.ones((1, k)), b=np.ones((n, 1)), alpha=1, scaling=1.0, magnitude=np.ones(n))
-    adapter = jlora.Adapter(name="a", modules={"layers.0.experts.0.up_proj": module})
-    with pytest.raises(
-        jlora.AdapterMismatchError, match=r"up_proj: DoRA is served .*, and this is a product of experts"
-    ):
-        manager.add_adapter(adapter)
+    with pytest.raises(jlora.AdapterMismatchError, match=r"up_proj: DoRA is served .*is a product of experts"):
+        survey.check(jlora.Adapter(name="a", modules={"layers.0.experts.0.up_proj": module}))
+
+
+def test_factors_and_sums_of_dora_are_refused():
+    world = served(*BOTH, max_adapters_per_sequence=2, max_loras=3)
+    for entry in (Scaled("all", 0.5), Mix({"all": 1, "plain": 1}), Scaled("all", -1), Mix({"all": 2})):
+        with pytest.raises(jlora.LoRAUsageError, match="'all' is a DoRA adapter, which is served alone"):
+            world.manager.prepare(["plain", entry, None])
+    world.serve(["plain", Mix({"plain": 0.5, "some": 0}), "all"])
 
 
 class Offset(nnx.Module):
@@ -272,6 +215,12 @@ jlora.register_layer(Offset, lambda layer: jlora.LinearSpec(6, 8, param="w"))
 jlora.register_layer(Named, lambda layer: jlora.LinearSpec(6, 8, param="w", bias="offset"))
 
 
+@jax.jit
+def step_of_layer(model, x, batch):
+    with jlora.use(batch):
+        return model["layer"](x)
+
+
 def of_layer(layer):
     model = nnx.Dict(layer=layer)
     manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=2, dora=True))
@@ -284,22 +233,13 @@ def of_layer(layer):
 @pytest.mark.parametrize(
     ("layer", "cause"),
     [
-        (
-            lambda: Offset(nnx.Rngs(0)),
-            r"no attribute 'bias', and 'offset' may be its bias; name the bias in LinearSpec",
-        ),
+        (lambda: Offset(nnx.Rngs(0)), r"no attribute 'bias', and 'offset' may be its bias; name the bias in LinearSp"),
         (lambda: Guessed(6, 8, rngs=nnx.Rngs(0)), "Guessed overrides the __call__ of Linear.* bias .* is not known"),
     ],
 )
 def test_layers_whose_bias_is_not_known_are_refused(layer, cause):
     _, manager, adapter = of_layer(layer())
-
-    @jax.jit
-    def forward(model, x, batch):
-        with jlora.use(batch):
-            return model["layer"](x)
-
-    manager.verify(forward, np.random.default_rng(1).normal(size=(3, 6)).astype(np.float32))
+    manager.verify(step_of_layer, np.random.default_rng(1).normal(size=(3, 6)).astype(np.float32))
     with pytest.raises(jlora.AdapterMismatchError, match=f"'a': layer: DoRA is not served here: .*{cause}"):
         manager.add_adapter(adapter)
 
@@ -317,11 +257,7 @@ def test_biases_are_not_scaled(kind):
     model, manager, adapter = of_layer(LAYERS_WITH_BIAS[kind]())
     x = np.random.default_rng(1).normal(size=(3, 6)).astype(np.float32)
     manager.add_adapter(adapter)
-
-    @jax.jit
-    def step(model, x, batch):
-        with jlora.use(batch):
-            return model["layer"](x)
+    step = step_of_layer
 
     def flat(y):
         y = np.asarray(y, np.float64)

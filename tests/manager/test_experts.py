@@ -2,7 +2,6 @@
 
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +12,7 @@ import jlora
 from jlora.adapters import ExpertsLoRA
 from jlora.errors import AdapterMismatchError
 from tests.layers.expert_models import EXPERTS, HIDDEN, INNER, LAYERS, Alternating, Interleaved, Model, Seams, reference
+from tests.manager import tiny
 from tests.records import slot_names
 
 pytestmark = pytest.mark.device
@@ -64,32 +64,37 @@ def one_by_one(adapter):
     return jlora.Adapter.from_arrays(adapter.name, arrays, alpha=3)
 
 
-class World:
-    def __init__(self, cls):
-        self.model = Model(cls, nnx.Rngs(0))
-        self.manager = jlora.LoRAManager(self.model, jlora.LoRAConfig(max_loras=2, max_lora_rank=4, max_cpu_loras=8))
-        self.x = jax.random.normal(jax.random.key(1), (len(NAMES), 2, HIDDEN))
+def plain(adapter):
+    """The equivalent 2D adapter, for the reference."""
+    experts = {name: m for name, m in adapter.modules.items() if m.kind == "experts"}
+    others = {name: m for name, m in adapter.modules.items() if name not in experts}
+    apart = one_by_one(jlora.Adapter(name=adapter.name, modules=experts)).modules if experts else {}
+    return jlora.Adapter(name=adapter.name, modules={**others, **apart})
 
-        @jax.jit
-        @chex.assert_max_traces(n=1)
-        def forward(model, x, batch):
-            with jlora.use(batch):
-                return model(x)
 
-        self.forward = forward
+class World(tiny.World):
+    """A model of experts, whose answers are compared with merged weights."""
 
-    def check(self, adapters):
-        """A mixed batch of x and y against merged weights; `adapters` as 2D ones."""
-        with self.manager.prepare(NAMES) as batch:
-            found = np.asarray(self.forward(self.model, self.x, batch))
-        owners = [adapters.get(name) for name in NAMES for _ in range(2)]
+    def __init__(self, model, names=NAMES, **sizes):
+        self.names, self.x = names, jax.random.normal(jax.random.key(1), (len(names), 2, HIDDEN))
+        super().__init__(model, jlora.LoRAManager(model, jlora.LoRAConfig(max_lora_rank=4, **sizes)), self.x)
+
+    def serve(self, names=None):
+        return super().serve(names or self.names)
+
+    def check(self, names=None, **adapters):
+        found, names = self.serve(names), names or self.names
+        meant = {name: plain(adapter) for name, adapter in adapters.items()}
+        owners = [meant.get(name) for name in names for _ in range(2)]
         expected = reference(self.model, np.asarray(self.x).reshape(-1, HIDDEN), owners).reshape(found.shape)
         np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+        assert len(self.traces) <= 2  # with a batch, and the base model alone
+        return found
 
 
 @functools.cache
 def world_of(cls):
-    return World(cls)
+    return World(Model(cls, nnx.Rngs(0)), max_loras=2, max_cpu_loras=8)
 
 
 @pytest.fixture
@@ -117,9 +122,8 @@ def test_merged_gate_and_up_have_the_column_order_of_the_layer(cls, exchanged):
         for e in range(EXPERTS):
             arrays[f"layers.{layer}.experts.{e}.gate_proj"] = a[e], b[e, :INNER]
             arrays[f"layers.{layer}.experts.{e}.up_proj"] = a[e], b[e, INNER:]
-    world.manager.add_adapter(jlora.Adapter(name="x", modules=modules))
-    world.manager.add_adapter(each("y"))
-    world.check({"x": jlora.Adapter.from_arrays("x", arrays, alpha=3), "y": each("y")})
+    world.load(jlora.Adapter(name="x", modules=modules), each("y"))
+    world.check(x=jlora.Adapter.from_arrays("x", arrays, alpha=3), y=each("y"))
 
 
 def test_a_request_that_says_another_format_than_its_file_is_refused(world, tmp_path):
@@ -135,33 +139,25 @@ def test_a_request_that_says_another_format_than_its_file_is_refused(world, tmp_
         world.manager.remove_adapter("x")
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-def test_weights_of_one_expert_are_updated(world, on_device):
-    world.manager.add_adapter(stacked("x"))
-    world.manager.add_adapter(each("y"))
-    plain = one_by_one(stacked("x"))
-    world.check({"x": plain, "y": each("y")})
+def test_weights_of_one_expert_are_updated(world):
+    world.load(stacked("x"), each("y"))
+    before = one_by_one(stacked("x"))
+    world.check(x=before, y=each("y"))
     name = "layers.1.experts.3.up_proj"
     new = {f"{name}.lora_A.weight": normal(50, 2, HIDDEN), f"{name}.lora_B.weight": normal(51, INNER, 2)}
-    world.manager.update_adapter("x", {key: jnp.asarray(a) if on_device else a for key, a in new.items()})
-    arrays = {key: (module.a, module.b) for key, module in plain.modules.items()} | {name: tuple(new.values())}
-    world.check({"x": jlora.Adapter.from_arrays("x", arrays, alpha=3), "y": each("y")})
+    world.manager.update_adapter("x", {key: jnp.asarray(a) for key, a in new.items()})
+    arrays = {key: (module.a, module.b) for key, module in before.modules.items()} | {name: tuple(new.values())}
+    world.check(x=jlora.Adapter.from_arrays("x", arrays, alpha=3), y=each("y"))
     assert world.manager.stats().compilations == 1
-
-
-def changed(adapter, name, **fields):
-    """The adapter with other arrays in one module."""
-    modules = dict(adapter.modules)
-    old = modules[name]
-    modules[name] = ExpertsLoRA(**{"a": old.a, "b": old.b, "alpha": 3.0, "scaling": 1.5, **fields})
-    return jlora.Adapter(name=adapter.name, modules=modules)
 
 
 GATE = "layers.0.experts.gate_proj"
 
 
 def gate(a, b, **fields):
-    return changed(stacked("x"), GATE, a=normal(0, *a), b=normal(0, *b), **fields)
+    """An adapter with arrays of these shapes in one module."""
+    module = ExpertsLoRA(**{"a": normal(0, *a), "b": normal(0, *b), "alpha": 3.0, "scaling": 1.5, **fields})
+    return jlora.Adapter(name="x", modules={**stacked("x").modules, GATE: module})
 
 
 def only(name):
@@ -195,14 +191,6 @@ def test_misfit_of_experts_changes_nothing(world, adapter, message):
         world.manager.add_adapter(adapter)
     assert list(world.manager.list_adapters()) == ["y"]
     assert slot_names(world.manager).count("y") <= 1
-
-
-def test_bytes_of_slots_are_those_of_the_arrays(world):
-    infos = world.manager.layers()
-    assert {info.kind for info in infos} == {"linear", "experts"}
-    arrays = jax.tree.leaves(world.manager.slots)
-    assert 2 * sum(info.slot_bytes for info in infos) == sum(array.nbytes for array in arrays)
-    assert sum(info.slot_bytes for info in infos) == world.manager.stats().slot_bytes
 
 
 def router(name, seed):

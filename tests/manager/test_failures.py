@@ -1,6 +1,9 @@
 """A load or a write that fails leaves the host cache, the slots and every running adapter bitwise as they were."""
 
 import dataclasses
+import errno
+import itertools
+import os
 import re
 import shutil
 
@@ -24,6 +27,8 @@ from tests.manager.tiny import (
     failing_write,
     lora,
     make_adapter,
+    refused,
+    request,
     same,
 )
 from tests.records import slot_names
@@ -32,119 +37,84 @@ from tests.records import slot_names
 @pytest.fixture
 def busy(world) -> World:
     """Two adapters in slots, one of them in an open batch, and one more on the host."""
-    for name in "abc":
-        world.manager.add_adapter(make_adapter(name))
+    world.load(*"abc")
     world.serve(["a", "b", None])
     return world
 
 
-def adapter(name="bad", **modules):
-    return jlora.Adapter(name=name, modules={key.replace("__", "."): value for key, value in modules.items()})
-
-
-def factors(rank, k, n, kind="linear", scaling=1.0):
+def factors(rank, k, n, scaling=1.0, b=None):
     rng = np.random.default_rng(0)
-    a, b = rng.normal(size=(rank, k)).astype(np.float32), rng.normal(size=(n, rank)).astype(np.float32)
-    return jlora.ModuleLoRA(a=a, b=b, kind=kind, alpha=1.0, scaling=scaling)
+    a, random = rng.normal(size=(rank, k)).astype(np.float32), rng.normal(size=(n, rank)).astype(np.float32)
+    return jlora.ModuleLoRA(a=a, b=random if b is None else b, alpha=1.0, scaling=scaling)
 
 
-def with_base(world, change, name="embed"):
-    table = np.array(world.model.embed.embedding[...])
-    return jlora.Adapter(name="bad", modules=make_adapter("x").modules, base_weights={name: change(table)})
-
-
-# defect -> (the adapter, the message: tensor, expected, found)
-BAD = {
-    "A": (
-        lambda w: adapter(layers__1__k_proj=factors(2, WIDTH + 1, 8)),
+HEAD = lora("lm_head", 2, np.random.default_rng(0))
+# The modules, and parts of the message: tensor, expected, found.
+BAD = [
+    (
+        {"layers.1.k_proj": factors(2, WIDTH + 1, 8)},
         ["layers.1.k_proj", "(2, 17)", "(2, 16)", "(8, 2)", "layers.1.qkv_proj"],
     ),
-    "B": (
-        lambda w: adapter(layers__1__k_proj=factors(2, WIDTH, 16)),
-        ["layers.1.k_proj", "(16, 2)", "(8, 2)"],
-    ),
-    "all of a merged layer": (
-        lambda w: adapter(layers__0__qkv_proj=factors(2, WIDTH, 16)),
-        ["layers.0.qkv_proj", "(16, 2)", "(32, 2)"],
-    ),
-    "a part twice": (
-        lambda w: adapter(layers__0__qkv_proj=factors(2, WIDTH, 32), layers__0__k_proj=factors(2, WIDTH, 8)),
+    ({"layers.1.k_proj": factors(2, WIDTH, 16)}, ["layers.1.k_proj", "(16, 2)", "(8, 2)"]),
+    ({"layers.0.qkv_proj": factors(2, WIDTH, 16)}, ["layers.0.qkv_proj", "(16, 2)", "(32, 2)"]),
+    (
+        {"layers.0.qkv_proj": factors(2, WIDTH, 32), "layers.0.k_proj": factors(2, WIDTH, 8)},
         ["layers.0.k_proj", "slice 1 of 'layers.0.qkv_proj'", "layers.0.qkv_proj fills too"],
     ),
-    "a layer under two names": (
-        lambda w: adapter(lm_head=lora("lm_head", 2, np.random.default_rng(0)), embed__attend=factors(2, WIDTH, VOCAB)),
-        ["embed.attend", "lm_head fills too"],
-    ),
-    "nothing in it": (lambda w: jlora.Adapter(name="bad", modules={}), ["no LoRA weights", "found none"]),
-    "scaling": (
-        lambda w: adapter(layers__0__o_proj=factors(2, WIDTH, 16, scaling=float("nan"))),
+    ({"lm_head": HEAD, "embed.attend": factors(2, WIDTH, VOCAB)}, ["embed.attend", "lm_head fills too"]),
+    ({}, ["no LoRA weights", "found none"]),
+    (
+        {"layers.0.o_proj": factors(2, WIDTH, 16, scaling=float("nan"))},
         ["layers.0.o_proj", "scaling must be a finite float32", "nan"],
     ),
-    "overflow": (
-        lambda w: adapter(layers__0__o_proj=dataclasses.replace(factors(2, WIDTH, 16), b=np.full((16, 2), 1e300))),
+    (
+        {"layers.0.o_proj": factors(2, WIDTH, 16, b=np.full((16, 2), 1e300))},
         ["layers.0.o_proj", "B must be finite", "float32", "reaches 1e+300"],
     ),
-    "base values": (
-        lambda w: with_base(w, lambda table: table + np.float32(1e-3)),
-        ["embed.base_layer.weight", "values differ", "another base model"],
-    ),
-    "base shape": (
-        lambda w: with_base(w, lambda table: np.concatenate([table, table[:1]])),
-        ["embed.base_layer.weight", f"({VOCAB + 1}, {WIDTH})", f"({VOCAB}, {WIDTH})"],
-    ),
-    "base of the logits": (
-        lambda w: with_base(w, lambda table: table * 2, "lm_head"),
-        ["lm_head.base_layer.weight", "values differ"],
-    ),
-    "base of nothing": (
-        lambda w: with_base(w, lambda table: table, "extra"),
-        ["extra.base_layer.weight", "no module 'extra'"],
-    ),
-}
+]
+# A layer, the change of its base weights, and parts of the message.
+BAD_BASES = [
+    ("embed", lambda table: table + np.float32(1e-3), ["embed.base_layer.weight", "values differ", "another base"]),
+    ("embed", lambda table: np.concatenate([table, table[:1]]), [f"({VOCAB + 1}, {WIDTH})", f"({VOCAB}, {WIDTH})"]),
+    ("lm_head", lambda table: table * 2, ["lm_head.base_layer.weight", "values differ"]),
+    ("extra", lambda table: table, ["extra.base_layer.weight", "no module 'extra'"]),
+]
 
 
-@pytest.mark.parametrize("what", BAD)
-def test_a_misfit_changes_nothing(busy, what):
+def test_misfits_change_nothing(busy):
     """In the place of an adapter that is in a slot."""
-    make, parts = BAD[what]
-    bad = dataclasses.replace(make(busy), name="b")
+    table = np.array(busy.model.embed.embedding[...])
+    cases = [(jlora.Adapter(name="b", modules=modules), parts) for modules, parts in BAD]
+    for name, change, parts in BAD_BASES:
+        bad = dataclasses.replace(make_adapter("x"), name="b", base_weights={name: change(table)})
+        cases.append((bad, parts))
     with busy.manager.prepare(["a", None, "a"]) as batch:
         first, before, stats = busy.logits(batch), busy.held(), busy.manager.stats()
-        with pytest.raises(jlora.AdapterMismatchError) as caught:
-            busy.manager.add_adapter(bad, load_inplace=True)
-        for part in ("adapter 'b'", *parts):
-            assert part in str(caught.value)
-        assert same(before, busy.held())
+        for bad, parts in cases:
+            with pytest.raises(jlora.AdapterMismatchError) as caught:
+                busy.manager.add_adapter(bad, load_inplace=True)
+            for part in ("adapter 'b'", *parts):
+                assert part in str(caught.value)
+            assert same(before, busy.held())
         assert busy.manager.stats() == stats
         np.testing.assert_array_equal(busy.logits(batch), first)
     busy.check(busy.serve(["a", "b", None]), [make_adapter("a"), make_adapter("b"), None])
 
 
-def test_every_misfit_of_an_adapter_is_named_at_once(busy):
+@pytest.mark.usefixtures("unchecked_calls")
+def test_misfits_are_named_together_with_the_way_out(busy):
     modules = {f"layers.{i}.w": factors(2, WIDTH, 16) for i in range(11)}
     with pytest.raises(jlora.AdapterMismatchError) as caught:
         busy.manager.add_adapter(jlora.Adapter(name="bad", modules=modules))
     assert sum(f"layers.{i}.w:" in str(caught.value) for i in range(11)) == 8
     assert "... and 3 more" in str(caught.value)
-
-
-def test_ranks_above_the_largest_are_named_together_with_the_way_out(busy):
     ranks = dict(zip(MODULES, [2, 5, 6, 5, 5, 2, 6, 5, 5], strict=False))
     modules = {name: lora(name, rank, np.random.default_rng(0)) for name, rank in ranks.items()}
-    first = next(name for name, rank in ranks.items() if rank == 6)
-    with pytest.raises(jlora.AdapterMismatchError) as caught:
+    with pytest.raises(jlora.AdapterMismatchError, match=r"rank 6 is above max_lora_rank=4 .7 modules.*_rank=6"):
         busy.manager.add_adapter(jlora.Adapter(name="bad", modules=modules))
-    assert str(caught.value) == (
-        f"adapter 'bad' does not fit this model:\n  rank 6 is above max_lora_rank=4 (7 modules, first {first!r}); "
-        "raise it: LoRAConfig(max_lora_rank=6), or jlora serve --max-lora-rank 6"
-    )
-
-
-@pytest.mark.usefixtures("unchecked_calls")
-@pytest.mark.parametrize("name", [None, "", 3])
-def test_an_adapter_needs_a_name(busy, name):
-    with pytest.raises(jlora.LoRAUsageError, match="non-empty string"):
-        busy.manager.add_adapter(jlora.Adapter(name=name, modules=make_adapter("x").modules))
+    for name in (None, "", 3):
+        with pytest.raises(jlora.LoRAUsageError, match="non-empty string"):
+            busy.manager.add_adapter(jlora.Adapter(name=name, modules=make_adapter("x").modules))
 
 
 def whole(name, version=0):
@@ -191,7 +161,7 @@ WRITES = 2 * 5  # of two adapters: the lookup, the logits, merged, o_proj, ranks
 
 
 @pytest.mark.parametrize("how", ["before", "consumed", "after"])
-@pytest.mark.parametrize("nth", [1, 2, WRITES // 2 + 1, WRITES])
+@pytest.mark.parametrize("nth", [1, WRITES // 2 + 1, WRITES])
 def test_failed_write_is_repaired(full, nth, how):
     """Two adapters are swapped in and the nth program fails; the next batches are right."""
     damage = delete if how == "consumed" else lambda *args: None
@@ -203,12 +173,10 @@ def test_failed_write_is_repaired(full, nth, how):
         assert slot_names(full.manager)[1] == "b"
     full.check(full.serve(["c", "d", None]), [whole("c"), whole("d"), None])
     check_everything(full)
-
-
-def test_there_are_as_many_writes_as_the_test_above_fails(full):
+    full.serve(["a", "b", None])
     with failing_write(full.manager, 0) as calls:
         full.serve(["c", "d", None])
-    assert len(calls) == WRITES
+    assert len(calls) == WRITES  # so each of them fails above
 
 
 @pytest.mark.parametrize("nth", [1, WRITES // 2])
@@ -243,9 +211,6 @@ def test_a_failure_while_mending_is_mended_too(full):
     check_everything(full)
 
 
-# --- slot arrays changed from outside ---------------------------------------------------------------------------------
-
-
 def test_a_step_that_donates_the_slot_arrays(full):
     """A step that takes the model's state as a donated argument consumes the slots with it."""
     graphdef, slots, rest = nnx.split(full.model, jlora.SlotParam, ...)
@@ -274,8 +239,8 @@ def test_an_evicted_adapter_that_cannot_be_read_again(world, tmp_path, caplog, d
     """The error has one class for all causes, the name stays known, and files that are back are served."""
     manager, folder = as_new(world).manager, tmp_path / "a"
     make_adapter("a").save_pretrained(folder)
-    request = jlora.LoRARequest("a", folder)
-    manager.add_adapter(request)
+    asked = jlora.LoRARequest("a", folder)
+    manager.add_adapter(asked)
     assert manager.remove_oldest_adapter()
     folder.rename(tmp_path / "kept")
     if damage == "truncated":
@@ -285,7 +250,7 @@ def test_an_evicted_adapter_that_cannot_be_read_again(world, tmp_path, caplog, d
         make_adapter("a", rank=MAX_RANK + 1).save_pretrained(folder)
     calls = [
         lambda: manager.prepare(["a", None]),
-        lambda: manager.prepare([request]),
+        lambda: manager.prepare([asked]),
         lambda: manager.pin_adapter("a"),
         lambda: manager.activate_adapter("a"),
         lambda: manager.update_adapter("a", {}),
@@ -308,3 +273,55 @@ def test_an_evicted_adapter_that_cannot_be_read_again(world, tmp_path, caplog, d
     shutil.rmtree(folder, ignore_errors=True)
     (tmp_path / "kept").rename(folder)
     world.check(world.serve(["a", None, None]), [make_adapter("a"), None, None])
+
+
+class _Fails:
+    """Calls of `os` that read below a folder; the nth of them fails."""
+
+    def __init__(self, monkeypatch, folder, n):
+        self.calls, self.failed = 0, False
+        self._folder, self._n, self._opened = str(folder), n, set()
+        for name in ("open", "stat", "lstat", "fstat", "preadv", "scandir", "readlink"):
+            monkeypatch.setattr(os, name, self._counted(getattr(os, name)))
+
+    def _counted(self, real):
+        def call(path, *args, **kwargs):
+            ours = path in self._opened if isinstance(path, int) else self._folder in os.fspath(path)
+            if ours:
+                self.calls += 1
+                if self.calls == self._n:
+                    self.failed = True
+                    raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+            found = real(path, *args, **kwargs)
+            if ours and real.__name__ == "open":
+                self._opened.add(found)
+            return found
+
+        return call
+
+
+def test_a_disk_fails_on_the_nth_read(world, tmp_path, monkeypatch):
+    """For every n, the error names the file, other adapters are served, and a later load succeeds."""
+    good, bad = request(tmp_path / "good", "good"), request(tmp_path / "bad", "bad")
+    world.manager.add_adapter(good)
+    want = world.serve(["good", None, None])
+    open_files = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
+    for n in itertools.count(1):
+        with monkeypatch.context() as patched:
+            disk = _Fails(patched, tmp_path / "bad", n)
+            error = refused(world.manager.add_adapter, bad)
+        if error is not None:
+            assert disk.failed
+            assert "adapter 'bad'" in str(error)
+            assert str(tmp_path / "bad") in str(error)
+            assert list(world.manager.list_adapters()) == ["good"]
+            np.testing.assert_array_equal(world.serve(["good", None, None]), want)
+        there = "bad" in world.manager.list_adapters()
+        assert world.manager.add_adapter(bad) != there
+        world.check(world.serve(["good", "bad", None]), [make_adapter("good"), make_adapter("bad"), None])
+        world.manager.remove_adapter("bad")
+        if not disk.failed:
+            break
+    assert n > 10
+    if open_files is not None:
+        assert len(os.listdir("/proc/self/fd")) <= open_files

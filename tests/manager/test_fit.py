@@ -1,7 +1,5 @@
 """Base weights in an adapter, and adapters read back from their slots."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 from flax import nnx
@@ -35,14 +33,6 @@ def test_any_scaling_is_read_back_with_the_bits_of_the_factors(rng, scaling):
     read = manager.export_adapter("x").modules["proj"]
     assert (read.a.tobytes(), read.b.tobytes()) == (module.a.tobytes(), module.b.tobytes())
     assert (read.rank, read.alpha, read.scaling) == (2, module.alpha, scaling)
-
-
-def test_scaling_zero_serves_the_bits_of_the_base(world):
-    modules = {
-        name: dataclasses.replace(lora, alpha=0.0, scaling=0.0) for name, lora in make_adapter("z").modules.items()
-    }
-    world.manager.add_adapter(jlora.Adapter(name="z", modules=modules))
-    np.testing.assert_array_equal(world.serve(["z", None, "z"]), world.serve([None] * 3))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -32,24 +31,20 @@ def large_request(folder, name: str) -> jlora.LoRARequest:
     return jlora.LoRARequest(name, str(folder / name))
 
 
-def update(world, name: str, version: int, put=np.asarray) -> jlora.Adapter:
+def update(world, name: str, version: int) -> jlora.Adapter:
     """Replace all weights of an adapter."""
     new = make_adapter(name, version, rank=MAX_RANK, modules=list(MODULES))
-    world.manager.update_adapter(name, tensors(new, put))
+    world.manager.update_adapter(name, tensors(new, np.asarray))
     return new
 
 
-# --- from memory, or updated ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("put", [np.asarray, jnp.asarray], ids=["host", "device"])
-def test_own_weights_outlive_any_number_of_loads(tmp_path, put):
+def test_own_weights_outlive_any_number_of_loads(tmp_path):
     world = make_world(max_loras=1, max_cpu_loras=3)
     m = world.manager
     m.add_adapter(large("memory"))
     m.add_adapter(large_request(tmp_path, "updated"))
-    new = update(world, "updated", 1, put)
-    for name in NAMES:
+    new = update(world, "updated", 1)
+    for name in NAMES[:4]:
         world.check(world.serve([request(tmp_path, name), None, None]), [make_adapter(name), None, None])
         assert slot_names(m) == (name,)  # they may leave their slots
         assert set(on_host(m)) == {"memory", "updated", name}
@@ -60,32 +55,17 @@ def test_own_weights_outlive_any_number_of_loads(tmp_path, put):
     assert m.list_adapters()["updated"].request is None
 
 
-# --- batches that cannot fit ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("kind", "timeout"), [("memory", None), ("updated", 0), ("pinned", None), ("leased", 0)])
-def test_batch_without_places_loads_nothing(tmp_path, kind, timeout):
+def test_batch_without_places_loads_nothing(tmp_path):
     """Two adapters in the one place that is left would evict each other without end."""
     world = make_world(max_loras=3, max_cpu_loras=3)
     m = world.manager
-    own = [large("x"), large("y")] if kind == "memory" else [large_request(tmp_path, name) for name in "xy"]
-    for each in own:
-        m.add_adapter(each)
-    if kind == "updated":
-        update(world, "x", 1), update(world, "y", 1)
-    elif kind == "pinned":
-        m.pin_adapter("x"), m.pin_adapter("y")
-    batch = m.prepare(["x", "y", None]) if kind == "leased" else None
+    world.load(large("x"), large("y"))
     asked = [large_request(tmp_path, name) for name in "ab"]
-    loads = m.stats().host_loads
-    match = "2 adapters need a slot" if kind in ("pinned", "leased") else "max_cpu_loras=3"
-    with pytest.raises(jlora.NoFreeSlotError, match=match):
-        in_time(lambda: m.prepare([*asked, None], timeout=timeout))
-    assert m.stats().host_loads == loads
-    if batch is not None:
-        batch.close()
+    with pytest.raises(jlora.NoFreeSlotError, match="max_cpu_loras=3"):
+        in_time(lambda: m.prepare([*asked, None]))
+    assert m.stats().host_loads == 2
     assert world.serve([asked[0], None, None]).shape  # one fits
-    assert m.stats().host_loads == loads + 1
+    assert m.stats().host_loads == 3
 
 
 def test_batch_waits_for_places_until_its_deadline(tmp_path):
@@ -117,9 +97,6 @@ def test_batch_too_large_for_the_bytes_ends(tmp_path):
     with pytest.raises(jlora.NoFreeSlotError, match=rf"need {3 * size} bytes .*max_cpu_bytes={2 * size}"):
         in_time(lambda: m.prepare([*asked, None]))
     assert m.stats().host_loads == loads
-
-
-# --- every cache of six names -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -12,26 +12,8 @@ from tests.records import slot_names
 pytestmark = pytest.mark.device
 
 
-def load(world, *names):
-    for name in names:
-        world.manager.add_adapter(make_adapter(name))
-
-
-def test_an_open_batch_keeps_its_slots(world):
-    load(world, "a", "b", "c")
-    batch = world.manager.prepare(["a", None, None])
-    first = world.logits(batch)
-    for name in ("b", "c", "b"):  # the other slot changes hands
-        world.serve([name, None, None])
-        assert slot_names(world.manager) == ("a", name)
-        np.testing.assert_array_equal(world.logits(batch), first)
-    batch.close()
-    world.serve(["b", "c", None])
-    assert slot_names(world.manager) == ("c", "b")
-
-
 def test_no_free_slot_changes_nothing(world):
-    load(world, "a", "b", "c", "d")
+    world.load("a", "b", "c", "d")
     m = world.manager
     m.pin_adapter("a")
     batch = m.prepare(["b", None, "a"])
@@ -53,7 +35,7 @@ def test_no_free_slot_changes_nothing(world):
 
 
 def test_a_leased_adapter_is_not_removed_deactivated_or_replaced(world):
-    load(world, "a", "b")
+    world.load("a", "b")
     m = world.manager
     with m.prepare(["a", None, None]) as batch:
         first, before = world.logits(batch), world.held()
@@ -77,7 +59,7 @@ def test_a_leased_adapter_is_not_removed_deactivated_or_replaced(world):
 
 def test_closing_takes_no_lock(world):
     """A batch may be collected in a thread that must not wait: here another thread sits inside the manager."""
-    load(world, "a")
+    world.load("a")
     batches = [world.manager.prepare(["a", None, None]) for _ in range(2)]
     with world.manager._state.lock.writing:
         for end in (batches[0].close, batches.clear):

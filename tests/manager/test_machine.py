@@ -223,17 +223,11 @@ class Open:
 
 @functools.cache
 def folders() -> Path:
-    """Adapters on disk: name and version, one that is cut short, and one whose last number is none."""
+    """Adapters on disk: name and version."""
     made = Path(tempfile.mkdtemp(prefix="jlora-machine-"))
     for name in "abcdef":
         for version in range(3):
             adapter(name, version).save_pretrained(made / f"{name}{version}")
-    adapter("cut").save_pretrained(made / "cut")
-    weights = made / "cut" / "adapter_model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-7])
-    adapter("nan").save_pretrained(made / "nan")
-    weights = made / "nan" / "adapter_model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-4] + np.float32(np.nan).tobytes())
     return made
 
 

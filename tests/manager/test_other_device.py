@@ -1,5 +1,7 @@
 """A model on a device other than the default: its slots are there too, and a step moves no array."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,66 +10,40 @@ from flax import nnx
 
 import jlora
 from jlora._compat import set_raw_value
-from tests.manager.tiny import MAX_RANK, Model, World, make_adapter
+from tests.manager.tiny import MAX_RANK, MODULES, Model, World, make_adapter, tensors
 
 OTHER = 3  # of the eight virtual devices
 
 
-def other_world(**config) -> World:
+def test_slots_batches_updates_and_repairs_stay_on_the_device_of_the_model():
     model, device = Model(), jax.devices()[OTHER]
     nnx.update(model, jax.device_put(nnx.state(model), device))
-    sizes = jlora.LoRAConfig(max_loras=2, max_cpu_loras=4, max_lora_rank=MAX_RANK, **config)
+    config = jlora.LoRAConfig(max_loras=2, max_cpu_loras=4, max_lora_rank=MAX_RANK)
     tokens = jax.device_put(np.arange(12, dtype=np.int32).reshape(3, 4), device)
-    return World(model, jlora.LoRAManager(model, sizes), tokens)
+    far = World(model, jlora.LoRAManager(model, config), tokens)
+    adapters = {name: make_adapter(name, rank=2, modules=list(MODULES)) for name in "abc"}
 
-
-@pytest.fixture
-def far():
-    return other_world()
-
-
-def devices(world):
-    return {device for _, array in world.slots() for device in array.devices()}
-
-
-def test_slots_and_batches_stay_on_the_device_of_the_model(far):
-    adapters = {name: make_adapter(name) for name in "abc"}
-    for adapter in adapters.values():
-        far.manager.add_adapter(adapter)
-    for names in (["a", None, "b"], ["c", "a", None], ["b", "b", "c"]):
+    def check(*names):
         with far.manager.prepare(names) as batch:
-            assert batch.slots.devices() == {jax.devices()[OTHER]}
+            assert batch.slots.devices() == {device}
             with jax.transfer_guard_device_to_device("disallow"):
                 logits = far.logits(batch)
         far.check(logits, [adapters.get(name) for name in names])
-        assert devices(far) == {jax.devices()[OTHER]}
+        assert {each for _, array in far.slots() for each in array.devices()} == {device}
+
+    far.load(*adapters.values())
+    for names in (["a", None, "b"], ["c", "a", None], ["b", "b", "c"]):
+        check(*names)
+    for version, put in enumerate((np.asarray, jnp.asarray, lambda array: jax.device_put(array, device)), 1):
+        new = make_adapter("b", version, rank=2, modules=list(MODULES))
+        old = adapters["b"].modules
+        modules = {name: dataclasses.replace(old[name], a=m.a, b=m.b) for name, m in new.modules.items()}
+        adapters["b"] = jlora.Adapter(name="b", modules=modules)
+        far.manager.update_adapter("b", tensors(new, put))
+        check("b", None, "c")
+    model.layers[0].qkv_proj.jlora_a.get_value().delete()
+    check("b", None, "c")
     assert len(far.traces) == 1
-
-
-@pytest.mark.parametrize("where", ["host", "model", "default"])
-def test_updates_from_anywhere(far, where):
-    old, new = (make_adapter("a", version, rank=2, modules=["layers.0.q_proj", "embed"]) for version in range(2))
-    far.manager.add_adapter(old)
-    far.serve(["a", None, None])
-    arrays = {f"{name}.lora_A.weight": lora.a for name, lora in new.modules.items() if lora.kind == "linear"}
-    arrays |= {f"{name}.lora_B.weight": lora.b for name, lora in new.modules.items() if lora.kind == "linear"}
-    modules = {name: new.modules[name] if lora.kind == "linear" else lora for name, lora in old.modules.items()}
-    if where != "host":
-        place = jax.devices()[OTHER if where == "model" else 0]
-        arrays = {name: jax.device_put(array, place) for name, array in arrays.items()}
-    far.manager.update_adapter("a", arrays)
-    far.check(far.serve(["a", None, "a"]), [found := jlora.Adapter(name="a", modules=modules), None, found])
-    assert devices(far) == {jax.devices()[OTHER]}
-
-
-def test_a_lost_array_is_made_anew_beside_the_others(far):
-    adapter = make_adapter("a")
-    far.manager.add_adapter(adapter)
-    far.serve(["a", None, None])
-    lost = far.model.layers[0].qkv_proj.jlora_a
-    lost.get_value().delete()
-    far.check(far.serve(["a", None, "a"]), [adapter, None, adapter])
-    assert devices(far) == {jax.devices()[OTHER]}
 
 
 def test_parts_on_several_devices_leave_slots_where_they_were():

@@ -6,7 +6,6 @@ Processes are simulated: each virtual device belongs to the process of its shard
 import functools
 import json
 import os
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -19,7 +18,7 @@ from safetensors.numpy import save_file
 import jlora
 from jlora.errors import AdapterFormatError
 from jlora.sharding import rules
-from tests.adapters.reading import hook_reads, reading
+from tests.adapters.reading import before_each_read, reading
 from tests.adapters.test_expert_formats import factors, flat, tensors, three_axes
 from tests.layers import expert_models
 from tests.layers.expert_models import HIDDEN, INNER, LAYERS, Gathering, Interleaved, Model, Scanned
@@ -39,12 +38,6 @@ KINDS = (
     *("flat", "flat exchanged", "grouped", "grouped exchanged"),
 )
 EACH, FUSED = KINDS[0], KINDS[5:]
-# shards of experts, and those of them that are this process's
-CASES = [(4, (1, 2)), pytest.param(4, (0, 3), marks=pytest.mark.slow)]
-
-
-def own_of(shards, own):
-    return [e for e in range(E) if e // (E // shards) in own]
 
 
 def file_of(kind, experts=range(E), spoil=None):
@@ -72,43 +65,6 @@ def file_of(kind, experts=range(E), spoil=None):
     return tensors(modules), {"r": R, **targets}
 
 
-def wanted(file: Path, kind, own) -> np.ndarray:
-    """Return the expected reads of each byte, derived from the header: uint8 [size], 0 for the header."""
-    content = file.read_bytes()
-    begin = 8 + int.from_bytes(content[:8], "little")
-    found = np.zeros(len(content), np.uint8)
-    for name, info in json.loads(content[8:begin]).items():
-        first, last = (begin + at for at in info["data_offsets"])
-        numbers = found[first:last].reshape(*info["shape"], -1)  # the bytes of each number last
-        if "experts" not in name:
-            numbers[...] = 1
-        elif kind == "each":
-            numbers[...] = int(name.split("experts.")[1].split(".")[0]) in own
-        elif len(info["shape"]) == 3:
-            for e in range(E):
-                if len(numbers) == 1 or e in own:
-                    numbers[e % len(numbers)] = 1
-        elif "lora_A" in name:
-            for e in range(E):
-                numbers[e * R : (e + 1) * R] = e in own
-        else:
-            numbers[...] = bool(own)  # experts are interleaved in every row
-    return found
-
-
-def counted(patch: pytest.MonkeyPatch, file: Path):
-    """Return the number of reads of each byte until `patch` is undone: uint8 [size], 0 for the header."""
-    begin = 8 + int.from_bytes(file.read_bytes()[:8], "little")
-    found = np.zeros(file.stat().st_size, np.uint8)
-
-    def count(offset, size):
-        if offset >= begin:
-            found[offset : offset + size] += 1
-
-    hook_reads(patch, count)
-    return found
-
-
 @pytest.fixture
 def folder_of(tmp_path):
     def write(found, name="x", **fields):
@@ -125,11 +81,11 @@ def folder_of(tmp_path):
 
 
 class World:
-    """A manager of a model whose experts are split, in a process that has some of them."""
+    """A manager of a model whose experts are split into four shards, in a process that has some of them."""
 
-    def __init__(self, cls, shards, own, stacked=False, **config):
-        self.own = own_of(shards, own)
-        mesh = Mesh(np.array(jax.devices()).reshape(-1, shards), ("data", "expert"))
+    def __init__(self, cls, own, stacked=False, shared=False):
+        self.own = [e for e in range(E) if e // 2 in own]
+        mesh = Mesh(np.array(jax.devices()).reshape(-1, 4), ("data", "expert"))
         process = {device.id: 0 if at[1] in own else 1 for at, device in np.ndenumerate(mesh.devices)}
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(expert_models, "EXPERTS", E)
@@ -140,7 +96,8 @@ class World:
                     value = param.get_value()
                     split = (*(None,) * (value.ndim - 3), "expert") if "experts" in path else ()
                     param.set_value(jax.device_put(value, NamedSharding(mesh, P(*split))))
-            sizes = {"max_loras": 2, "max_lora_rank": 4, "max_cpu_loras": 8} | config
+            sizes = {"max_loras": 2, "max_lora_rank": 4, "max_cpu_loras": 8}
+            sizes |= {"expert_slots": {"per_expert": 1, "shared": 1}} if shared else {}
             self.manager = jlora.LoRAManager(model, jlora.LoRAConfig(**sizes))
             for site in self.manager._state.pool.sites:  # computed once, and kept
                 assert site.spec.experts is None or list(site.spec.own_shards) == list(own)
@@ -156,10 +113,6 @@ class World:
 @functools.cache
 def world_of(*args, **config):
     return World(*args, **config)
-
-
-def whole_of(cls, shards, **config):
-    return world_of(cls, shards, tuple(range(shards)), **config)
 
 
 def assert_same_where_own(part, whole, own):
@@ -181,73 +134,64 @@ def assert_same_where_own(part, whole, own):
     assert seen == {True, False}
 
 
-@pytest.mark.parametrize(("shards", "own"), CASES, ids=str)
+WHOLE = (0, 1, 2, 3)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_of_own_experts(folder_of, monkeypatch, kind, shards, own):
+def test_blocks_of_own_experts(folder_of, kind):
     found, fields = file_of(kind)
     folder = folder_of(found, **fields)
     request = jlora.LoRARequest("x", str(folder))
-    whole = whole_of(Gathering, shards).staged(request)
-    world, file = world_of(Gathering, shards, own), folder / "adapter_model.safetensors"
-    expected, times = wanted(file, kind, world.own), counted(monkeypatch, file)
-    with reading(80, part=240, threads=True):  # in pieces that cut tensors, and interleaved experts between rows
+    whole = world_of(Gathering, WHOLE).staged(request)
+    world, weights = world_of(Gathering, (1, 2)), (folder / "adapter_model.safetensors").read_bytes()
+    header, times = 8 + int.from_bytes(weights[:8], "little"), np.zeros(len(weights), np.uint8)  # reads of each byte
+
+    def count(offset, size):
+        times[offset : offset + size] += offset >= header
+
+    # in pieces that cut tensors, and interleaved experts between rows
+    with reading(80, part=240, threads=True), before_each_read(count):
         part = world.staged(request)
-    np.testing.assert_array_equal(times, expected)
+    assert times.max() == 1
+    # Half of an array, or all of one that experts share or that has all of them interleaved in every row.
+    shared = {name for name, array in found.items() if len(array) == 1 or (kind in FUSED and "lora_B" in name)}
+    assert times.sum() == sum(array.nbytes // (1 if name in shared else 2) for name, array in found.items())
     assert_same_where_own(part, whole, world.own)
-    held = sum(block.a.nbytes + block.b.nbytes for block in whole.blocks)
-    assert sum(block.nbytes for block in part.blocks) == held * max(len(own), shards - len(own)) // shards
-    assert sum(block.nbytes for block in whole.blocks) == held
+    assert 2 * sum(block.nbytes for block in part.blocks) == sum(block.nbytes for block in whole.blocks)
 
 
-@pytest.mark.parametrize("kind", [EACH, "flat"])
-def test_layers_in_a_stack(folder_of, kind):
-    found, fields = file_of(kind)
-    request = jlora.LoRARequest("x", str(folder_of(found, **fields)))
-    whole = whole_of(Gathering, 4, stacked=True).staged(request)
-    world = world_of(Gathering, 4, (1, 2), stacked=True)
-    assert_same_where_own(world.staged(request), whole, world.own)
-
-
-@pytest.mark.parametrize("kind", FUSED[1:3])
-def test_gate_and_up_alternate_in_the_layer(folder_of, kind):
-    found, fields = file_of(kind)
-    request = jlora.LoRARequest("x", str(folder_of(found, **fields)))
-    whole = whole_of(Interleaved, 4).staged(request)
-    world = world_of(Interleaved, 4, (0, 3))
-    assert_same_where_own(world.staged(request), whole, world.own)
-
-
-@pytest.mark.parametrize("kind", ["shared A", "three axes"])
-def test_slots_for_experts_that_share_a_factor(folder_of, kind):
-    """Of the factor that is shared every process has all."""
-    found, fields = file_of("three axes")
+@pytest.mark.parametrize(
+    ("kind", "cls", "own", "options"),
+    [
+        (EACH, Gathering, (0, 3), {"stacked": True}),
+        ("flat", Gathering, (1, 2), {"stacked": True}),
+        ("flat exchanged", Interleaved, (0, 3), {}),
+        ("grouped", Interleaved, (0, 3), {}),
+        ("shared", Gathering, (1, 2), {"shared": True}),
+        ("three axes", Gathering, (1, 2), {"shared": True}),
+    ],
+)
+def test_other_layers_and_slots(folder_of, kind, cls, own, options):
+    """From files and from memory. Of a factor that experts share, every process has all."""
+    found, fields = file_of("three axes" if kind == "shared" else kind)
     for name, array in found.items():
-        if kind == "shared A" and ("lora_B" if "down_proj" in name else "lora_A") in name:
+        if kind == "shared" and ("lora_B" if "down_proj" in name else "lora_A") in name:
             found[name] = array[:1]
-    request = jlora.LoRARequest("x", str(folder_of(found, **fields)))
-    config = {"expert_slots": {"per_expert": 1, "shared": 1}}
-    whole = World(Gathering, 4, (0, 1, 2, 3), **config).staged(request)
-    world = World(Gathering, 4, (1, 2), **config)
-    part = world.staged(request)
-    assert_same_where_own(part, whole, world.own)
-    alone = [block for block in part.blocks if block.chunk.spec.experts is None]
-    assert bool(alone) == (kind == "shared A")
-    assert all(block.a.any() or block.b.any() for block in alone)
-
-
-@pytest.mark.parametrize("kind", [EACH, "flat"])
-def test_an_adapter_in_memory(folder_of, kind):
-    found, fields = file_of(kind)
-    adapter = jlora.Adapter.from_pretrained(folder_of(found, **fields))
-    world = world_of(Gathering, 4, (0, 3))
-    assert_same_where_own(world.staged(adapter), whole_of(Gathering, 4).staged(adapter), world.own)
+    folder = folder_of(found, **fields)
+    whole, world = world_of(cls, WHOLE, **options), world_of(cls, own, **options)
+    for source in (jlora.LoRARequest("x", str(folder)), jlora.Adapter.from_pretrained(folder, name="x")):
+        part = world.staged(source)
+        assert_same_where_own(part, whole.staged(source), world.own)
+        alone = [block for block in part.blocks if block.chunk.spec.experts is None]
+        assert bool(alone) == (kind == "shared")
+        assert all(block.a.any() or block.b.any() for block in alone)
 
 
 def test_rows_that_are_moved_alone_are_there_and_take_no_memory(folder_of):
     """Few experts have weights: every process writes the rows of each, for all write the same programs."""
     found, fields = file_of(EACH, experts=(1, 6))
     request = jlora.LoRARequest("x", str(folder_of(found, **fields)))
-    whole, world = whole_of(Gathering, 4).staged(request), world_of(Gathering, 4, (0, 1))
+    whole, world = world_of(Gathering, WHOLE).staged(request), world_of(Gathering, (0, 1))
     part = world.staged(request)
     assert_same_where_own(part, whole, world.own)
     assert {block.chunk.rows[block.row][1] for block in part.blocks} == {1, 6}
@@ -257,10 +201,10 @@ def test_rows_that_are_moved_alone_are_there_and_take_no_memory(folder_of):
         assert block.nbytes == block.a.nbytes + block.b.nbytes
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["each", "three axes", "shared B", "flat", "grouped exchanged"])
 def test_only_own_experts_are_checked_for_nan(folder_of, kind):
-    world = world_of(Gathering, 4, (1, 2))
-    for e in (1, 3, 4, 6):
+    world = world_of(Gathering, (1, 2))
+    for e in (1, 4):
         part = "down_proj" if "up" not in kind else "gate_up_proj"
         found, fields = file_of(kind, spoil=(1, part, e))
         request = jlora.LoRARequest("x", str(folder_of(found, name=f"at{e}", **fields)))

@@ -2,7 +2,6 @@
 
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,21 +10,10 @@ from flax import nnx
 
 import jlora
 from jlora.adapters import ExpertsLoRA
-from jlora.errors import AdapterMismatchError, LoRAError
-from tests.layers.expert_models import (
-    EXPERTS,
-    HIDDEN,
-    INNER,
-    LAYERS,
-    Gathering,
-    Model,
-    Ragged,
-    Roomy,
-    Scanned,
-    Seams,
-    reference,
-)
-from tests.manager.test_experts import each, normal, one_by_one, router, stacked
+from jlora.errors import AdapterMismatchError
+from tests.layers.expert_models import EXPERTS, HIDDEN, INNER, LAYERS, Gathering, Model, Ragged, Roomy, Scanned, Seams
+from tests.manager import test_experts
+from tests.manager.test_experts import each, normal, router, stacked
 from tests.manager.tiny import as_new
 from tests.records import slot_names, write_programs
 from tests.small_device import on_small_device
@@ -33,6 +21,7 @@ from tests.small_device import on_small_device
 pytestmark = pytest.mark.device
 
 NAMES = ["full", "s", None, "dense", "t", "s"]
+plain = test_experts.plain
 
 
 def shared(name, seed=0, *, parts=("gate_proj", "up_proj", "down_proj"), rank=2, gate=False):
@@ -48,16 +37,6 @@ def shared(name, seed=0, *, parts=("gate_proj", "up_proj", "down_proj"), rank=2,
     return jlora.Adapter(name=name, modules=modules | (dict(router(name, seed).modules) if gate else {}))
 
 
-def plain(adapter):
-    """The equivalent 2D adapter, for the reference."""
-    experts = {name: m for name, m in adapter.modules.items() if m.kind == "experts"}
-    if not experts:
-        return adapter
-    others = {name: m for name, m in adapter.modules.items() if name not in experts}
-    apart = one_by_one(jlora.Adapter(name=adapter.name, modules=experts)) if experts else adapter
-    return jlora.Adapter(name=adapter.name, modules={**others, **apart.modules})
-
-
 ADAPTERS = {
     "full": each("full"),
     "s": shared("s", 1, gate=True),
@@ -66,39 +45,19 @@ ADAPTERS = {
 }
 
 
-class World:
+class World(test_experts.World):
     """Five slots: two for experts of any kind, two for experts that share factors, one for neither."""
 
     def __init__(self, model, **config):
-        self.model = model
-        sizes = {"max_loras": 5, "expert_slots": {"per_expert": 2, "shared": 2}, "max_lora_rank": 4} | config
-        self.manager = jlora.LoRAManager(model, jlora.LoRAConfig(**sizes, max_cpu_loras=12))
-        self.x = jax.random.normal(jax.random.key(1), (len(NAMES), 2, HIDDEN))
-
-        @jax.jit
-        @chex.assert_max_traces(n=2)  # with a batch, and the base model alone
-        def forward(model, x, batch):
-            with jlora.use(batch):
-                return model(x)
-
-        self.forward = forward
-
-    def serve(self, names=NAMES):
-        with self.manager.prepare(names) as batch:
-            return np.asarray(self.forward(self.model, self.x, batch))
+        sizes = {"max_loras": 5, "expert_slots": {"per_expert": 2, "shared": 2}, "max_cpu_loras": 12}
+        super().__init__(model, NAMES, **sizes | config)
 
     def check(self, names=NAMES, **adapters):
-        meant = {name: plain(adapter) for name, adapter in {**ADAPTERS, **adapters}.items()}
-        found = self.serve(names)
-        owners = [meant.get(name) for name in names for _ in range(2)]
-        expected = reference(self.model, np.asarray(self.x).reshape(-1, HIDDEN), owners).reshape(found.shape)
-        np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
-        return found
+        return super().check(names, **{**ADAPTERS, **adapters})
 
     def fill(self):
         self.manager.remove_all_adapters()
-        for adapter in ADAPTERS.values():
-            self.manager.add_adapter(adapter)
+        self.load(*ADAPTERS.values())
         return self
 
 
@@ -107,6 +66,7 @@ STYLES = {
     "scanned ragged_dot": lambda: on_small_device(1024, World, Scanned(Ragged, nnx.Rngs(0))),  # in many blocks
     "scanned": lambda: World(Scanned(Seams, nnx.Rngs(0))),
     "one-hot": lambda: World(Model(Roomy, nnx.Rngs(0)), max_loras=4, expert_slots={"shared": 2}),
+    "none that share": lambda: World(Model(Seams, nnx.Rngs(0)), max_loras=4, expert_slots={"per_expert": 2}),
 }
 
 
@@ -121,7 +81,11 @@ def world():
 
 
 @pytest.mark.parametrize(
-    "style", [pytest.param(style, marks=[pytest.mark.slow] * (style != "methods")) for style in STYLES]
+    "style",
+    [
+        "methods",
+        *(pytest.param(style, marks=pytest.mark.slow) for style in ("scanned ragged_dot", "scanned", "one-hot")),
+    ],
 )
 def test_rows_of_every_kind_of_slot_in_one_batch(style):
     world = world_of(style).fill()
@@ -136,11 +100,17 @@ def test_rows_of_every_kind_of_slot_in_one_batch(style):
 
 def test_other_rows_are_the_bits_of_a_model_without_such_slots(world):
     without = World(Model(Seams, nnx.Rngs(0)), expert_slots={"per_expert": 2})
-    for name in ("full", "dense"):
-        without.manager.add_adapter(ADAPTERS[name])
+    without.load(ADAPTERS["full"], ADAPTERS["dense"])
     others = [name if name in ("full", "dense") else None for name in NAMES]
     rows = [i for i, name in enumerate(NAMES) if name == others[i]]
     np.testing.assert_array_equal(world.serve()[rows], without.serve(others)[rows])
+
+
+def changed(change):
+    """An adapter of stacked experts, with the arrays that `change` returns for each module."""
+    arrays = {name: change("down" in name, m) for name, m in stacked("x").modules.items()}
+    modules = {name: ExpertsLoRA(a=a, b=b, alpha=3.0, scaling=1.5) for name, (a, b) in arrays.items()}
+    return jlora.Adapter(name="x", modules=modules)
 
 
 KINDS = {
@@ -150,21 +120,9 @@ KINDS = {
     "of down alone": shared("x", 6, parts=("down_proj",), rank=4),
     "3D": stacked("x"),
     "dense": router("x", 7),
-    "the other factors shared": jlora.Adapter(
-        name="x",
-        modules={
-            name: ExpertsLoRA(a=m.a[:1] if "down" in name else m.a, b=m.b if "down" in name else m.b[:1],
-                              alpha=3.0, scaling=1.5)
-            for name, m in stacked("x").modules.items()
-        },
-    ),
-    "both shared": jlora.Adapter(
-        name="x",
-        modules={
-            name: ExpertsLoRA(a=m.a[:1], b=m.b[:1], alpha=3.0, scaling=1.5) for name, m in stacked("x").modules.items()
-        },
-    ),
-}  # fmt: skip
+    "the other factors shared": changed(lambda down, m: (m.a[:1], m.b) if down else (m.a, m.b[:1])),
+    "both shared": changed(lambda down, m: (m.a[:1], m.b[:1])),
+}
 SHARED = ("shared", "of down alone", "both shared")
 
 
@@ -188,15 +146,11 @@ def test_bytes(world):
     kinds = [sum(i.slot_bytes for i in dense), sum(i.slot_bytes for i in experts)]
     once = sum(i.shared_slot_bytes for i in experts)
     assert 5 * kinds[0] + 2 * kinds[1] + 2 * once == arrays
-    values = EXPERTS * (4 * 3 * INNER) + 4 * 3 * HIDDEN  # B of gate and up and A of down, and the shared factors
-    ranks = 2 * 3 * (EXPERTS + 1)  # with a scale each
-    assert once == LAYERS * 4 * (values + ranks)
     assert not any(i.shared_slot_bytes for i in dense)
     assert world.manager.stats().slot_bytes == sum(kinds)
     # The host cache holds as much as the slots, because rank 2 of a slot of rank 4 is one block; and all ranks.
-    router = 4 * (HIDDEN + EXPERTS)
-    all_ranks = 2 * (1 + 3 * EXPERTS) + ranks
-    assert world.manager.list_adapters()["s"].nbytes == LAYERS * 4 * (router + values + all_ranks)
+    router, ranks = 4 * (HIDDEN + EXPERTS), 2 * (1 + 3 * EXPERTS)
+    assert world.manager.list_adapters()["s"].nbytes == once + LAYERS * 4 * (router + ranks)
 
 
 def test_no_array_stands_for_the_factor_that_is_not_held(world):
@@ -217,8 +171,7 @@ def test_others_leave_room_and_make_room(world):
     world.serve()
     assert slot_names(world.manager)[4] == "dense"  # the smallest
     dense = {f"d{i}": router(f"d{i}", 10 + i) for i in range(4)}
-    for adapter in dense.values():
-        world.manager.add_adapter(adapter)
+    world.load(*dense.values())
     world.check(["d0", "d1", "d2", None, "dense", "d3"], **dense)  # in every slot
     world.check(["s", "full", "d1", None, "t", "d1"], **dense)
 
@@ -236,10 +189,9 @@ def test_exported_as_it_came_and_loaded_again(world, tmp_path):
     np.testing.assert_allclose(world.serve(), before, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-def test_updated(world, on_device):
+@pytest.mark.parametrize("made", [np.asarray, jnp.asarray])
+def test_updated(world, made):
     world.serve()
-    made = jnp.asarray if on_device else np.asarray
     new = {"layers.0.experts.gate_proj": normal(20, 2, HIDDEN), "layers.1.experts.3.down_proj": normal(21, 2, INNER)}
     arrays = {f"{name}.lora_A.weight": made(a) for name, a in new.items()}
     arrays["layers.0.experts.2.up_proj.lora_B.weight"] = made(normal(22, INNER, 2))
@@ -275,12 +227,6 @@ def test_updates_that_do_not_fit(world, name, shape, message):
     np.testing.assert_array_equal(world.serve(), before)
 
 
-def test_a_forward_that_leaves_the_experts_out(world):
-    refused = pytest.raises(LoRAError, match=r"layers.0.experts.*: it was not called")
-    with world.manager.prepare(["s"]) as batch, refused, jlora.use(batch):
-        pass
-
-
 def test_rows_of_experts_elsewhere_keep_their_bits(world):
     """Also if the delta would be zero: -0.0 + 0.0 has other bits."""
 
@@ -303,17 +249,13 @@ def test_rows_of_experts_elsewhere_keep_their_bits(world):
 def test_experts_alone_with_a_stamp_for_every_slot():
     """Where only experts are wrapped, the writes of the shared slots are stamped there too."""
     world = World(Model(Seams, nnx.Rngs(0)), target_modules=["experts.wi", "experts.wo"])
-    for adapter in (each("full"), shared("s", 1), shared("t", 2)):
-        world.manager.add_adapter(adapter)
+    world.load(*(each("full"), shared("s", 1), shared("t", 2)))
     names = ["full", "s", None, "t", "s", None]
     world.check(names, s=shared("s", 1), t=shared("t", 2))
     stale = nnx.clone(world.model, arrays=True)
     world.manager.add_adapter(shared("s", 9), load_inplace=True)
     with world.manager.prepare(names) as batch:
         assert np.isnan(world.forward(stale, world.x, batch)).all()
-
-
-# --- fewer slots for experts than for others, and none that share -----------------------------------------------------
 
 
 def varied(name, seed):
@@ -326,17 +268,11 @@ def varied(name, seed):
 FEW = {f"e{i}": varied(f"e{i}", i) for i in range(4)} | {f"d{i}": router(f"d{i}", i) for i in range(4)}
 
 
-@functools.cache
-def few_made():
-    return World(Model(Seams, nnx.Rngs(0)), max_loras=4, expert_slots={"per_expert": 2})
-
-
 @pytest.fixture
 def few():
-    few = few_made()
+    few = world_of("none that share")
     few.manager.remove_all_adapters()
-    for adapter in FEW.values():
-        few.manager.add_adapter(adapter)
+    few.load(*FEW.values())
     return few
 
 

@@ -21,14 +21,15 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import jlora
-from jlora.adapters.lora import tensors_of
 from jlora.manager import snapshot
-from tests.layers.expert_models import Gathering, Ragged, Scanned, Seams
+from tests.adapters.reading import contents
+from tests.layers.expert_models import Gathering, Ragged, Scanned
 from tests.layers.expert_models import Model as ExpertModel
 from tests.layers.merging import make_adapter as adapter_of
 from tests.layers.mesh_models import SMALL, SMALL_TARGETS, Small, mesh_of, placed
 from tests.manager.test_experts import each
 from tests.manager.test_shared_experts import shared
+from tests.manager.test_versions import twin, write_twin
 from tests.manager.tiny import (
     MAX_RANK,
     MODULES,
@@ -82,16 +83,6 @@ def served(world, tmp_path):
     return world
 
 
-def gone(tmp_path, *names):
-    for name in names:
-        (tmp_path / f"{name}-0").rename(tmp_path / f"gone-{name}")
-
-
-def back(tmp_path, *names):
-    for name in names:
-        (tmp_path / f"gone-{name}").rename(tmp_path / f"{name}-0")
-
-
 def versions(world):
     return {name: info.version for name, info in world.manager.list_adapters().items()}
 
@@ -123,17 +114,10 @@ def test_another_manager_goes_on(served, tmp_path):
     other.check(other.serve(["a", "c", None]), [make_adapter("a"), make_adapter("c"), None])  # loaded on demand
     assert other.manager.list_adapters()["c"].pinned
     assert versions(other) == dict.fromkeys("abcde", 0)
-
-
-def test_only_weights_from_memory_are_saved(served, tmp_path):
-    served.manager.save(tmp_path / "saved")
-    said = json.loads((tmp_path / "saved" / "adapters.json").read_text())["saved"]["adapters"]
-    assert [one["name"] for one in said] == ["a", *on_host(served.manager)]
-    (file,) = (tmp_path / "saved" / "weights").iterdir()
-    assert [one["name"] for one in said if one["weights"] == file.name] == ["c"]
+    (file,) = (tmp_path / "saved" / "weights").iterdir()  # of c alone, which came from memory
     served.manager.remove_adapter("c")
     served.manager.save(tmp_path / "saved")
-    assert list((tmp_path / "saved" / "weights").iterdir()) == []
+    assert not file.exists()
 
 
 def test_orders_of_use_go_on(world, tmp_path):
@@ -187,17 +171,12 @@ def test_a_name_and_a_version_mean_the_same_bytes(world, tmp_path):
     for name in ("c", "new", "gone"):
         manager.add_adapter(make_adapter(name, 9), load_inplace=True)
         assert versions(world)[name] > lost.get(name, 0)
-
-
-def test_a_name_that_was_saved_as_removed_comes_back_as_another_version(world, tmp_path):
-    manager = as_new(world).manager
+    old = versions(world)["a"]
+    manager.save(tmp_path / "saved", without={"a"})  # saved as removed
+    assert "a" in as_new(world).manager.restore(tmp_path / "saved")
+    assert "a" not in manager.list_adapters()
     manager.add_adapter(request(tmp_path, "a"))
-    manager.add_adapter(request(tmp_path, "b"))
-    manager.save(tmp_path / "saved", without={"a"})
-    assert as_new(world).manager.restore(tmp_path / "saved") == {"a", "b"}
-    assert list(manager.list_adapters()) == ["b"]
-    manager.add_adapter(request(tmp_path, "a"))
-    assert versions(world)["a"] > 0
+    assert versions(world)["a"] > old
 
 
 @pytest.mark.parametrize("evicted", [False, True])
@@ -205,22 +184,14 @@ def test_files_that_changed_are_another_version(world, tmp_path, evicted):
     """By their bytes, not their times: of two rewritten files that keep their times, the one that changed."""
     manager = as_new(world).manager
     for name in "ab":
-        make_adapter(name, 0, rank=2, modules=["embed"]).save_pretrained(tmp_path / name)
+        twin(0).save_pretrained(tmp_path / name)
         manager.add_adapter(jlora.LoRARequest(name, tmp_path / name))
-    if evicted:
-        assert manager.remove_oldest_adapter()
-        assert manager.remove_oldest_adapter()
+        assert not evicted or manager.remove_oldest_adapter()
     manager.save(tmp_path / "saved")
-    new = make_adapter("a", 1, rank=2, modules=["embed"])
-    new.save_pretrained(tmp_path / "new")
-    for name, source in (("a", tmp_path / "new"), ("b", tmp_path / "b")):
-        for file in (tmp_path / name).iterdir():
-            was, data = file.stat(), (source / file.name).read_bytes()
-            file.unlink()
-            file.write_bytes(data)
-            os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
+    for version, name in enumerate("ba"):
+        write_twin(tmp_path / name, version, "copied")
     restored(world, tmp_path / "saved")
-    world.check(world.serve(["a", "b", None]), [new, make_adapter("b", 0, rank=2, modules=["embed"]), None])
+    world.check(world.serve(["a", "b", None]), [twin(1), twin(0), None])
     assert versions(world)["a"] > 0
     assert versions(world)["b"] == 0
 
@@ -250,46 +221,40 @@ def manager_of(model, *, max_loras=5, max_lora_rank=4, names=None, **config):
     return jlora.LoRAManager(model, config, **(names or {}))
 
 
-def sharing(model, **config):
-    return manager_of(model, **{"expert_slots": {"per_expert": 2, "shared": 2}, **config})
-
-
 def on_mesh(kind=AxisType.Auto):
     return placed(Small(), mesh_of(kind, data=2, t=2), SMALL)
 
 
+SHARING = {"expert_slots": {"per_expert": 2, "shared": 2}}
 # (the manager that saves, the one that restores, the adapter)
 LAYERS = {
-    "experts that share": (lambda: sharing(ExpertModel(Gathering, nnx.Rngs(0))), None, lambda: shared("x", gate=True)),
-    "some experts": (lambda: manager_of(ExpertModel(Seams, nnx.Rngs(0))), None, lambda: each("x", experts=[2])),
+    "experts that share": (
+        *(lambda: manager_of(ExpertModel(Gathering, nnx.Rngs(0)), **SHARING),) * 2,
+        lambda: shared("x", gate=True),
+    ),
     "blocks of other sizes": (
         lambda: manager_of(Scanned(Ragged, nnx.Rngs(0))),
         lambda: on_small_device(1024, manager_of, Scanned(Ragged, nnx.Rngs(0)), max_loras=2, max_lora_rank=40),
-        lambda: each("x"),
+        lambda: each("x", experts=[0, 2]),
     ),
     "onto a mesh": (
         lambda: manager_of(Small()), lambda: manager_of(on_mesh()), lambda: adapter_of("x", SMALL_TARGETS, 3),
     ),
-    "off a mesh": (
-        lambda: manager_of(on_mesh()), lambda: manager_of(Small()), lambda: adapter_of("x", SMALL_TARGETS, 3),
-    ),
 }  # fmt: skip
-QUICK = ("experts that share", "onto a mesh")
 
 
 @pytest.mark.parametrize(
-    "what", [pytest.param(what, marks=[pytest.mark.slow] * (what not in QUICK)) for what in LAYERS]
+    "what", [pytest.param(what, marks=[pytest.mark.slow] * (what == "blocks of other sizes")) for what in LAYERS]
 )
 @pytest.mark.device(devices=4)
 def test_weights_of_layers_of_every_kind(tmp_path, what):
     """From memory: the restored blocks equal those that the other manager packs from the same adapter."""
     make, make_other, make_one = LAYERS[what]
-    one, want, restored = make(), (make_other or make)(), (make_other or make)()
-    one.add_adapter(make_one())
-    one.activate_adapter("x")
+    one, want, restored = make(), make_other(), make_other()
+    for manager in (one, want):
+        manager.add_adapter(make_one())
+        manager.activate_adapter("x")
     one.save(tmp_path)
-    want.add_adapter(make_one())
-    want.activate_adapter("x")
     restored.restore(tmp_path)
     known, found = (content_of(manager, "x") for manager in (want, restored))
     np.testing.assert_array_equal(found.ranks, known.ranks)
@@ -311,39 +276,27 @@ def test_saved_adapters_are_folders_of_peft(tmp_path):
     rng = np.random.default_rng(0)
     sizes = {"other.first": (8, 6), "other.second": (6, 4)}
     arrays = {name: (rng.normal(size=(2, k)), rng.normal(size=(n, 2))) for name, (k, n) in sizes.items()}
-    head = jlora.SavedHead(rng.normal(size=(3, 6)), rng.normal(size=3))
     metadata = {"base_model_name": "base", "task_type": "CAUSAL_LM", "fan_in_fan_out": True}
-    metadata["peft_fields"] = {"lora_dropout": 0.1}
-    adapters = (
-        dataclasses.replace(jlora.Adapter.from_arrays("lora", arrays, alpha=3), **metadata),
-        jlora.Adapter(name="head", modules={}, heads={"other.second": head}),
-    )
+    lora = dataclasses.replace(jlora.Adapter.from_arrays("lora", arrays, alpha=3), **metadata)
+    head = jlora.SavedHead(rng.normal(size=(3, 6)), rng.normal(size=3))
     one, other = (
         manager_of(TwoDtypes(), saved_heads={"second": 3}, names={"name_map": {r"^other\.": ""}}) for _ in range(2)
     )
-    for adapter in adapters:
+    for adapter in (
+        dataclasses.replace(lora, peft_fields={"lora_dropout": 0.1}),
+        jlora.Adapter(name="head", modules={}, heads={"other.second": head}),
+    ):
         one.add_adapter(adapter)
         one.activate_adapter(adapter.name)
     one.save(tmp_path)
     other.restore(tmp_path)
     entries = json.loads((tmp_path / "adapters.json").read_text())["saved"]["adapters"]
-    folders = {entry["name"]: tmp_path / "weights" / entry["weights"] for entry in entries}
-    for name in ("lora", "head"):
-        want = one.export_adapter(name)
-        assert want.layers.keys() == (sizes.keys() if name == "lora" else {"other.second"})
-        for found in (other.export_adapter(name), jlora.Adapter.from_pretrained(folders[name])):
-            arrays, known = tensors_by_key(found), tensors_by_key(want)
-            for field in ("base_model_name", "task_type", "fan_in_fan_out"):
-                assert getattr(found, field) == getattr(want, field)
-            assert found.peft_fields.get("lora_dropout") == (0.1 if name == "lora" else 0.0)
-            assert {n: (m.rank, m.alpha) for n, m in found.modules.items()} == dict.fromkeys(found.modules, (2, 3))
-            assert {key: array.dtype for key, array in arrays.items()} == {k: array.dtype for k, array in known.items()}
-            for key, array in arrays.items():
-                np.testing.assert_array_equal(array, known[key])
-
-
-def tensors_by_key(adapter):
-    return {f"{name}.{key}": a for name, layer in adapter.layers.items() for key, a in tensors_of(layer).items()}
+    for name, layers in (("lora", sizes.keys()), ("head", {"other.second"})):
+        (folder,) = (tmp_path / "weights" / entry["weights"] for entry in entries if entry["name"] == name)
+        want, read = one.export_adapter(name), jlora.Adapter.from_pretrained(folder)
+        assert want.layers.keys() == layers
+        assert contents(other.export_adapter(name)) == contents(read) == contents(want)
+        assert read.peft_fields.get("lora_dropout") == (0.1 if name == "lora" else 0.0)
 
 
 def test_an_adapter_that_peft_cannot_hold_is_not_saved(tmp_path):
@@ -364,43 +317,32 @@ def test_an_adapter_that_peft_cannot_hold_is_not_saved(tmp_path):
 
 
 def test_files_that_are_gone_are_an_error_when_the_adapter_is_used(world, tmp_path):
-    """Its version and its pin return with the files."""
+    """Its version and its pin return with the files, if neither it nor its pin was removed meanwhile."""
     manager = as_new(world).manager
     for name in "ab":
         manager.add_adapter(request(tmp_path, name))
     manager.pin_adapter("a")
     manager.activate_adapter("b")
     manager.save(tmp_path / "saved")
-    gone(tmp_path, "a")
+    (tmp_path / "a-0").rename(tmp_path / "gone-a")
     restored(world, tmp_path / "saved")
     world.check(world.serve(["b", None, None]), [make_adapter("b"), None, None])
     with pytest.raises(jlora.AdapterNotFoundError, match="adapter 'a'"):
         manager.prepare(["a", None, None])
     manager.save(tmp_path / "saved")  # keeps them too
-    back(tmp_path, "a")
+    (tmp_path / "gone-a").rename(tmp_path / "a-0")
     world.check(world.serve(["a", None, None]), [make_adapter("a"), None, None])
     assert manager.list_adapters()["a"].pinned
     assert versions(world)["a"] == 0
     restored(world, tmp_path / "saved")
     assert manager.list_adapters()["a"].pinned
     assert "a" in slot_names(manager)
-
-
-def test_a_pin_of_an_adapter_without_files_is_removed_with_its_name_or_by_unpin(world, tmp_path):
-    manager = as_new(world).manager
-    for name in "ab":
-        manager.add_adapter(request(tmp_path, name))
-        manager.pin_adapter(name)
-    manager.save(tmp_path / "saved")
-    gone(tmp_path, "a", "b")
-    restored(world, tmp_path / "saved")
-    assert manager.list_adapters()["a"].pinned
-    assert manager.unpin_adapter("a")
-    manager.remove_adapter("b")
-    back(tmp_path, "a")
-    manager.prepare(["a", None, None]).close()
-    manager.add_adapter(make_adapter("b"))
-    assert [info.pinned for info in manager.list_adapters().values()] == [False, False]
+    (tmp_path / "a-0").rename(tmp_path / "gone-a")
+    for unpin in (manager.unpin_adapter, manager.remove_adapter):
+        restored(world, tmp_path / "saved")
+        assert unpin("a")
+        manager.add_adapter(make_adapter("a"))
+        assert not manager.list_adapters()["a"].pinned
 
 
 # --- other sizes, models and layers -----------------------------------------------------------------------------------
@@ -425,16 +367,17 @@ def test_a_manager_of_other_sizes(served, tmp_path):
 @pytest.mark.slow
 def test_restore_without_room_for_pinned_adapters_raises(world, tmp_path):
     for name in "ab":
-        world.manager.add_adapter(make_adapter(name))
+        world.load(name)
         world.manager.pin_adapter(name)
     world.manager.save(tmp_path)
-    small = make_world(max_loras=1, max_cpu_loras=1).manager
-    with pytest.raises(jlora.NoFreeSlotError, match=r"no room for adapter '.', which is pinned or came from memory"):
-        small.restore(tmp_path)
-    small = make_world(max_loras=1, max_cpu_loras=3).manager
-    with pytest.raises(jlora.NoFreeSlotError, match=r"2 adapters need a slot \('a', 'b'\).*Raise max_loras"):
-        small.restore(tmp_path)
-    assert (small.list_adapters(), slot_names(small)) == ({}, (None,))
+    for room, message in (
+        (1, r"no room for adapter '.', which is pinned or came from memory"),
+        (3, r"2 adapters need a slot \('a', 'b'\).*Raise max_loras"),
+    ):
+        small = make_world(max_loras=1, max_cpu_loras=room).manager
+        with pytest.raises(jlora.NoFreeSlotError, match=message):
+            small.restore(tmp_path)
+        assert (small.list_adapters(), slot_names(small)) == ({}, (None,))
     world.manager.unpin_adapter("b")
     world.manager.save(tmp_path)
     small.restore(tmp_path)  # the one that was refused can still be restored into
@@ -445,11 +388,10 @@ def test_restore_without_room_for_pinned_adapters_raises(world, tmp_path):
     "make",
     [
         lambda: make_world(seed=1).manager,
-        pytest.param(lambda: make_world(dtype=jnp.bfloat16).manager, marks=pytest.mark.slow),
         lambda: manager_of(Model(), names={"name_map": {r"^layers\.0\.": "layers.1.", r"^layers\.1\.": "layers.0."}}),
         lambda: manager_of(Model(), names={"skip": ["o_proj"]}),
     ],
-)  # fmt: skip
+)
 def test_another_base_is_refused(world, tmp_path, make):
     """Nothing changes then."""
     world.manager.add_adapter(request(tmp_path, "a"))
@@ -485,14 +427,6 @@ def test_other_layers_make_other_versions(world, tmp_path, options):
     with pytest.raises(jlora.AdapterMismatchError, match=r"adapter 'm'.*other layers or slot dtypes"):
         other.restore(tmp_path / "saved")
     assert other.list_adapters() == {}
-
-
-def test_a_rank_that_is_too_large_is_refused(world, tmp_path):
-    world.manager.add_adapter(make_adapter("a", rank=MAX_RANK))
-    world.manager.save(tmp_path)
-    other = jlora.LoRAManager(Model(), jlora.LoRAConfig(max_loras=1, max_lora_rank=MAX_RANK - 1))
-    with pytest.raises(jlora.AdapterMismatchError, match="rank 4 is above max_lora_rank=3"):
-        other.restore(tmp_path)
 
 
 def test_only_a_new_manager_is_restored_into(world, tmp_path):
@@ -541,8 +475,7 @@ def test_steps_loads_and_evictions_go_on_while_it_saves(served, tmp_path, monkey
 
 def two_states(world, folder):
     """Save one state, then change to another. Return the records of both."""
-    as_new(world).manager.add_adapter(make_adapter("a"))
-    world.manager.add_adapter(make_adapter("b"))
+    as_new(world).load("a", "b")
     world.manager.save(folder)
     before = infos(world)
     world.manager.add_adapter(make_adapter("a", 1), load_inplace=True)
@@ -598,12 +531,16 @@ def test_files_cannot_grow(world, tmp_path):
     assert infos(world) == before
 
 
-def test_new_folders_are_on_the_disk(world, tmp_path, monkeypatch):
-    synced, fsync = set(), os.fsync
+def test_new_folders_are_on_the_disk_and_other_files_untouched(world, tmp_path, monkeypatch):
+    saved, synced, fsync = tmp_path / "new" / "saved", set(), os.fsync
     monkeypatch.setattr(os, "fsync", lambda number: (synced.add(os.fstat(number).st_ino), fsync(number))[1])
-    world.manager.save(tmp_path / "new" / "saved")
-    for folder in (tmp_path, tmp_path / "new", tmp_path / "new" / "saved"):
-        assert folder.stat().st_ino in synced
+    world.manager.save(saved)
+    assert {folder.stat().st_ino for folder in (tmp_path, saved.parent, saved)} <= synced
+    for name in ("mine", "weights/mine"):
+        (saved / name).write_text("x")
+    world.manager.save(saved)
+    assert (saved / "mine").exists()
+    assert (saved / "weights/mine").exists()
 
 
 def test_a_write_that_fails_restores_nothing(world, tmp_path):
@@ -627,30 +564,21 @@ def test_a_write_that_fails_restores_nothing(world, tmp_path):
 # --- damaged files ----------------------------------------------------------------------------------------------------
 
 
-def spoil_truncated(file):
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
-def spoil_bit(file):
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 4
-    file.write_bytes(data)
-
-
-def spoil_empty(file):
-    file.write_bytes(b"")
-
-
 @pytest.mark.parametrize("which", ["adapters.json", "adapter_config.json", "adapter_model.safetensors"])
 def test_damaged_files_are_refused(world, tmp_path, which):
     """Nothing changes in the manager, and the next save replaces them."""
-    for spoil in (spoil_truncated, spoil_bit, spoil_empty, os.remove):
+    for damage in ("truncated", "one bit", "empty", "removed"):
         as_new(world).manager.add_adapter(make_adapter("a"))
         world.manager.save(tmp_path)
         file = tmp_path / which if which == "adapters.json" else next((tmp_path / "weights").iterdir()) / which
-        spoil(file)
+        data = file.read_bytes()
+        half = len(data) // 2
+        flipped = data[:half] + bytes([data[half] ^ 4]) + data[half + 1 :]
+        file.write_bytes({"truncated": data[:half], "one bit": flipped}.get(damage, b""))
+        if damage == "removed":
+            file.unlink()
         as_new(world)
-        nothing = which == "adapters.json" and spoil is os.remove
+        nothing = which == "adapters.json" and damage == "removed"
         kind = jlora.AdapterNotFoundError if nothing else jlora.AdapterFormatError
         named = file if which == "adapters.json" else file.parent
         with pytest.raises(kind, match="no manager has been saved there" if nothing else str(named)):
@@ -714,19 +642,7 @@ def write_saved(file, found):
     file.write_text(json.dumps(found))
 
 
-def edit_layer(config, tensors):
-    config["target_modules"][0] = "nowhere"
-
-
-def edit_rank(config, tensors):
-    config["r"] += 1
-
-
-def edit_tensor(config, tensors):
-    del tensors[sorted(tensors)[0]]
-
-
-@pytest.mark.parametrize("edit", [edit_layer, edit_rank, edit_tensor, None])
+@pytest.mark.parametrize("edit", ["layer", "rank", "tensor", None])
 def test_edited_weights_with_a_digest_of_their_own(world, tmp_path, edit):
     as_new(world).manager.add_adapter(make_adapter("a"))
     world.manager.save(tmp_path)
@@ -736,7 +652,12 @@ def test_edited_weights_with_a_digest_of_their_own(world, tmp_path, edit):
     if edit is not None:
         config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
         fields, tensors = json.loads(config.read_text()), safetensors.numpy.load_file(weights)
-        edit(fields, tensors)
+        if edit == "layer":
+            fields["target_modules"][0] = "nowhere"
+        elif edit == "rank":
+            fields["r"] += 1
+        else:
+            del tensors[min(tensors)]
         config.write_text(json.dumps(fields))
         safetensors.numpy.save_file(tensors, weights)
         name = hashlib.sha256(b"".join(hashlib.sha256(f.read_bytes()).digest() for f in (config, weights))).hexdigest()
@@ -762,43 +683,12 @@ def test_nonfinite_weights_are_refused_unless_allowed(tmp_path):
 # --- mistakes ---------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_was_saved_there(world, tmp_path):
-    as_new(world)
-    for path in (tmp_path / "missing", tmp_path):
-        with pytest.raises(jlora.AdapterNotFoundError, match="no manager has been saved there"):
-            world.manager.restore(path)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.usefixtures("unchecked_calls")
 @pytest.mark.parametrize("path", [None, 3, ""])
 def test_a_path_is_a_path(world, path):
     for call in (world.manager.save, world.manager.restore):
         with pytest.raises(jlora.LoRAUsageError, match="takes the path of a folder"):
             call(path)
-
-
-def test_a_file_is_no_folder(world, tmp_path):
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(jlora.LoRAError, match="could not be saved"):
-        world.manager.save(tmp_path / "file")
-    assert (tmp_path / "file").read_text() == "x"
-
-
-def test_fields_of_no_adapter(world, tmp_path):
-    world.manager.add_adapter(make_adapter("a", peft_fields={"x": object()}))
-    with pytest.raises(jlora.LoRAError, match=r"adapter 'a' cannot be saved: .*peft_fields may hold"):
-        world.manager.save(tmp_path)
-    assert not (tmp_path / "adapters.json").exists()
-
-
-def test_nothing_else_in_the_folder_is_touched(world, tmp_path):
-    (tmp_path / "weights").mkdir()
-    for name in ("mine", "weights/mine"):
-        (tmp_path / name).write_text("x")
-    world.manager.save(tmp_path)
-    assert (tmp_path / "mine").exists()
-    assert (tmp_path / "weights/mine").exists()
 
 
 @pytest.mark.device(devices=4)
@@ -812,9 +702,7 @@ class One(nnx.Module):
         self.kernel = nnx.Param(array)
 
 
-@pytest.mark.parametrize(
-    "dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8", "uint8", "int4", "bool", "complex64"]
-)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8", "int4", "bool", "complex64"])
 def test_each_value_and_place_of_a_base_parameter_counts(dtype):
     """Of a matrix: one value, exchanged rows and columns, a transposed square, a negated value, one row moved."""
     rng = np.random.default_rng(0)
@@ -828,17 +716,6 @@ def test_each_value_and_place_of_a_base_parameter_counts(dtype):
     digests = [snapshot.base_digest(One(jnp.asarray(each).astype(dtype))) for each in (base, *others)]
     assert len({*digests}) == len(digests)
     assert snapshot.base_digest(One(jnp.asarray(base).astype(dtype))) == digests[0]
-
-
-def test_rows_exchanged_in_one_of_many_layers_are_another_base_model(world, tmp_path):
-    """Rows far from the first values, as in a checkpoint of the same shapes."""
-    as_new(world).manager.save(tmp_path)
-    model = Model()
-    table = model.layers[1].o_proj.kernel
-    table[...] = table[...][jnp.array([*range(14), 15, 14])]
-    with pytest.raises(jlora.AdapterMismatchError, match="another base model"):
-        manager_of(model).restore(tmp_path)
-    manager_of(Model()).restore(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:qwix")  # of names of Flax

@@ -76,32 +76,26 @@ def test_updates(world, how):
 
 
 @pytest.mark.parametrize("put", [jax.device_put, np.asarray])
-def test_a_lower_rank_of_one_part_leaves_zeros_past_it(world, put):
-    """Kernels read a slice up to its rank rounded up to 16."""
+def test_updates_of_another_rank(world, put):
+    """They take the scaling of their alpha, and leave zeros past their rank: kernels read it rounded up to 16."""
     old, new = (make_adapter("a", version, rank=rank, modules=list(MODULES)) for version, rank in ((0, 4), (1, 2)))
-    name, alpha = "layers.0.k_proj", old.modules["layers.0.k_proj"].alpha
-    part = dataclasses.replace(new.modules[name], alpha=alpha, scaling=alpha / 2)
+    modules = {
+        name: dataclasses.replace(lora, alpha=old.modules[name].alpha, scaling=old.modules[name].alpha / 2)
+        for name, lora in new.modules.items()
+    }
     world.manager.add_adapter(old)
     served(world, [old, None, old])
-    world.manager.update_adapter("a", {key: array for key, array in tensors(new, put).items() if name in key})
-    new = jlora.Adapter(name="a", modules={**old.modules, name: part})
-    served(world, [new, None, new])
-    layer, slot = world.model.layers[0].qkv_proj, world.manager.list_adapters()["a"].slot
-    with jax.transfer_guard("allow"):
-        a, b = np.asarray(layer.jlora_a.get_value())[slot, 1], np.asarray(layer.jlora_b.get_value())[slot, :, 16:24]
-    assert (a[:2].any(), b[:2].any(), a[2:].any(), b[2:].any()) == (True, True, False, False)
-
-
-@pytest.mark.parametrize("put", [jax.device_put, np.asarray])
-def test_an_update_of_another_rank_takes_the_scaling_of_its_alpha(world, put):
-    old, new = (make_adapter("a", version, rank=rank, modules=list(MODULES)) for version, rank in ((0, 2), (1, 4)))
-    alphas = {name: lora.alpha for name, lora in old.modules.items()}
-    modules = {n: dataclasses.replace(lora, alpha=alphas[n], scaling=alphas[n] / 4) for n, lora in new.modules.items()}
-    new = jlora.Adapter(name="a", modules=modules)
-    world.manager.add_adapter(old, load_inplace=True)
-    served(world, [old, None, old])
-    world.manager.update_adapter("a", tensors(new, put))
-    served(world, [new, None, new])
+    name = "layers.0.k_proj"
+    for changed in ({name: modules[name]}, modules):
+        new = jlora.Adapter(name="a", modules={**old.modules, **changed})
+        part = jlora.Adapter(name="a", modules=changed)
+        world.manager.update_adapter("a", tensors(part, put))
+        served(world, [new, None, new])
+        layer, slot = world.model.layers[0].qkv_proj, world.manager.list_adapters()["a"].slot
+        with jax.transfer_guard("allow"):
+            a, b = (np.asarray(factor.get_value())[slot] for factor in (layer.jlora_a, layer.jlora_b))
+        a, b = a[1], b[:, 16:24]
+        assert (a[:2].any(), b[:2].any(), a[2:].any(), b[2:].any()) == (True, True, False, False)
     found = world.manager.export_adapter("a").modules
     assert {name: lora.scaling for name, lora in found.items()} == {n: m.scaling for n, m in modules.items()}
     world.manager.add_adapter(old, load_inplace=True)

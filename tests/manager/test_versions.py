@@ -18,7 +18,6 @@ import pytest
 import jlora
 from jlora.manager import loading, stage, update
 from tests.manager.tiny import MODULES, make_adapter, make_world, tensors
-from tests.matrix import thinned
 from tests.records import content_of, slot_names
 
 pytestmark = pytest.mark.device
@@ -34,34 +33,19 @@ def versions(world, *names):
         return batch.versions[: len(names)]
 
 
-# --- Counting -------------------------------------------------------------------------------------------------------
-
-
-def test_load_inplace_counts_on(world):
+def test_each_content_of_a_name_counts_on(world):
+    """Arrays in memory have no identity, so a prefix cache must not match them: equal ones are another content."""
     load(world, "a", "b")
     first, other = versions(world, "a", "b")
-    for version in (1, 2, 3):
+    for count, version in enumerate((1, 2, 2), 1):
         load(world, "a", version=version)
         with world.manager.prepare(["a", "b", None]) as batch:
-            assert batch.versions == (first + version, other, None)
+            assert batch.versions == (first + count, other, None)
             world.check(world.logits(batch), [make_adapter("a", version), make_adapter("b"), None])
     assert world.manager.list_adapters()["a"].version == first + 3
-
-
-def test_arrays_in_memory_are_new_content_each_time(world):
-    """Arrays in memory have no identity, so a prefix cache must not match them."""
-    load(world, "a")
-    (first,) = versions(world, "a")
-    world.manager.add_adapter(make_adapter("a"), load_inplace=True)
-    assert versions(world, "a") == (first + 1,)
-
-
-def test_a_removed_name_counts_on(world):
-    load(world, "a")
-    (first,) = versions(world, "a")
     world.manager.remove_adapter("a")
     load(world, "a")
-    assert versions(world, "a") == (first + 1,)
+    assert versions(world, "a") == (first + 4,)
 
 
 def twin(version):
@@ -93,48 +77,42 @@ def folder(tmp_path):
     return tmp_path / "a"
 
 
-def reload_in_place(world, path):
-    world.manager.add_adapter(jlora.LoRARequest("a", path, load_inplace=True))
+def load_again(world, folder, how):
+    """Load "a" again, by a call or, once it is evicted, on demand."""
+    if how == "removed":
+        world.manager.remove_adapter("a")
+    elif "evicted" in how:
+        assert world.manager.remove_oldest_adapter()
+    if how != "evicted":
+        world.manager.add_adapter(jlora.LoRARequest("a", folder, load_inplace=how != "removed"))
 
 
-def remove_and_add(world, path):
-    world.manager.remove_adapter("a")
-    world.manager.add_adapter(jlora.LoRARequest("a", path))
+BY_A_CALL = ["in place", "removed", "evicted, in place"]
 
 
-def evict_and_load_in_place(world, path):
-    world.manager.remove_oldest_adapter()
-    reload_in_place(world, path)
-
-
-def evict(world, path):
-    assert world.manager.remove_oldest_adapter()
-
-
-EXPLICIT = [reload_in_place, remove_and_add, evict_and_load_in_place]
-
-
-@pytest.mark.parametrize(("again", "how"), [*((again, "rewritten") for again in (*EXPLICIT, evict)), (evict, "copied")])
+@pytest.mark.parametrize(
+    ("again", "how"), [*((again, "rewritten") for again in (*BY_A_CALL, "evicted")), ("evicted", "copied")]
+)
 def test_other_weights_in_files_of_the_same_size_and_time_are_another_version(world, folder, again, how):
     world.manager.add_adapter(jlora.LoRARequest("a", folder))
     seen = {versions(world, "a")}
     for version in (1, 2, 3):
         write_twin(folder, version, how)
-        again(world, folder)
+        load_again(world, folder, again)
         seen.add(versions(world, "a"))
         assert len(seen) == version + 1
         world.check(world.serve(["a", None, "a"]), [twin(version), None, twin(version)])
 
 
-@pytest.mark.parametrize("again", EXPLICIT)
+@pytest.mark.parametrize("again", BY_A_CALL)
 def test_the_same_files_loaded_by_a_call_are_another_version(world, folder, again):
     world.manager.add_adapter(jlora.LoRARequest("a", folder))
     (first,) = versions(world, "a")
-    again(world, folder)
+    load_again(world, folder, again)
     (second,) = versions(world, "a")
     assert second > first
-    evict(world, folder)
-    assert versions(world, "a") == (second,)  # recalled
+    load_again(world, folder, "evicted")
+    assert versions(world, "a") == (second,)
     world.check(world.serve(["a", None, None]), [twin(0), None, None])
 
 
@@ -146,7 +124,7 @@ def test_an_adapter_in_memory_is_not_the_content_of_its_files(world, folder):
     seen = {versions(world, "a")}
     for adapter in (changed, read, changed):
         if len(seen) == 1:
-            evict(world, folder)
+            assert world.manager.remove_oldest_adapter()
         else:
             world.manager.remove_adapter("a")
         world.manager.add_adapter(adapter)
@@ -174,37 +152,6 @@ def test_a_replacement_reads_the_files_as_they_are_when_it_is_called(world, fold
     world.check(world.serve(["a", None, None]), [twin(1), None, None])
 
 
-# --- Handles --------------------------------------------------------------------------------------------------------
-
-
-def test_a_handle_outlives_its_name(world):
-    load(world, "a", "b", "c")
-    old = world.manager.hold("a")
-    with world.manager.prepare([old, None, None]) as batch:
-        first = world.logits(batch)
-        world.manager.remove_adapter("a")  # the handle keeps the weights of the batch
-        for name in ("b", "c", "b"):  # which take the other slot
-            world.serve([name, None, None])
-        np.testing.assert_array_equal(world.logits(batch), first)
-    with pytest.raises(jlora.AdapterNotFoundError):
-        world.manager.prepare(["a", None, None])
-    world.serve(["b", "c", None])  # out of its slot
-    with world.manager.prepare([old, "b", None]) as batch:  # and back
-        world.check(world.logits(batch), [make_adapter("a"), make_adapter("b"), None])
-        assert batch.versions[0] == old.version
-    load(world, "a", version=1)
-    assert versions(world, "a", old) == (old.version + 1, old.version)
-    old.close()
-
-
-def test_in_place_waits_for_batches_by_name_only(world):
-    load(world, "a")
-    with world.manager.prepare(["a", None, None]), pytest.raises(jlora.AdapterInUseError):
-        load(world, "a", version=1)
-    with world.manager.prepare(["a", None, None]), world.manager.hold("a"):  # both can be served
-        load(world, "a", version=1)
-
-
 def test_a_handle_of_another_manager(world):
     other = make_world()
     load(other, "a")
@@ -216,7 +163,7 @@ def test_a_handle_of_another_manager(world):
         other.check(other.serve([handle, None, None]), [make_adapter("a"), None, None])
 
 
-@pytest.mark.parametrize("end", thinned(["close", "with", "collected"], 1))
+@pytest.mark.parametrize("end", ["with", "collected"])
 def test_a_handle_ends(world, end):
     load(world, "a", "b", "c")
     handle = world.manager.hold("a")
@@ -225,30 +172,22 @@ def test_a_handle_ends(world, end):
     with world.manager.prepare([handle, "b", None]) as batch:
         world.check(world.logits(batch), [make_adapter("a"), make_adapter("b"), None])
     del batch
-    if end == "close":
-        handle.close()
-        handle.close()
-    elif end == "with":
+    if end == "with":
         with handle as entered:
             assert entered is handle
-    if end == "collected":
-        del handle
-    else:
+        handle.close()
         assert handle.packed is None
         with pytest.raises(jlora.LoRAUsageError, match=r"AdapterHandle\('a', version=\d+\) is closed"):
             world.manager.prepare([handle, None, None])
+    else:
+        del handle
     gc.collect()
     assert not world.manager._state.leases.handled()
     assert "a" not in slot_names(world.manager)  # a slot that no name refers to is free
-    for i in range(9):
+    for i in range(9):  # batches are kept
         world.serve(["b" if i & 1 else None, "b" if i & 2 else None, "c" if i & 4 else "b"])
-        versions(world, *["b", "c", None][: i % 3 + 1])
-        world.manager.prepare([None] * (i + 4)).close()
     gc.collect()
     assert content() is None
-
-
-# --- Updates from the device, while they are copied back -------------------------------------------------------------
 
 
 def updated_on_device(world, name: str, seed: int) -> jlora.Adapter:
@@ -277,26 +216,31 @@ def copy_back(monkeypatch) -> Iterator[SimpleNamespace]:
     found.go.set()
 
 
-@pytest.mark.device("cpu")  # an accelerator has pinned memory that updates are copied to
-@pytest.mark.parametrize("how", ["prepare", "activate_adapter"])
-def test_prepare_waits_until_an_update_is_copied_back(copy_back, how):
+def one_slot():
+    """A world with "a" in its only slot, and "b" on the host."""
     world = make_world(max_loras=1, max_cpu_loras=2)
     world.manager.add_adapter(make_adapter("a", rank=2, modules=list(MODULES)))
     load(world, "b")
     world.manager.activate_adapter("a")
+    return world
+
+
+@pytest.mark.device("cpu")  # an accelerator has pinned memory that updates are copied to
+@pytest.mark.parametrize("how", ["prepare", "activate_adapter"])
+def test_prepare_waits_until_an_update_is_copied_back(copy_back, how):
+    world = one_slot()
     new = updated_on_device(world, "a", 3)
     with pytest.raises(jlora.LoadTimeoutError, match="being copied from its slot"):
         world.manager.prepare(["b", None, None], timeout=0)  # does not wait, but may be repeated
     with ThreadPoolExecutor() as pool:
-        call = {"prepare": lambda: world.manager.prepare(["b", None, None]).close()}.get(
-            how, lambda: world.manager.activate_adapter("b")
-        )
-        waits = pool.submit(call)
+        waits = pool.submit(getattr(world.manager, how), "b" if how == "activate_adapter" else ["b", None, None])
         with pytest.raises(TimeoutError):
             waits.result(0.3)
         assert slot_names(world.manager) == ("a",)
         copy_back.go.set()
-        waits.result(30)
+        found = waits.result(30)
+    if how == "prepare":
+        found.close()
     assert slot_names(world.manager) == ("b",)
     world.check(world.serve(["a", None, None]), [new, None, None])
 
@@ -304,10 +248,7 @@ def test_prepare_waits_until_an_update_is_copied_back(copy_back, how):
 @pytest.mark.device("cpu")  # an accelerator has pinned memory that updates are copied to
 def test_an_update_that_cannot_be_copied_back_keeps_its_slot(copy_back):
     """No call waits for the failed copy, and served values stay right."""
-    world = make_world(max_loras=1, max_cpu_loras=2)
-    world.manager.add_adapter(make_adapter("a", rank=2, modules=list(MODULES)))
-    load(world, "b")
-    world.manager.activate_adapter("a")
+    world = one_slot()
     copy_back.fails = True
     new = updated_on_device(world, "a", 3)
     assert copy_back.failed.wait(30)
@@ -321,8 +262,7 @@ def test_host_arrays_while_an_update_is_copied_back(world, copy_back):
     """All of the new content is on the host, so no call waits for a copy."""
     manager = world.manager
     manager.add_adapter(make_adapter("a", rank=2, modules=list(MODULES)))
-    for name in "bc":
-        load(world, name)
+    world.load(*"bc")
     for name in "ab":
         manager.pin_adapter(name)
     new = updated_on_device(world, "a", 3)

@@ -61,6 +61,18 @@ class Model(nnx.Module):
         return self.embed.attend(x)
 
 
+class Stack(nnx.Module):
+    """Three layers in one module, as `nnx.scan` takes them, and nothing else."""
+
+    def __init__(self):
+        make = nnx.vmap(lambda rngs: nnx.Linear(8, 8, use_bias=False, rngs=rngs))
+        self.layers = make(nnx.Rngs(0).split(3))
+
+    def __call__(self, x):
+        axes = nnx.StateAxes({nnx.Param: 0, jlora.SlotParam: 0, ...: None})
+        return nnx.scan(lambda layer, x: layer(x), in_axes=(axes, nnx.Carry), out_axes=nnx.Carry)(self.layers, x)
+
+
 def expected(model: Model, adapter, tokens, active_from: int = 0) -> np.ndarray:
     """Logits of one sequence [L] -> [L, V], float64, in plain NumPy.
 
@@ -160,6 +172,11 @@ class World:
     def logits(self, batch: jlora.LoRABatch) -> np.ndarray:
         return jax.device_get(self.forward(self.model, self.tokens, batch))
 
+    def load(self, *adapters: str | jlora.Adapter, **fields) -> None:
+        """Add these adapters, or those that names and `fields` decide (`make_adapter`)."""
+        for each in adapters:
+            self.manager.add_adapter(make_adapter(each, **fields) if isinstance(each, str) else each)
+
     def serve(self, names) -> np.ndarray:
         """Logits [B, L, V] of one batch."""
         with self.manager.prepare(names) as batch:
@@ -186,8 +203,7 @@ class World:
 def make_world(*, max_loras=2, max_cpu_loras=4, dtype=jnp.float32, seed=0, **config) -> World:
     model = Model(seed, dtype)
     manager = jlora.LoRAManager(
-        model,
-        jlora.LoRAConfig(max_loras=max_loras, max_cpu_loras=max_cpu_loras, max_lora_rank=MAX_RANK, **config),
+        model, jlora.LoRAConfig(max_loras=max_loras, max_cpu_loras=max_cpu_loras, max_lora_rank=MAX_RANK, **config)
     )
     tokens = np.random.default_rng(seed).integers(0, VOCAB, (SEQUENCES, LENGTH))
     return World(model, manager, jnp.asarray(tokens, jnp.int32))

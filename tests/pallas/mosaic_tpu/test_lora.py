@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.specs import PROJECTIONS
@@ -99,23 +99,6 @@ def test_matches_oracle(rows, k, slices, rank, groups, dtype, rng):
 
 
 @pytest.mark.slow
-@given(
-    rows=st.integers(1, 70),
-    k=st.integers(1, 150),
-    slices=st.lists(st.integers(1, 90), min_size=1, max_size=3).map(tuple),
-    rank=st.integers(1, 64),
-    groups=st.integers(1, 12),
-    seed=st.integers(0, 99),
-    dtype=st.sampled_from(["float32", "bfloat16"]),
-)
-@settings(max_examples=3)
-def test_matches_oracle_at_random_sizes(rows, k, slices, rank, groups, seed, dtype):
-    *arrays, ranks = problem(seed, rows, k, slices, rank, groups, dtype)
-    ids = np.random.default_rng(seed).integers(0, groups + 1, rows)
-    check(*arrays, ids, slices, ranks)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slices", "tiles"),
     [
@@ -131,12 +114,6 @@ def test_every_tiling_matches_the_oracle(slices, tiles, force_tiles, rng):
     ids[16:32] = 6  # a row tile without any adapter
     force_tiles(**tiles)
     check(*arrays, ids, slices, ranks, str(tiles))
-
-
-@pytest.mark.slow
-def test_without_ranks_all_are_used(rng):
-    *arrays, _ = problem(4, 12, 40, (24, 8), 16, 4, ranks=False)
-    check(*arrays, rng.integers(0, 5, 12), (24, 8), None)
 
 
 def test_mixed_dtypes(rng):

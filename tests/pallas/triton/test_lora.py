@@ -75,14 +75,6 @@ def test_half_precision(dtype, split_k):
     assert np.linalg.norm(np.asarray(got, np.float64) - want) <= 5e-3 * np.linalg.norm(want)
 
 
-def test_float16_intermediates_may_exceed_its_range():
-    x, a = jnp.full((2, 64), 100.0, jnp.float16), jnp.full((1, 1, 4, 64), 100.0, jnp.float16)
-    b = jnp.full((1, 4, 16), 1e-4, jnp.float16)
-    plan = api.make_plan(jnp.zeros(2, jnp.int32), num_groups=1, tile_m=16)
-    got = add_lora(jnp.zeros((2, 16), jnp.float16), x, a, b, plan, (16,), None)
-    close(got, oracle.lora_delta(x, [0, 0], a, b), 5e-3)
-
-
 @pytest.mark.parametrize("tile_m", [16, 32])
 @IN_PLACE
 def test_untouched_values_are_bitwise_the_base(tile_m, in_place):

@@ -151,56 +151,6 @@ def test_every_device_holds_its_part(folders, name, axes):
             np.testing.assert_array_equal(shard.data, want, err_msg=path)
 
 
-def test_specs_and_blocks():
-    odd = {"vocab_size": 61, "num_key_value_heads": 2, "sinks": True, "qk_norm": True}
-    config = dataclasses.replace(TINY, **odd, qkv_bias=True, o_bias=True, mlp_bias=True)
-    model = Decoder(config, rngs=nnx.Rngs(0), mesh=make_mesh({"data": 2, "tensor": 4}))
-    attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
-    specs = {
-        name.removeprefix("model.layers.0."): (
-            tuple(param.get_value().sharding.spec),
-            param.get_metadata("out_sharding"),
-        )
-        for name, param in numbers(model).items()
-    }
-    wide, deep = (None, "tensor"), ("tensor", None)
-    for name, want in {
-        "model.embed_tokens.embedding": deep,
-        "lm_head.kernel": wide,
-        "model.norm.scale": (None,),
-        "self_attn.qkv_proj.kernel": wide,
-        "self_attn.qkv_proj.bias": ("tensor",),
-        "self_attn.o_proj.kernel": deep,
-        "self_attn.o_proj.bias": (None,),
-        "self_attn.sinks": ("tensor",),
-        "self_attn.q_norm.scale": (None,),
-        "mlp.gate_up_proj.kernel": wide,
-        "mlp.gate_up_proj.bias": ("tensor",),
-        "mlp.down_proj.kernel": deep,
-        "mlp.down_proj.bias": (None,),
-        "input_layernorm.scale": (None,),
-    }.items():
-        assert specs.pop(name) == (want, want), name
-    assert {name for name in specs if "layers.1." not in name} == {
-        "self_attn.k_norm.scale",
-        "post_attention_layernorm.scale",
-    }
-    # 8 query heads and 2 key heads of 8 features, of which 4 shards hold 2 and a copy of one.
-    assert attention.qkv_proj.output_sizes == (64, 16, 16)
-    assert attention.qkv_proj.output_blocks == (
-        *((0, 16), (64, 8), (80, 8)),
-        *((16, 16), (64, 8), (80, 8)),
-        *((32, 16), (72, 8), (88, 8)),
-        *((48, 16), (72, 8), (88, 8)),
-    )
-    assert mlp.gate_up_proj.output_sizes == (48, 48)
-    assert mlp.gate_up_proj.output_blocks == tuple((start + 12 * i, 12) for i in range(4) for start in (0, 48))
-    assert model.lm_head.output_blocks == ((0, 61), (-1, 3))
-    assert model.model.embed_tokens.real_vocab == 61
-    for layer in (attention.o_proj, mlp.down_proj, model.model.embed_tokens):
-        assert not hasattr(layer, "output_blocks")
-
-
 def collectives(compiled):
     """Count the collectives of a program by kind."""
     kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast"

@@ -145,36 +145,3 @@ def test_block_equals_the_loop(rng, config):
     assert goldens.relative_error(np.asarray(got).reshape(-1, 12), want) < 1e-5
     packed = jax.jit(lambda block, x: block(x))(block, x.reshape(-1, 12))
     np.testing.assert_array_equal(packed, np.asarray(got).reshape(-1, 12))
-
-
-class Recording(moe.Experts):
-    """A wrapper that overrides the two products and records their rows."""
-
-    def gate_up(self, x, rows):
-        self.seen = nnx.data([(x, rows)])
-        return super().gate_up(x, rows)
-
-    def down(self, h, rows):
-        self.seen.append((h, rows))
-        return super().down(h, rows)
-
-
-@pytest.mark.parametrize(("shape", "length"), [((2, 3), 3)])
-def test_products_receive_the_rows_of_their_experts(rng, shape, length):
-    layer = fill(Recording(4, 3, 5, dtype=jnp.float32, rngs=nnx.Rngs(0)), rng)
-    x = rng.normal(size=(*shape, 4)).astype(np.float32)
-    experts = np.stack([rng.permutation(5)[:2] for _ in range(6)]).astype(np.int32)
-    layer(x, routing.Routing(experts, np.ones((6, 2), np.float32)))
-    (tokens, rows), (hidden, same) = layer.seen
-    assert same is rows
-    assert rows.length == length
-    assert hidden.shape == (12, 3)
-    assert layer.gathers == ("gate_up",)
-    np.testing.assert_array_equal(tokens, x.reshape(-1, 4))
-    assert sorted(zip(rows.token.tolist(), rows.expert.tolist(), strict=True)) == sorted(
-        (t, e) for t in range(6) for e in experts[t].tolist()
-    )
-    assert rows.counts.tolist() == [experts.flatten().tolist().count(e) for e in range(5)]
-    products = {name: getattr(layer, parameter).shape for name, parameter in layer.grouped_products.items()}
-    assert products == {"gate_up": (5, 4, 6), "down": (5, 3, 4)}
-    assert layer.alternating == ()

@@ -266,9 +266,6 @@ def test_verify_passes(tmp_path):
     ("found", "message"),
     [
         ({"quant_method": "awq"}, "quantization_config has quant_method 'awq'"),
-        ({"quant_method": "gptq", "bits": 4}, "quantization_config has quant_method 'gptq'"),
-        ({"quant_method": "mxfp4"}, "quantization_config has quant_method 'mxfp4'"),
-        (FP8 | {"weight_block_size": [64, 64]}, r"weight_block_size must be \[128, 128\]"),
         (FP8 | {"weight_block_size": None}, r"weight_block_size must be \[128, 128\], got None"),
         (FP8 | {"activation_scheme": "static"}, "activation_scheme must be 'dynamic', got 'static'"),
         (FP8 | {"modules_to_not_convert": ["model.layers.0.self_attn.q_proj"]}, "modules_to_not_convert"),

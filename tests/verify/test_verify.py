@@ -172,24 +172,6 @@ def exposed(manager, path, inputs, **options):
     assert f"verify: {path} (" in message or f"{path}: " in message, message
 
 
-class SharedPatches(nnx.Module):
-    """A model with patches of one image for every sequence, as many as sequences or a multiple."""
-
-    def __init__(self):
-        self.first = nnx.Linear(6, 6, rngs=nnx.Rngs(2))
-        self.vision = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
-        self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(1))
-
-    def __call__(self, inputs):
-        x, patches = inputs
-        seen = self.vision(patches).mean(0)
-        return self.proj(self.first(x) + seen[None, None])
-
-
-def test_patches_that_sequences_share():
-    exposed(make_manager(SharedPatches()), "vision", (normal(3, 2, 6), normal(12, 6)))
-
-
 class Exchanged(nnx.Module):
     """A model whose layer `proj` sees two sequences, or two items, in each other's place."""
 
@@ -428,25 +410,6 @@ def test_an_unseen_guess_is_not_verified():
     for name in ("unseen", "never"):
         with pytest.raises(AdapterMismatchError, match="takes no adapter yet"):
             manager.add_adapter(make_adapter("one", [Target(name, 6, 6, "")], 2))
-
-
-def test_a_verified_guess_that_a_later_call_breaks_raises():
-    class Moody(nnx.Linear):
-        def __call__(self, x, pair=False):
-            y = super().__call__(x)
-            return (y, y) if pair else y
-
-    model = Two(Moody(6, 6, rngs=nnx.Rngs(1)))
-    manager = make_manager(model)
-    manager.verify(forward, normal(3, 4, 6))
-
-    @jax.jit
-    def step(model, x, batch):
-        with jlora.use(batch, without=["*"]):
-            return model.proj(x, pair=True)
-
-    with manager.prepare([None] * 3) as batch, pytest.raises(LoRAError, match=r"proj: a linear layer takes an array"):
-        step(model, normal(3, 4, 6), batch)
 
 
 # --- Values not finite -----------------------------------------------------------------------------------------------

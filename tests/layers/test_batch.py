@@ -6,7 +6,6 @@ import pickle
 import threading
 import weakref
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -243,27 +242,6 @@ def test_compiled_functions_hold_no_lease(world):
 
 
 # --- Traces ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_new_lease_does_not_retrace():
-    """Compiled functions do not depend on leases, contents, versions or copies."""
-    model = Model()
-    manager = make_manager(model, [A, B], max_loras=1)
-
-    @jax.jit
-    @chex.assert_max_traces(n=1)
-    def step(model, x, batch):
-        with jlora.use(batch):
-            return model(x)
-
-    for round_number in range(3):
-        for name in ("a", "b", None):
-            with manager.prepare([name] * 8) as batch:
-                step(model, X, batch)
-                step(model, X, jax.tree.map(jnp.asarray, copy.copy(batch)))
-        manager.add_adapter(make_adapter("a", TARGETS, 1 + round_number), load_inplace=True)
-    with manager.prepare([None, "a"] * 4, timeout=1.0) as batch:
-        step(model, X, batch)
 
 
 # --- Listing --------------------------------------------------------------------------------------------------------

@@ -246,6 +246,20 @@ def general(dtype, rngs):
     return nnx.LinearGeneral(16, 16, param_dtype=dtype, rngs=rngs)
 
 
+class Subclass(nnx.Linear):
+    """A layer with its own call, which may change the product."""
+
+    def __call__(self, inputs, out_sharding=None):
+        return 2 * super().__call__(inputs)
+
+
+def wider_bias(dtype, rngs):
+    """Return a layer whose x and kernel Flax promotes to the dtype of the bias."""
+    layer = nnx.Linear(16, 16, param_dtype=dtype, rngs=rngs)
+    layer.bias = nnx.Param(jnp.ones(16, jnp.float32))
+    return layer
+
+
 NOT = {  # the layer, dtype, what else is configured
     "precision": (linear(precision="highest"), jnp.bfloat16, {}),
     "preferred element type": (linear(preferred_element_type=jnp.float32, use_bias=False), jnp.bfloat16, {}),
@@ -258,6 +272,8 @@ NOT = {  # the layer, dtype, what else is configured
         linear(promote_dtype=lambda arrays, dtype=None, **_: tuple(arrays)), jnp.bfloat16, {},
     ),
     "another class": (general, jnp.bfloat16, {}),
+    "a call of one's own": (lambda dtype, r: Subclass(16, 16, param_dtype=dtype, rngs=r), jnp.bfloat16, {}),
+    "a bias of another dtype": (wider_bias, jnp.bfloat16, {}),
 }  # fmt: skip
 ONE_ALONE = ["one", None, "one", None, "one"]
 
@@ -274,23 +290,12 @@ def serve_one(model, x=X, **config):
 
 
 @pytest.mark.parametrize("what", NOT)
-def test_other_layers_keep_their_product(taken, what):
+def test_other_layers_keep_their_product(taken, registered, what):
     """Rows without an adapter have the bits of the unwrapped model."""
+    register_layer(Subclass, lambda layer: LinearSpec(layer.in_features, layer.out_features))
     build, dtype, config = NOT[what]
-    assert serve_one(Holder(dtype, build), **config)
-    assert taken == []
-
-
-def test_a_bias_of_another_dtype(taken):
-    """Flax brings x and kernel to the wider one."""
-
-    def build(dtype, rngs):
-        layer = nnx.Linear(16, 16, param_dtype=dtype, rngs=rngs)
-        layer.bias = nnx.Param(jnp.ones(16, jnp.float32))
-        return layer
-
     with jax.numpy_dtype_promotion("standard"):
-        assert serve_one(Holder(build=build))
+        assert serve_one(Holder(dtype, build), **config)
     assert taken == []
 
 
@@ -316,19 +321,6 @@ def test_with_a_mesh_in_context(taken):
         jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])),
     ):
         served()(model, X, batch)
-    assert taken == []
-
-
-class Subclass(nnx.Linear):
-    """A layer with its own call, which may change the product."""
-
-    def __call__(self, inputs, out_sharding=None):
-        return 2 * super().__call__(inputs)
-
-
-def test_a_subclass_with_its_own_call_keeps_its_product(taken, registered):
-    register_layer(Subclass, lambda layer: LinearSpec(layer.in_features, layer.out_features))
-    assert serve_one(Holder(build=lambda dtype, r: Subclass(16, 16, param_dtype=dtype, rngs=r)))
     assert taken == []
 
 

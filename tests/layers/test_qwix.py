@@ -191,11 +191,8 @@ def steps(backend):
     return x, {"xla": [forward, apart], "triton": [forward], "mosaic_tpu": [forward]}[backend]
 
 
-@pytest.mark.parametrize(
-    ("backend", "first"),
-    thinned([("xla", "inside"), ("triton", "inside"), ("mosaic_tpu", "inside")], 0),
-)
-def test_products_of_jlora_are_never_quantized(backend, first, interpret):
+@pytest.mark.parametrize("backend", thinned(["xla", "triton", "mosaic_tpu"], 0))
+def test_products_of_jlora_are_never_quantized(backend, interpret):
     calls = interpret()
     provider = qwix.PtqProvider([qwix.QuantizationRule(module_path=".*", weight_qtype=jnp.int8, act_qtype=jnp.int8)])
     guest = qwix.quantize_model(Guest(), provider, jnp.ones((1, D)), lambda: 0)
@@ -209,9 +206,6 @@ def test_products_of_jlora_are_never_quantized(backend, first, interpret):
         def outside(x, product=product):
             return jax.jit(lambda x: product(x))(x)
 
-        order = [inside, outside] if first == "inside" else [outside, inside]
         for of in (lambda run: run(x), lambda run: jax.grad(lambda x: jnp.square(run(x)).sum())(x)):
-            found = [np.asarray(of(run)) for run in (*order, outside)]
-            np.testing.assert_array_equal(found[0], found[1])
-            np.testing.assert_array_equal(found[0], found[2])
+            np.testing.assert_array_equal(of(inside), of(outside))
     assert set(calls) == {"xla": set(), "triton": {"add_lora"}, "mosaic_tpu": {"tpu_add_lora"}}[backend]

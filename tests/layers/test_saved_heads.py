@@ -130,9 +130,9 @@ def test_packed_rows():
         close(np.asarray(found).reshape(9, MOST), expected(of_row, x))
 
 
-@pytest.mark.parametrize("config", [{"max_adapters_per_sequence": 2}, {"batch_invariant": True}])
-def test_beside_other_options(config):
-    manager, x = manager_of(**config), normal(len(NAMES), LENGTH, K)
+def test_beside_other_options():
+    manager = manager_of(max_adapters_per_sequence=2, batch_invariant=True)
+    x = normal(len(NAMES), LENGTH, K)
     with manager.prepare(NAMES) as batch:
         close(serve(manager.model, x, batch), expected(NAMES, x))
 
@@ -195,18 +195,6 @@ def test_export_and_files(tmp_path):
 
 def info_of(manager, name):
     return manager.list_adapters()[name]
-
-
-def test_save_and_restore(tmp_path):
-    manager, x = manager_of(), normal(2, LENGTH, K)
-    manager.prepare(["three", "one"]).close()
-    manager.save(tmp_path)
-    again = manager_of(adapters=[])
-    again.restore(tmp_path)
-    with again.prepare(["three", "one"]) as batch:
-        close(serve(again.model, x, batch), expected(["three", "one"], x))
-    with pytest.raises(jlora.AdapterMismatchError, match=r"LoRAConfig\(saved_heads={'score': 4}\)"):
-        manager_of(adapters=[], saved_heads={"score": 3}).restore(tmp_path)
 
 
 # --- meshes -----------------------------------------------------------------------------------------------------------
@@ -283,12 +271,8 @@ def test_off_means_no_arrays():
 
 
 def broken_head(weight=(3, K), bias=3):
-    head = jlora.SavedHead(normal_array(*weight), None if bias is None else normal_array(bias))
+    head = jlora.SavedHead(normal(*weight), None if bias is None else normal(bias))
     return jlora.Adapter.from_arrays("broken", {"proj": (normal(2, K), normal(K, 2))}, alpha=1, heads={"score": head})
-
-
-def normal_array(*shape):
-    return np.asarray(normal(*shape))
 
 
 @pytest.mark.parametrize(
@@ -302,16 +286,13 @@ def test_heads_that_do_not_fit(adapter, message):
     manager = manager_of()
     with pytest.raises(jlora.AdapterMismatchError, match=message):
         manager.add_adapter(adapter)
+    without = manager_of(Classifier(bias=False), [])
+    with pytest.raises(jlora.AdapterMismatchError, match="score: the saved head has a bias, and 'score' has none"):
+        without.add_adapter(ADAPTERS[0])
     assert "broken" not in manager.list_adapters()
     config = jlora.LoRAConfig(max_loras=1, max_lora_rank=4, saved_heads={"score": MOST})
     with pytest.raises(jlora.AdapterMismatchError, match=message):
         jlora.Survey(Classifier(), config).check(adapter)
-
-
-def test_a_bias_that_the_layer_lacks():
-    manager = manager_of(Classifier(bias=False), [])
-    with pytest.raises(jlora.AdapterMismatchError, match="score: the saved head has a bias, and 'score' has none"):
-        manager.add_adapter(ADAPTERS[0])
 
 
 def advised(error):
@@ -393,7 +374,7 @@ def test_two_heads_of_one_layer():
 )
 def test_modules_that_cannot_be_replaced(name, message):
     """The message advises no option, and the option itself is refused."""
-    adapter = jlora.Adapter.from_arrays("a", {}, alpha=1, heads={name: jlora.SavedHead(normal_array(8, K))})
+    adapter = jlora.Adapter.from_arrays("a", {}, alpha=1, heads={name: jlora.SavedHead(normal(8, K))})
     with pytest.raises(jlora.AdapterMismatchError, match=message) as caught:
         make_manager(Wide(), [adapter])
     assert "saved_heads" not in str(caught.value)
@@ -417,7 +398,7 @@ def test_sums_are_refused():
 
 def test_updates_of_heads_are_refused():
     manager, x = manager_of(), normal(2, LENGTH, K)
-    new = normal_array(2, K)
+    new = normal(2, K)
     manager.update_adapter("three", {"base_model.model.proj.lora_A.weight": new})
     proj = ADAPTERS[0].modules["proj"]
     changed = jlora.Adapter.from_arrays("three", {"proj": (new, proj.b)}, alpha=2, heads=ADAPTERS[0].heads)
@@ -425,4 +406,4 @@ def test_updates_of_heads_are_refused():
         close(serve(manager.model, x, batch), expected(["three", None], x, adapters=[changed]))
     for name in ("base_model.model.score.modules_to_save.weight", "base_model.model.score.weight"):
         with pytest.raises(jlora.AdapterMismatchError, match="load_inplace=True"):
-            manager.update_adapter("three", {name: normal_array(3, K)})
+            manager.update_adapter("three", {name: normal(3, K)})

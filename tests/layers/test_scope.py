@@ -68,21 +68,6 @@ def test_rows_of_sequences(served, options):
         assert_close(serve(model, TOKENS, batch), expected)
 
 
-def test_flattened_rows_after_rows_by_length(served):
-    """Flatten rows inside the model, as a mixture-of-experts block does, and one row a sequence for the logits."""
-    model, manager, expected, _ = served
-
-    @jax.jit
-    def forward(model, tokens, batch):
-        with use(batch):
-            x = model.embed(tokens)
-            x = model.proj(x.reshape(-1, 6)).reshape(x.shape)
-            return model.lm_head(jnp.tanh(x[:, -1]))
-
-    with manager.prepare(NAMES) as batch:
-        assert_close(forward(model, TOKENS, batch), expected[:, -1])
-
-
 def test_no_tokens(served):
     model, manager, _, _ = served
     with manager.prepare(NAMES) as batch:
@@ -96,18 +81,6 @@ def test_rows_of_other_shapes_are_refused(served, shape):
     reason = rf"embed: its rows of shape {re.escape(str(shape))} fit no layout"
     with manager.prepare(NAMES) as batch, pytest.raises(LoRAError, match=reason):
         serve(model, np.zeros(shape, np.int32), batch)
-
-
-@pytest.mark.parametrize("shape", [(9,), (16,), (2, 4)])
-def test_other_shapes_raise_for_packed_rows(served, shape):
-    """Flattened rows and other numbers of rows do not pass as 8 packed rows of 2 sequences."""
-    model, manager, _, _ = served
-    with manager.prepare(["one", None], token_counts=[5, 3]) as batch:
-        if shape == (2, 4):
-            serve(model, np.zeros(shape, np.int32), batch)
-            return
-        with pytest.raises(LoRAError, match=r"embed: .*expected .*8 packed tokens"):
-            serve(model, np.zeros(shape, np.int32), batch)
 
 
 # --- The base, bitwise ----------------------------------------------------------------------------------------------

@@ -12,7 +12,9 @@ from jax.sharding import PartitionSpec as P
 from jlora.errors import LoRAError
 from jlora.layers.forward.scope import use
 from jlora.layers.site import SlotParam, SlotRanks
+from tests import oracle
 from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal
+from tests.records import slot_names
 
 pytestmark = pytest.mark.device
 
@@ -66,14 +68,10 @@ def test_model_passed_straight_and_swapped_without_a_second_trace(served, jit):
             assert_close(step(model, X, batch), expected_rows(twins, names, X))
 
 
-# --- Traces that share a function ---------------------------------------------------------------------------------
-
 # --- Differentiation ------------------------------------------------------------------------------------------------
 
 
 def test_gradients_of_slots_and_inputs():
-    """The gradients of sum(w * y) through one linear layer equal those written out in float64."""
-
     class One(nnx.Module):
         def __init__(self):
             self.proj = nnx.Linear(6, 5, rngs=nnx.Rngs(0))
@@ -97,24 +95,14 @@ def test_gradients_of_slots_and_inputs():
             return jax.grad(loss, argnums=(0, 1))(slots, x)
 
         d_slots, d_x = gradients(slots, X, ranks, rest, batch)
-        rows = np.asarray(batch.slots)
-    a, b = (np.asarray(v[...], np.float64) for v in (model.proj.jlora_a, model.proj.jlora_b))
-    kernel = np.asarray(model.proj.kernel[...], np.float64)
-    d_a, d_b, expected_x = np.zeros_like(a), np.zeros_like(b), w @ kernel.T
-    scaled = adapters[0].modules["proj"].scaling * w.astype(np.float64)
-    for i, slot in enumerate(rows):
-        if slot < 3:
-            for t in range(2):
-                d_a[slot, 0] += np.outer(b[slot] @ scaled[i, t], X[i, t])
-                d_b[slot] += np.outer(a[slot, 0] @ X[i, t], scaled[i, t])
-                expected_x[i, t] += a[slot, 0].T @ (b[slot] @ scaled[i, t])
-    # Rows past an adapter's rank are no part of it and get no gradient.
-    true_ranks = {slot: {"one": 3, "two": 1}[name] for slot, name in zip(rows, names, strict=True) if name}
-    for slot, rank in true_ranks.items():
-        d_a[slot, :, rank:], d_b[slot, rank:] = 0, 0
+        slot_of_row = np.repeat(batch.slots, 2)
+    true_ranks = {"one": 3, "two": 1, None: 0}
+    scales = np.array([[[true_ranks[name], adapters[0].modules["proj"].scaling]] for name in slot_names(manager)])
+    factors = model.proj.jlora_a[...], model.proj.jlora_b[...]
+    of_x, d_a, d_b = oracle.lora_gradients(w.reshape(16, 5), X.reshape(16, 6), slot_of_row, *factors, (5,), scales)
     assert_close(d_slots["proj"]["jlora_a"][...], d_a)
     assert_close(d_slots["proj"]["jlora_b"][...], d_b)
-    assert_close(d_x, expected_x)
+    assert_close(d_x, w @ np.asarray(model.proj.kernel[...], np.float64).T + of_x.reshape(X.shape))
 
 
 # --- vmap -----------------------------------------------------------------------------------------------------------

@@ -67,39 +67,6 @@ def test_rows_of_sequences(world):
     world.check(serve, flat(TOKENS), take=flat)
 
 
-def test_decode_steps(world):
-    """One row a sequence, as [B] and as [B, 1], takes its adapter if `active_from` is 0."""
-    for place in range(LENGTH):
-        world.check(serve, TOKENS[:, place], take=lambda a, i=place: a[:, i], place=place, length=1)
-        world.check(serve, TOKENS[:, [place]], take=lambda a, i=place: a[:, [i]], place=place, length=1)
-
-
-def head_of(rows_of_head):
-    """Return a step that computes the logits of some rows; the layers before see all rows."""
-
-    @jax.jit
-    def step(model, tokens, batch):
-        with jlora.use(batch):
-            x = jnp.tanh(model.proj(model.embed(tokens)))
-            return rows_of_head(model, x)
-
-    return step
-
-
-COUNTS = (3, 1, 2, 3)
-PACKED = np.concatenate([i * LENGTH + np.arange(n) for i, n in enumerate(COUNTS)])
-LAST = np.cumsum(COUNTS) - 1
-
-
-def test_packed_rows(world):
-    """All rows with three of padding, and one row a sequence for the logits."""
-    rows = np.pad(flat(TOKENS)[PACKED], (0, 3))
-    packed = {"token_counts": COUNTS, "pad_to": 12}
-    whole, last = lambda model, x: model.lm_head(x)[: len(PACKED)], lambda model, x: model.lm_head(x[LAST])
-    world.check(head_of(whole), rows, take=lambda a: flat(a)[PACKED], **packed)
-    world.check(head_of(last), rows, take=lambda a: flat(a)[PACKED][LAST], **packed)
-
-
 def test_sequences_under_vmap(world):
     mapped = jax.jit(jax.vmap(serve, in_axes=(None, 0, 0)))
     world.check(mapped, TOKENS)

@@ -12,14 +12,22 @@ from jax import lax
 from jax.sharding import AxisType
 
 import jlora
-from jlora.adapters import Adapter, ModuleLoRA
 from jlora.layers.forward import few_rows
 from jlora.layers.site import SlotParam, SlotRanks
 from jlora.layers.specs import LinearSpec
 from jlora.layers.wrap.discover import register_layer
 from jlora.pallas import xla
 from jlora.pallas.triton import lora as triton
-from tests.layers.merging import Target, assert_close, expected_rows, make_dora, make_manager, merge, normal
+from tests.layers.merging import (
+    Target,
+    assert_close,
+    expected_rows,
+    make_adapter,
+    make_dora,
+    make_manager,
+    merge,
+    normal,
+)
 from tests.pallas.lowering import for_gpu, lowered_text
 from tests.pallas.running import interpret_of
 
@@ -135,20 +143,6 @@ class Holder(nnx.Module):
 
     def __call__(self, x):
         return self.proj(x)
-
-
-def make_adapter(name, targets, rank, seed=0):
-    """Return an adapter with factors that bfloat16 represents exactly."""
-    rng = np.random.default_rng((seed, rank))
-
-    def values(*shape):
-        return np.asarray(jnp.asarray(rng.normal(size=shape), jnp.bfloat16), np.float32)
-
-    modules = {
-        t.name: ModuleLoRA(a=values(rank, t.k), b=values(t.n, rank) / 8, kind="linear", alpha=rank / 2, scaling=0.5)
-        for t in targets
-    }
-    return Adapter(name=name, modules=modules)
 
 
 PROJ = [Target("proj", 16, 16, "proj.kernel")]

@@ -93,6 +93,20 @@ def test_einsum_gemma_kv():
     check_against_merged(Model(), [whole], normal(3, 2, 6), packed_modules=packed)
 
 
+def test_groups_that_cover_several_slices_of_a_merged_projection():
+    """One tensor of the checkpoint fills q, k and v, which share its A; another fills the rest."""
+
+    def columns(name, start, size):
+        return Target(name, 5, size, "proj.kernel", at=(slice(None), slice(start, start + size)))
+
+    model = Holder(nnx.Linear(5, 12, rngs=nnx.Rngs(0)))
+    model.proj.output_sizes = (4, 4, 2, 2)
+    qkv, z, whole = columns("in_proj_qkv", 0, 10), columns("in_proj_z", 10, 2), Target("proj", 5, 12, "proj.kernel")
+    adapters = [make_adapter("both", [qkv, z], 3), make_adapter("group", [qkv], 2), make_adapter("whole", [whole], 1)]
+    packed = {"proj": {"in_proj_qkv": (4, 4, 2), "in_proj_z": 2}}
+    check_against_merged(model, [qkv, z, whole], normal(3, 2, 5), adapters=adapters, packed_modules=packed)
+
+
 def test_einsum_equation_of_the_call():
     """A call may pass another equation for the same kernel, by keyword or position."""
 

@@ -248,11 +248,6 @@ def test_a_stack_of_layers(spec, fully):
     assert_close(manager.export_adapter("one").modules["layers.2"].b, adapters[0].modules["layers.2"].b, 1e-6)
 
 
-def test_a_stack_that_is_split_is_refused():
-    with pytest.raises(LoRAError, match=r"layers\.kernel is a stack of layers that is split over 't'"):
-        make_manager(placed(Stack(2), the_mesh(), {"layers": P("t")}))
-
-
 # --- Explicit axes ----------------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,7 @@
 """Row groups: images and other items, each of which belongs to one sequence of the batch."""
 
+import ast
+import re
 from dataclasses import replace
 
 import jax
@@ -12,16 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import jlora
 from jlora import Items
-from tests.layers.merging import (
-    assert_close,
-    expected_rows,
-    make_adapter,
-    make_manager,
-    merge,
-    normal,
-    serve,
-)
-from tests.layers.vision_model import LENGTH, PATCH, ROW_GROUPS, TARGETS, VOCAB, VisionModel, image_inputs
+from tests.layers.merging import assert_close, expected_rows, make_adapter, make_manager, merge, normal, serve
+from tests.layers.vision_model import HIDDEN, LENGTH, PATCH, ROW_GROUPS, TARGETS, VOCAB, VisionModel, image_inputs
 
 NAMES = ["one", None, "two"]
 ONE, TWO = make_adapter("one", TARGETS, 3), make_adapter("two", TARGETS, 2)
@@ -60,19 +54,10 @@ def test_packed_images_take_the_adapter_of_their_sequence(world, case):
     assert_close(found, world.expected(NAMES, images.inputs), 1e-5)
 
 
-def test_images_of_one_size_may_be_an_axis(world):
-    """[images, patches, features], with as many images as sequences."""
-    images = image_inputs([8, 8, 8], [1, None, 2], flattened=False)
-    with world.manager.prepare(NAMES, items=images.items) as batch:
-        found = serve(world.model, images.inputs, batch)
-    assert_close(found, world.expected(NAMES, images.inputs), 1e-5)
-
-
-@pytest.mark.parametrize("config", [{"batch_invariant": True}, {"activated": True}])
-def test_other_options(config):
-    world, images = World(**config), image_inputs([4, 8, 4, 12], [2, 1, 2, 2], pad=32)
-    first = {"active_from": [0] * 3, "length": LENGTH} if "activated" in config else {}
-    with world.manager.prepare(NAMES, items=images.items, **first) as batch:
+def test_other_options():
+    world = World(batch_invariant=True, activated=True)
+    images = image_inputs([4, 8, 4, 12], [2, 1, 2, 2], pad=32)
+    with world.manager.prepare(NAMES, items=images.items, active_from=[0] * 3, length=LENGTH) as batch:
         found = serve(world.model, images.inputs, batch)
     assert_close(found, world.expected(NAMES, images.inputs), 1e-5)
 
@@ -247,22 +232,6 @@ def test_rows_of_another_number_are_refused(flat, expected):
         serve(model, images.inputs, batch)
 
 
-def test_the_length_of_sequences_is_not_that_of_items(world):
-    """[items * 4, features], where 4 is the seen number of tokens."""
-
-    @jax.jit
-    def tower(model, x, patches, batch):
-        with jlora.use(batch, without=["*"]):
-            model.text.q(x)
-            return model.visual.embed(patches)
-
-    with (
-        world.manager.prepare(NAMES, items={"images": Items([0, 0, 2])}) as batch,
-        pytest.raises(jlora.LoRAError, match=r"shape \(12,\) are not those of its row group 'images'"),
-    ):
-        tower(world.model, normal(3, 4, 12), normal(12, PATCH), batch)
-
-
 def test_a_row_map_around_a_layer_of_a_group_is_refused(world):
     @jax.jit
     def tower(model, patches, source, batch):
@@ -335,6 +304,69 @@ def test_as_many_images_as_sequences_are_what_their_layers_are_declared_to_see(d
     with manager.prepare(NAMES, items=items) as batch:
         found = serve(model, images.inputs, batch)
     assert_close(found, expected_rows(twins, NAMES, images.inputs), 1e-5)
+
+
+def linear(rngs):
+    return nnx.Linear(HIDDEN, HIDDEN, use_bias=False, rngs=rngs)
+
+
+class Attention(nnx.Module):
+    def __init__(self, rngs):
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (linear(rngs) for _ in range(4))
+
+    def __call__(self, x, of):
+        scores = self.q_proj(x) @ jnp.swapaxes(self.k_proj(of), 1, 2)
+        return x + self.out_proj(jax.nn.softmax(scores, axis=-1) @ self.v_proj(of))
+
+
+class DecoderLayer(nnx.Module):
+    def __init__(self, rngs):
+        self.self_attn, self.encoder_attn, self.fc1 = Attention(rngs), Attention(rngs), linear(rngs)
+
+    def __call__(self, x, encoded):
+        return self.fc1(self.encoder_attn(self.self_attn(x, x), encoded))
+
+
+class Whisper(nnx.Module):
+    """Frames [B, S, HIDDEN] and tokens [B, T]: an encoder, and a decoder with cross-attention."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.encoder = nnx.Dict(layers=nnx.List([Attention(rngs) for _ in range(2)]))
+        layers = nnx.List([DecoderLayer(rngs) for _ in range(2)])
+        self.decoder = nnx.Dict(embed_tokens=nnx.Embed(VOCAB, HIDDEN, rngs=rngs), layers=layers)
+
+    def __call__(self, inputs):
+        x, tokens = inputs
+        for layer in self.encoder.layers:
+            x = layer(x, x)
+        y = self.decoder.embed_tokens(tokens)
+        for layer in self.decoder.layers:
+            y = layer(y, x)
+        return y
+
+
+def lines(error):
+    """Return the arguments in the lines of a message."""
+    return [ast.literal_eval(found) for found in re.findall(r"row_groups=(\{.*?\})", str(error))]
+
+
+def test_one_error_has_the_lines_that_declare_all():
+    """The line for items names the tower alone, without the layers of the text."""
+    inputs, want = (normal(3, 5, HIDDEN), np.arange(12).reshape(3, 4) % VOCAB), {"decoder": "sequences"}
+    model = Whisper()
+    manager = make_manager(model, [])
+    with manager.prepare([None] * 3) as batch, pytest.raises(jlora.LoRAError, match="of several L") as caught:
+        serve(model, inputs, batch)
+    found, owned = lines(caught.value)
+    assert found == want
+    assert owned == dict.fromkeys(["encoder", "encoder_attn.k_proj", "encoder_attn.v_proj"], "images")
+    assert "the decoder" not in str(caught.value)
+    manager.unwrap()
+    make_manager(model, [], row_groups=owned).unwrap()  # each name matches a layer
+    manager = make_manager(model, [], row_groups=want)
+    with manager.prepare([None] * 3) as batch:
+        serve(model, inputs, batch)
 
 
 # --- verify ---------------------------------------------------------------------------------------------------------

@@ -85,19 +85,13 @@ def test_the_length_of_tokens_comes_from_an_earlier_layer_or_the_map(world):
         assert_close(said(world.model, x, source, batch), world.expected(x, adapters))
         with pytest.raises(jlora.LoRAUsageError, match=r"how many rows a sequence has.*seen in this forward: none"):
             mapped_tokens(world.model, x, source, batch)
-
-
-def test_tokens_of_two_lengths_are_not_guessed(world):
-    @jax.jit
-    def step(model, x, batch):
-        with jlora.use(batch, without=["*"]):
-            model.proj(jnp.zeros((3, 2, K)))
-            model.proj(jnp.zeros((3, 1, K)))
-            with jlora.rows(jlora.RowMap(jnp.arange(4), of="tokens")):
-                return model.proj(x)
-
-    with world.manager.prepare(NAMES) as batch, pytest.raises(jlora.LoRAUsageError, match=r"RowMap\(\.\.\., length=\)"):
-        step(world.model, normal(4, K), batch)
+        two_lengths = pytest.raises(jlora.LoRAUsageError, match=r"RowMap\(\.\.\., length=\)")
+        with jlora.use(batch, without=["*"]), jlora.rows(jlora.RowMap(source, of="tokens")):
+            with jlora.rows(None):
+                for length in (2, 1):
+                    world.model.proj(jnp.zeros((3, length, K)))
+            with two_lengths:
+                world.model.proj(jnp.asarray(x))
 
 
 def test_mapped_rows_of_a_lookup_take_their_adapters(world):

@@ -133,12 +133,3 @@ def test_rows_of_no_sequence_raise_until_verify_makes_their_layer_unserved(what)
     assert_close(found.reshape(-1, N), expected)
     with pytest.raises(jlora.AdapterMismatchError, match=rf"'odd': .* 'other', which takes no adapter: {reason}"):
         world.manager.prepare([*NAMES[:2], "odd"], **options)
-
-
-@pytest.mark.optimised
-def test_base_sequences_are_bitwise_the_base_beside_others(world):
-    x = normal(3, 4, K)
-    with world.manager.prepare(NAMES) as batch:
-        found = through_proj(world.model, x, batch)
-    np.testing.assert_array_equal(bits(found[1]), bits(base_of(world.bare.proj, x)[1]))
-    assert (bits(found[::2]) != bits(base_of(world.bare.proj, x)[::2])).any()

@@ -1,13 +1,15 @@
 """The dtype of the slots: from the configuration, the spec, the layer or its parameter, and never 8 bits."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
 import jlora
 from jlora.errors import AdapterMismatchError, LoRAUsageError
 from jlora.layers.wrap.discover import register_layer
-from tests.layers.merging import Target, make_adapter, make_manager, normal
+from tests.layers.merging import Target, assert_close, make_adapter, make_manager, normal, rounding_of, serve
 
 pytestmark = pytest.mark.usefixtures("registered")
 
@@ -116,3 +118,38 @@ def test_an_einsum_spec_takes_a_dtype():
 def test_a_spec_with_an_unsupported_dtype_is_refused(make, dtype):
     with pytest.raises(LoRAUsageError, match=r"Spec.dtype must be None or one of"):
         make(dtype)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize(
+    ("param", "compute", "slots"),
+    [("bfloat16", "bfloat16", "float32"), ("float32", "float32", "bfloat16"), ("bfloat16", "float32", None)],
+)
+def test_slot_dtype_apart_from_the_models(param, compute, slots):
+    """The output is the base plus the float64 delta of the slots, rounded once to the dtype of the base."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.proj = nnx.Linear(6, 5, param_dtype=jnp.dtype(param), dtype=jnp.dtype(compute), rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.proj(x)
+
+    model, x = Model(), jnp.asarray(normal(3, 2, 6), compute)
+    base = np.asarray(jax.jit(lambda model, x: model(x))(model, x))
+    assert base.dtype == compute
+    adapter = make_adapter("one", [Target("proj", 6, 5, "")], 3)
+    manager = make_manager(model, [adapter], dtype=slots)
+    with manager.prepare(["one", None, "one"]) as batch:
+        found = np.asarray(serve(model, x, batch))
+    held = jnp.dtype(slots or compute)
+    assert model.proj.jlora_a.dtype == model.proj.jlora_b.dtype == held
+    module = adapter.modules["proj"]
+    a, b = (np.asarray(jnp.asarray(factor, held), np.float64) for factor in (module.a, module.b))
+    x_seen = np.asarray(x.astype(held), np.float64)
+    expected = base.astype(np.float64)
+    expected[[0, 2]] += module.scaling * (x_seen @ a.T @ b.T)[[0, 2]]
+    assert found.dtype == base.dtype
+    np.testing.assert_array_equal(found[1], base[1])
+    assert_close(found, expected, tolerance=2**-8 if compute == "bfloat16" else rounding_of(held))
+    assert np.abs(found - base).max() > 0.1

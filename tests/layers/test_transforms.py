@@ -9,11 +9,21 @@ from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jlora.errors import LoRAError
+from jlora.errors import AdapterMismatchError, LoRAError
 from jlora.layers.forward.scope import use
 from jlora.layers.site import SlotParam, SlotRanks
 from tests import oracle
-from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal
+from tests.layers.merging import (
+    Target,
+    assert_close,
+    check_against_merged,
+    expected_rows,
+    make_adapter,
+    make_manager,
+    merge,
+    normal,
+    serve,
+)  # fmt: skip
 from tests.records import slot_names
 
 pytestmark = pytest.mark.device
@@ -148,3 +158,71 @@ def test_shard_map_over_packed_rows(served):
     with manager.prepare(NAMES, token_counts=counts, pad_to=16) as batch:
         found = shard(forward, (P(), P("data"), P("data")))(model, rows, batch)
     assert_close(found[:10], np.concatenate([expected[i, :n] for i, n in enumerate(counts)]))
+
+
+# --- Layers under nnx.scan ----------------------------------------------------------------------------------------
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(6, 8, rngs=rngs)
+        self.down = nnx.Einsum("BTF,FD->BTD", (8, 6), rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(jnp.tanh(self.up(x)))
+
+
+class Scanned(nnx.Module):
+    def __init__(self, axes, remat=False):
+        self.blocks = nnx.vmap(Block, in_axes=0, out_axes=0)(nnx.Rngs(0).split(3))
+        self.axes, self.remat = axes, remat
+
+    def __call__(self, x):
+        def step(x, block):
+            return block(x)
+
+        body = nnx.remat(step) if self.remat else step
+        return nnx.scan(body, in_axes=(nnx.Carry, self.axes), out_axes=nnx.Carry)(x, self.blocks)
+
+
+def stacked_targets(template):
+    return [
+        Target(template.format(i, name), k, n, f"blocks.{name}.kernel", at=(i,))
+        for i in range(3)
+        for name, k, n in (("up", 6, 8), ("down", 8, 6))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("axes", "remat"),
+    [
+        (0, True),
+        (nnx.StateAxes({nnx.Param: 0, SlotParam: 0, ...: None}), False),
+    ],
+    ids=["remat", "state axes"],
+)
+def test_layers_under_nnx_scan(axes, remat):
+    """One module holds all layers; checkpoint names carry the layer's index."""
+    targets = stacked_targets("blocks.{}.{}")
+    adapters = [make_adapter("all", targets[::-1], 3), make_adapter("last", targets[4:], 2)]
+    check_against_merged(Scanned(axes, remat), targets, normal(3, 2, 6), adapters=adapters)
+
+
+def test_nnx_scan_that_does_not_map_the_slots_raises():
+    model = Scanned(nnx.StateAxes({nnx.Param: 0, ...: None}))
+    manager = make_manager(model)
+    with manager.prepare([None] * 3) as batch, pytest.raises(LoRAError, match=r"map jlora\.SlotParam over axis 0"):
+        serve(model, normal(3, 2, 6), batch)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("blocks.3.up", "'blocks.3.up' is a stack of 3 layers, and the name has no layer index below that"),
+        ("blocks.up", "is a stack of 3 layers, and the name has"),
+    ],
+)
+def test_layer_index_is_checked(name, reason):
+    manager = make_manager(Scanned(0))
+    with pytest.raises(AdapterMismatchError, match=reason):
+        manager.add_adapter(make_adapter("bad", [Target(name, 6, 8, "")], 2))

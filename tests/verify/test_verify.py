@@ -74,9 +74,7 @@ ALL = {
 def test_a_model_that_is_served_right_passes():
     model = Transformer()
     manager = make_manager(model, max_loras=1)
-    before = jax.tree.map(np.asarray, nnx.state(model))
     report = manager.verify(forward, tokens_of(4, 3))
-    chex.assert_trees_all_equal(nnx.state(model), before)
     assert set(report.checked) == ALL
     assert report.checked[0] == "embed"
     assert report.checked[-1] == "embed.attend"
@@ -93,8 +91,7 @@ def test_bfloat16_is_compared_with_the_float32_merge():
     assert 1e-4 < report.error < report.tolerance == 2e-2
 
 
-def test_verify_keeps_slots_adapters_and_parameters():
-    """Slots, adapters, base parameters and the compiled step of the user are unchanged."""
+def test_verify_keeps_slots_adapters_and_the_compiled_step():
     model = Two(nnx.Linear(6, 6, rngs=nnx.Rngs(1)))
 
     @jax.jit
@@ -110,13 +107,11 @@ def test_verify_keeps_slots_adapters_and_parameters():
     x, names = normal(3, 3, 6), ["one", None, "one"]
     with manager.prepare(names) as batch:
         assert_close(step(model, x, batch), expected_rows(twins, names, x))
-        before = jax.tree.map(np.asarray, nnx.state(model))
-        slots = slot_names(manager)
+        before, slots = jax.tree.map(np.asarray, nnx.state(model)), slot_names(manager)
         manager.verify(forward, normal(4, 3, 6))
         chex.assert_trees_all_equal(nnx.state(model), before)
         assert_close(step(model, x, batch), expected_rows(twins, names, x))
     assert slot_names(manager) == slots
-    assert list(manager.list_adapters()) == ["one"]
 
 
 def test_a_step_may_donate_its_inputs():
@@ -286,21 +281,11 @@ class ScalesOutput(nnx.Linear):
         return super().__call__(x) * 1.1
 
 
-@pytest.mark.parametrize(
-    ("cls", "registers"),
-    [
-        (ScalesInput, True),
-        (ScalesOutput, False),
-    ],
-)
+@pytest.mark.parametrize(("cls", "registers"), [(ScalesInput, True), (ScalesOutput, False)])
 def test_an_undeclared_scale_of_a_layer_is_exposed(cls, registers):
     if registers:
         register_layer(cls, lambda layer: jlora.LinearSpec(layer.in_features, layer.out_features))
-    manager = make_manager(Two(cls(6, 6, rngs=nnx.Rngs(0))))
-    exposed(manager, "proj", normal(3, 4, 6))
-    if not registers:
-        with pytest.raises(AdapterMismatchError, match="'proj' takes no adapter yet"):
-            manager.add_adapter(make_adapter("one", [Target("proj", 6, 6, "")], 2))
+    exposed(make_manager(Two(cls(6, 6, rngs=nnx.Rngs(0)))), "proj", normal(3, 4, 6))
 
 
 def test_an_embedding_with_an_undeclared_scale_is_exposed():
@@ -322,14 +307,7 @@ def test_an_embedding_with_an_undeclared_scale_is_exposed():
 
 
 def test_packed_rows_without_token_counts_are_exposed():
-    class Model(nnx.Module):
-        def __init__(self):
-            self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
-
-        def __call__(self, x):
-            return self.proj(x)
-
-    manager = make_manager(Model())
+    manager = make_manager(TimeMajor(inside=False))
     with pytest.raises(LoRAError, match="token_counts"):
         manager.verify(forward, normal(12, 6), num_sequences=3)
     assert manager.verify(forward, normal(12, 6), token_counts=[5, 0, 7]).checked == ("proj",)
@@ -374,7 +352,7 @@ class Gate(nnx.Linear):
 )
 def test_a_guess_that_holds_takes_adapters_afterwards(build):
     model = Two(build())
-    target = Target("proj", 6, 6, "proj.w" if isinstance(model.proj, Einsum) else "proj.kernel")
+    target = Target("proj", 6, 6, "proj.kernel")
     if isinstance(model.proj, Einsum):
         target = Target("proj", 6, 6, "proj.w", lambda d: d.T.reshape(6, 2, 3))
     adapter = make_adapter("one", [target], 2)

@@ -12,15 +12,7 @@ from flax import nnx
 
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
 from jlora.layers.site import SlotParam
-from tests.layers.merging import (
-    Target,
-    check_against_merged,
-    make_adapter,
-    make_manager,
-    normal,
-    serve,
-    wrapped_paths,
-)
+from tests.layers.merging import Target, check_against_merged, make_adapter, make_manager, normal, serve, wrapped_paths
 
 pytestmark = pytest.mark.device
 
@@ -94,9 +86,7 @@ def test_wrapping_twice_is_refused_until_unwrap():
         make_manager(model)
     first.unwrap()
     check_against_merged(
-        model,
-        [Target("blocks.1.q_proj", 6, 6, "blocks.1.q_proj.kernel")],
-        np.arange(6, dtype=np.int32).reshape(3, 2),
+        model, [Target("blocks.1.q_proj", 6, 6, "blocks.1.q_proj.kernel")], np.arange(6, dtype=np.int32).reshape(3, 2)
     )
 
 

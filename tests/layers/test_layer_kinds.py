@@ -191,10 +191,7 @@ def test_untied_head_is_a_linear_and_attend_takes_no_adapter():
         def __call__(self, tokens):
             return self.lm_head(self.embed(tokens))
 
-    targets = [
-        Target("lm_head", 6, 11, "lm_head.kernel"),
-        Target("embed", 11, 6, "embed.embedding", kind="embedding"),
-    ]
+    targets = [Target("lm_head", 6, 11, "lm_head.kernel"), Target("embed", 11, 6, "embed.embedding", kind="embedding")]
     tokens = np.arange(6, dtype=np.int32).reshape(3, 2)
     manager = check_against_merged(Model(), targets, tokens)
     assert not hasattr(manager.model.embed, "jlora_attend_a")

@@ -229,13 +229,7 @@ class Stack(nnx.Module):
 COLUMNS, ROWS = P(None, None, "t"), P(None, "t")
 
 
-@pytest.mark.parametrize(
-    ("spec", "fully"),
-    [
-        (COLUMNS, True),
-        pytest.param(ROWS, False, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("spec", "fully"), [(COLUMNS, True), pytest.param(ROWS, False, marks=pytest.mark.slow)])
 def test_a_stack_of_layers(spec, fully):
     targets = [Target(f"layers.{i}", D, D, "layers.kernel", at=(i,)) for i in range(3)]
     adapters = [make_adapter("one", targets, 3), make_adapter("two", targets[1:2], 2)]

@@ -158,10 +158,7 @@ def test_a_batch_without_groups_holds_no_more_arrays(world):
 @pytest.mark.parametrize(
     ("items", "message"),
     [
-        (
-            {"pictures": Items([0])},
-            r"'pictures', and .* of this manager are 'images', 'merged'.*row_groups",
-        ),
+        ({"pictures": Items([0])}, r"'pictures', and .* of this manager are 'images', 'merged'.*row_groups"),
         (["images"], "items maps row groups to jlora.Items, got list"),
         ({"images": [0]}, r"items\['images'\] must be jlora.Items\(owners\), got list"),
         ({"images": Items([0, 3])}, r"item 1 to sequence 3, and the batch has 3 sequences; give 0 to 2, or None"),
@@ -225,10 +222,7 @@ def test_rows_of_another_number_are_refused(flat, expected):
         images.inputs["patches"] = images.inputs["patches"][:2]
         images.inputs["image"] = images.inputs["image"][:2]
     message = rf"^visual\.[a-z.]*: its rows .* its row group 'images' in this batch: expected {expected}"
-    with (
-        manager.prepare(["one", None, None], items=items) as batch,
-        pytest.raises(jlora.LoRAError, match=message),
-    ):
+    with manager.prepare(["one", None, None], items=items) as batch, pytest.raises(jlora.LoRAError, match=message):
         serve(model, images.inputs, batch)
 
 

@@ -207,10 +207,7 @@ def on_mesh(axes, kernel):
 @pytest.mark.mesh
 @pytest.mark.parametrize(
     ("axes", "kernel", "fully_sharded"),
-    [
-        ({"t": 2}, P("t"), False),
-        pytest.param({"data": 2, "t": 2}, P("t"), True, marks=pytest.mark.slow),
-    ],
+    [({"t": 2}, P("t"), False), pytest.param({"data": 2, "t": 2}, P("t"), True, marks=pytest.mark.slow)],
 )
 def test_on_a_mesh(axes, kernel, fully_sharded):
     data = [name for name in axes if name == "data"]

@@ -117,10 +117,7 @@ def test_calls_outside_the_scope_raise(served):
 def test_a_batch_opened_outside_jit_raises(served):
     model, manager, _, _ = served
     with manager.prepare(NAMES) as batch:
-        with (
-            use(batch, without=["*"]),
-            pytest.raises(LoRAError, match=r"outside `jax.jit` and is read inside it"),
-        ):
+        with use(batch, without=["*"]), pytest.raises(LoRAError, match=r"outside `jax.jit` and is read inside it"):
             jax.jit(lambda model, tokens: model(tokens))(model, TOKENS)
 
         def closed_over(model, tokens):

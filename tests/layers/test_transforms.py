@@ -195,10 +195,7 @@ def stacked_targets(template):
 
 @pytest.mark.parametrize(
     ("axes", "remat"),
-    [
-        (0, True),
-        (nnx.StateAxes({nnx.Param: 0, SlotParam: 0, ...: None}), False),
-    ],
+    [(0, True), (nnx.StateAxes({nnx.Param: 0, SlotParam: 0, ...: None}), False)],
     ids=["remat", "state axes"],
 )
 def test_layers_under_nnx_scan(axes, remat):

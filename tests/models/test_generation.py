@@ -39,12 +39,7 @@ def test_each_sequence_stops_at_its_own_first_stop_token_or_at_the_limit(golden)
 
 
 @pytest.mark.parametrize(
-    "narrow",
-    [
-        {"temperature": 1e-40},
-        {"temperature": 1.0, "top_k": 1},
-        {"temperature": 2.0, "top_p": 1e-6},
-    ],
+    "narrow", [{"temperature": 1e-40}, {"temperature": 1.0, "top_k": 1}, {"temperature": 2.0, "top_p": 1e-6}]
 )
 def test_narrow_sampling_is_greedy(golden, narrow):
     prompts, answers = golden_prompts(NAME)

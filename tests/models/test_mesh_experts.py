@@ -62,12 +62,7 @@ def stored(tmp_path, rng):
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        ("mixtral-window", "fused"),
-        ("qwen2-moe-shared", "one by one"),
-        ("gpt-oss-square", "mxfp4"),
-    ],
+    ("name", "layout"), [("mixtral-window", "fused"), ("qwen2-moe-shared", "one by one"), ("gpt-oss-square", "mxfp4")]
 )
 def test_every_device_holds_and_reads_its_part(stored, counts, name, layout):
     folder, axes = stored(name, layout), {"data": 2, "expert": 2, "tensor": 2}

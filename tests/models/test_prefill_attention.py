@@ -95,10 +95,7 @@ def test_values(rng, window, capacity):
         check(rng, plain, window, sinks, capacity, heads, dtype)
 
 
-@pytest.mark.parametrize(
-    ("window", "sinks", "capacity"),
-    [(None, True, 40), (5, False, 140)],
-)
+@pytest.mark.parametrize(("window", "sinks", "capacity"), [(None, True, 40), (5, False, 140)])
 def test_splash_attention(rng, window, sinks, capacity):
     check(rng, partial(splash, interpret=True), window, sinks, capacity)
 
@@ -247,10 +244,7 @@ SHAPES = [
     ("tpu7x", 2, 40, 4096, 8, 1, 64, 128),
     *(
         pytest.param(*shape, marks=slow)
-        for shape in (
-            ("v5p", 1, 2048, 8192, 32, 8, 128, 4096),
-            ("v6e", 1, 512, 1024, 8, 8, 256, None),
-        )
+        for shape in (("v5p", 1, 2048, 8192, 32, 8, 128, 4096), ("v6e", 1, 512, 1024, 8, 8, 256, None))
     ),
 ]
 

@@ -11,12 +11,7 @@ from safetensors.numpy import load_file
 
 import jlora
 from jlora.adapters import ModuleLoRA
-from jlora.models import (
-    ModelError,
-    QuantizedLinear,
-    from_pretrained,
-    read_skeleton,
-)
+from jlora.models import ModelError, QuantizedLinear, from_pretrained, read_skeleton
 from tests.models import checkpoints, goldens
 from tests.models.test_mesh import make_mesh
 

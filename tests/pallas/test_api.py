@@ -4,23 +4,16 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jlora.errors import LoRAError
-from jlora.pallas import api, gradients
-from jlora.pallas.triton import lora as triton
-from tests import oracle
+from jlora.pallas import api
 from tests.pallas.lowering import for_gpu, lowered_text
-from tests.pallas.running import interpret_of
 from tests.pallas.scales import with_scales
-from tests.pallas.test_ranks import backward_of
-from tests.pallas.test_xla import close, problem
-from tests.pallas.triton.test_lora import TILES
+from tests.pallas.test_xla import problem
 
 
 def lowered(backend, platform, dtype=jnp.bfloat16, rank=8):
@@ -100,37 +93,6 @@ def test_a_named_backend_is_never_replaced():
 def test_unknown_backend():
     with pytest.raises(LoRAError, match="backend must be"):
         lowered("cuda", "cpu")
-
-
-SIZES = (17, 6)
-
-
-@pytest.fixture
-def grouped():
-    base, x, a, b, ids, ranks = problem(3, 21, 40, SIZES, 5, 4)
-    return ids, base, x, a, b, api.make_plan(ids, num_groups=4, tile_m=16), with_scales(ranks)
-
-
-def pulled(run, operands):
-    """Return the cotangent of the result of `run`, and the gradients of the operands for it."""
-    shape = jax.eval_shape(run, *operands)
-    cotangent = jnp.asarray(np.random.default_rng(1).normal(size=shape.shape), shape.dtype)
-    return cotangent, jax.jit(lambda cotangent, *operands: jax.vjp(run, *operands)[1](cotangent))(cotangent, *operands)
-
-
-BACKWARD = backward_of("triton")
-
-
-def test_gradients_of_shrink(grouped):
-    """Of h, by those of an expand by the identity."""
-    ids, _, x, a, _, plan, ranks = grouped
-    run = partial(triton.shrink, tiles=TILES, interpret=interpret_of("triton"))
-    dh, (dx, da) = pulled(lambda x, a: gradients.shrink(run, BACKWARD, x, a, plan, ranks), (x, a))
-    n, rank = a.shape[1:3]
-    dout, identity = jnp.moveaxis(dh, 0, 1).reshape(len(x), -1), np.tile(np.eye(rank), (4, 1, n))
-    want_x, want_a, _ = oracle.lora_gradients(dout, x, ids, a, identity, (rank,) * n, ranks)
-    close(dx, want_x, 1e-5)
-    close(da, want_a, 1e-5)
 
 
 SAVE = jax.checkpoint_policies.save_only_these_names("lora_h")

@@ -78,10 +78,7 @@ EACH = {
 }
 
 
-@pytest.mark.parametrize(
-    ("backend", "once"),
-    thinned(list(itertools.product(EACH, "ab")), 2, 3),
-)
+@pytest.mark.parametrize(("backend", "once"), thinned(list(itertools.product(EACH, "ab")), 2, 3))
 def test_a_factor_that_experts_share_has_a_plan_of_its_own(backend, once):
     """By slot where the other goes by slot and expert; rows of neither keep their bits."""
     slots, experts = 3, 6

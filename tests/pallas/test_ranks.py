@@ -164,7 +164,8 @@ def test_a_delta_alone(operands, backend, dtype):
 
 def pulled(call, *given):
     """Return a cotangent, and the gradients of `given` for it."""
-    cotangent = jnp.asarray(np.random.default_rng(1).normal(size=(ROWS, sum(SIZES))), jnp.float32)
+    shape = jax.eval_shape(call, *given).shape
+    cotangent = jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32)
     return cotangent, jax.jit(lambda given, cotangent: jax.vjp(call, *given)[1](cotangent))(given, cotangent)
 
 
@@ -182,6 +183,22 @@ def test_gradients(operands, backend, alone):
     cotangent, got = pulled(call, base, x, a, b)
     want = oracle.lora_gradients(cotangent, x, IDS, a, b, SIZES, ranks, OF_ROWS)
     for have, expected in zip(got, (cotangent, *want), strict=True):
+        close(have, expected, 1e-5)
+
+
+@EACH_BACKEND
+def test_gradients_of_shrink(operands, backend):
+    """The oracle's are those of an expand by the identity, without scales."""
+    _, x, a, _, plan = operands
+    run, backward = run_of(backend, "shrink"), backward_of(backend)
+
+    def call(x, a):
+        return gradients.shrink(run, backward, x, a, plan.scaled(ROW_SCALES), with_scales(RANKS, SCALES))
+
+    cotangent, got = pulled(call, x, a)
+    dout, identity = np.moveaxis(cotangent, 0, 1).reshape(ROWS, -1), np.tile(np.eye(RANK), (4, 1, 2))
+    want = oracle.lora_gradients(dout, x, IDS, a, identity, (RANK, RANK), with_scales(RANKS))
+    for have, expected in zip(got, want, strict=False):
         close(have, expected, 1e-5)
 
 

@@ -50,11 +50,7 @@ def test_table_of_linear_kernels(spec, ins, outs):
 
 @pytest.mark.parametrize(
     ("spec", "a", "b"),
-    [
-        (P(None, "x"), (("x",), ()), ("x",)),
-        (P("y", "x"), (("x",), ("y",)), ("x", "y")),
-        (P(), ((), ()), ()),
-    ],
+    [(P(None, "x"), (("x",), ()), ("x",)), (P("y", "x"), (("x",), ("y",)), ("x", "y")), (P(), ((), ()), ())],
 )
 def test_fully_sharded_splits_both_factors(spec, a, b):
     found = rule(spec, fully=True)
@@ -169,11 +165,7 @@ def test_split_axis_is_the_one_that_may_be_split(case):
                 rule(spec, (order, ()), sizes)
 
 
-@given(
-    st.permutations(["data", "x", "y"]),
-    st.integers(1, 3),
-    st.lists(st.integers(0, 2), min_size=8, max_size=8),
-)
+@given(st.permutations(["data", "x", "y"]), st.integers(1, 3), st.lists(st.integers(0, 2), min_size=8, max_size=8))
 def test_shards_of_experts_are_on_the_devices_of_jax(order, count, processes):
     """Compare with `devices_indices_map` of an array with one row for each shard."""
     names = tuple(order[:count])

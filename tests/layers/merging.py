@@ -125,6 +125,21 @@ def run(model, x):
     return model(x)
 
 
+class Holder(nnx.Module):
+    """A model of one layer."""
+
+    def __init__(self, layer: nnx.Module):
+        self.proj = layer
+
+    def __call__(self, x):
+        return self.proj(x)
+
+
+def step_of_one_trace():
+    """Return a new compiled step, which raises if it is traced twice."""
+    return jax.jit(chex.assert_max_traces(serve.__wrapped__, n=1))
+
+
 def make_manager(model: nnx.Module, adapters: Sequence[Adapter] = (), **kwargs) -> LoRAManager:
     options = {"max_loras": 3, "max_lora_rank": 4, "max_cpu_loras": 8}
     options.update((key, kwargs.pop(key)) for key in list(kwargs) if key in LoRAConfig.__dataclass_fields__)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import jlora
-from tests.layers.merging import assert_close, expected_rows, make_manager, merge, run
-from tests.layers.test_scope import NAMES, ONE, TARGETS, TOKENS, TWO, Model, serve
+from tests.layers.merging import assert_close, expected_rows, make_manager, merge, run, serve
+from tests.layers.test_scope import NAMES, ONE, TARGETS, TOKENS, TWO, Model
 
 pytestmark = pytest.mark.device
 

@@ -15,18 +15,24 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jlora
-from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal, serve
+from tests.layers.merging import (
+    Holder,
+    Target,
+    assert_close,
+    expected_rows,
+    make_adapter,
+    make_manager,
+    merge,
+    normal,
+    serve,
+)
 from tests.records import slot_names
 
 pytestmark = pytest.mark.device
 
 
-class Model(nnx.Module):
-    def __init__(self):
-        self.proj = nnx.Linear(6, 5, rngs=nnx.Rngs(0))
-
-    def __call__(self, x):
-        return self.proj(x)
+def model_of():
+    return Holder(nnx.Linear(6, 5, rngs=nnx.Rngs(0)))
 
 
 TARGETS = [Target("proj", 6, 5, "proj.kernel")]
@@ -38,7 +44,7 @@ class World:
     """One slot and two adapters: preparing `b` takes the slot of `a` unless a lease holds it."""
 
     def __init__(self, **config):
-        self.model = Model()
+        self.model = model_of()
         self.twins = {a.name: merge(self.model, TARGETS, a) for a in (A, B)} | {None: nnx.clone(self.model)}
         self.manager = make_manager(self.model, [A, B], max_loras=1, **config)
         self.traces = []
@@ -265,7 +271,7 @@ def test_open_leases_are_listed(world, caplog):
 
 def test_concatenated_batches_raise():
     """A concatenated batch would hold the first lease only, and serve the base to the rows of the second."""
-    model = Model()
+    model = model_of()
     manager = make_manager(model, [A, B], max_loras=2)
 
     def join(*arrays):
@@ -286,7 +292,7 @@ def test_concatenated_batches_raise():
 def test_rows_of_a_closed_batch_are_not_served_by_the_adapter_that_took_its_slot():
     """The stamps of the batch are older than those of the slot."""
     adapters = [make_adapter(name, TARGETS, 2) for name in "abc"]
-    model = Model()
+    model = model_of()
     manager = make_manager(model, adapters, max_loras=2)
 
     with manager.prepare(["a", "a"]) as first:

@@ -11,6 +11,7 @@ from jlora.errors import AdapterMismatchError, LoRAError
 from jlora.layers.forward.scope import use
 from jlora.layers.wrap.discover import register_layer
 from tests.layers.merging import (
+    Holder,
     Target,
     assert_close,
     check_against_merged,
@@ -23,16 +24,6 @@ from tests.layers.merging import (
 )
 
 pytestmark = pytest.mark.device
-
-
-class Holder(nnx.Module):
-    """A model of one layer, under the name in the adapters."""
-
-    def __init__(self, layer):
-        self.proj = layer
-
-    def __call__(self, x):
-        return self.proj(x)
 
 
 def into(*shape, order=None):

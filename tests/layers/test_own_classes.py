@@ -11,6 +11,7 @@ from jlora.adapters import Adapter
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
 from jlora.layers.wrap.discover import register_layer
 from tests.layers.merging import (
+    Holder,
     Target,
     assert_close,
     check_against_merged,
@@ -25,14 +26,6 @@ from tests.layers.merging import (
 )
 
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("registered")]
-
-
-class Holder(nnx.Module):
-    def __init__(self, layer):
-        self.proj = layer
-
-    def __call__(self, x):
-        return self.proj(x)
 
 
 def tokens_of(*shape, vocab=11):

@@ -1,6 +1,5 @@
 """Layers that store their weight in a form of their own: values against merged dequantized weights."""
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import jlora
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
 from jlora.layers.wrap.discover import register_layer
-from tests.layers.merging import Target, assert_close, delta, make_adapter, make_dora, make_manager, normal, run
+from tests.layers.merging import Target, assert_close, delta, make_adapter, make_dora, make_manager, normal, run, serve
 from tests.layers.mesh_models import mesh_of
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -99,14 +98,8 @@ def test_rows_equal_adapters_merged_into_dequantized_weights(known, down, on_mes
         assert model.up.jlora_b[...].sharding.shard_shape((4, 4, H))[-1] == H // 2
         assert model.down.jlora_a[...].sharding.shard_shape((4, 1, 4, H))[-1] == H // 2
 
-    @jax.jit
-    @chex.assert_max_traces(n=1)
-    def step(model, x, batch):
-        with jlora.use(batch):
-            return model(x)
-
     with manager.prepare(NAMES) as batch:
-        found = np.asarray(step(model, x, batch))
+        found = np.asarray(serve(model, x, batch))
     assert_close(found, want)
     if not on_mesh:
         np.testing.assert_array_equal(found[[1, 4]], base[[1, 4]])

@@ -1,6 +1,5 @@
 """Models that qwix has quantized: values against qwix's own product plus a float64 delta, bits, order, interception."""
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +10,16 @@ import jlora
 from jlora import ops
 from jlora.errors import LoRAError
 from jlora.layers.wrap.discover import register_layer
-from tests.layers.merging import Target, assert_close, delta, make_adapter, make_manager, normal, serve
+from tests.layers.merging import (
+    Target,
+    assert_close,
+    delta,
+    make_adapter,
+    make_manager,
+    normal,
+    serve,
+    step_of_one_trace,
+)
 from tests.matrix import thinned
 from tests.pallas import conftest
 
@@ -94,12 +102,7 @@ def test_rows_equal_the_quantized_product_plus_the_delta(name):
     manager = make_manager(model, adapters)
     assert {layer.path for layer in manager.layers() if layer.wrapped} == {"up", "mid", "down"}
 
-    @jax.jit
-    @chex.assert_max_traces(n=1)
-    def step(model, x, batch):
-        with jlora.use(batch):
-            return model(x)
-
+    step = step_of_one_trace()
     for names in (["one", None, "two", None], [None, "two", "one", "one"]):
         with manager.prepare(names) as batch:
             found = np.asarray(step(model, x, batch))

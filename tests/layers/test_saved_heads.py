@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jlora
-from tests.layers.merging import make_manager, normal
+from tests.layers.merging import make_manager, normal, serve
 from tests.layers.mesh_models import mesh_of
 
 K, N, MOST = 6, 2, 4
@@ -83,12 +83,6 @@ def close(found, want, tolerance=2e-5):
     assert np.array_equal(np.isneginf(found), np.isneginf(want))
     real = np.isfinite(want)
     assert np.abs(found[real] - want[real]).max() <= tolerance * np.abs(want[real]).max()
-
-
-@jax.jit
-def serve(model, x, batch):
-    with jlora.use(batch):
-        return model(x)
 
 
 def manager_of(model=None, adapters=ADAPTERS, **config):

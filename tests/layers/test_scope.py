@@ -11,7 +11,17 @@ from flax import nnx
 
 from jlora.errors import LoRAError
 from jlora.layers.forward.scope import use
-from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal, run
+from tests.layers.merging import (
+    Target,
+    assert_close,
+    expected_rows,
+    make_adapter,
+    make_manager,
+    merge,
+    normal,
+    run,
+    serve,
+)
 
 pytestmark = pytest.mark.device
 
@@ -37,12 +47,6 @@ TARGETS = [
 ONE, TWO = make_adapter("one", TARGETS, 3), make_adapter("two", TARGETS[:1], 1)
 TOKENS = np.random.default_rng(0).integers(0, 11, (4, 3)).astype(np.int32)
 NAMES = ["one", None, "two", "one"]
-
-
-@jax.jit
-def serve(model, tokens, batch):
-    with use(batch):
-        return model(tokens)
 
 
 @pytest.fixture(scope="module")

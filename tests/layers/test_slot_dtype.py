@@ -9,7 +9,7 @@ from flax import nnx
 import jlora
 from jlora.errors import AdapterMismatchError, LoRAUsageError
 from jlora.layers.wrap.discover import register_layer
-from tests.layers.merging import Target, assert_close, make_adapter, make_manager, normal, rounding_of, serve
+from tests.layers.merging import Holder, Target, assert_close, make_adapter, make_manager, normal, rounding_of, serve
 
 pytestmark = pytest.mark.usefixtures("registered")
 
@@ -128,14 +128,8 @@ def test_a_spec_with_an_unsupported_dtype_is_refused(make, dtype):
 def test_slot_dtype_apart_from_the_models(param, compute, slots):
     """The output is the base plus the float64 delta of the slots, rounded once to the dtype of the base."""
 
-    class Model(nnx.Module):
-        def __init__(self):
-            self.proj = nnx.Linear(6, 5, param_dtype=jnp.dtype(param), dtype=jnp.dtype(compute), rngs=nnx.Rngs(0))
-
-        def __call__(self, x):
-            return self.proj(x)
-
-    model, x = Model(), jnp.asarray(normal(3, 2, 6), compute)
+    layer = nnx.Linear(6, 5, param_dtype=jnp.dtype(param), dtype=jnp.dtype(compute), rngs=nnx.Rngs(0))
+    model, x = Holder(layer), jnp.asarray(normal(3, 2, 6), compute)
     base = np.asarray(jax.jit(lambda model, x: model(x))(model, x))
     assert base.dtype == compute
     adapter = make_adapter("one", [Target("proj", 6, 5, "")], 3)

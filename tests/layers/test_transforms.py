@@ -14,6 +14,7 @@ from jlora.layers.forward.scope import use
 from jlora.layers.site import SlotParam, SlotRanks
 from tests import oracle
 from tests.layers.merging import (
+    Holder,
     Target,
     assert_close,
     check_against_merged,
@@ -82,14 +83,7 @@ def test_model_passed_straight_and_swapped_without_a_second_trace(served, jit):
 
 
 def test_gradients_of_slots_and_inputs():
-    class One(nnx.Module):
-        def __init__(self):
-            self.proj = nnx.Linear(6, 5, rngs=nnx.Rngs(0))
-
-        def __call__(self, x):
-            return self.proj(x)
-
-    model, names = One(), NAMES
+    model, names = Holder(nnx.Linear(6, 5, rngs=nnx.Rngs(0))), NAMES
     adapters = [make_adapter(n, [Target("proj", 6, 5, "")], r) for n, r in (("one", 3), ("two", 1))]
     manager, w = make_manager(model, adapters), normal(8, 2, 5, seed=3)
     with manager.prepare(names) as batch:

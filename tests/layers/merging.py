@@ -74,13 +74,10 @@ def in_int8(adapter: Adapter, sizes: Mapping[str, Sequence[int]] | None = None) 
 
 
 def delta(module: ModuleLoRA) -> np.ndarray:
-    """Return scaling * B @ A, [N, K] float64."""
     return module.scaling * module.b.astype(np.float64) @ module.a.astype(np.float64)
 
 
 def at_path(model, path: str):
-    """Return the object at a dotted path through attributes, lists and dicts."""
-
     def step(node, key):
         if isinstance(node, Mapping):
             return node[key]
@@ -155,7 +152,6 @@ def rounding_of(slots) -> float:
 
 
 def wrapped_paths(manager: LoRAManager) -> list[str]:
-    """Return the paths of the wrapped layers."""
     return [layer.path for layer in manager.layers() if layer.wrapped]
 
 

@@ -60,7 +60,6 @@ class World:
         assert_close(self.step(self.model, X, batch), expected_rows(self.twins, names, X))
 
     def take_slot(self):
-        """Serve another adapter from the only slot."""
         with self.manager.prepare(["b"] * 8) as batch:
             self.serves(batch, ["b"] * 8)
 
@@ -110,7 +109,6 @@ copies = pytest.mark.parametrize("how", COPIES)
 
 @copies
 def test_a_copy_holds_the_slot_until_one_is_closed(world, how):
-    """`has_adapters` and `versions` are those of the original."""
     duplicate = COPIES[how](world.manager.prepare(NAMES))
     assert duplicate.has_adapters
     assert duplicate.versions == tuple(None if name is None else 0 for name in NAMES)

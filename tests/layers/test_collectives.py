@@ -53,8 +53,6 @@ def programs(make, mesh, specs, adapter, **config):
 
 
 class Chain(Small):
-    """A chain of Flax layers, including heads and an einsum."""
-
     def __init__(self):
         super().__init__()
         del self.embed

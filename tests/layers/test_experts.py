@@ -123,7 +123,6 @@ def test_each_row_has_its_own_adapter(style):
 
 @pytest.mark.parametrize("style", ["methods", "scanned"])
 def test_modules_that_an_adapter_lacks_are_cleared_in_its_slot(style):
-    """Load four adapters into four slots in several orders."""
     world = world_of(style)
     for first in ("all", "some"):
         for name in ("all", "some", "one", "down"):
@@ -273,7 +272,6 @@ def linear(k=HIDDEN, n=2 * INNER, param="w13"):
 )  # fmt: skip
 @pytest.mark.usefixtures("registered", "unchecked_calls")
 def test_a_spec_that_contradicts_its_class_leaves_the_layer_unwrapped(spec, message):
-    """The other layers are served."""
     jlora.register_layer(Own, lambda layer: spec())
     layers = small(Own).layers()
     assert [layer.path for layer in layers if layer.wrapped] == ["layers.0.gate", "layers.1.gate"]
@@ -359,7 +357,6 @@ def test_expert_delta_returns_the_base_unwrapped_and_raises_outside_a_scope(ragg
 
 
 def test_rows_of_experts_elsewhere_and_tokens_outside_take_no_adapter(ragged):
-    """Rows of experts on other shards and rows without a token keep the bits of the product."""
     ragged.add_adapter(make_adapter("all", 0))
     layer = ragged.model.layers[0].experts
     x, y = jax.random.normal(jax.random.key(0), (4, 8)), jax.random.normal(jax.random.key(1), (4, 12))

@@ -26,7 +26,6 @@ BATCHES = (["a", None, "b", "c"], ["d", "a", None, "b"], ["c", "d", "d", None])
 
 
 def adapter(name, seed, rank, experts=range(EXPERTS)):
-    """Return an adapter of the router, the queries of attention, and some of the experts."""
     rng = np.random.default_rng(seed)
 
     def pair(k, n):

@@ -186,7 +186,6 @@ def test_rows_of_several_adapters(taken, x, config):
 
 
 def test_gradients_through_the_model(taken):
-    """Gradients of slots, kernels and inputs agree with those of the same model in float32 on XLA."""
     weight, found = normal(5, 1, 16, seed=3), {}
     for dtype, backend in ((jnp.bfloat16, "triton"), (jnp.float32, "xla")):
         model = Holder() if dtype == jnp.bfloat16 else in_float32(Holder())
@@ -285,7 +284,6 @@ def serve_one(model, x=X, **config):
 
 @pytest.mark.parametrize("what", NOT)
 def test_other_layers_keep_their_product(taken, registered, what):
-    """Rows without an adapter have the bits of the unwrapped model."""
     register_layer(Subclass, lambda layer: LinearSpec(layer.in_features, layer.out_features))
     build, dtype, config = NOT[what]
     with jax.numpy_dtype_promotion("standard"):
@@ -307,7 +305,6 @@ def test_the_rule_of_parts_decides(called, rows, n, by_kernel):
 
 
 def test_with_a_mesh_in_context(taken):
-    """A mesh in context prevents the kernel, although the model is on one device."""
     model = Holder()
     manager = make_manager(model, SINGLE[:1], backend="triton")
     with (

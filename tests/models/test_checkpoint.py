@@ -54,17 +54,6 @@ def test_dtypes(dtype):
     np.testing.assert_array_equal(params(model)["model.norm.scale"], stored.astype(dtype))
 
 
-def test_shards_equal_one_file(tmp_path):
-    source = goldens.FOLDER / goldens.SHARDED
-    tensors = {}
-    for shard in source.glob("*.safetensors"):
-        tensors |= load_file(shard)
-    assert len(list(source.glob("*.safetensors"))) > 1
-    save_file(tensors, tmp_path / "model.safetensors")
-    shutil.copy(source / "config.json", tmp_path)
-    assert_same(from_pretrained(tmp_path), from_pretrained(source))
-
-
 def test_names_without_the_model_prefix_and_old_rotary_tables(folder):
     want = from_pretrained(folder)
     edit(folder, lambda tensors: {name.removeprefix("model."): value for name, value in tensors.items()})

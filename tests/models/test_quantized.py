@@ -64,7 +64,6 @@ def in_blocks(weight):
 
 
 def is_quantized(name, config, blocks=False):
-    """Return True for the weights that the decoder quantizes."""
     if name == "lm_head.weight":
         return not blocks
     return name.endswith("_proj.weight")
@@ -236,7 +235,6 @@ def test_the_stored_values_are_those_of_the_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("name", ["gpt-oss-square", "mixtral-window"])
 def test_experts_of_every_layout(name):
-    """Experts stored one by one, and all together with alternating columns of gate and up."""
     stored, read = (from_pretrained(goldens.FOLDER / name, quantize=quantize) for quantize in (None, "int8"))
     for product in ("gate_up_proj", "down_proj"):
         experts = read.model.layers[0].mlp.experts

@@ -72,13 +72,11 @@ def backward_of(backend):
 
 
 def of_columns(values):
-    """Return [G, R, N] of values [G, n, R]."""
     return np.repeat(values, SIZES, axis=1).swapaxes(1, 2)
 
 
 @pytest.fixture
 def operands():
-    """Base, x, a and b, and a plan."""
     rng = np.random.default_rng(0)
     shapes = (ROWS, sum(SIZES)), (ROWS, K), (4, 2, RANK, K), (4, RANK, sum(SIZES))
     base, x, a, b = (rng.normal(size=shape) for shape in shapes)

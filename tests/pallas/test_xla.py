@@ -88,21 +88,6 @@ def test_a_nan_stays_with_its_own_row():
     chex.assert_tree_all_finite(np.asarray(grads)[np.array([0, 2])])
 
 
-def test_vmap_scan_and_remat():
-    base, x, a, b, ids, _ = problem(9, 10, 6, [4], 3, 3)
-    want = oracle.add_lora(base, x, ids, a, b)
-
-    def run(base, x, ids):
-        return add_lora(base, x, a, b, api.make_plan(ids, num_groups=3), backend="xla")
-
-    def stack(v):
-        return jnp.stack([v, v])
-
-    close(jax.vmap(run)(stack(base), stack(x), stack(ids))[1], want, 1e-6)
-    close(jax.lax.scan(lambda c, v: (c, run(base, v, ids)), None, stack(x))[1][1], want, 1e-6)
-    close(jax.checkpoint(run)(base, x, ids), want, 1e-6)
-
-
 def cost(slots, ids, max_active, k=64, n=64, rank=8):
     shape = jax.ShapeDtypeStruct
     rows = len(ids)

@@ -41,7 +41,6 @@ def rule(spec, axes=LINEAR, sizes=(8, 16), data=(), fully=False, mesh=None) -> K
     ],
 )
 def test_table_of_linear_kernels(spec, ins, outs):
-    """Columns split B by N, and rows split A by K. Other arrays are replicated."""
     found = rule(spec)
     assert (found.ins, found.outs, found.experts) == (ins, outs, ())
     assert found.a == ((), (), (), ins)
@@ -107,13 +106,6 @@ HEADS = ((0, 1), (2, 3))
 def test_several_axes_make_one(spec, sizes, ins, outs):
     found = rule(spec, HEADS, sizes)
     assert (found.ins, found.outs) == (ins, outs)
-
-
-def test_axes_flatten_in_the_order_of_the_layer():
-    """An einsum may flatten the axes of its kernel in another order than that of storage."""
-    assert rule(P(None, "x"), ((1, 0), (2,)), (2, 4, 6)).ins == ("x",)
-    with pytest.raises(LoRAError, match="in the middle"):
-        rule(P("x"), ((1, 0), (2,)), (2, 4, 6))
 
 
 @pytest.mark.parametrize(

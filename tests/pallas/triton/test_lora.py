@@ -124,7 +124,6 @@ def plan9(ids):
 
 @IN_PLACE
 def test_a_row_does_not_depend_on_its_batch(in_place):
-    """Bitwise the same alone, permuted, and among other neighbours, at one static number of rows."""
     base, x, a, b, ids, ranks = problem(7, 24, 50, [30, 7], 20, 5, ids=np.arange(24) % 6)
 
     def run(order, ids):

@@ -104,7 +104,6 @@ def test_products(rows, k, n, parts, stages, dtype):
 
 @pytest.mark.parametrize("rows", [8, 64, 256])
 def test_kernels_side_by_side_give_the_same_bits(rows):
-    """A chain of products with LoRA, compiled with and without `jlora.compiler_options()`."""
     sizes, layers, width = (2048, 1024, 1024), 4, 4096
     rng = np.random.default_rng(0)
     ids = jnp.asarray(rng.integers(0, 9, rows), jnp.int32)  # 8 is nobody's

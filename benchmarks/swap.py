@@ -1,6 +1,6 @@
 """Measure the cost of bringing an adapter into a slot, and its effect on a concurrent decode loop.
 
-    python -m benchmarks.swap [--out results.json] [--layers 32] [--rank 16] [--seconds 20] [--dora]
+    python -m benchmarks.swap [--out results.json] [--layers 32] [--rank 16] [--seconds 20] [--dora] [--lora-dtype int8]
 
 Adapters of rank 16 have all seven modules of the Llama-3-8B shape (84 MB in bf16). They are loaded into two models, the
 reference decoder (128 merged projections) and one with 224 separate projections. Times are medians in milliseconds:
@@ -90,12 +90,17 @@ def slot_arrays(manager: jlora.LoRAManager) -> list[jax.Array]:
 
 
 def check(manager: jlora.LoRAManager, name: str, adapter: jlora.Adapter) -> None:
-    """Check that the slot holds the adapter bitwise: A, and B scaled by 2, which is exact."""
+    """Check that the slot holds the factors: bitwise, or in int8 within half a step of each row's largest value."""
     manager.prepare([name]).close()
     found = manager.export_adapter(name)
     for module, lora in adapter.modules.items():
-        np.testing.assert_array_equal(found.modules[module].a, lora.a)
-        np.testing.assert_array_equal(found.modules[module].b, lora.b)
+        for got, want, axis in ((found.modules[module].a, lora.a, 1), (found.modules[module].b, lora.b, 0)):
+            if manager.config.dtype == "int8":
+                wanted = np.asarray(want, np.float32)
+                step = np.abs(wanted).max(axis, keepdims=True) / 127
+                assert (np.abs(np.asarray(got, np.float32) - wanted) <= 0.51 * step).all(), module
+            else:
+                np.testing.assert_array_equal(got, want)
 
 
 def timed(manager: jlora.LoRAManager, call: Callable[[], object]) -> tuple[float, float]:
@@ -332,13 +337,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--dora", action="store_true")
+    parser.add_argument("--lora-dtype", choices=("bfloat16", "int8"), default="bfloat16")
     args = parser.parse_args()
     config = llama_3_8b(args.layers)
-    options = jlora.LoRAConfig(max_loras=SLOTS, max_lora_rank=args.rank, max_cpu_loras=3 * ADAPTERS, dtype=jnp.bfloat16)
+    options = jlora.LoRAConfig(
+        max_loras=SLOTS, max_lora_rank=args.rank, max_cpu_loras=3 * ADAPTERS, dtype=args.lora_dtype
+    )
     result: dict[str, object] = {
         "about": {
             **machine(),
             "model": f"Llama-3-8B shape, {args.layers} layers, rank {args.rank} on all seven modules, bf16",
+            "lora_dtype": args.lora_dtype,
         },
     }  # fmt: skip
 
@@ -363,7 +372,7 @@ def main() -> None:
         model = Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
         targets = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
         options = jlora.LoRAConfig(
-            max_loras=SLOTS, max_lora_rank=args.rank, max_cpu_loras=3 * ADAPTERS, dtype=jnp.bfloat16,
+            max_loras=SLOTS, max_lora_rank=args.rank, max_cpu_loras=3 * ADAPTERS, dtype=args.lora_dtype,
             target_modules=targets, dora=args.dora,
         )  # fmt: skip
         manager = jlora.LoRAManager(model, options)

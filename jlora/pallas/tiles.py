@@ -21,7 +21,7 @@ class GPUTiles:
       shrink_warps, shrink_stages, shrink_programs: Warps of a program, blocks of a and x in flight, size of the grid.
       block_n: Columns of b and of the output in one step of the expand.
       ahead: Blocks of the base output that are read ahead.
-      warps, stages, programs: As for the shrink; `stages` counts blocks of b, which in int8 are read at once.
+      warps, stages, programs: As for the shrink; `stages` counts blocks of b.
     """
 
     block_k: int = 128
@@ -132,8 +132,8 @@ def expand_shared_bytes(tiles: GPUTiles, p: GPUProblem) -> int:
     one stage less.
     """
     stages = max(1, tiles.stages - 1) if p.itemsizes.b == 4 else tiles.stages
-    of_b = p.itemsizes.h if p.itemsizes.b == 1 else stages * p.itemsizes.b  # int8 waits in registers
-    b = tiles.block_n * p.padded_rank * of_b
+    converted = p.itemsizes.h if p.itemsizes.b == 1 else 0
+    b = tiles.block_n * p.padded_rank * (stages * p.itemsizes.b + converted)
     h = p.tile_rows * p.padded_rank * p.itemsizes.h
     return b + h + p.tile_rows * tiles.block_n * 4
 
@@ -190,7 +190,7 @@ def _shrink_rule(p: GPUProblem, few: bool, cores: int) -> dict[str, int]:
         elif p.rows <= 32:
             block_r, least, most, stages, programs = 32, 2, 28, 4, 6
         else:  # beside a base product of more rows, fewer and longer programs are faster, but K has eight parts or more
-            block_r, least, most, stages, programs = 32, min(4, -(-steps // 8)), 14, 3, 4
+            block_r, least, most, stages, programs = 32, min(4, -(-steps // 8)), 14, 3, 4 if p.itemsizes.a > 1 else 6
         parts, warps = min(most, -(-steps // least)), block_r // 16
     else:
         large = _is_large(p)
@@ -215,6 +215,8 @@ def _expand_rule(p: GPUProblem, few: bool, cores: int) -> dict[str, int]:
     """
     large = _is_large(p)
     block_n = 64 if large else 256 if few and p.rank <= 32 and not p.experts else 128
+    if p.itemsizes.b == 1 and 32 < p.rows <= 512 and p.rank <= 16 and not p.experts:
+        block_n *= 2  # as many bytes as in bfloat16
     while 2 * block_n * p.rank * (4 if p.dtype == "float32" else 2) > 128 * 1024:
         block_n //= 2  # two blocks of b would not fit into shared memory beside h
     if p.experts:
@@ -223,11 +225,10 @@ def _expand_rule(p: GPUProblem, few: bool, cores: int) -> dict[str, int]:
         warps, programs = 4 if few and not large else 8, 4 if few else 2
     else:  # of few rows, h has many parts and ranks to add up
         warps, programs = 8 if few else 4, 2
-    return {
-        "block_n": block_n, "warps": warps,
-        "stages": 3 if few and p.rank <= 16 and not p.experts and p.itemsizes.b > 1 else 2,
-        "programs": programs * cores,
-    }  # fmt: skip
+    stages = 3 if few and p.rank <= 16 and not p.experts else 2
+    if few and p.itemsizes.b == 1:
+        stages = 4  # about as many bytes in flight as in bfloat16
+    return {"block_n": block_n, "warps": warps, "stages": stages, "programs": programs * cores}
 
 
 def _is_large(p: GPUProblem) -> bool:

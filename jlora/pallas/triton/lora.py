@@ -229,7 +229,7 @@ def _expand(base, h, b, plan: Plan, ranks, slice_sizes, tiles: GPUTiles, dtype, 
         grid=(min(tiles.programs, units),),
         out_shape=jax.ShapeDtypeStruct((plan.num_rows, b.shape[2]), out_dtype),
         input_output_aliases={} if base is None else {6: 0},
-        compiler_params=compiler_params(tiles.warps, 1 if b.dtype == jnp.int8 else tiles.stages),
+        compiler_params=compiler_params(tiles.warps, tiles.stages),
         interpret=interpret,
         name="lora_expand",
     )(plan.tiles_used, plan.tile_group, plan.tile_rows, ranks, h, b, base, plan.row_scales)
@@ -318,12 +318,9 @@ def _expand_kernel(
 
     `base_ref` and `out_ref` are the same memory, or `base_ref` is None and `out` is the delta. The delta of a slice of
     rank 0 is -0.0, which changes no bit of a base output. `row_scales_ref` may be None. Base is read a few blocks ahead
-    of its use. For b, Triton's pipeline does so through shared memory, from where the matrix unit takes no transposed
-    int8. Int8 is therefore read into registers, the first block before h and then `stages` blocks at once. The select
-    after its conversion keeps Triton from converting in the layout of the matrix unit, which moves single bytes.
+    of its use. For b, Triton's pipeline does so.
     """
     rank, block_n = b_ref.shape[1], tiles.block_n
-    together = tiles.stages if b_ref.dtype == jnp.int8 else 0
     used = tiles_used(used_ref, group_ref)
     counts = column_chunks(slice_sizes, block_n, used, tiles.programs)
     per_tile = sum(counts[1:], counts[0])
@@ -348,15 +345,12 @@ def _expand_kernel(
             col, inside = columns(j)
             return load(base_ref, (rows[:, None], col[None, :]), live & inside & (j < steps))
 
-        def read_b(r, col, inside):
-            return load(b_ref, (group, r[:, None], col[None, :]), (r < read)[:, None] & inside)
-
-        def column_block(j, ahead, h, factors=None):
+        def column_block(j, ahead, h):
             base, *ahead = *ahead, read_base(j + tiles.ahead)
             col, inside = columns(j)
             total = base.astype(jnp.float32)
-            for k, (r, h_block) in enumerate(zip(blocks, h, strict=True)):
-                b = jnp.where((r < read)[:, None], factors[k].astype(dtype), 0) if factors else read_b(r, col, inside)
+            for r, h_block in zip(blocks, h, strict=True):
+                b = load(b_ref, (group, r[:, None], col[None, :]), (r < read)[:, None] & inside)
                 total += dot(h_block, b, dtype, 0)
             if base_ref is None:
                 store(out_ref, (rows[:, None], col[None, :]), jnp.where(true_rank > 0, total, -0.0), live & inside)
@@ -364,25 +358,13 @@ def _expand_kernel(
                 store(out_ref, (rows[:, None], col[None, :]), total, live & inside & (true_rank > 0))
             return tuple(ahead)
 
-        def column_blocks(s, ahead, h):
-            several = [1 + s * together + d for d in range(together)]
-            factors = [[read_b(r, *columns(j)) for r in blocks] for j in several]
-            for j, own in zip(several, factors, strict=True):
-                ahead = column_block(j, ahead, h, own)
-            return ahead
-
         def all_blocks():
             ahead = tuple(read_base(jnp.int32(d)) for d in range(tiles.ahead))  # before h, whose loads take as long
-            factors = [read_b(r, *columns(jnp.int32(0))) for r in blocks] if together else None
             h = tuple(
                 sum_parts(h_ref, i * rank, rows, r, live, rank, true_rank, scale)
                 for r, scale in zip(blocks, scales, strict=True)
             )
-            if together:
-                ahead = column_block(jnp.int32(0), ahead, h, factors)
-                jax.lax.fori_loop(0, pl.cdiv(steps - 1, together), partial(column_blocks, h=h), ahead)
-            else:
-                jax.lax.fori_loop(0, steps, partial(column_block, h=h), ahead)
+            jax.lax.fori_loop(0, steps, partial(column_block, h=h), ahead)
 
         if tile_m > 16 and base_ref is not None:
             pl.when(read > 0)(all_blocks)

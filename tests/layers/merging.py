@@ -74,13 +74,10 @@ def in_int8(adapter: Adapter, sizes: Mapping[str, Sequence[int]] | None = None) 
 
 
 def delta(module: ModuleLoRA) -> np.ndarray:
-    """Return scaling * B @ A, [N, K] float64."""
     return module.scaling * module.b.astype(np.float64) @ module.a.astype(np.float64)
 
 
 def at_path(model, path: str):
-    """Return the object at a dotted path through attributes, lists and dicts."""
-
     def step(node, key):
         if isinstance(node, Mapping):
             return node[key]
@@ -125,6 +122,21 @@ def run(model, x):
     return model(x)
 
 
+class Holder(nnx.Module):
+    """A model of one layer."""
+
+    def __init__(self, layer: nnx.Module):
+        self.proj = layer
+
+    def __call__(self, x):
+        return self.proj(x)
+
+
+def step_of_one_trace():
+    """Return a new compiled step, which raises if it is traced twice."""
+    return jax.jit(chex.assert_max_traces(serve.__wrapped__, n=1))
+
+
 def make_manager(model: nnx.Module, adapters: Sequence[Adapter] = (), **kwargs) -> LoRAManager:
     options = {"max_loras": 3, "max_lora_rank": 4, "max_cpu_loras": 8}
     options.update((key, kwargs.pop(key)) for key in list(kwargs) if key in LoRAConfig.__dataclass_fields__)
@@ -140,7 +152,6 @@ def rounding_of(slots) -> float:
 
 
 def wrapped_paths(manager: LoRAManager) -> list[str]:
-    """Return the paths of the wrapped layers."""
     return [layer.path for layer in manager.layers() if layer.wrapped]
 
 

@@ -183,7 +183,6 @@ def some_devices(count: int) -> list[jax.Device]:
 
 
 def mesh_of(kind: AxisType = AxisType.Auto, **axes: int) -> Mesh:
-    """Return a mesh of the first devices with these axes."""
     devices = np.array(some_devices(int(np.prod([*axes.values()])))).reshape(*axes.values())
     return Mesh(devices, tuple(axes), axis_types=(kind,) * len(axes))
 

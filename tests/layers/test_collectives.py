@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jlora
-from tests.layers.merging import Target, make_adapter, make_manager
+from tests.layers.merging import Target, make_adapter, make_manager, run, serve
 from tests.layers.mesh_models import LENGTH, NAMES, ONE, SMALL, Small, mesh_of, placed, tokens_of
 from tests.records import write_programs
 
@@ -38,37 +38,21 @@ def collectives_of_writes(manager: jlora.LoRAManager) -> Counter[tuple[str, int]
     return sum((collectives(program.as_text()) for program in programs), Counter())
 
 
-def test_collectives_are_found():
-    mesh = mesh_of(t=2)
-    x = jax.device_put(np.ones((4, 6), np.float32), jax.NamedSharding(mesh, P(None, "t")))
-    text = jax.jit(lambda x: (x @ x.T).sum()).lower(x).compile().as_text()
-    assert sum(collectives(text).values()) >= 1
-
-
 def programs(make, mesh, specs, adapter, **config):
     """Return the collectives of the unwrapped and of the wrapped program."""
 
-    def own(model, inputs):
-        return model(inputs)
-
-    def served(model, inputs, batch):
-        with jlora.use(batch):
-            return model(inputs)
-
     inputs = jax.device_put(make.inputs(), jax.NamedSharding(mesh, P()))
-    base = jax.jit(own).lower(placed(make(), mesh, specs), inputs).compile().as_text()
+    base = run.lower(placed(make(), mesh, specs), inputs).compile().as_text()
     model = placed(make(), mesh, specs)
     manager = make_manager(model, [adapter], max_lora_rank=RANK, **config)
     with manager.prepare(["one" if name else None for name in NAMES]) as batch:
-        text = jax.jit(served).lower(model, inputs, batch).compile().as_text()
-        without = jax.jit(served).lower(model, inputs, None).compile().as_text()
+        text = serve.lower(model, inputs, batch).compile().as_text()
+        without = serve.lower(model, inputs, None).compile().as_text()
     assert collectives(without) == collectives(base)
     return collectives(base), collectives(text)
 
 
 class Chain(Small):
-    """A chain of Flax layers, including heads and an einsum."""
-
     def __init__(self):
         super().__init__()
         del self.embed
@@ -133,15 +117,10 @@ def test_no_slot_array_is_whole_on_a_device(fully):
                 assert len(shards) == 4
                 assert {shard.data.shape for shard in shards} == {local}, (name, attribute)
 
-    @jax.jit
-    def step(model, tokens, batch):
-        with jlora.use(batch):
-            return model(tokens)
-
     check()
     with manager.prepare(["one"] * 4) as batch:
         check()
-        step(model, tokens_of(4, LENGTH), batch)
+        serve(model, tokens_of(4, LENGTH), batch)
         check()
     other = make_adapter("two", [Target("down", 16, 8, "")], 5)
     manager.add_adapter(other)

@@ -121,19 +121,8 @@ def test_each_row_has_its_own_adapter(style):
     assert world.manager.stats().compilations == 1
 
 
-def test_tokens_above_the_capacity_are_dropped_with_their_adapters():
-    world, names = world_of("one-hot with capacity"), [name for name in NAMES for _ in range(3)]
-    world.model.layers[0].experts.capacity = 99
-    try:
-        roomy = world.expected(names, world.x)
-    finally:
-        del world.model.layers[0].experts.capacity
-    assert np.abs(world.expected(names, world.x) - roomy).max() > 1e-2
-
-
 @pytest.mark.parametrize("style", ["methods", "scanned"])
 def test_modules_that_an_adapter_lacks_are_cleared_in_its_slot(style):
-    """Load four adapters into four slots in several orders."""
     world = world_of(style)
     for first in ("all", "some"):
         for name in ("all", "some", "one", "down"):
@@ -160,7 +149,7 @@ def test_verify_agrees():
     assert not report.unserved
 
 
-@pytest.mark.parametrize("style", ["methods", "interleaved", "scanned"])
+@pytest.mark.parametrize("style", ["interleaved", "scanned"])
 def test_an_exported_adapter_equals_the_loaded_one(style):
     world = world_of(style)
     world.serve(NAMES)
@@ -271,13 +260,11 @@ def linear(k=HIDDEN, n=2 * INNER, param="w13"):
     [
         (lambda: jlora.ExpertsSpec(0, {"gate_up": linear()}), "experts must be a positive int"),
         (lambda: jlora.ExpertsSpec(5, {}), "products must map"),
-        (lambda: jlora.ExpertsSpec(5, {"gate_up": "w13"}), "products must map"),
         (lambda: jlora.ExpertsSpec(5, {"middle": linear()}), "names must say what checkpoints call"),
         (lambda: jlora.ExpertsSpec(4, {"gate_up": linear()}), "says 4 experts before its axes"),
         (lambda: jlora.ExpertsSpec(5, {"gate_up": linear(n=INNER)}), "has 8 features in and 12 out"),
         (lambda: jlora.ExpertsSpec(5, {"gate_up": linear(param="w")}), "names the parameter 'w'"),
         (lambda: jlora.ExpertsSpec(5, {"gate_up": linear()}, gathers=["down"]), "gathers must list names of products"),
-        (lambda: jlora.ExpertsSpec(5, {"gate_up": linear()}, gathers="gate_up"), "gathers must list names of products"),
         (lambda: jlora.ExpertsSpec(5, {"gate_up": linear()}, alternating=["up"]), "alternating must list names"),
         (lambda: jlora.ExpertsSpec(5, {"gate_up": linear()}, names={"gate_up": [["a"], ["b"], ["c"], ["d"], ["e"]]}),
          "no 5 slices of one size"),
@@ -285,7 +272,6 @@ def linear(k=HIDDEN, n=2 * INNER, param="w13"):
 )  # fmt: skip
 @pytest.mark.usefixtures("registered", "unchecked_calls")
 def test_a_spec_that_contradicts_its_class_leaves_the_layer_unwrapped(spec, message):
-    """The other layers are served."""
     jlora.register_layer(Own, lambda layer: spec())
     layers = small(Own).layers()
     assert [layer.path for layer in layers if layer.wrapped] == ["layers.0.gate", "layers.1.gate"]
@@ -305,7 +291,7 @@ def test_a_product_that_is_a_method_needs_rows():
         manager.model(jnp.ones((1, 2, HIDDEN)))
 
 
-@pytest.mark.parametrize("said", [{"gate_up": "nothing"}, {"gate_up": "plain"}, {"gate_up": 3}, "wi"])
+@pytest.mark.parametrize("said", [{"gate_up": "nothing"}, {"gate_up": "plain"}, "wi"])
 def test_malformed_grouped_products_are_ignored(said):
     class Other(nnx.Module):
         def __init__(self):
@@ -330,38 +316,22 @@ def test_a_subclass_that_overrides_a_product_is_not_wrapped():
     assert "Louder overrides the down of OneHot" in (reason or "")
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        (lambda source, expert: jlora.RowMap(source, of="tokens", length=2), "RowMap with `expert`"),
-        (
-            lambda source, expert: jlora.RowMap(source[1:], of="tokens", length=2, expert=expert[1:]),
-            "a RowMap of 3 rows",
-        ),
-    ],
-)
 @pytest.mark.usefixtures("unchecked_calls")
-def test_row_maps_that_do_not_fit_the_product_are_refused(ragged, rows, message):
-    layer = ragged.model.layers[0].experts
-    source, expert = jnp.array([0, 0, 1, 1]), jnp.array([0, 1, 2, 3])
-    with ragged.prepare([None]) as batch, jlora.use(batch, without=["*"]), pytest.raises(LoRAUsageError, match=message):
-        jlora.expert_delta(layer, "gate_up", jnp.ones((4, 8)), jnp.ones((4, 12)), rows(source, expert))
-
-
-@pytest.mark.parametrize(
-    ("x", "y", "message"),
-    [
-        (jnp.ones((4, 7)), jnp.ones((4, 12)), r"takes \[..., 8\] floats, found float32\[4, 7\]"),
-        (jnp.ones((4, 8)), jnp.ones((4, 6)), r"returned \[..., 12\] floats, found float32\[4, 6\]"),
-        (jnp.ones((4, 8)), jnp.ones((5, 12)), "expected as many rows"),
-        (jnp.ones((4, 8), jnp.int32), jnp.ones((4, 12)), "floats, found int32"),
-    ],
-)
-@pytest.mark.usefixtures("unchecked_calls")
-def test_arrays_that_do_not_fit_the_product_are_refused(ragged, x, y, message):
-    rows = jlora.RowMap(jnp.zeros(4, jnp.int32), of="tokens", length=2, expert=jnp.zeros(4, jnp.int32))
-    with ragged.prepare([None]) as batch, jlora.use(batch, without=["*"]), pytest.raises(LoRAError, match=message):
-        jlora.expert_delta(ragged.model.layers[0].experts, "gate_up", x, y, rows)
+def test_row_maps_and_arrays_that_do_not_fit_the_product_are_refused(ragged):
+    layer, source, expert = ragged.model.layers[0].experts, jnp.array([0, 0, 1, 1]), jnp.array([0, 1, 2, 3])
+    rows = jlora.RowMap(source, of="tokens", length=2, expert=expert)
+    fewer = jlora.RowMap(source[1:], of="tokens", length=2, expert=expert[1:])
+    x, y = jnp.ones((4, 8)), jnp.ones((4, 12))
+    for arguments, error, message in (
+        ((x, y, jlora.RowMap(source, of="tokens", length=2)), LoRAUsageError, "RowMap with `expert`"),
+        ((x, y, fewer), LoRAUsageError, "a RowMap of 3 rows"),
+        ((x[:, 1:], y, rows), LoRAError, r"takes \[..., 8\] floats, found float32\[4, 7\]"),
+        ((x.astype(int), y, rows), LoRAError, "floats, found int32"),
+        ((x, y[:, 6:], rows), LoRAError, r"returned \[..., 12\] floats, found float32\[4, 6\]"),
+        ((x, jnp.ones((5, 12)), rows), LoRAError, "expected as many rows"),
+    ):
+        with ragged.prepare([None]) as batch, jlora.use(batch, without=["*"]), pytest.raises(error, match=message):
+            jlora.expert_delta(layer, "gate_up", *arguments)
 
 
 @pytest.mark.parametrize(("packed", "rows"), [(False, 4), (True, 6)])
@@ -387,20 +357,14 @@ def test_expert_delta_returns_the_base_unwrapped_and_raises_outside_a_scope(ragg
 
 
 def test_rows_of_experts_elsewhere_and_tokens_outside_take_no_adapter(ragged):
-    """Rows of experts on other shards and rows without a token keep the bits of the product."""
     ragged.add_adapter(make_adapter("all", 0))
     layer = ragged.model.layers[0].experts
     x, y = jax.random.normal(jax.random.key(0), (4, 8)), jax.random.normal(jax.random.key(1), (4, 12))
     rows = jlora.RowMap(jnp.array([0, -1, 1, 4]), of="tokens", length=2, expert=jnp.array([5, 0, -1, 1]))
     with ragged.prepare(["all", "all"]) as batch, jlora.use(batch, without=["*"]):
         np.testing.assert_array_equal(jlora.expert_delta(layer, "gate_up", x, y, rows), y)
-        served = jlora.expert_delta(
-            layer,
-            "gate_up",
-            x,
-            y,
-            jlora.RowMap(rows.source.clip(0, 3), of="tokens", length=2, expert=rows.expert.clip(0, 4)),
-        )
+        inside = jlora.RowMap(rows.source.clip(0, 3), of="tokens", length=2, expert=rows.expert.clip(0, 4))
+        served = jlora.expert_delta(layer, "gate_up", x, y, inside)
     assert (np.asarray(served) != np.asarray(y)).all()
 
 

@@ -12,14 +12,22 @@ from jax import lax
 from jax.sharding import AxisType
 
 import jlora
-from jlora.adapters import Adapter, ModuleLoRA
 from jlora.layers.forward import few_rows
 from jlora.layers.site import SlotParam, SlotRanks
 from jlora.layers.specs import LinearSpec
 from jlora.layers.wrap.discover import register_layer
 from jlora.pallas import xla
 from jlora.pallas.triton import lora as triton
-from tests.layers.merging import Target, assert_close, expected_rows, make_dora, make_manager, merge, normal
+from tests.layers.merging import (
+    Target,
+    assert_close,
+    expected_rows,
+    make_adapter,
+    make_dora,
+    make_manager,
+    merge,
+    normal,
+)
 from tests.pallas.lowering import for_gpu, lowered_text
 from tests.pallas.running import interpret_of
 
@@ -137,20 +145,6 @@ class Holder(nnx.Module):
         return self.proj(x)
 
 
-def make_adapter(name, targets, rank, seed=0):
-    """Return an adapter with factors that bfloat16 represents exactly."""
-    rng = np.random.default_rng((seed, rank))
-
-    def values(*shape):
-        return np.asarray(jnp.asarray(rng.normal(size=shape), jnp.bfloat16), np.float32)
-
-    modules = {
-        t.name: ModuleLoRA(a=values(rank, t.k), b=values(t.n, rank) / 8, kind="linear", alpha=rank / 2, scaling=0.5)
-        for t in targets
-    }
-    return Adapter(name=name, modules=modules)
-
-
 PROJ = [Target("proj", 16, 16, "proj.kernel")]
 SINGLE = [make_adapter("one", PROJ, 3), make_adapter("two", PROJ, 1)]
 X = np.asarray(jnp.asarray(normal(5, 1, 16), jnp.bfloat16))
@@ -192,7 +186,6 @@ def test_rows_of_several_adapters(taken, x, config):
 
 
 def test_gradients_through_the_model(taken):
-    """Gradients of slots, kernels and inputs agree with those of the same model in float32 on XLA."""
     weight, found = normal(5, 1, 16, seed=3), {}
     for dtype, backend in ((jnp.bfloat16, "triton"), (jnp.float32, "xla")):
         model = Holder() if dtype == jnp.bfloat16 else in_float32(Holder())
@@ -246,6 +239,20 @@ def general(dtype, rngs):
     return nnx.LinearGeneral(16, 16, param_dtype=dtype, rngs=rngs)
 
 
+class Subclass(nnx.Linear):
+    """A layer with its own call, which may change the product."""
+
+    def __call__(self, inputs, out_sharding=None):
+        return 2 * super().__call__(inputs)
+
+
+def wider_bias(dtype, rngs):
+    """Return a layer whose x and kernel Flax promotes to the dtype of the bias."""
+    layer = nnx.Linear(16, 16, param_dtype=dtype, rngs=rngs)
+    layer.bias = nnx.Param(jnp.ones(16, jnp.float32))
+    return layer
+
+
 NOT = {  # the layer, dtype, what else is configured
     "precision": (linear(precision="highest"), jnp.bfloat16, {}),
     "preferred element type": (linear(preferred_element_type=jnp.float32, use_bias=False), jnp.bfloat16, {}),
@@ -258,6 +265,8 @@ NOT = {  # the layer, dtype, what else is configured
         linear(promote_dtype=lambda arrays, dtype=None, **_: tuple(arrays)), jnp.bfloat16, {},
     ),
     "another class": (general, jnp.bfloat16, {}),
+    "a call of one's own": (lambda dtype, r: Subclass(16, 16, param_dtype=dtype, rngs=r), jnp.bfloat16, {}),
+    "a bias of another dtype": (wider_bias, jnp.bfloat16, {}),
 }  # fmt: skip
 ONE_ALONE = ["one", None, "one", None, "one"]
 
@@ -274,29 +283,17 @@ def serve_one(model, x=X, **config):
 
 
 @pytest.mark.parametrize("what", NOT)
-def test_other_layers_keep_their_product(taken, what):
-    """Rows without an adapter have the bits of the unwrapped model."""
+def test_other_layers_keep_their_product(taken, registered, what):
+    register_layer(Subclass, lambda layer: LinearSpec(layer.in_features, layer.out_features))
     build, dtype, config = NOT[what]
-    assert serve_one(Holder(dtype, build), **config)
-    assert taken == []
-
-
-def test_a_bias_of_another_dtype(taken):
-    """Flax brings x and kernel to the wider one."""
-
-    def build(dtype, rngs):
-        layer = nnx.Linear(16, 16, param_dtype=dtype, rngs=rngs)
-        layer.bias = nnx.Param(jnp.ones(16, jnp.float32))
-        return layer
-
     with jax.numpy_dtype_promotion("standard"):
-        assert serve_one(Holder(build=build))
+        assert serve_one(Holder(dtype, build), **config)
     assert taken == []
 
 
 @pytest.mark.parametrize(
     ("rows", "n", "by_kernel"),
-    [(32, 4224, False), (33, 4224, True), (64, 4224, True), (65, 4224, False), (64, 4096, False)],
+    [(32, 4224, False), (33, 4224, True), (65, 4224, False), (64, 4096, False)],
 )
 def test_the_rule_of_parts_decides(called, rows, n, by_kernel):
     """On an H200, two parts of K = 768 keep all multiprocessors busy from 4224 columns on."""
@@ -308,7 +305,6 @@ def test_the_rule_of_parts_decides(called, rows, n, by_kernel):
 
 
 def test_with_a_mesh_in_context(taken):
-    """A mesh in context prevents the kernel, although the model is on one device."""
     model = Holder()
     manager = make_manager(model, SINGLE[:1], backend="triton")
     with (
@@ -316,19 +312,6 @@ def test_with_a_mesh_in_context(taken):
         jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])),
     ):
         served()(model, X, batch)
-    assert taken == []
-
-
-class Subclass(nnx.Linear):
-    """A layer with its own call, which may change the product."""
-
-    def __call__(self, inputs, out_sharding=None):
-        return 2 * super().__call__(inputs)
-
-
-def test_a_subclass_with_its_own_call_keeps_its_product(taken, registered):
-    register_layer(Subclass, lambda layer: LinearSpec(layer.in_features, layer.out_features))
-    assert serve_one(Holder(build=lambda dtype, r: Subclass(16, 16, param_dtype=dtype, rngs=r)))
     assert taken == []
 
 

@@ -74,7 +74,6 @@ def test_magnitudes_of_one_change_no_bit(arrays, with_bias):
 
 
 def test_gradients(arrays):
-    """Those of y and of the bias; magnitudes are constants."""
     y, *_, magnitudes = arrays
     cotangent = np.random.default_rng(1).normal(size=y.shape).astype(np.float32)
     bias = jnp.linspace(-1, 1, N, dtype=jnp.float32)

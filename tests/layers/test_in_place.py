@@ -12,15 +12,7 @@ from flax import nnx
 
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
 from jlora.layers.site import SlotParam
-from tests.layers.merging import (
-    Target,
-    check_against_merged,
-    make_adapter,
-    make_manager,
-    normal,
-    serve,
-    wrapped_paths,
-)
+from tests.layers.merging import Target, check_against_merged, make_adapter, make_manager, normal, serve, wrapped_paths
 
 pytestmark = pytest.mark.device
 
@@ -53,30 +45,8 @@ def modules_of(model):
     return {path: module for path, module in nnx.iter_modules(model)}
 
 
-def test_paths_attributes_and_classes_stay():
-    model = Model()
-    paths = set(nnx.to_flat_state(nnx.state(model)).paths)
-    values = {path: v for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param))}
-    attributes = {path: set(vars(module)) for path, module in modules_of(model).items()}
-    identities = {path: id(module) for path, module in modules_of(model).items()}
-    manager = make_manager(model)
-    state = nnx.to_flat_state(nnx.state(model))
-    assert {path for path, v in state if not isinstance(v, SlotParam)} == paths
-    for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        np.testing.assert_array_equal(v[...], values[path][...])
-    for path, module in modules_of(model).items():
-        assert id(module) == identities[path]
-        assert attributes[path] <= set(vars(module))
-    assert isinstance(model.blocks[0].q_proj, nnx.Linear)
-    assert isinstance(model.blocks[0].proj, nnx.Einsum)
-    assert isinstance(model.embed, nnx.Embed)
-    assert model.blocks[0].proj.kernel.shape == (6, 6)
-    assert model.blocks[1].q_proj.in_features == 6
-    chex.assert_trees_all_equal_structs(manager.slots, nnx.state(model, SlotParam))
-
-
-def test_unwrap_gives_the_very_same_model():
-    """Attributes, classes and the bookkeeping of Flax are restored, so compiled functions are reused."""
+def test_paths_attributes_and_classes_stay_and_unwrap_gives_the_very_same_model():
+    """Unwrap restores attributes, classes and the bookkeeping of Flax, so compiled functions are reused."""
     model = Model()
 
     @jax.jit
@@ -86,10 +56,19 @@ def test_unwrap_gives_the_very_same_model():
 
     tokens = np.arange(6, dtype=np.int32).reshape(3, 2)
     before = np.asarray(forward(model, tokens))
-    classes = {path: type(module) for path, module in modules_of(model).items()}
-    attributes = {path: dict(vars(module)) for path, module in modules_of(model).items()}
+    paths = set(nnx.to_flat_state(nnx.state(model)).paths)
+    modules = modules_of(model)
+    classes = {path: type(module) for path, module in modules.items()}
+    attributes = {path: dict(vars(module)) for path, module in modules.items()}
     structure, graphdef = jax.tree.structure(model), nnx.graphdef(model)
     manager = make_manager(model, [make_adapter("one", [Target("blocks.0.q_proj", 6, 6, "")], 2)])
+    assert {path for path, v in nnx.to_flat_state(nnx.state(model)) if not isinstance(v, SlotParam)} == paths
+    for path, module in modules_of(model).items():
+        assert module is modules[path]
+        assert isinstance(module, classes[path])
+        assert attributes[path].keys() <= vars(module).keys()
+    assert model.blocks[1].q_proj.in_features == 6
+    chex.assert_trees_all_equal_structs(manager.slots, nnx.state(model, SlotParam))
     with manager.prepare(["one"] * 3) as batch:
         assert not np.array_equal(serve(model, tokens, batch), before)
     assert manager.unwrap() is model
@@ -107,9 +86,7 @@ def test_wrapping_twice_is_refused_until_unwrap():
         make_manager(model)
     first.unwrap()
     check_against_merged(
-        model,
-        [Target("blocks.1.q_proj", 6, 6, "blocks.1.q_proj.kernel")],
-        np.arange(6, dtype=np.int32).reshape(3, 2),
+        model, [Target("blocks.1.q_proj", 6, 6, "blocks.1.q_proj.kernel")], np.arange(6, dtype=np.int32).reshape(3, 2)
     )
 
 

@@ -11,6 +11,7 @@ from jlora.errors import AdapterMismatchError, LoRAError
 from jlora.layers.forward.scope import use
 from jlora.layers.wrap.discover import register_layer
 from tests.layers.merging import (
+    Holder,
     Target,
     assert_close,
     check_against_merged,
@@ -23,16 +24,6 @@ from tests.layers.merging import (
 )
 
 pytestmark = pytest.mark.device
-
-
-class Holder(nnx.Module):
-    """A model of one layer, under the name in the adapters."""
-
-    def __init__(self, layer):
-        self.proj = layer
-
-    def __call__(self, x):
-        return self.proj(x)
 
 
 def into(*shape, order=None):
@@ -91,6 +82,20 @@ def test_einsum_gemma_kv():
     check_against_merged(Model(), targets, normal(3, 2, 6), packed_modules=packed)
     whole = Target("kv_einsum", 6, 16, "kv_einsum.kernel", into(6, 2, 2, 4, order=(1, 2, 0, 3)))
     check_against_merged(Model(), [whole], normal(3, 2, 6), packed_modules=packed)
+
+
+def test_groups_that_cover_several_slices_of_a_merged_projection():
+    """One tensor of the checkpoint fills q, k and v, which share its A; another fills the rest."""
+
+    def columns(name, start, size):
+        return Target(name, 5, size, "proj.kernel", at=(slice(None), slice(start, start + size)))
+
+    model = Holder(nnx.Linear(5, 12, rngs=nnx.Rngs(0)))
+    model.proj.output_sizes = (4, 4, 2, 2)
+    qkv, z, whole = columns("in_proj_qkv", 0, 10), columns("in_proj_z", 10, 2), Target("proj", 5, 12, "proj.kernel")
+    adapters = [make_adapter("both", [qkv, z], 3), make_adapter("group", [qkv], 2), make_adapter("whole", [whole], 1)]
+    packed = {"proj": {"in_proj_qkv": (4, 4, 2), "in_proj_z": 2}}
+    check_against_merged(model, [qkv, z, whole], normal(3, 2, 5), adapters=adapters, packed_modules=packed)
 
 
 def test_einsum_equation_of_the_call():
@@ -177,10 +182,7 @@ def test_untied_head_is_a_linear_and_attend_takes_no_adapter():
         def __call__(self, tokens):
             return self.lm_head(self.embed(tokens))
 
-    targets = [
-        Target("lm_head", 6, 11, "lm_head.kernel"),
-        Target("embed", 11, 6, "embed.embedding", kind="embedding"),
-    ]
+    targets = [Target("lm_head", 6, 11, "lm_head.kernel"), Target("embed", 11, 6, "embed.embedding", kind="embedding")]
     tokens = np.arange(6, dtype=np.int32).reshape(3, 2)
     manager = check_against_merged(Model(), targets, tokens)
     assert not hasattr(manager.model.embed, "jlora_attend_a")

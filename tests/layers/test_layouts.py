@@ -15,7 +15,7 @@ from tests.layers.test_scope import TARGETS, Model
 
 NAMES = ["one", "two", "one"]
 SEQUENCES = len(NAMES)
-FIRST = [None, [0, 0, 0], [1, 0, jlora.NOWHERE], [0, 1, 2]]
+FIRST = [None, [1, 0, jlora.NOWHERE], [0, 1, 2]]
 PACKED = [([2, 1, 0], 3), ([3, 1, 2], 8)]
 
 
@@ -83,7 +83,7 @@ def packed_rows(counts, total):
 
 @pytest.mark.parametrize(("counts", "total"), PACKED)
 def test_packed_batches(worlds, counts, total):
-    for first, name in itertools.product(FIRST[:3], WORLDS):
+    for first, name in itertools.product(FIRST[:2], WORLDS):
         for what, (shape, rows, row_map, true_of) in packed_rows(counts, total).items():
             if name and true_of not in ("", name):
                 continue

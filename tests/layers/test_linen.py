@@ -83,12 +83,7 @@ def test_linen_model(bridge):
     assert_close(found, np.stack(want))
     assert np.abs(want[0] - expected(variables, module, None)[0]).max() > 0.1
 
-    @jax.jit
-    def forward(model, tokens, batch):
-        with jlora.use(batch):
-            return model(tokens)
-
-    report = manager.verify(forward, TOKENS)
+    report = manager.verify(serve, TOKENS)
     assert set(report.checked) == {"embed", "first.up", "first.Dense_0", "again.up", "again.Dense_0", "embed.attend"}
     manager.unwrap()
     assert_close(model(TOKENS), module.apply(variables, TOKENS), 1e-6)

@@ -11,6 +11,7 @@ from jlora.adapters import Adapter
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
 from jlora.layers.wrap.discover import register_layer
 from tests.layers.merging import (
+    Holder,
     Target,
     assert_close,
     check_against_merged,
@@ -25,14 +26,6 @@ from tests.layers.merging import (
 )
 
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("registered")]
-
-
-class Holder(nnx.Module):
-    def __init__(self, layer):
-        self.proj = layer
-
-    def __call__(self, x):
-        return self.proj(x)
 
 
 def tokens_of(*shape, vocab=11):
@@ -97,15 +90,50 @@ class Embedder(nnx.Module):
         return x @ self.table[...].T
 
 
-class Gemma(nnx.Module):
+class Tied(nnx.Module):
+    """An embedding, a projection, and the logits of the embedding."""
+
     tie_word_embeddings = True
 
-    def __init__(self):
-        self.embedder = Embedder(11, 6)
+    def __init__(self, embedder, lookup="encode", attend="decode"):
+        self.embedder, self.lookup, self.attend = embedder, lookup, attend
         self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(1))
 
     def __call__(self, tokens):
-        return self.embedder.decode(self.proj(self.embedder.encode(tokens)))
+        hidden = self.proj(getattr(self.embedder, self.lookup)(tokens))
+        return getattr(self.embedder, self.attend)(hidden)
+
+
+def check_tied(model, tokens, modules, of_lookup=1.0, of_logits=1.0, **fields):
+    """Compare rows with an adapter of these modules, and without, with merged tables in float64.
+
+    Return the manager and the logits of ["one", None, "one"]. The last arguments are the scales of both methods.
+    """
+    values = (
+        vars(model.embedder).get("table", vars(model.embedder).get("embedding")),
+        model.proj.kernel,
+        model.proj.bias,
+    )
+    table, kernel, bias = (np.asarray(v[...], np.float64) for v in values)
+    changes = {name: np.zeros_like(table) for name in ("embedder", "lm_head")}
+    for name, module in modules.items():
+        change = delta(module).T if name == "embedder" else delta(module)
+        changes[name][: len(change)] = change
+    manager = make_manager(model, [Adapter(name="one", modules=modules, **fields)])
+    with manager.prepare(["one", None, "one"]) as batch:
+        found = np.asarray(serve(model, tokens, batch))
+    for row, out, on in zip(tokens, found, (1, 0, 1), strict=True):
+        hidden = of_lookup * (table + on * changes["embedder"])[row] @ kernel + bias
+        assert_close(out, of_logits * hidden @ (table + on * changes["lm_head"]).T)
+    return manager, found
+
+
+def modules_of(vocab=11):
+    rng = np.random.default_rng(0)
+    return {"embedder": make_module(rng, vocab, 6, 2, "embedding"), "lm_head": make_module(rng, 6, vocab, 3)}
+
+
+HEAD = {"lm_head": modules_of()["lm_head"]}
 
 
 def embed_spec(layer, **kwargs):
@@ -123,21 +151,8 @@ class ScaledLogits(Embedder):
 
 def test_logits_that_are_scaled():
     register_layer(ScaledLogits, lambda layer: embed_spec(layer, attend_scale=0.375))
-    model = Gemma()
-    model.embedder = ScaledLogits(11, 6)
-    head = make_module(np.random.default_rng(0), 6, 11, 3)
-    table, kernel, bias = (
-        np.asarray(v[...], np.float64) for v in (model.embedder.table, model.proj.kernel, model.proj.bias)
-    )
-    manager = make_manager(model, [Adapter(name="head", modules={"lm_head": head})])
-    tokens = tokens_of(3, 4)
-    with manager.prepare(["head", None, "head"]) as batch:
-        found = np.asarray(serve(model, tokens, batch))
-    hidden = 6**0.5 * table[tokens] @ kernel + bias
-    change = hidden @ delta(head).T
-    change[1] = 0
-    assert_close(found, 0.375 * (hidden @ table.T + change))
-    assert "embedder.attend" in manager.verify(serve, tokens).checked
+    manager, _ = check_tied(Tied(ScaledLogits(11, 6)), tokens_of(3, 4), HEAD, 6**0.5, 0.375)
+    assert "embedder.attend" in manager.verify(serve, tokens_of(3, 4)).checked
 
 
 class ScaledLookup(nnx.Embed):
@@ -150,72 +165,25 @@ class ScaledAttend(nnx.Embed):
         return super().attend(query) * 2
 
 
-class TiedWith(nnx.Module):
-    tie_word_embeddings = True
-
-    def __init__(self, cls):
-        self.embedder = cls(11, 6, rngs=nnx.Rngs(0))
-        self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(1))
-
-    def __call__(self, tokens):
-        return self.embedder.attend(self.proj(self.embedder(tokens)))
-
-
 @pytest.mark.parametrize(
-    ("cls", "kept", "lost"), [(ScaledLookup, "lm_head", "embedder"), (ScaledAttend, "embedder", "lm_head")]
+    ("cls", "kept", "lost", "scales"),
+    [(ScaledLookup, "lm_head", "embedder", (2, 1)), (ScaledAttend, "embedder", "lm_head", (1, 2))],
 )
-def test_an_embed_subclass_that_overrides_one_method_keeps_the_other(cls, kept, lost):
-    modules = {
-        "embedder": make_module(np.random.default_rng(0), 11, 6, 2, "embedding"),
-        "lm_head": make_module(np.random.default_rng(1), 6, 11, 3),
-    }
-    model, tokens = TiedWith(cls), tokens_of(3, 4)
-    table, kernel, bias = (
-        np.asarray(v[...], np.float64) for v in (model.embedder.embedding, model.proj.kernel, model.proj.bias)
-    )
-    manager = make_manager(model, [Adapter(name="kept", modules={kept: modules[kept]})])
-    with manager.prepare(["kept", None, "kept"]) as batch:
-        found = np.asarray(serve(model, tokens, batch))
-    d = {name: delta(modules[name]).T if name == kept else 0.0 for name in modules}
-    in_scale, out_scale = (2, 1) if cls is ScaledLookup else (1, 2)
-    for row, (name, out) in enumerate(zip(["kept", None, "kept"], found, strict=True)):
-        e, h = (d["embedder"], d["lm_head"]) if name else (0.0, 0.0)
-        embedded = in_scale * table[tokens[row]] + (e[tokens[row]] if name and kept == "embedder" else 0)
-        hidden = embedded @ kernel + bias
-        assert_close(out, hidden @ (out_scale * table.T + h))
+def test_an_embed_subclass_that_overrides_one_method_keeps_the_other(cls, kept, lost, scales):
+    model, modules = Tied(cls(11, 6, rngs=nnx.Rngs(0)), "__call__", "attend"), modules_of()
+    manager, _ = check_tied(model, tokens_of(3, 4), {kept: modules[kept]}, *scales)
     reason = "overrides the (__call__|attend) of Embed" if lost == "embedder" else "no module 'lm_head'|overrides"
     with pytest.raises(AdapterMismatchError, match=reason):
         manager.add_adapter(Adapter(name="lost", modules={lost: modules[lost]}))
 
 
-class GPT2(nnx.Module):
-    """A model with more positions than tokens and no layer named lm_head."""
-
-    tie_word_embeddings = True
-
-    def __init__(self):
-        self.wte = nnx.Embed(11, 6, rngs=nnx.Rngs(0))
-        self.wpe = nnx.Embed(40, 6, rngs=nnx.Rngs(1))
-        self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(2))
-
-    def __call__(self, tokens):
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        return self.wte.attend(self.proj(self.wte(tokens) + self.wpe(positions)))
-
-
 def test_the_tied_head_is_not_a_position_table():
-    model, tokens = GPT2(), tokens_of(3, 4)
-    head = make_module(np.random.default_rng(0), 6, 11, 3)
-    base = np.asarray(run(nnx.clone(model), tokens), np.float64)
-    hidden = np.linalg.lstsq(np.asarray(model.wte.embedding[...], np.float64), base.reshape(-1, 11).T, rcond=None)[0].T
-    manager = make_manager(model, [Adapter(name="head", modules={"lm_head": head})])
-    assert "wpe" in wrapped_paths(manager)
+    """A table of more positions than there are tokens; no layer is named lm_head."""
+    model = Tied(nnx.Embed(11, 6, rngs=nnx.Rngs(0)), "__call__", "attend")
+    model.wpe = nnx.Embed(40, 6, rngs=nnx.Rngs(1))
+    manager = make_manager(model, [Adapter(name="head", modules=HEAD)])
+    assert {"wpe", "embedder.attend"} <= set(wrapped_paths(manager))
     assert not [name for name in vars(model.wpe) if "attend" in name]
-    with manager.prepare(["head", None, "head"]) as batch:
-        found = np.asarray(serve(model, tokens, batch))
-    change = (hidden @ delta(head).T).reshape(base.shape)
-    change[1] = 0
-    assert_close(found, base + change, 1e-4)
 
 
 def test_tables_of_one_size_must_be_named():
@@ -227,7 +195,7 @@ def test_tables_of_one_size_must_be_named():
 
     model = Two()
     manager = make_manager(model)
-    head = make_module(np.random.default_rng(0), 6, 11, 3)
+    head = HEAD["lm_head"]
     with pytest.raises(AdapterMismatchError, match=r"any of 'source.attend', 'target.attend'; name one"):
         manager.add_adapter(Adapter(name="head", modules={"lm_head": head}))
     with pytest.raises(AdapterMismatchError, match=r"'target.attend' takes no adapter yet: it is not known"):
@@ -405,48 +373,17 @@ def test_an_index_of_unknown_features_is_refused(index):
         jlora.LinearSpec(6, 16, out_index=index)
 
 
-class PaddedVocab(nnx.Module):
-    """A vocabulary of 100 tokens stored as 128."""
-
-    tie_word_embeddings = True
-
-    def __init__(self):
-        self.embedder = Embedder(128, 6)
-        self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(1))
-        self.lm_head = nnx.Linear(6, 128, use_bias=False, rngs=nnx.Rngs(2))
-        self.tied = True
-
-    def __call__(self, tokens):
-        hidden = self.proj(self.embedder.encode(tokens))
-        return self.embedder.decode(hidden) if self.tied else self.lm_head(hidden)
-
-
 def test_a_padded_vocabulary_takes_adapters_of_the_real_one():
+    """A vocabulary of 100 tokens is stored as 128."""
     register_layer(Embedder, lambda layer: embed_spec(layer, real_vocab=100))
-    model = PaddedVocab()
-    del model.lm_head
-    base_table = np.asarray(model.embedder.table[...])
-    rng = np.random.default_rng(0)
-    modules = {
-        "embedder": make_module(rng, 100, 6, 2, "embedding"),
-        "lm_head": make_module(rng, 6, 100, 3),
-    }
-    adapter = Adapter(name="one", modules=modules, base_weights={"embedder": base_table[:100]})
+    model, modules = Tied(Embedder(128, 6)), modules_of(100)
+    table = np.asarray(model.embedder.table[...])
     tokens = tokens_of(3, 4, vocab=128)
     tokens[:, 0], tokens[0, 1] = 127, -100  # padding, by two names
     base = np.asarray(run(nnx.clone(model), tokens))
-    table, kernel, bias = (np.asarray(v[...], np.float64) for v in (base_table, model.proj.kernel, model.proj.bias))
-    manager = make_manager(model, [adapter])
-    with manager.prepare(["one", None, "one"]) as batch:
-        found = np.asarray(serve(model, tokens, batch))
-    e, h = np.zeros((128, 6)), np.zeros((6, 128))
-    e[:100], h[:, :100] = delta(modules["embedder"]).T, delta(modules["lm_head"]).T
-    for i, name in enumerate(["one", None, "one"]):
-        on = 1.0 if name else 0.0
-        hidden = 6**0.5 * (table + on * e)[tokens[i]] @ kernel + bias
-        assert_close(found[i], hidden @ (table.T + on * h))
+    manager, found = check_tied(model, tokens, modules, 6**0.5, base_weights={"embedder": table[:100]})
     np.testing.assert_array_equal(bits(found[1]), bits(base[1]))
     np.testing.assert_array_equal(bits(found[:, 0, 100:]), bits(base[:, 0, 100:]))
-    other = Adapter(name="other", modules=modules, base_weights={"embedder": base_table[:100] + 1})
+    other = Adapter(name="other", modules=modules, base_weights={"embedder": table[:100] + 1})
     with pytest.raises(AdapterMismatchError, match="its values differ"):
         manager.add_adapter(other)

@@ -7,30 +7,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jlora
-from tests.oracle import merged_weight
+from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal, serve
 
-RANK = 4
+NAMES = ["one", None, "one"]
 
 
 class Rows(nnx.Module):
     """`x @ w + bias` with a call of its own, which jlora cannot follow unless its spec gives the product."""
 
-    def __init__(self, equation, shape, out, rngs):
+    def __init__(self, equation, *shape):
         self.equation = equation
-        self.w = nnx.Param(jax.random.normal(rngs.params(), shape))
-        self.bias = nnx.Param(jax.random.normal(rngs.params(), out))
+        self.w, self.bias = nnx.Param(jnp.asarray(normal(*shape))), nnx.Param(jnp.asarray(normal(6)))
 
     def __call__(self, x):
-        y = jnp.einsum(self.equation, x, self.w[...])
-        return y + jnp.expand_dims(self.bias[...], tuple(range(y.ndim - self.bias.ndim)))
+        return jnp.einsum(self.equation, x, self.w[...]) + self.bias[...][None, None]
 
 
 class Model(nnx.Module):
     def __init__(self, *args):
-        self.proj = Rows(*args, nnx.Rngs(0))
+        self.proj = Rows(*args)
 
     def __call__(self, x):
         return self.proj(x)
@@ -47,42 +46,28 @@ def describe(given):
 
 
 CASES = {
-    "linear": ("td,dn->tn", (8, 6), (6,), ("model", None)),
-    "heads_last": ("tnh,dnh->td", (6, 4, 2), (6,), (None, "model", None)),
+    "linear": (("bld,dn->bln", 8, 6), P("model", None), np.transpose),
+    "heads_last": (("blnh,dnh->bld", 6, 4, 2), P(None, "model", None), lambda delta: delta),
 }
 
 
 @pytest.mark.parametrize(("case", "given"), [("linear", True), ("heads_last", True), ("heads_last", False)])
-def test_given_product_shares_one_reduction(case, given):
-    equation, shape, out, split = CASES[case]
-    mesh = Mesh(np.array(jax.devices()[:4]), ("model",))
+def test_given_product_shares_one_reduction(registered, case, given):
+    args, split, into = CASES[case]
     jlora.register_layer(Rows, describe(given))
-    model = Model(equation, shape, out)
-    kernel = np.array(model.proj.w[...])
-    model.proj.w[...] = jax.device_put(kernel, NamedSharding(mesh, PartitionSpec(*split)))
-    model.proj.bias[...] = jax.device_put(model.proj.bias[...], NamedSharding(mesh, PartitionSpec()))
-    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=RANK))
-    rng = np.random.default_rng(0)
-    flat = kernel.transpose(1, 2, 0).reshape(8, 6) if case == "heads_last" else kernel.reshape(8, 6)
-    a, b = rng.normal(size=(RANK, 8)).astype("float32"), rng.normal(size=(6, RANK)).astype("float32")
-    manager.add_adapter(jlora.Adapter.from_arrays("a", {"proj": (a, b)}, alpha=2 * RANK))
-    x = rng.normal(size=(5, 8)).astype("float32")
-    given_x = jnp.asarray(x.reshape(5, *([4, 2] if len(shape) == 3 else [8])))
-
-    @jax.jit
-    def step(slots, rest, x, batch):
-        with jlora.use(batch):
-            return nnx.merge(graph, slots, rest)(x)
-
-    graph, _, rest = nnx.split(model, jlora.SlotParam, ...)
-    with jax.set_mesh(mesh), manager.prepare(["a", None], [3, 2]) as batch:
-        args = manager.slots, rest, given_x, batch
-        text = step.lower(*args).compile().as_text()
-        reduced = [value for values in re.findall(r" all-reduce\(([^)]*)\)", text) for value in values.split(",")]
-        got = np.asarray(step(*args))
-    weights = np.stack([merged_weight(flat.T, a, b, 2.0).T, flat])[[0, 0, 0, 1, 1]]
-    want = np.einsum("tk,tkn->tn", x, weights) + np.asarray(model.proj.bias[...])
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+    model, targets, x = Model(*args), [Target("proj", 8, 6, "proj.w", into)], normal(3, 2, 8)
+    x = x.reshape(3, 2, 4, 2) if case == "heads_last" else x
+    adapter = make_adapter("one", targets, 4)
+    twins = {"one": merge(model, targets, adapter), None: nnx.clone(model)}
+    mesh = Mesh(np.array(jax.devices()[:4]), ("model",))
+    for param, spec in ((model.proj.w, split), (model.proj.bias, P())):
+        param[...] = jax.device_put(param[...], NamedSharding(mesh, spec))
+    manager = make_manager(model, [adapter])
+    with jax.set_mesh(mesh), manager.prepare(NAMES) as batch:
+        text = serve.lower(model, x, batch).compile().as_text()
+        found = serve(model, x, batch)
+    assert_close(found, expected_rows(twins, NAMES, x))
+    reduced = [value for values in re.findall(r" all-reduce\(([^)]*)\)", text) for value in values.split(",")]
     assert len(reduced) == (1 if given else 2)
 
 

@@ -2,7 +2,6 @@
 
 import re
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,22 +44,6 @@ def test_the_first_axis_is_the_batch(world, between):
         found = through_proj(world.model, x, batch)
     expected = world.expected(x.reshape(-1, K), np.repeat(np.array(NAMES, object), repeats))
     assert_close(found.reshape(-1, N), expected)
-
-
-@pytest.mark.parametrize("lead", [(), (1,)])
-@pytest.mark.parametrize("counts", [[1, 1, 1], [3, 0, 0], [2, 4, 1]])
-def test_packed_rows(world, counts, lead):
-    """[1, T, F] rows are packed, even if there are as many rows as sequences; [T, F] rows if not, or one is of each."""
-    x = normal(sum(counts) + 1, K)
-    for pad in (0, 1):
-        if not lead and sum(counts) + pad == 3 and counts != [1, 1, 1]:
-            continue
-        rows = x[: sum(counts) + pad]
-        adapters = [name for name, count in zip(NAMES, counts, strict=True) for _ in range(count)] + [None] * pad
-        with world.manager.prepare(NAMES, token_counts=counts, pad_to=len(rows)) as batch:
-            found = through_proj(world.model, rows.reshape(*lead, *rows.shape), batch)
-        chex.assert_shape(found, (*lead, len(rows), N))
-        assert_close(found.reshape(-1, N), world.expected(rows, adapters))
 
 
 def test_flattened_rows_need_a_length_that_was_declared_or_seen_before(world):
@@ -150,12 +133,3 @@ def test_rows_of_no_sequence_raise_until_verify_makes_their_layer_unserved(what)
     assert_close(found.reshape(-1, N), expected)
     with pytest.raises(jlora.AdapterMismatchError, match=rf"'odd': .* 'other', which takes no adapter: {reason}"):
         world.manager.prepare([*NAMES[:2], "odd"], **options)
-
-
-@pytest.mark.optimised
-def test_base_sequences_are_bitwise_the_base_beside_others(world):
-    x = normal(3, 4, K)
-    with world.manager.prepare(NAMES) as batch:
-        found = through_proj(world.model, x, batch)
-    np.testing.assert_array_equal(bits(found[1]), bits(base_of(world.bare.proj, x)[1]))
-    assert (bits(found[::2]) != bits(base_of(world.bare.proj, x)[::2])).any()

@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jlora
-from tests.layers.merging import make_manager, normal
-from tests.layers.mesh_models import mesh_of
+from tests.layers.merging import make_manager, normal, serve, step_of_one_trace
+from tests.layers.mesh_models import mesh_of, placed
 
 K, N, MOST = 6, 2, 4
 LENGTH = 3
@@ -85,12 +84,6 @@ def close(found, want, tolerance=2e-5):
     assert np.abs(found[real] - want[real]).max() <= tolerance * np.abs(want[real]).max()
 
 
-@jax.jit
-def serve(model, x, batch):
-    with jlora.use(batch):
-        return model(x)
-
-
 def manager_of(model=None, adapters=ADAPTERS, **config):
     options = {"max_loras": 5, "saved_heads": {"score": MOST}} | config
     return make_manager(Classifier() if model is None else model, adapters, **options)
@@ -99,13 +92,18 @@ def manager_of(model=None, adapters=ADAPTERS, **config):
 NAMES = ["three", None, "one", "plain", "score", "four", "three"]
 
 
+def check(manager, names, x, step=serve, tolerance=2e-5, **known):
+    with manager.prepare(names) as batch:
+        close(step(manager.model, x, batch), expected(names, x, **known), tolerance)
+
+
 @pytest.mark.device
-@pytest.mark.parametrize("shape", [(LENGTH,), ()])
-def test_mixed_rows(shape):
-    manager, x = manager_of(), normal(len(NAMES), *shape, K)
+@pytest.mark.parametrize("config", [{}, {"max_adapters_per_sequence": 2, "batch_invariant": True}], ids=str)
+def test_mixed_rows(config):
+    manager = manager_of(**config)
     for names in (NAMES, NAMES[::-1]):
-        with manager.prepare(names) as batch:
-            close(serve(manager.model, x, batch), expected(names, x))
+        for shape in ((LENGTH,), ()):
+            check(manager, names, normal(len(NAMES), *shape, K))
 
 
 @pytest.mark.device
@@ -130,51 +128,30 @@ def test_packed_rows():
         close(np.asarray(found).reshape(9, MOST), expected(of_row, x))
 
 
-@pytest.mark.parametrize("config", [{"max_adapters_per_sequence": 2}, {"batch_invariant": True}])
-def test_beside_other_options(config):
-    manager, x = manager_of(**config), normal(len(NAMES), LENGTH, K)
-    with manager.prepare(NAMES) as batch:
-        close(serve(manager.model, x, batch), expected(NAMES, x))
-
-
 def test_bfloat16():
-    dtype = jnp.bfloat16
-    model, x = Classifier(dtype=dtype), normal(len(NAMES), LENGTH, K).astype(dtype)
-    manager = manager_of(model)
-    with manager.prepare(NAMES) as batch:
-        found = serve(model, x, batch)
-    assert found.dtype == dtype
-    close(found, expected(NAMES, x, Classifier(dtype=dtype)), 4e-2)
+    model, x = Classifier(dtype=jnp.bfloat16), normal(len(NAMES), LENGTH, K).astype(jnp.bfloat16)
+    check(manager_of(model), NAMES, x, tolerance=4e-2, model=Classifier(dtype=jnp.bfloat16))
 
 
 def test_without_bias_and_with_more_base_outputs():
-    adapters = [adapter_of("three", 10, 3, bias=False), adapter_of("plain", 40)]
-    model, x, names = Classifier(bias=False, outputs=5), normal(3, LENGTH, K), ["three", None, "plain"]
-    manager = manager_of(model, adapters)
-    with manager.prepare(names) as batch:
-        close(serve(model, x, batch), expected(names, x, Classifier(bias=False, outputs=5), adapters, width=5))
+    adapters, bare = (
+        [adapter_of("three", 10, 3, bias=False), adapter_of("plain", 40)],
+        Classifier(bias=False, outputs=5),
+    )
+    manager = manager_of(nnx.clone(bare), adapters)
+    check(manager, ["three", None, "plain"], normal(3, LENGTH, K), model=bare, adapters=adapters, width=5)
 
 
 def test_eviction_and_a_second_load():
     """Two slots for five adapters: each slot holds heads of other sizes, and then none."""
-    manager, x = manager_of(max_loras=2), normal(2, LENGTH, K)
-    traces = []
-
-    @jax.jit
-    def step(model, x, batch):
-        traces.append(1)
-        with jlora.use(batch):
-            return model(x)
-
+    manager, x, step = manager_of(max_loras=2), normal(2, LENGTH, K), step_of_one_trace()
     for names in (["four", "one"], ["plain", "three"], ["three", "plain"], ["score", "four"], ["one", None]):
-        with manager.prepare(names) as batch:
-            close(step(manager.model, x, batch), expected(names, x))
+        check(manager, names, x, step)
     manager.remove_adapter("one")
     again = adapter_of("one", 80, 2)
     manager.add_adapter(again)
-    with manager.prepare(["one", "four"]) as batch:
-        close(step(manager.model, x, batch), expected(["one", "four"], x, adapters=[again, ADAPTERS[2]]))
-    assert (len(traces), manager.stats().compilations) == (1, 1)
+    check(manager, ["one", "four"], x, step, adapters=[again, ADAPTERS[2]])
+    assert manager.stats().compilations == 1
 
 
 def test_export_and_files(tmp_path):
@@ -189,53 +166,25 @@ def test_export_and_files(tmp_path):
     manager.add_adapter(jlora.LoRARequest("three", path=str(tmp_path / "three")))
     assert info_of(manager, "three").saved_outputs == {"score": 3}
     assert info_of(manager, "three").rank == 2
-    with manager.prepare(["three", "plain"]) as batch:
-        close(serve(manager.model, x, batch), expected(["three", "plain"], x))
+    check(manager, ["three", "plain"], x)
 
 
 def info_of(manager, name):
     return manager.list_adapters()[name]
 
 
-def test_save_and_restore(tmp_path):
-    manager, x = manager_of(), normal(2, LENGTH, K)
-    manager.prepare(["three", "one"]).close()
-    manager.save(tmp_path)
-    again = manager_of(adapters=[])
-    again.restore(tmp_path)
-    with again.prepare(["three", "one"]) as batch:
-        close(serve(again.model, x, batch), expected(["three", "one"], x))
-    with pytest.raises(jlora.AdapterMismatchError, match=r"LoRAConfig\(saved_heads={'score': 4}\)"):
-        manager_of(adapters=[], saved_heads={"score": 3}).restore(tmp_path)
-
-
 # --- meshes -----------------------------------------------------------------------------------------------------------
 
 
 def on_mesh(axes, kernel):
-    mesh = mesh_of(**axes)
-    model = Classifier()
-    state = jax.device_put(nnx.state(model), NamedSharding(mesh, P()))
-    nnx.update(model, state)
-    model.score.kernel[...] = jax.device_put(model.score.kernel[...], NamedSharding(mesh, kernel))
-    return model
+    return placed(Classifier(), mesh_of(**axes), {"score": kernel})
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize(
-    ("axes", "kernel", "fully_sharded"),
-    [
-        ({"t": 2}, P("t"), False),
-        pytest.param({"data": 2, "t": 2}, P("t"), True, marks=pytest.mark.slow),
-    ],
-)
-def test_on_a_mesh(axes, kernel, fully_sharded):
-    data = [name for name in axes if name == "data"]
-    manager = manager_of(on_mesh(axes, kernel), data_axes=data, fully_sharded=fully_sharded)
+def test_on_a_mesh():
+    manager = manager_of(on_mesh({"data": 2, "t": 2}, P("t")), data_axes=["data"], fully_sharded=True)
     names = [*NAMES, "one"]
-    x = normal(8, LENGTH, K)
-    with manager.prepare(names) as batch:
-        close(serve(manager.model, x, batch), expected(names, x))
+    check(manager, names, normal(8, LENGTH, K))
     with manager.prepare(names, token_counts=[2] * 8) as batch:
         close(serve(manager.model, normal(16, K), batch), expected([n for n in names for _ in "ab"], normal(16, K)))
 
@@ -283,12 +232,8 @@ def test_off_means_no_arrays():
 
 
 def broken_head(weight=(3, K), bias=3):
-    head = jlora.SavedHead(normal_array(*weight), None if bias is None else normal_array(bias))
+    head = jlora.SavedHead(normal(*weight), None if bias is None else normal(bias))
     return jlora.Adapter.from_arrays("broken", {"proj": (normal(2, K), normal(K, 2))}, alpha=1, heads={"score": head})
-
-
-def normal_array(*shape):
-    return np.asarray(normal(*shape))
 
 
 @pytest.mark.parametrize(
@@ -302,16 +247,13 @@ def test_heads_that_do_not_fit(adapter, message):
     manager = manager_of()
     with pytest.raises(jlora.AdapterMismatchError, match=message):
         manager.add_adapter(adapter)
+    without = manager_of(Classifier(bias=False), [])
+    with pytest.raises(jlora.AdapterMismatchError, match="score: the saved head has a bias, and 'score' has none"):
+        without.add_adapter(ADAPTERS[0])
     assert "broken" not in manager.list_adapters()
     config = jlora.LoRAConfig(max_loras=1, max_lora_rank=4, saved_heads={"score": MOST})
     with pytest.raises(jlora.AdapterMismatchError, match=message):
         jlora.Survey(Classifier(), config).check(adapter)
-
-
-def test_a_bias_that_the_layer_lacks():
-    manager = manager_of(Classifier(bias=False), [])
-    with pytest.raises(jlora.AdapterMismatchError, match="score: the saved head has a bias, and 'score' has none"):
-        manager.add_adapter(ADAPTERS[0])
 
 
 def advised(error):
@@ -375,14 +317,6 @@ def test_heads_of_a_mapped_name():
     jlora.LoRAManager(Classifier(), replace(config, saved_heads={"score": 3}), **options).add_adapter(adapter)
 
 
-def test_two_heads_of_one_layer():
-    adapter = jlora.Adapter.from_arrays("a", {}, alpha=1, heads={"score": head_of(3, 1), "classifier": head_of(2, 2)})
-    config = jlora.LoRAConfig(max_loras=1, max_lora_rank=1, saved_heads={"score": 3})
-    manager = jlora.LoRAManager(Classifier(), config, name_map={"^classifier$": "score"})
-    with pytest.raises(jlora.AdapterMismatchError, match="classifier: fills slice 0 of 'score', which score fills too"):
-        manager.add_adapter(adapter)
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -393,7 +327,7 @@ def test_two_heads_of_one_layer():
 )
 def test_modules_that_cannot_be_replaced(name, message):
     """The message advises no option, and the option itself is refused."""
-    adapter = jlora.Adapter.from_arrays("a", {}, alpha=1, heads={name: jlora.SavedHead(normal_array(8, K))})
+    adapter = jlora.Adapter.from_arrays("a", {}, alpha=1, heads={name: jlora.SavedHead(normal(8, K))})
     with pytest.raises(jlora.AdapterMismatchError, match=message) as caught:
         make_manager(Wide(), [adapter])
     assert "saved_heads" not in str(caught.value)
@@ -417,12 +351,11 @@ def test_sums_are_refused():
 
 def test_updates_of_heads_are_refused():
     manager, x = manager_of(), normal(2, LENGTH, K)
-    new = normal_array(2, K)
+    new = normal(2, K)
     manager.update_adapter("three", {"base_model.model.proj.lora_A.weight": new})
     proj = ADAPTERS[0].modules["proj"]
     changed = jlora.Adapter.from_arrays("three", {"proj": (new, proj.b)}, alpha=2, heads=ADAPTERS[0].heads)
-    with manager.prepare(["three", None]) as batch:
-        close(serve(manager.model, x, batch), expected(["three", None], x, adapters=[changed]))
+    check(manager, ["three", None], x, adapters=[changed])
     for name in ("base_model.model.score.modules_to_save.weight", "base_model.model.score.weight"):
         with pytest.raises(jlora.AdapterMismatchError, match="load_inplace=True"):
-            manager.update_adapter("three", {name: normal_array(3, K)})
+            manager.update_adapter("three", {name: normal(3, K)})

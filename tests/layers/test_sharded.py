@@ -69,16 +69,3 @@ def served(axes, parts, config, names=NAMES, length=3):
 ])  # fmt: skip
 def test_every_kind_of_layer(axes, config):
     check(served(axes, 4, config), truth(4, tuple(NAMES)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("axes", "parts", "config", "names"),
-    [
-        ({"t": 8}, 8, {"fully_sharded": True}, NAMES),
-        ({"data": 2, "t": 2}, 4, {"data_axes": ["data"]}, ["one", "two", None]),
-    ],
-    ids=["eight shards, fully sharded", "three sequences on two shards"],
-)
-def test_eight_shards_and_sequences_that_the_mesh_does_not_divide(axes, parts, config, names):
-    check(served(axes, parts, config, names), truth(parts, tuple(names)))

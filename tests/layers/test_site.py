@@ -32,22 +32,3 @@ def test_own_shards_and_experts_follow_the_devices_of_the_process(monkeypatch, p
     spec = spec_of(12, KernelSharding(mesh_of_eight(), experts=("x",)))
     assert (tuple(spec.own_shards), spec.own_experts, spec.most_shards) == (shards, experts, most)
     assert spec.expert_shards == 4
-
-
-@pytest.mark.parametrize(
-    "sharding_of",
-    [
-        lambda mesh: None,
-        lambda mesh: KernelSharding(mesh, outs=("x",)),
-        lambda mesh: KernelSharding(mesh.abstract_mesh, experts=("x",)),
-    ],
-    ids=["no mesh", "not split", "no devices"],
-)
-def test_all_experts_are_own_unless_the_mesh_splits_them(monkeypatch, sharding_of):
-    sharding = sharding_of(mesh_of_eight())
-    monkeypatch.setattr(rules, "process_of", lambda device: 1)
-    spec = spec_of(12, sharding)
-    assert spec.own_experts == (range(12),)
-    assert len(spec.own_shards) == spec.most_shards == spec.expert_shards
-    dense = spec_of(None, sharding)
-    assert (tuple(dense.own_shards), dense.most_shards) == ((0,), 1)

@@ -9,11 +9,11 @@ from flax import nnx
 import jlora
 from jlora.errors import AdapterMismatchError, LoRAUsageError
 from jlora.layers.wrap.discover import register_layer
-from tests.layers.merging import Target, assert_close, delta, make_adapter, make_manager, normal, serve
+from tests.layers.merging import Holder, Target, assert_close, make_adapter, make_manager, normal, rounding_of, serve
 
 pytestmark = pytest.mark.usefixtures("registered")
 
-D, X = 6, normal(3, 2, 6)
+D = 6
 ADAPTER = make_adapter("one", [Target("proj", D, D, "")], 3)
 FLOAT8 = jnp.float8_e4m3fn
 
@@ -35,9 +35,6 @@ class Model(nnx.Module):
         self.proj = Dense(stored, **attributes)
         self.other = nnx.Linear(D, D, rngs=nnx.Rngs(0))
 
-    def __call__(self, x):
-        return self.proj(x) + self.other(x)
-
 
 def register(dtype=None):
     given = {} if dtype is None else {"dtype": dtype}
@@ -56,7 +53,6 @@ def slot_dtype(manager):
         (None, None, jnp.bfloat16, jnp.float32, jnp.bfloat16),
         (None, None, jnp.bfloat16, FLOAT8, jnp.bfloat16),
         (None, None, None, jnp.bfloat16, jnp.bfloat16),
-        (None, None, FLOAT8, jnp.bfloat16, jnp.bfloat16),  # computed in 8 bits, which slots do not support
         (None, None, "of the config", jnp.float32, jnp.float32),
     ],
 )
@@ -73,18 +69,6 @@ def test_a_kernel_of_8_bits_needs_a_configured_dtype(stored, layer):
     with pytest.raises(AdapterMismatchError, match=f"'proj' is not wrapped: .*{reason}"):
         manager.add_adapter(ADAPTER)
     assert [info.path for info in manager.layers() if info.wrapped] == ["other"]
-
-
-def test_a_float8_kernel_is_served_as_precisely_as_its_slots():
-    register(jnp.float32)
-    model = Model(FLOAT8)
-    base = np.asarray(jax.jit(lambda model, x: model(x))(nnx.clone(model), X), np.float64)
-    manager = make_manager(model, [ADAPTER])
-    with manager.prepare(["one", None, "one"]) as batch:
-        found = serve(model, X, batch)
-    change = np.asarray(X, np.float64) @ delta(ADAPTER.modules["proj"]).T
-    change[1] = 0
-    assert_close(found, base + change)
 
 
 def test_tables_and_experts_take_the_dtype_of_their_specs():
@@ -134,3 +118,32 @@ def test_an_einsum_spec_takes_a_dtype():
 def test_a_spec_with_an_unsupported_dtype_is_refused(make, dtype):
     with pytest.raises(LoRAUsageError, match=r"Spec.dtype must be None or one of"):
         make(dtype)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize(
+    ("param", "compute", "slots"),
+    [("bfloat16", "bfloat16", "float32"), ("float32", "float32", "bfloat16"), ("bfloat16", "float32", None)],
+)
+def test_slot_dtype_apart_from_the_models(param, compute, slots):
+    """The output is the base plus the float64 delta of the slots, rounded once to the dtype of the base."""
+
+    layer = nnx.Linear(6, 5, param_dtype=jnp.dtype(param), dtype=jnp.dtype(compute), rngs=nnx.Rngs(0))
+    model, x = Holder(layer), jnp.asarray(normal(3, 2, 6), compute)
+    base = np.asarray(jax.jit(lambda model, x: model(x))(model, x))
+    assert base.dtype == compute
+    adapter = make_adapter("one", [Target("proj", 6, 5, "")], 3)
+    manager = make_manager(model, [adapter], dtype=slots)
+    with manager.prepare(["one", None, "one"]) as batch:
+        found = np.asarray(serve(model, x, batch))
+    held = jnp.dtype(slots or compute)
+    assert model.proj.jlora_a.dtype == model.proj.jlora_b.dtype == held
+    module = adapter.modules["proj"]
+    a, b = (np.asarray(jnp.asarray(factor, held), np.float64) for factor in (module.a, module.b))
+    x_seen = np.asarray(x.astype(held), np.float64)
+    expected = base.astype(np.float64)
+    expected[[0, 2]] += module.scaling * (x_seen @ a.T @ b.T)[[0, 2]]
+    assert found.dtype == base.dtype
+    np.testing.assert_array_equal(found[1], base[1])
+    assert_close(found, expected, tolerance=2**-8 if compute == "bfloat16" else rounding_of(held))
+    assert np.abs(found - base).max() > 0.1

@@ -122,11 +122,7 @@ def test_layers_reports_wrapped_layers_and_reasons():
 
 
 @pytest.mark.parametrize(
-    ("name", "near"),
-    [
-        ("model.layers.1.self_attn.q_proj", "layers.1.q_proj"),
-        ("layers.7.q_proj", "layers.0.q_proj"),
-    ],
+    ("name", "near"), [("model.layers.1.self_attn.q_proj", "layers.1.q_proj"), ("layers.7.q_proj", "layers.0.q_proj")]
 )
 def test_an_unknown_module_raises_with_the_nearest_path(name, near):
     manager = make_manager(Model())

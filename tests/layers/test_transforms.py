@@ -9,10 +9,23 @@ from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jlora.errors import LoRAError
+from jlora.errors import AdapterMismatchError, LoRAError
 from jlora.layers.forward.scope import use
 from jlora.layers.site import SlotParam, SlotRanks
-from tests.layers.merging import Target, assert_close, expected_rows, make_adapter, make_manager, merge, normal
+from tests import oracle
+from tests.layers.merging import (
+    Holder,
+    Target,
+    assert_close,
+    check_against_merged,
+    expected_rows,
+    make_adapter,
+    make_manager,
+    merge,
+    normal,
+    serve,
+)  # fmt: skip
+from tests.records import slot_names
 
 pytestmark = pytest.mark.device
 
@@ -66,22 +79,11 @@ def test_model_passed_straight_and_swapped_without_a_second_trace(served, jit):
             assert_close(step(model, X, batch), expected_rows(twins, names, X))
 
 
-# --- Traces that share a function ---------------------------------------------------------------------------------
-
 # --- Differentiation ------------------------------------------------------------------------------------------------
 
 
 def test_gradients_of_slots_and_inputs():
-    """The gradients of sum(w * y) through one linear layer equal those written out in float64."""
-
-    class One(nnx.Module):
-        def __init__(self):
-            self.proj = nnx.Linear(6, 5, rngs=nnx.Rngs(0))
-
-        def __call__(self, x):
-            return self.proj(x)
-
-    model, names = One(), NAMES
+    model, names = Holder(nnx.Linear(6, 5, rngs=nnx.Rngs(0))), NAMES
     adapters = [make_adapter(n, [Target("proj", 6, 5, "")], r) for n, r in (("one", 3), ("two", 1))]
     manager, w = make_manager(model, adapters), normal(8, 2, 5, seed=3)
     with manager.prepare(names) as batch:
@@ -97,24 +99,14 @@ def test_gradients_of_slots_and_inputs():
             return jax.grad(loss, argnums=(0, 1))(slots, x)
 
         d_slots, d_x = gradients(slots, X, ranks, rest, batch)
-        rows = np.asarray(batch.slots)
-    a, b = (np.asarray(v[...], np.float64) for v in (model.proj.jlora_a, model.proj.jlora_b))
-    kernel = np.asarray(model.proj.kernel[...], np.float64)
-    d_a, d_b, expected_x = np.zeros_like(a), np.zeros_like(b), w @ kernel.T
-    scaled = adapters[0].modules["proj"].scaling * w.astype(np.float64)
-    for i, slot in enumerate(rows):
-        if slot < 3:
-            for t in range(2):
-                d_a[slot, 0] += np.outer(b[slot] @ scaled[i, t], X[i, t])
-                d_b[slot] += np.outer(a[slot, 0] @ X[i, t], scaled[i, t])
-                expected_x[i, t] += a[slot, 0].T @ (b[slot] @ scaled[i, t])
-    # Rows past an adapter's rank are no part of it and get no gradient.
-    true_ranks = {slot: {"one": 3, "two": 1}[name] for slot, name in zip(rows, names, strict=True) if name}
-    for slot, rank in true_ranks.items():
-        d_a[slot, :, rank:], d_b[slot, rank:] = 0, 0
+        slot_of_row = np.repeat(batch.slots, 2)
+    true_ranks = {"one": 3, "two": 1, None: 0}
+    scales = np.array([[[true_ranks[name], adapters[0].modules["proj"].scaling]] for name in slot_names(manager)])
+    factors = model.proj.jlora_a[...], model.proj.jlora_b[...]
+    of_x, d_a, d_b = oracle.lora_gradients(w.reshape(16, 5), X.reshape(16, 6), slot_of_row, *factors, (5,), scales)
     assert_close(d_slots["proj"]["jlora_a"][...], d_a)
     assert_close(d_slots["proj"]["jlora_b"][...], d_b)
-    assert_close(d_x, expected_x)
+    assert_close(d_x, w @ np.asarray(model.proj.kernel[...], np.float64).T + of_x.reshape(X.shape))
 
 
 # --- vmap -----------------------------------------------------------------------------------------------------------
@@ -160,3 +152,68 @@ def test_shard_map_over_packed_rows(served):
     with manager.prepare(NAMES, token_counts=counts, pad_to=16) as batch:
         found = shard(forward, (P(), P("data"), P("data")))(model, rows, batch)
     assert_close(found[:10], np.concatenate([expected[i, :n] for i, n in enumerate(counts)]))
+
+
+# --- Layers under nnx.scan ----------------------------------------------------------------------------------------
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(6, 8, rngs=rngs)
+        self.down = nnx.Einsum("BTF,FD->BTD", (8, 6), rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(jnp.tanh(self.up(x)))
+
+
+class Scanned(nnx.Module):
+    def __init__(self, axes, remat=False):
+        self.blocks = nnx.vmap(Block, in_axes=0, out_axes=0)(nnx.Rngs(0).split(3))
+        self.axes, self.remat = axes, remat
+
+    def __call__(self, x):
+        def step(x, block):
+            return block(x)
+
+        body = nnx.remat(step) if self.remat else step
+        return nnx.scan(body, in_axes=(nnx.Carry, self.axes), out_axes=nnx.Carry)(x, self.blocks)
+
+
+def stacked_targets(template):
+    return [
+        Target(template.format(i, name), k, n, f"blocks.{name}.kernel", at=(i,))
+        for i in range(3)
+        for name, k, n in (("up", 6, 8), ("down", 8, 6))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("axes", "remat"),
+    [(0, True), (nnx.StateAxes({nnx.Param: 0, SlotParam: 0, ...: None}), False)],
+    ids=["remat", "state axes"],
+)
+def test_layers_under_nnx_scan(axes, remat):
+    """One module holds all layers; checkpoint names carry the layer's index."""
+    targets = stacked_targets("blocks.{}.{}")
+    adapters = [make_adapter("all", targets[::-1], 3), make_adapter("last", targets[4:], 2)]
+    check_against_merged(Scanned(axes, remat), targets, normal(3, 2, 6), adapters=adapters)
+
+
+def test_nnx_scan_that_does_not_map_the_slots_raises():
+    model = Scanned(nnx.StateAxes({nnx.Param: 0, ...: None}))
+    manager = make_manager(model)
+    with manager.prepare([None] * 3) as batch, pytest.raises(LoRAError, match=r"map jlora\.SlotParam over axis 0"):
+        serve(model, normal(3, 2, 6), batch)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("blocks.3.up", "'blocks.3.up' is a stack of 3 layers, and the name has no layer index below that"),
+        ("blocks.up", "is a stack of 3 layers, and the name has"),
+    ],
+)
+def test_layer_index_is_checked(name, reason):
+    manager = make_manager(Scanned(0))
+    with pytest.raises(AdapterMismatchError, match=reason):
+        manager.add_adapter(make_adapter("bad", [Target(name, 6, 8, "")], 2))

@@ -43,19 +43,6 @@ def assert_same(model, other):
         np.testing.assert_array_equal(mine[name], theirs[name], err_msg=name)
 
 
-def test_merged_kernels_hold_the_parts_in_order():
-    folder = goldens.FOLDER / "qwen2-mixed-yarn"
-    stored, got = load_file(folder / "model.safetensors"), params(from_pretrained(folder))
-    prefix = "model.layers.1"
-    for merged, parts in (("self_attn.qkv_proj", "qkv"), ("mlp.gate_up_proj", ("gate", "up"))):
-        block = f"{prefix}.{merged.split('.')[0]}"
-        weights = [stored[f"{block}.{part}_proj.weight"].T for part in parts]
-        np.testing.assert_array_equal(got[f"{prefix}.{merged}.kernel"], np.concatenate(weights, axis=1))
-    biases = [stored[f"{prefix}.self_attn.{part}_proj.bias"] for part in "qkv"]
-    np.testing.assert_array_equal(got[f"{prefix}.self_attn.qkv_proj.bias"], np.concatenate(biases))
-    np.testing.assert_array_equal(got["model.embed_tokens.embedding"], stored["model.embed_tokens.weight"])
-
-
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_dtypes(dtype):
     """A bfloat16 file read as each dtype: widening is exact, narrowing is one rounding."""
@@ -65,17 +52,6 @@ def test_dtypes(dtype):
     model = from_pretrained(folder, dtype=dtype)
     assert {value.dtype for value in params(model).values()} == {np.dtype(dtype)}
     np.testing.assert_array_equal(params(model)["model.norm.scale"], stored.astype(dtype))
-
-
-def test_shards_equal_one_file(tmp_path):
-    source = goldens.FOLDER / goldens.SHARDED
-    tensors = {}
-    for shard in source.glob("*.safetensors"):
-        tensors |= load_file(shard)
-    assert len(list(source.glob("*.safetensors"))) > 1
-    save_file(tensors, tmp_path / "model.safetensors")
-    shutil.copy(source / "config.json", tmp_path)
-    assert_same(from_pretrained(tmp_path), from_pretrained(source))
 
 
 def test_names_without_the_model_prefix_and_old_rotary_tables(folder):
@@ -156,13 +132,10 @@ GATE = "model.layers.0.mlp.gate_proj.weight"
     [
         (lambda t: t.pop(Q) is None, r"1 missing \['model.layers.1.self_attn.q_proj.weight'\], 0 unexpected"),
         (lambda t: t.update(extra=t[Q]), r"0 missing \[\], 1 unexpected \['extra'\]"),
-        (lambda t: t.update({Q: t[Q][:-1].copy()}), r"q_proj.weight \[32, 32\], found \[31, 32\]"),
-        (lambda t: t.update({Q: t[Q][:, :-1].copy()}), r"q_proj.weight \[32, 32\], found \[32, 31\]"),
         (lambda t: t.update({Q: t[Q].reshape(-1)}), r"q_proj.weight \[32, 32\], found \[1024\]"),
         (lambda t: t.update({Q: np.zeros((), np.float32)}), r"q_proj.weight \[32, 32\], found \[\]"),
         (lambda t: t.update({GATE: t[GATE].T.copy()}), r"gate_proj.weight \[40, 32\], found \[32, 40\]"),
         (lambda t: t.update({Q: t[Q].astype(np.int8)}), r"q_proj.weight is I8; expected one of"),
-        (lambda t: t.update({NORM: np.ones(31, np.float32)}), r"model.norm.weight \[32\], found \[31\]"),
         (lambda t: t.update({EMBED: t[EMBED].T.copy()}), r"embed_tokens.weight \[64, 32\], found \[32, 64\]"),
     ],
 )
@@ -203,20 +176,15 @@ def test_damaged_file(folder, damage):
         from_pretrained(folder)
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "not valid JSON"), ("[]", "must hold a JSON object, got list")])
-def test_damaged_config(folder, text, message):
-    (folder / "config.json").write_text(text)
-    with pytest.raises(ModelError, match=f"config.json {message}|config.json is {message}"):
-        from_pretrained(folder)
-
-
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("{", "not valid JSON"),
         ("[" * 100_000, "nests more than 64 levels deep"),
         ('{"a":' * 65 + "1" + "}" * 65, "nests more than 64 levels deep"),
         ('{"weight_map": {"x": "a", "x": "b"}, "model_type": "llama"}', "the name 'x' is given twice"),
+        ("[]", "must hold a JSON object, got list"),
         ('{"a": ' + "9" * 5000 + "}", "not valid JSON"),
         ('{"a": "\xff"}', "not valid JSON"),
     ],
@@ -287,7 +255,6 @@ def test_missing_files(folder, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda i: "[]", "must hold a JSON object"),
         (lambda i: "{}", "weight_map"),
         (lambda i: json.dumps({"weight_map": {"a": 3}}), "must name files of the same folder"),
         (lambda i: json.dumps({"weight_map": {"a": "../a.safetensors"}}), "must name files of the same folder"),

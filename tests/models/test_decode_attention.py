@@ -9,22 +9,11 @@ from flax import nnx
 from jlora.models import Decoder, DecoderConfig, attention, prefill_attention
 from jlora.models import decode_attention as kernel
 from jlora.models.decode_attention import decode_attention
+from tests.models.test_attention import expected
 from tests.pallas.lowering import lowered_text
 from tests.pallas.running import interpret_of
 
 pytestmark = pytest.mark.device("gpu")
-
-
-def expected(q, keys, values, begin, end, sinks):
-    q, keys, values = (np.asarray(array, np.float64) for array in (q, keys, values))
-    out = np.zeros(q.shape)
-    shared = q.shape[1] // keys.shape[2]
-    for b, h in np.ndindex(q.shape[:2]):
-        k, v = (array[b, begin[b] : end[b], h // shared] for array in (keys, values))
-        scores = k @ q[b, h] / np.sqrt(q.shape[2])
-        weights = np.exp(scores)
-        out[b, h] = weights @ v / (weights.sum() + (0.0 if sinks is None else np.exp(float(sinks[h]))))
-    return out
 
 
 @pytest.mark.parametrize(
@@ -42,7 +31,7 @@ def test_values(rng, heads, groups, repeats, sinks):
     found = decode_attention(
         q, keys, values, jnp.asarray(begin), jnp.asarray(end), given, interpret=interpret_of("triton")
     )
-    want = expected(q, keys, values, begin, end, given)
+    want = expected(q[:, None], keys, values, ~dead[:, None], given)[:, 0]
     np.testing.assert_allclose(np.asarray(found, np.float64), want, atol=0.02)
     assert found.dtype == jnp.bfloat16
 

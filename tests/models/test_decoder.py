@@ -92,32 +92,6 @@ def test_embedding_scale_is_rounded_to_bfloat16():
     np.testing.assert_array_equal(found, want)
 
 
-def test_paths_are_those_of_the_checkpoint():
-    model = Decoder(dataclasses.replace(TINY, qk_norm=True, num_hidden_layers=1, qkv_bias=True), rngs=nnx.Rngs(0))
-    shapes = {".".join(map(str, path)): param.shape for path, param in nnx.to_flat_state(nnx.state(model))}
-    layer = "model.layers.0"
-    assert shapes == {
-        "model.embed_tokens.embedding": (32, 16),
-        f"{layer}.input_layernorm.scale": (16,),
-        f"{layer}.self_attn.qkv_proj.kernel": (16, 64),
-        f"{layer}.self_attn.qkv_proj.bias": (64,),
-        f"{layer}.self_attn.q_norm.scale": (8,),
-        f"{layer}.self_attn.k_norm.scale": (8,),
-        f"{layer}.self_attn.o_proj.kernel": (32, 16),
-        f"{layer}.post_attention_layernorm.scale": (16,),
-        f"{layer}.mlp.gate_up_proj.kernel": (16, 48),
-        f"{layer}.mlp.down_proj.kernel": (24, 16),
-        "model.norm.scale": (16,),
-        "lm_head.kernel": (16, 32),
-    }
-    attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
-    assert attention.qkv_proj.output_sizes == (32, 16, 16)
-    assert mlp.gate_up_proj.output_sizes == (24, 24)
-    assert Decoder.packed_modules["qkv_proj"] == ("q_proj", "k_proj", "v_proj")
-    assert type(attention.qkv_proj) is nnx.Linear
-    assert type(model.model.embed_tokens) is nnx.Embed
-
-
 def test_bfloat16_stays_bfloat16_with_float32_logits():
     config = dataclasses.replace(TINY, tie_word_embeddings=True, moe=EXPERTS)
     model = Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))

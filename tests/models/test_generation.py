@@ -25,13 +25,7 @@ def test_greedy_ragged_batch_equals_transformers_one_by_one(golden, name):
     assert generate(golden(name), prompts, max_new_tokens=20) == answers
 
 
-@pytest.mark.parametrize("limit", [1, 8])
-def test_length_limit(golden, limit):
-    prompts, answers = golden_prompts(NAME)
-    assert generate(golden(NAME), prompts, max_new_tokens=limit) == [answer[:limit] for answer in answers]
-
-
-def test_each_sequence_stops_at_its_own_first_stop_token(golden):
+def test_each_sequence_stops_at_its_own_first_stop_token_or_at_the_limit(golden):
     prompts, answers = golden_prompts(NAME)
     stops = (answers[0][3], answers[1][10])
     want = []
@@ -39,16 +33,13 @@ def test_each_sequence_stops_at_its_own_first_stop_token(golden):
         ends = [i for i, token in enumerate(answer) if token in stops]
         want.append(answer[: ends[0] + 1] if ends else answer)
     assert len({len(answer) for answer in want}) > 1
-    assert generate(golden(NAME), prompts, max_new_tokens=20, stop_tokens=stops) == want
+    for limit in (20, 8, 1):
+        cut = [answer[:limit] for answer in want]
+        assert generate(golden(NAME), prompts, max_new_tokens=limit, stop_tokens=stops) == cut
 
 
 @pytest.mark.parametrize(
-    "narrow",
-    [
-        {"temperature": 1e-40},
-        {"temperature": 1.0, "top_k": 1},
-        {"temperature": 2.0, "top_p": 1e-6},
-    ],
+    "narrow", [{"temperature": 1e-40}, {"temperature": 1.0, "top_k": 1}, {"temperature": 2.0, "top_p": 1e-6}]
 )
 def test_narrow_sampling_is_greedy(golden, narrow):
     prompts, answers = golden_prompts(NAME)
@@ -120,11 +111,10 @@ def test_one_trace_for_all_lengths_and_settings_of_a_bucket(golden):
     jax.tree_util.register_static(Counting)
     counting = Counting()
     for lengths, limit, seed in (((3, 8), 5, 0), ((1, 2), 8, 1), ((7, 7), 1, 2)):
-        for sampling in ({}, {"temperature": 0.5}, {"temperature": 0.9}):
-            prompts = [list(range(1, length + 1)) for length in lengths]
+        prompts = [list(range(1, length + 1)) for length in lengths]
+        limits = {"temperature": 1.0, "top_k": limit, "top_p": 0.1 + seed / 4}
+        for sampling in ({}, {"temperature": 0.5 + seed}, limits):
             generate(counting, prompts, max_new_tokens=limit, seed=seed, stop_tokens=range(seed), **sampling)
-        for sampling in ({"top_k": 3}, {"top_p": 0.5}, {"top_k": 2, "top_p": 0.1}):
-            generate(counting, prompts, max_new_tokens=limit, temperature=1.0, **sampling)
     assert traces == 3 * 2  # greedy, sampled, sampled with limits; each a prompt pass and a loop body
     generate(counting, [[1] * 9, [2]], max_new_tokens=5)
     assert traces == 4 * 2
@@ -136,18 +126,13 @@ def test_one_trace_for_all_lengths_and_settings_of_a_bucket(golden):
         ([], {}, "prompts is empty"),
         ([[1], []], {}, r"prompts\[1\]"),
         (["text"], {}, r"prompts\[0\]"),
-        ([[1.5]], {}, r"prompts\[0\]"),
         ([[64]], {}, "from 0 to 63, got 64 to 64"),
-        ([[-1]], {}, "from 0 to 63"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens"),
-        ([[1]], {"max_new_tokens": True}, "max_new_tokens"),
         ([[1], [1] * 9], {"max_new_tokens": 248}, "prompt of 9 tokens .* max_position_embeddings=256"),
         ([[1]], {"max_new_tokens": 2**31 - 1}, "max_position_embeddings=256"),
         ([[1]], {"temperature": -1.0}, "temperature"),
-        ([[1]], {"temperature": float("nan")}, "temperature"),
         ([[1]], {"temperature": 1.0, "top_k": 0}, "top_k"),
         ([[1]], {"temperature": 1.0, "top_p": 0.0}, "top_p"),
-        ([[1]], {"temperature": 1.0, "top_p": 1.1}, "top_p"),
         ([[1]], {"top_k": 3}, "temperature above 0"),
         ([[1]], {"stop_tokens": ["a"]}, r"stop_tokens\[0\]"),
         ([[1]], {"sequence_ids": [1, 2]}, "2 entries for 1 prompts"),

@@ -57,7 +57,6 @@ def assert_near(got, want, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("counts", "k", "n"), SHAPES)
 def test_values(counts, k, n, dtype):
-    """The product of this machine has the right values."""
     x, w, counts, want = problem(counts, k, n, dtype)
     with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
         assert_near(jax.jit(grouped.grouped_matmul)(x, w, counts), want, dtype)

@@ -46,24 +46,6 @@ def fuse(tensors):
     return out
 
 
-@pytest.mark.parametrize("name", ["mixtral-window", "qwen2-moe-shared"])
-def test_experts_one_by_one(name):
-    folder = goldens.FOLDER / name
-    stored, got = load_file(folder / "model.safetensors"), params(from_pretrained(folder))
-    mixtral = name.startswith("mixtral")
-    block = "model.layers.0." + ("block_sparse_moe" if mixtral else "mlp")
-    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-    for e in range(4):
-        weights = [stored[f"{block}.experts.{e}.{part}.weight"].T for part in (gate, up)]
-        np.testing.assert_array_equal(
-            got["model.layers.0.mlp.experts.gate_up_proj"][e], np.concatenate(weights, axis=1)
-        )
-        np.testing.assert_array_equal(
-            got["model.layers.0.mlp.experts.down_proj"][e], stored[f"{block}.experts.{e}.{down}.weight"].T
-        )
-    np.testing.assert_array_equal(got["model.layers.0.mlp.gate.kernel"], stored[f"{block}.gate.weight"].T)
-
-
 @pytest.mark.parametrize("name", ["mixtral-window", "qwen3-moe-mlp-layer"])
 def test_all_experts_in_one_tensor(copy, name):
     folder = copy(name)
@@ -75,15 +57,6 @@ def test_all_experts_in_one_tensor(copy, name):
 def gates_first(leaf, value):
     """Return gpt-oss tensors with gate columns before up columns, which alternate in its checkpoints."""
     return np.concatenate([value[..., 0::2], value[..., 1::2]], axis=-1) if "gate_up_proj" in leaf else value
-
-
-def test_gpt_oss_with_gates_first():
-    folder = goldens.FOLDER / "gpt-oss-square"
-    stored, got = load_file(folder / "model.safetensors"), params(from_pretrained(folder))
-    for leaf in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):
-        name = f"model.layers.1.mlp.experts.{leaf}"
-        np.testing.assert_array_equal(got[name], gates_first(leaf, stored[name]))
-    np.testing.assert_array_equal(got["model.layers.1.self_attn.sinks"], stored["model.layers.1.self_attn.sinks"])
 
 
 def pack(tensors, rng):
@@ -180,19 +153,9 @@ def test_sizes_that_mxfp4_cannot_hold(copy, packed):
             rf"1 missing \['{MIXTRAL}.2.w3.weight'\], 0 unexpected",
         ),
         (
-            "mixtral-window",
-            lambda t: t.update({f"{MIXTRAL}.4.w1.weight": t[f"{MIXTRAL}.3.w1.weight"]}),
-            rf"0 missing \[\], 1 unexpected \['{MIXTRAL}.4.w1.weight'\]",
-        ),
-        (
             "gpt-oss-square",
             lambda t: t.update({f"{GPT}.gate_up_proj": t[f"{GPT}.gate_up_proj"].transpose(0, 2, 1).copy()}),
             rf"{GPT}.gate_up_proj \[4, 32, 64\], found \[4, 64, 32\]",
-        ),
-        (
-            "gpt-oss-square",
-            lambda t: t.update({f"{GPT}.down_proj": t[f"{GPT}.down_proj"].astype(np.int8)}),
-            rf"{GPT}.down_proj is I8; expected one of",
         ),
     ],
 )
@@ -207,7 +170,6 @@ def test_tensors_that_do_not_fit_are_named(copy, name, change, message):
     ("name", "fields", "message"),
     [
         ("mixtral-window", {"num_local_experts": 3}, "0 missing .* 6 unexpected"),
-        ("mixtral-window", {"num_local_experts": 5}, r"6 missing \['.*experts.4.w2.weight'"),
         (
             "mixtral-window",
             {"num_local_experts": 2**20},

@@ -1,6 +1,5 @@
 """Adapters on meshes of the decoder, compared with one device and with weights merged into a checkpoint."""
 
-import jax
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -8,6 +7,7 @@ from safetensors.numpy import save_file
 import jlora
 from jlora.adapters import ModuleLoRA
 from jlora.models import from_pretrained, generate
+from tests.layers.merging import serve
 from tests.models import checkpoints, goldens
 from tests.models.test_mesh import forward, make_mesh
 from tests.parity import expert_files
@@ -16,12 +16,6 @@ pytestmark = pytest.mark.mesh
 
 TOLERANCE = 1e-4  # of the largest logit
 slow = pytest.mark.slow
-
-
-@jax.jit
-def adapted(model, tokens, batch):
-    with jlora.use(batch):
-        return model(tokens)
 
 
 def close(found, expected, what):
@@ -88,7 +82,7 @@ def test_vocabularies_that_the_shards_do_not_divide(tmp_path, vocab, shards, tie
     for adapter in adapters:
         manager.add_adapter(adapter)
     with manager.prepare(names) as batch:
-        found = np.asarray(adapted(model, tokens, batch))
+        found = np.asarray(serve(model, tokens, batch))
         assert found.shape == (4, 5, vocab)
         for row, expected, name in zip(found, want, names, strict=True):
             close(row, expected, name)
@@ -118,7 +112,7 @@ def test_adapters_of_gpt_oss_equal_one_device(tmp_path):
         found = []
         for _ in range(2):
             with manager.prepare([None, *paths]) as batch:
-                found.append(np.asarray(adapted(model, tokens, batch)))
+                found.append(np.asarray(serve(model, tokens, batch)))
             manager.update_adapter("fused", new)
         return found
 

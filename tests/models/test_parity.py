@@ -14,7 +14,6 @@ from tests.models.test_layouts import configure, pack
 pytestmark = pytest.mark.parity
 
 VARIANTS = [
-    ("llama", {}),
     ("llama", {"num_key_value_heads": 4, "head_dim": 20}),
     ("llama", {"attention_bias": True, "num_key_value_heads": 1, "rope_parameters": YARN_ROPE}),
     ("llama", {"mlp_bias": True, "tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
@@ -22,19 +21,8 @@ VARIANTS = [
     ("llama", {"rope_parameters": {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 0.4}}),
     ("llama", {"rope_parameters": {**YARN_ROPE, "attention_factor": 1.7}}),
     ("mistral", {"sliding_window": None}),
-    ("mistral", {"sliding_window": 1}),
     ("mistral", {"sliding_window": 16, "rope_parameters": LINEAR_ROPE, "tie_word_embeddings": True}),
-    ("qwen2", {}),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
-    (
-        "qwen2",
-        {
-            "use_sliding_window": True,
-            "sliding_window": 9,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "tie_word_embeddings": True,
-        },
-    ),
     ("qwen3", {"head_dim": 16, "attention_bias": True}),
     ("qwen3", {"head_dim": 8, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
     ("qwen3", {"head_dim": 16, "rope_parameters": YARN_ROPE, "rms_norm_eps": 1e-2}),

@@ -85,35 +85,19 @@ def check(rng, kernel, window, sinks, capacity=40, heads=(4, 2), dtype="bfloat16
     np.testing.assert_allclose(np.asarray(found, np.float64)[real], want[real], atol=0.02)
 
 
-WINDOWS = (None, 1, 12, 13, 41)  # below, at and above the chunk's length and the capacity
+WINDOWS = (None, 1, 12, 41)  # below, at and above the chunk's length and the capacity
 
 
 @pytest.mark.parametrize("capacity", [0, 40])
 @pytest.mark.parametrize("window", WINDOWS)
 def test_values(rng, window, capacity):
-    check(rng, plain, window, sinks=False, capacity=capacity)
+    for sinks, heads, dtype in ((False, (4, 2), "bfloat16"), (True, (4, 4), "float16"), (True, (6, 1), "bfloat16")):
+        check(rng, plain, window, sinks, capacity, heads, dtype)
 
 
-@pytest.mark.parametrize(("heads", "dtype"), [((4, 4), "float16"), ((6, 1), "bfloat16")])
-def test_sinks_and_grouped_heads(rng, heads, dtype):
-    for window in (None, 5):
-        check(rng, plain, window, True, heads=heads, dtype=dtype)
-
-
-@pytest.mark.parametrize(
-    ("window", "sinks", "capacity"),
-    [(None, True, 40), (5, False, 140)],
-)
+@pytest.mark.parametrize(("window", "sinks", "capacity"), [(None, True, 40), (5, False, 140)])
 def test_splash_attention(rng, window, sinks, capacity):
     check(rng, partial(splash, interpret=True), window, sinks, capacity)
-
-
-def test_splash_attention_of_new_sequences_reads_no_cache(rng):
-    """The rows before the start are behind a condition, which holds for none of these sequences."""
-    q, k = (jnp.asarray(rng.normal(size=(2, 4, 2, 8)), jnp.bfloat16) for _ in range(2))
-    out, sums = splash(q, k, k, False, None, jnp.zeros(2, jnp.int32), False, interpret=True)
-    assert np.isneginf(sums).all()
-    assert not np.asarray(out, np.float32).any()
 
 
 def test_splash_attention_has_a_gradient(rng):
@@ -252,10 +236,7 @@ SHAPES = [
     ("tpu7x", 2, 40, 4096, 8, 1, 64, 128),
     *(
         pytest.param(*shape, marks=slow)
-        for shape in (
-            ("v5p", 1, 2048, 8192, 32, 8, 128, 4096),
-            ("v6e", 1, 512, 1024, 8, 8, 256, None),
-        )
+        for shape in (("v5p", 1, 2048, 8192, 32, 8, 128, 4096), ("v6e", 1, 512, 1024, 8, 8, 256, None))
     ),
 ]
 

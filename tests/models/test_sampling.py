@@ -69,15 +69,3 @@ def test_the_hottest_temperature_keeps_the_mask_of_the_model(ranked):
     hottest = settings(HOTTEST)
     drawn = [np.asarray(choose(logits, jnp.full(ROWS, step), hottest, ranked=ranked)) for step in range(10)]
     assert set(np.ravel(drawn).tolist()) == {3, 4}
-
-
-@pytest.mark.parametrize("ranked", [False, True])
-def test_draws_follow_seed_and_step_alone(ranked):
-    logits = jnp.asarray(np.random.default_rng(2).normal(0, 1, (ROWS, VOCAB)), jnp.float32)
-    logits = logits.at[1:].set(logits[0])
-    one = settings(seeds=[7, 7, 8, 9])
-    steps = [choose(logits, jnp.full(ROWS, step), one, ranked=ranked) for step in range(20)]
-    drawn = np.stack([np.asarray(step) for step in steps])
-    assert (drawn[:, 0] == drawn[:, 1]).all()
-    assert (drawn[:, 0] != drawn[:, 2]).any()
-    assert len(set(drawn[:, 0].tolist())) > 2

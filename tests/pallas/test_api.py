@@ -4,24 +4,16 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jlora.errors import LoRAError
-from jlora.pallas import api, gradients
-from jlora.pallas.triton import lora as triton
-from tests import oracle
-from tests.matrix import thinned
+from jlora.pallas import api
 from tests.pallas.lowering import for_gpu, lowered_text
-from tests.pallas.running import interpret_of
 from tests.pallas.scales import with_scales
-from tests.pallas.test_ranks import backward_of
-from tests.pallas.test_xla import close, problem
-from tests.pallas.triton.test_lora import TILES
+from tests.pallas.test_xla import problem
 
 
 def lowered(backend, platform, dtype=jnp.bfloat16, rank=8):
@@ -101,67 +93,6 @@ def test_a_named_backend_is_never_replaced():
 def test_unknown_backend():
     with pytest.raises(LoRAError, match="backend must be"):
         lowered("cuda", "cpu")
-
-
-def test_unsupported_reason_is_pure():
-    struct = jax.ShapeDtypeStruct
-    args = [struct(s, jnp.bfloat16) for s in ((4, 8), (4, 16), (2, 1, 8, 16), (2, 8, 8))]
-    for backend in ("auto", "xla", "triton"):
-        assert api.unsupported_reason(backend, *args, slice_sizes=(8,)) is None
-    args[1] = struct((4, 16), jnp.float8_e4m3fn)
-    assert "x is float8_e4m3fn" in api.unsupported_reason("triton", *args, slice_sizes=(8,))
-
-
-SIZES = (17, 6)
-
-
-@pytest.fixture
-def grouped():
-    base, x, a, b, ids, ranks = problem(3, 21, 40, SIZES, 5, 4)
-    return ids, base, x, a, b, api.make_plan(ids, num_groups=4, tile_m=16), with_scales(ranks)
-
-
-def pulled(run, operands):
-    """Return the cotangent of the result of `run`, and the gradients of the operands for it."""
-    shape = jax.eval_shape(run, *operands)
-    cotangent = jnp.asarray(np.random.default_rng(1).normal(size=shape.shape), shape.dtype)
-    return cotangent, jax.jit(lambda cotangent, *operands: jax.vjp(run, *operands)[1](cotangent))(cotangent, *operands)
-
-
-BACKWARD = backward_of("triton")
-
-
-def test_gradients_of_shrink(grouped):
-    """Of h, by those of an expand by the identity."""
-    ids, _, x, a, _, plan, ranks = grouped
-    run = partial(triton.shrink, tiles=TILES, interpret=interpret_of("triton"))
-    dh, (dx, da) = pulled(lambda x, a: gradients.shrink(run, BACKWARD, x, a, plan, ranks), (x, a))
-    n, rank = a.shape[1:3]
-    dout, identity = jnp.moveaxis(dh, 0, 1).reshape(len(x), -1), np.tile(np.eye(rank), (4, 1, n))
-    want_x, want_a, _ = oracle.lora_gradients(dout, x, ids, a, identity, (rank,) * n, ranks)
-    close(dx, want_x, 1e-5)
-    close(da, want_a, 1e-5)
-
-
-@pytest.mark.parametrize("with_base", thinned([True, False], 0))
-def test_gradients_of_expand(grouped, with_base):
-    """Of h and b, by those of a shrink by the identity."""
-    ids, base, x, a, b, plan, ranks = grouped
-    h = api.shrink(x, a, plan, ranks=ranks, backend="xla")
-    run = partial(triton.expand, tiles=TILES, interpret=interpret_of("triton"))
-
-    def kernel(h, b, base=None):
-        return gradients.expand(run, BACKWARD, SIZES, h, b, plan, base, ranks)
-
-    dout, (dh, db, *dbase) = pulled(kernel, (h, b, base) if with_base else (h, b))
-    n, rank = a.shape[1:3]
-    identity = np.broadcast_to(np.eye(n * rank).reshape(n, rank, -1), (4, n, rank, n * rank))
-    flat = np.moveaxis(np.asarray(h), 0, 1).reshape(len(x), -1)
-    want_h, _, want_b = oracle.lora_gradients(dout, flat, ids, identity, b, SIZES, ranks)
-    close(dh, np.moveaxis(want_h.reshape(len(x), n, rank), 1, 0), 1e-5)
-    close(db, want_b, 1e-5)
-    for have in dbase:
-        np.testing.assert_array_equal(have, dout)
 
 
 SAVE = jax.checkpoint_policies.save_only_these_names("lora_h")

@@ -86,8 +86,16 @@ def test_a_nan_stays_in_its_group(backend):
     assert not np.asarray(dx)[6].any()
 
 
-@pytest.mark.parametrize("backend", [XLA, TRITON, MOSAIC])
-@pytest.mark.parametrize("tokens", [3, 30])
+EXPERTS = [(case, tokens) for case in (XLA, TRITON, MOSAIC) for tokens in (3, 30)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "tokens"),
+    [
+        pytest.param(*case.values, tokens, marks=[*case.marks, *[pytest.mark.slow] * (case is MOSAIC and tokens == 30)])
+        for case, tokens in EXPERTS
+    ],
+)
 def test_experts(backend, tokens):
     """The rows of a token's experts share its row of x. For few rows the plan is unsorted."""
     d = routed(5, tokens, 3, 2, 16, 5, 9, (6, 5))

@@ -123,7 +123,6 @@ def test_blocks_of_k_on_a_tpu_do_not_follow_the_number_of_rows():
 
 @BACKENDS
 def test_experts(backend, interpret):
-    """The rows of one token: `add_lora` of its pairs."""
     interpret()
     rng, k, groups = np.random.default_rng(0), 2, SLOTS * EXPERTS
     a, b = rng.normal(size=(groups, 1, 8, K)) / np.sqrt(K), rng.normal(size=(groups, 8, 20))

@@ -4,7 +4,7 @@ import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from jlora.pallas.gpus import GPU, H200, current_gpu, device_kind
+from jlora.pallas.gpus import GPU, H200, current_gpu
 
 A100 = "NVIDIA A100-SXM4-40GB"
 
@@ -13,17 +13,8 @@ def lowering_for(kind, platform="cuda"):
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(kind, 1, platform)))
 
 
-def test_device_kind_normalises_names():
-    assert device_kind("NVIDIA H200") == "nvidia_h200"
-    assert device_kind("NVIDIA A100-SXM4-40GB") == "nvidia_a100_sxm4_40gb"
-    assert device_kind(" NVIDIA GeForce RTX 4090 ") == "nvidia_geforce_rtx_4090"
-
-
-def test_without_a_gpu_the_target_is_an_h200():
+def test_properties_come_from_the_default_device_and_else_are_those_of_an_h200(default_device):
     assert current_gpu() == H200
-
-
-def test_properties_come_from_the_default_device(default_device):
     default_device(A100, shared_memory_per_block_optin=123456, compute_capability="8.0", core_count=108)
     assert current_gpu() == GPU("nvidia_a100_sxm4_40gb", 123456, 80, 108)
 

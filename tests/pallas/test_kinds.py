@@ -1,6 +1,5 @@
 """Base, plain, scaled, mixed, activated and DoRA rows in one batch of a model, on interpreted kernels against NumPy."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -66,13 +65,3 @@ def test_each_kernel_adds_every_kind_of_row(interpret, backend):
     calls = interpret()
     check(BATCHES + MIXED, backend=backend, max_adapters_per_sequence=2)
     assert set(calls) == KERNELS[backend]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("force_product")
-def test_base_products_of_the_kernel(interpret):
-    """The kernel computes the products of all kinds of rows, and base rows have the same bits in every batch."""
-    calls = interpret()
-    check(BATCHES + MIXED, 4e-2, backend="triton", max_adapters_per_sequence=2, dtype=jnp.bfloat16)
-    assert calls.count("product_in_parts") == 4  # of two layers
-    assert set(calls) == {"product_in_parts", *KERNELS["triton"]}

@@ -114,14 +114,6 @@ def test_sizes_are_static_under_jit_vmap_and_scan():
         check(jax.tree.map(lambda v, i=i: v[i], scanned), np.asarray(batch[i]), 4)
 
 
-def test_cost_does_not_grow_with_slots():
-    shapes = [
-        [v.shape for v in jax.tree.leaves(make_plan(jnp.zeros(64, jnp.int32), num_groups=s, max_active=8))]
-        for s in (8, 64, 512)
-    ]
-    assert shapes[0] == shapes[1] == shapes[2]
-
-
 @pytest.mark.usefixtures("unchecked_calls")
 @pytest.mark.parametrize(
     ("args", "message"),

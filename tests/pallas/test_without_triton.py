@@ -18,7 +18,7 @@ from jlora.pallas.tiles import plan_tile_m
 from tests.pallas.test_api import lowered
 
 DEVICE = SimpleNamespace(platform="gpu", compute_capability="9.0")
-ABSENT = ["module", "CompilerParams", "load", "store"]
+ABSENT = ["module", "load"]
 
 
 @pytest.fixture(params=ABSENT)

@@ -76,26 +76,6 @@ def test_half_precision_is_rounded_once(dtype):
     assert (np.abs(np.asarray(got, np.float64) - want) <= 0.51 * unit).all()
 
 
-@pytest.mark.parametrize("with_ranks", [False, True])
-def test_untouched_values_are_bitwise_the_base(with_ranks):
-    base, x, a, b, _, ranks = problem(5, 12, 6, [3, 4], 4, 3)
-    base = base.at[:, ::2].set(-0.0).at[0, 1].set(jnp.nan)
-    ranks = jnp.array([[4, 0], [0, 0], [4, 4]]) if with_ranks else None
-    ids = jnp.array([3, -1, 99, 3, 3, 3, 0, 0, 1, 1, 2, 3])
-    plan = api.make_plan(ids, num_groups=3)
-    got = add_lora(base, x, a, b, plan, slice_sizes=(3, 4), ranks=with_scales(ranks), backend="xla")
-
-    def bits(v):
-        return np.asarray(v).view(np.uint32)
-
-    dropped = np.array([0, 1, 2, 3, 4, 5, 11])
-    np.testing.assert_array_equal(bits(got)[dropped], bits(base)[dropped])
-    if with_ranks:
-        np.testing.assert_array_equal(bits(got)[6:8, 3:], bits(base)[6:8, 3:])
-        np.testing.assert_array_equal(bits(got)[8:10], bits(base)[8:10])
-    assert not np.isnan(np.asarray(got)[1:]).any()
-
-
 def test_a_nan_stays_with_its_own_row():
     base, x, a, b, ids, _ = problem(6, 20, 8, [6], 3, 3)
     ids = ids.at[4].set(1)
@@ -106,21 +86,6 @@ def test_a_nan_stays_with_its_own_row():
     np.testing.assert_array_equal(np.asarray(clean)[rows], np.asarray(dirty)[rows])
     grads = jax.grad(lambda a: add_lora(base, x.at[4].set(jnp.nan), a, b, plan, backend="xla").sum())(a)
     chex.assert_tree_all_finite(np.asarray(grads)[np.array([0, 2])])
-
-
-def test_vmap_scan_and_remat():
-    base, x, a, b, ids, _ = problem(9, 10, 6, [4], 3, 3)
-    want = oracle.add_lora(base, x, ids, a, b)
-
-    def run(base, x, ids):
-        return add_lora(base, x, a, b, api.make_plan(ids, num_groups=3), backend="xla")
-
-    def stack(v):
-        return jnp.stack([v, v])
-
-    close(jax.vmap(run)(stack(base), stack(x), stack(ids))[1], want, 1e-6)
-    close(jax.lax.scan(lambda c, v: (c, run(base, v, ids)), None, stack(x))[1][1], want, 1e-6)
-    close(jax.checkpoint(run)(base, x, ids), want, 1e-6)
 
 
 def cost(slots, ids, max_active, k=64, n=64, rank=8):
@@ -168,9 +133,7 @@ def test_few_rows_are_cheap_and_many_share_their_weights():
         ({"b": jnp.zeros((2, 4, 4))}, "disagree"),
         ({"base": jnp.zeros((5, 5))}, "base must be"),
         ({"slice_sizes": (3, 2)}, "slice_sizes"),
-        ({"slice_sizes": (2, 2)}, "disagree"),
         ({"ranks": jnp.zeros((2, 2), jnp.int32)}, "ranks must be"),
-        ({"ranks": jnp.zeros((2, 1))}, "ranks must be"),
     ],
 )
 def test_bad_shapes_raise(change, message):

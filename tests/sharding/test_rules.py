@@ -41,7 +41,6 @@ def rule(spec, axes=LINEAR, sizes=(8, 16), data=(), fully=False, mesh=None) -> K
     ],
 )
 def test_table_of_linear_kernels(spec, ins, outs):
-    """Columns split B by N, and rows split A by K. Other arrays are replicated."""
     found = rule(spec)
     assert (found.ins, found.outs, found.experts) == (ins, outs, ())
     assert found.a == ((), (), (), ins)
@@ -50,11 +49,7 @@ def test_table_of_linear_kernels(spec, ins, outs):
 
 @pytest.mark.parametrize(
     ("spec", "a", "b"),
-    [
-        (P(None, "x"), (("x",), ()), ("x",)),
-        (P("y", "x"), (("x",), ("y",)), ("x", "y")),
-        (P(), ((), ()), ()),
-    ],
+    [(P(None, "x"), (("x",), ()), ("x",)), (P("y", "x"), (("x",), ("y",)), ("x", "y")), (P(), ((), ()), ())],
 )
 def test_fully_sharded_splits_both_factors(spec, a, b):
     found = rule(spec, fully=True)
@@ -113,13 +108,6 @@ def test_several_axes_make_one(spec, sizes, ins, outs):
     assert (found.ins, found.outs) == (ins, outs)
 
 
-def test_axes_flatten_in_the_order_of_the_layer():
-    """An einsum may flatten the axes of its kernel in another order than that of storage."""
-    assert rule(P(None, "x"), ((1, 0), (2,)), (2, 4, 6)).ins == ("x",)
-    with pytest.raises(LoRAError, match="in the middle"):
-        rule(P("x"), ((1, 0), (2,)), (2, 4, 6))
-
-
 @pytest.mark.parametrize(
     ("spec", "axis", "said"),
     [(P(None, "x"), 1, "'x'"), (P("x", "y"), 1, "'y'"), (P(None, ("x", "y")), 1, "'x' and 'y'")],
@@ -169,11 +157,7 @@ def test_split_axis_is_the_one_that_may_be_split(case):
                 rule(spec, (order, ()), sizes)
 
 
-@given(
-    st.permutations(["data", "x", "y"]),
-    st.integers(1, 3),
-    st.lists(st.integers(0, 2), min_size=8, max_size=8),
-)
+@given(st.permutations(["data", "x", "y"]), st.integers(1, 3), st.lists(st.integers(0, 2), min_size=8, max_size=8))
 def test_shards_of_experts_are_on_the_devices_of_jax(order, count, processes):
     """Compare with `devices_indices_map` of an array with one row for each shard."""
     names = tuple(order[:count])

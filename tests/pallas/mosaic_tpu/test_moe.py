@@ -15,126 +15,70 @@ from tests.pallas.lowering import lowered_text
 from tests.pallas.mosaic_tpu.test_lora import TOLERANCE, same_bits
 from tests.pallas.running import interpret_of
 from tests.pallas.scales import with_scales
+from tests.pallas.test_moe import routed
 
 pytestmark = pytest.mark.device("tpu")
 
 INTERPRET = interpret_of("mosaic_tpu")
 
 
-def batch(seed, tokens, k, slots, experts, rank, n_in, sizes, dtype="float32"):
-    """A routed batch in the order of tokens, and factors of all groups.
+def check(tokens, k, slots, experts, rank, n_in, sizes, dtype="float32"):
+    """Compare rows of experts with the oracle; without a group, or of rank 0, bit by bit.
 
-    Expert 2 is chosen by all tokens and half the experts by none; slot 1 is of rank 0 and has half of the tokens that
-    have a slot; a fifth of the tokens has none.
-
-    Returns a dict: x [T, K], base [T, k, N], a, b, ranks, slot [T], expert [T, k], weights [T, k].
+    Return a function that gives the rows of all pairs for other tokens, and the operands of those.
     """
-    rng = np.random.default_rng(seed)
-    used = np.concatenate([[2], 3 + rng.permutation(experts - 3)[: max(experts // 2, k)]])
-    expert = np.stack([[2, *rng.permutation(used[1:])[: k - 1]] for _ in range(tokens)])
-    expert = rng.permuted(expert, axis=1)
-    slot = np.where(rng.random(tokens) < 0.5, 1, rng.integers(0, slots, tokens))
-    slot = np.where(rng.random(tokens) < 0.2, rng.choice([-1, slots, 9999], tokens), slot)
-    n, groups = len(sizes), slots * experts
-    ranks = rng.integers(0, rank + 1, (groups, n))
-    ranks[2 * experts + 2 :: 7] = 0
-    keep = np.arange(rank) < ranks[..., None]
-    a = rng.normal(size=(groups, n, rank, n_in)) / np.sqrt(n_in) * keep[..., None]
-    b = [rng.normal(size=(groups, rank, s)) * keep[:, i, :, None] for i, s in enumerate(sizes)]
-    floats = {
-        "x": rng.normal(size=(tokens, n_in)), "base": rng.normal(size=(tokens, k, sum(sizes))), "a": a,
-        "b": np.concatenate(b, axis=2), "weights": rng.uniform(size=(tokens, k)),
-    }  # fmt: skip
-    ints = {"ranks": ranks, "slot": slot, "expert": expert}
-    arrays = {name: jnp.asarray(v, dtype) for name, v in floats.items()}
-    return arrays | {name: jnp.asarray(v, jnp.int32) for name, v in ints.items()} | {"sizes": sizes, "slots": slots}
+    d = routed(tokens, tokens, k, slots, experts, rank, n_in, sizes, dtype)
+    a, b, ranks = d["a"] / n_in**0.5, d["b"], d["ranks"]
+    base = jnp.zeros((tokens * k, sum(sizes)), dtype).at[d["order"]].set(d["base"])  # token by token
 
-
-def groups_of(d):
-    """[T, k]: the group of every pair, past all groups where it has none."""
-    slot, experts = np.asarray(d["slot"])[:, None], d["a"].shape[0] // d["slots"]
-    inside = (slot >= 0) & (slot < d["slots"])
-    return np.where(inside, slot * experts + np.asarray(d["expert"]), d["a"].shape[0])
-
-
-def rows_and_plan(d):
-    """Rows sorted by expert, as grouped products have them: their token, [T, k] where a token's are, their plan."""
-    experts = d["a"].shape[0] // d["slots"]
-    flat = d["expert"].ravel()
-    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    token = order // d["expert"].shape[1]
-    rows = jnp.zeros(len(flat), jnp.int32).at[order].set(jnp.arange(len(flat), dtype=jnp.int32))
-    plan = ops.plan_experts(d["slot"], token, flat[order], num_slots=d["slots"], num_experts=experts, tile_m=16)
-    return order, token, rows.reshape(d["expert"].shape), plan
-
-
-def run(d):
-    """[T, k, N] through the kernel."""
-    n = d["base"].shape[2]
-
-    def call(base, x, a, b, ranks, slot, expert):
-        pairs = d | {"slot": slot, "expert": expert}
-        order, token, rows, plan = rows_and_plan(pairs)
-        out = mosaic_tpu.add_lora(
-            base.reshape(-1, n)[order], x, a, b, plan, slice_sizes=d["sizes"], ranks=with_scales(ranks), x_rows=token,
-            interpret=INTERPRET,
-        )  # fmt: skip
-        return out[rows]
+    def call(base, x, slot, expert, a, b, ranks):
+        order = jnp.argsort(expert.ravel(), stable=True).astype(jnp.int32)
+        token, options = order // k, {"num_slots": slots, "num_experts": experts, "tile_m": 16}
+        plan = ops.plan_experts(slot, token, expert.ravel()[order], **options)
+        options = {"slice_sizes": sizes, "ranks": with_scales(ranks), "x_rows": token, "interpret": INTERPRET}
+        out = mosaic_tpu.add_lora(base.reshape(tokens * k, -1)[order], x, a, b, plan, **options)
+        return jnp.zeros_like(out).at[order].set(out).reshape(tokens, k, -1)
 
     # Unoptimised, since compiling is what takes the time.
-    jitted = jax.jit(call, compiler_options={"xla_backend_optimization_level": 0})
-    # By name, as they are given when it runs again: it would be compiled again for another way.
-    names = ("base", "x", "a", "b", "ranks", "slot", "expert")
-    return jitted, np.asarray(jitted(**{name: d[name] for name in names}))
-
-
-def check(d):
-    """Values of all pairs against the oracle; without a group, or of rank 0, bit by bit. Returns it, to run again."""
-    jitted, out = run(d)
-    _, k, n = d["base"].shape
-    group, base = groups_of(d), np.asarray(d["base"])
-    x = np.repeat(np.asarray(d["x"], np.float64), k, axis=0)
-    want = oracle.add_lora(base.reshape(-1, n), x, group.ravel(), d["a"], d["b"], d["sizes"]).reshape(out.shape)
-    error = np.abs(out.astype(np.float64) - want).max() / np.abs(want).max()
-    assert error <= TOLERANCE[str(base.dtype)]
-    ranks = np.concatenate([np.asarray(d["ranks"]), np.zeros((1, len(d["sizes"])))])
-    idle = np.repeat(ranks[group] == 0, d["sizes"], axis=2)
-    assert same_bits(out[idle], base[idle])
+    run = partial(jax.jit(call, compiler_options={"xla_backend_optimization_level": 0}), a=a, b=b, ranks=ranks)
+    given = {"base": base.reshape(tokens, k, -1), "x": d["x"], "slot": d["slot"], "expert": d["expert"]}
+    out = np.asarray(run(**given)).reshape(tokens * k, -1)[d["order"]]
+    want = oracle.add_lora(d["base"], d["x"][d["token"]], d["group"], a, b, sizes)
+    assert np.abs(out.astype(np.float64) - want).max() <= TOLERANCE[dtype] * np.abs(want).max()
+    of_rows = np.where(np.asarray(d["group"])[:, None] >= 0, np.asarray(ranks)[d["group"]], 0)
+    idle = np.repeat(of_rows == 0, sizes, axis=1)
     assert idle.any()
-    assert (out[~idle] != base[~idle]).mean() > 0.9
-    return partial(jitted, a=d["a"], b=d["b"], ranks=d["ranks"]), out
+    assert same_bits(out[idle], np.asarray(d["base"])[idle])
+    return run, given
 
 
-MANY = [  # tokens, k, slots, experts, R, K, sizes, dtype: more groups than are compared with the rows
-    (13, 4, 10, 27, 8, 33, (20, 12), "float32"),
-    pytest.param(9, 8, 31, 17, 32, 130, (140,), "float32", marks=pytest.mark.slow),
+MANY = [  # tokens, k, slots, experts, R, K, sizes: more groups than are compared with the rows
+    (13, 4, 10, 27, 8, 33, (20, 12)),
+    pytest.param(9, 8, 31, 17, 32, 130, (140,), marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize(("tokens", "k", "slots", "experts", "rank", "n_in", "sizes", "dtype"), MANY)
-def test_rows_of_experts(tokens, k, slots, experts, rank, n_in, sizes, dtype):
-    d = batch(tokens, tokens, k, slots, experts, rank, n_in, sizes, dtype)
-    again, out = check(d)
-    names = ("base", "x", "slot", "expert")
-    order = np.random.default_rng(0).permutation(tokens)
-    assert same_bits(np.asarray(again(**{name: d[name][order] for name in names})), out[order])
-    others = {name: d[name].at[1:].set(jnp.roll(d[name][1:], 1, axis=0)) for name in names}  # who else is there
+@pytest.mark.parametrize(("tokens", "k", "slots", "experts", "rank", "n_in", "sizes"), MANY)
+def test_rows_of_experts(tokens, k, slots, experts, rank, n_in, sizes):
+    run, given = check(tokens, k, slots, experts, rank, n_in, sizes)
+    out, order = np.asarray(run(**given)), np.random.default_rng(0).permutation(tokens)
+    assert same_bits(np.asarray(run(**{name: v[order] for name, v in given.items()})), out[order])
+    others = {name: v.at[1:].set(jnp.roll(v[1:], 1, axis=0)) for name, v in given.items()}  # who else is there
     others["slot"] = others["slot"].at[tokens // 2 :].set(3)
-    assert same_bits(np.asarray(again(**others))[0], out[0])
+    assert same_bits(np.asarray(run(**others))[0], out[0])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_of_experts_in_many_small_tiles(dtype, force_tiles):
-    d = batch(1, 9, 4, 12, 25, 8, 256, (200, 56), dtype)
     force_tiles(tile_m=16, tile_k=128, tile_n=128, chunk=2)  # the second chunk has a single tile
-    check(d)
+    check(9, 4, 12, 25, 8, 256, (200, 56), dtype)
 
 
 @pytest.mark.slow
 def test_rows_of_few_groups_that_share_a_place_in_a_bundle():
     """All rows of an expert may have groups that share a place, here slot * 8 + expert."""
-    check(batch(2, 11, 3, 3, 8, 16, 20, (12,)))
+    check(11, 3, 3, 8, 16, 20, (12,))
 
 
 def shapes(tokens, hidden, inner, experts, k, rank, slots=64):

@@ -75,30 +75,21 @@ def test_half_precision(dtype, split_k):
     assert np.linalg.norm(np.asarray(got, np.float64) - want) <= 5e-3 * np.linalg.norm(want)
 
 
-def test_float16_intermediates_may_exceed_its_range():
-    x, a = jnp.full((2, 64), 100.0, jnp.float16), jnp.full((1, 1, 4, 64), 100.0, jnp.float16)
-    b = jnp.full((1, 4, 16), 1e-4, jnp.float16)
-    plan = api.make_plan(jnp.zeros(2, jnp.int32), num_groups=1, tile_m=16)
-    got = add_lora(jnp.zeros((2, 16), jnp.float16), x, a, b, plan, (16,), None)
-    close(got, oracle.lora_delta(x, [0, 0], a, b), 5e-3)
-
-
-@pytest.mark.parametrize("tile_m", [16, 32])
 @IN_PLACE
-def test_untouched_values_are_bitwise_the_base(tile_m, in_place):
+def test_untouched_values_are_bitwise_the_base(in_place):
     run = partial(add_lora, in_place=in_place)
     base, x, a, b, _, _ = problem(5, 12, 40, [17, 20], 20, 3)
     base = base.at[:, ::2].set(-0.0).at[0, 1].set(jnp.nan)
     ids = jnp.array([3, -1, 99, 3, 3, 3, 0, 0, 1, 1, 2, 3])
     ranks = jnp.array([[20, 0], [0, 0], [20, 20]])
-    got = np.asarray(run(base, x, a, b, api.make_plan(ids, num_groups=3, tile_m=tile_m), (17, 20), ranks))
+    got = np.asarray(run(base, x, a, b, api.make_plan(ids, num_groups=3, tile_m=16), (17, 20), ranks))
     want = np.asarray(base)
     dropped = np.array([0, 1, 2, 3, 4, 5, 8, 9, 11])
     np.testing.assert_array_equal(got[dropped].view(np.uint32), want[dropped].view(np.uint32))
     np.testing.assert_array_equal(got[6:8, 17:].view(np.uint32), want[6:8, 17:].view(np.uint32))
     assert not np.isnan(got[1:]).any()
     assert (got[6:8, :17] != want[6:8, :17]).any()
-    nobody = api.make_plan(jnp.full(12, 3), num_groups=3, tile_m=tile_m)
+    nobody = api.make_plan(jnp.full(12, 3), num_groups=3, tile_m=16)
     untouched = run(base, x, a, b, nobody, (17, 20), ranks)
     np.testing.assert_array_equal(np.asarray(untouched).view(np.uint32), want.view(np.uint32))
 
@@ -133,7 +124,6 @@ def plan9(ids):
 
 @IN_PLACE
 def test_a_row_does_not_depend_on_its_batch(in_place):
-    """Bitwise the same alone, permuted, and among other neighbours, at one static number of rows."""
     base, x, a, b, ids, ranks = problem(7, 24, 50, [30, 7], 20, 5, ids=np.arange(24) % 6)
 
     def run(order, ids):

@@ -19,7 +19,7 @@ from jlora.pallas.triton import lora as triton
 from tests import oracle
 from tests.pallas.lowering import shared_memory
 from tests.pallas.scales import with_scales
-from tests.pallas.test_xla import close, problem
+from tests.pallas.test_xla import problem
 
 pytestmark = [pytest.mark.device("gpu"), pytest.mark.skipif(platform() != "gpu", reason="compiled for an NVIDIA GPU")]
 
@@ -83,18 +83,6 @@ def test_gradients(rows, k, sizes, rank, groups, dtype):
         np.testing.assert_array_equal(np.asarray(have, np.float64), np.asarray(again, np.float64))
 
 
-def test_vmap():
-    base, x, a, b, ids, ranks = problem(4, 20, 64, (48,), 16, 3)
-    plan = api.make_plan(ids, num_groups=3)
-    bases, xs = jnp.stack([base, base + 1]), jnp.stack([x, 2 * x])
-
-    def run(base, x):
-        return api.add_lora(base, x, a, b, plan, ranks=with_scales(ranks), backend="triton")
-
-    for got, one_base, one_x in zip(jax.jit(jax.vmap(run))(bases, xs), bases, xs, strict=True):
-        close(got, oracle.add_lora(one_base, one_x, ids, a, b), 2e-6)
-
-
 PRODUCTS = [  # rows, K, N, parts of K, stages
     (1, 4096, 4096, 4, 4), (7, 1000, 353, 3, 3), (33, 70, 19, 2, 1), (64, 4096, 6144, 2, 3), (64, 18944, 3584, 4, 3),
 ]  # fmt: skip
@@ -116,7 +104,6 @@ def test_products(rows, k, n, parts, stages, dtype):
 
 @pytest.mark.parametrize("rows", [8, 64, 256])
 def test_kernels_side_by_side_give_the_same_bits(rows):
-    """A chain of products with LoRA, compiled with and without `jlora.compiler_options()`."""
     sizes, layers, width = (2048, 1024, 1024), 4, 4096
     rng = np.random.default_rng(0)
     ids = jnp.asarray(rng.integers(0, 9, rows), jnp.int32)  # 8 is nobody's

@@ -190,7 +190,9 @@ def _shrink_rule(p: GPUProblem, few: bool, cores: int) -> dict[str, int]:
         elif p.rows <= 32:
             block_r, least, most, stages, programs = 32, 2, 28, 4, 6
         else:  # beside a base product of more rows, fewer and longer programs are faster, but K has eight parts or more
-            block_r, least, most, stages, programs = 32, min(4, -(-steps // 8)), 14, 3, 4 if p.itemsizes.a > 1 else 6
+            block_r, least, most, stages, programs = 32, min(4, -(-steps // 8)), 14, 3, 4
+            if p.itemsizes.a == 1 and p.rank > 16:
+                programs = 6  # as many bytes in flight as in bfloat16
         parts, warps = min(most, -(-steps // least)), block_r // 16
     else:
         large = _is_large(p)
@@ -215,8 +217,6 @@ def _expand_rule(p: GPUProblem, few: bool, cores: int) -> dict[str, int]:
     """
     large = _is_large(p)
     block_n = 64 if large else 256 if few and p.rank <= 32 and not p.experts else 128
-    if p.itemsizes.b == 1 and 32 < p.rows <= 512 and p.rank <= 16 and not p.experts:
-        block_n *= 2  # as many bytes as in bfloat16
     while 2 * block_n * p.rank * (4 if p.dtype == "float32" else 2) > 128 * 1024:
         block_n //= 2  # two blocks of b would not fit into shared memory beside h
     if p.experts:

@@ -85,7 +85,7 @@ class Block:
       a: [rows, n, rank_step, K] in slot dtype, on the host or on a device. K is `SlotSpec.stored_in`.
       b: [rows, rank_step, N] in slot dtype. N is `SlotSpec.stored_out`.
       steps: For int8, the steps of A and of each slice of B, float64 [2, rows, n, rank_step] on the host.
-      scales: For int8, float32 [rows, n, rank_step] on the host or on a device; see `packing.scaled`.
+      scales: For int8, float32 [rows, n, rank_step] on the host or on a device; see `packing.with_scales`.
     """
 
     chunk: Chunk

@@ -27,7 +27,7 @@ from jlora.manager.array_placement import auto_axes, with_auto_axes
 from jlora.manager.blocks import Block, Chunk, Row, pack, rank_starts, rank_step, unpack
 from jlora.manager.casting import check_scaling, in_slot_dtype
 from jlora.manager.packed_adapter import LifeCycle, PackedAdapter, Placement, largest_rank
-from jlora.manager.packing import rank_table, scaled
+from jlora.manager.packing import rank_table, with_scales
 from jlora.manager.slot_arrays import SlotArrays
 
 _SHOWN = 4  # modules in a message
@@ -126,7 +126,7 @@ def updated(
         shapes = []
     plan: _UpdatePlan | None = packed.update_plan
     if on_device and plan is not None and plan.names == names and plan.shapes == shapes:
-        written = scaled(_blocks_on_device(where, plan, arrays, {}, allow_nonfinite), packed.placements)
+        written = with_scales(_blocks_on_device(where, plan, arrays, {}, allow_nonfinite), packed.placements)
         return packed.with_values((*_untouched(packed.blocks, plan.rows), *written)), written
     had = {placement.module: placement for placement in packed.placements if placement.site.kind != "head"}
     try:
@@ -154,7 +154,7 @@ def updated(
             plan = None
     else:
         written = _assemble_on_host(where, news, old, ranks, pool, allow_nonfinite)
-    written = scaled(written, placements)
+    written = with_scales(written, placements)
     on_host = packed.life.on_host  # read before `blocks`, because a finished copy replaces `blocks` first
     kept: Sequence[Block] = _untouched(packed.blocks, rows)
     if not (on_device or on_host):

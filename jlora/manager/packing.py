@@ -84,7 +84,7 @@ def pack_modules(
 
     filled = on_threads(fill, list(slices_of), sum(block.nbytes for block in packing.blocks))
     placements = tuple(itertools.chain(*filled))
-    return placements, scaled(packing.blocks, placements)
+    return placements, with_scales(packing.blocks, placements)
 
 
 def _targets(module: Layer, site: Site, row: int, shared: bool) -> list[tuple[Site, range]]:
@@ -271,7 +271,7 @@ def rank_table(sites: tuple[Site, ...], placements: tuple[Placement, ...]) -> Fl
     return table
 
 
-def scaled(blocks: Sequence[Block], placements: Iterable[Placement]) -> tuple[Block, ...]:
+def with_scales(blocks: Sequence[Block], placements: Iterable[Placement]) -> tuple[Block, ...]:
     """Return the blocks, in int8 with the scale of each rank: the product of its steps and of the delta's scale."""
     if all(block.steps is None for block in blocks):
         return tuple(blocks)

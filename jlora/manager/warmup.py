@@ -13,7 +13,7 @@ from jlora.layers.forward.lease import Lease
 from jlora.layers.forward.make_batch import make_batch
 from jlora.manager.blocks import Block, Chunk, pack
 from jlora.manager.packed_adapter import LifeCycle, PackedAdapter
-from jlora.manager.packing import rank_table, scaled
+from jlora.manager.packing import rank_table, with_scales
 from jlora.manager.state import State
 
 
@@ -55,4 +55,4 @@ def _blank_blocks(chunks: Sequence[Chunk]) -> tuple[Block, ...]:
         if chunk.spec.experts is None and chunk.spec.whole
         for row in chunk.rows
     }
-    return scaled(pack(chunks, rows), ())
+    return with_scales(pack(chunks, rows), ())

@@ -126,7 +126,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     text = collection_path.read_text("utf-8")
     if on_device(config):
         return "pytest.mark.device" not in text or None
-    if "not parity" in config.getoption("markexpr"):
+    marks = config.getoption("markexpr")
+    if marks and not re.search(r"(?<!not )\bparity\b", marks):
         return re.search(r"^pytestmark = .*\bmark\.parity\b", text, re.MULTILINE) is not None or None
     return None
 

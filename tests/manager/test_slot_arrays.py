@@ -5,6 +5,7 @@ import threading
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -78,6 +79,22 @@ def test_waves_are_bounded(monkeypatch, limit):
     world.check(world.serve(["a", "b", None]), [*adapters, None])
     world.check(world.serve(["c", "b", None]), [make_adapter("c"), adapters[1], None])
     assert world.manager.stats().compilations == 1
+
+
+def test_several_writes_in_a_row_stay_bounded_together(monkeypatch):
+    """The third adapter waits until the first two are written, because their blocks may still be on the device."""
+    world = on_small_device(12_000, make_world, max_loras=4)
+    world.load(*"abcd", rank=MAX_RANK, modules=list(MODULES))
+    size = world.manager.list_adapters()["a"].nbytes
+    assert 2 * size < 12_000 < 3 * size
+    array_type, waited = type(jnp.zeros(1)), []
+    ready, wait = array_type.is_ready, jax.block_until_ready
+    monkeypatch.setattr(array_type, "is_ready", lambda array: bool(waited) and ready(array))  # a slow device
+    monkeypatch.setattr(jax, "block_until_ready", lambda x: (waited.append(1), wait(x))[1])
+    world.manager.prepare(["a", "b"]).close()
+    assert waited == []
+    world.manager.prepare(["c"]).close()
+    assert len(waited) == 1
 
 
 def test_the_write_is_in_place(world):

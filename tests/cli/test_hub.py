@@ -149,6 +149,7 @@ def test_terminal_shows_a_bar():
     assert bars[-2].startswith("[" + "#" * 30 + "] 100%")
 
 
+@pytest.mark.slow
 def test_errors_take_one_line(hub, tmp_path):
     names = {
         "team/unknown": "the Hugging Face hub has no such repository",

@@ -16,7 +16,7 @@ from tests.layers.test_scope import TARGETS, Model
 NAMES = ["one", "two", "one"]
 SEQUENCES = len(NAMES)
 FIRST = [None, [1, 0, jlora.NOWHERE], [0, 1, 2]]
-PACKED = [([2, 1, 0], 3), ([3, 1, 2], 8)]
+PACKED = [pytest.param([2, 1, 0], 3, marks=pytest.mark.slow), ([3, 1, 2], 8)]
 
 
 ANY = (0, -1)  # in place of a row of no meaning
@@ -95,7 +95,7 @@ def test_packed_batches(worlds, counts, total):
             assert served == clear, (what, name, first)
 
 
-@pytest.mark.parametrize("length", [1, 4])
+@pytest.mark.parametrize("length", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_batches_with_a_length(worlds, length):
     every = [(b, i) for b in range(SEQUENCES) for i in range(length)]
     last = [(b, length - 1) for b in range(SEQUENCES)]

@@ -366,6 +366,7 @@ def test_one_error_has_the_lines_that_declare_all():
 # --- verify ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_verify_takes_items():
     model = VisionModel()
     manager = make_manager(model, row_groups=ROW_GROUPS)

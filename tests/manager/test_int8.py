@@ -44,7 +44,7 @@ def test_updates_are_rounded_as_loads(rng, where, halves):
 
 
 @pytest.mark.usefixtures("write_programs")
-@pytest.mark.parametrize("rank", [3, 20])
+@pytest.mark.parametrize("rank", [pytest.param(3, marks=pytest.mark.slow), 20])
 def test_a_prefetched_swap_moves_nothing_and_takes_the_programs_of_floats(moved, rank):
     """To an adapter of the same ranks, and back. Rank 20 has two blocks that overlap."""
     programs = {}

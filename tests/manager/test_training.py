@@ -244,6 +244,7 @@ def test_a_published_step_is_neither_undone_nor_mixed_with_others(tmp_path):
 
 
 @pytest.mark.optimised
+@pytest.mark.slow
 def test_a_resumed_run_is_bitwise_an_uninterrupted_one(tmp_path):
     optimizers = {"query": optax.inject_hyperparams(optax.adam)(learning_rate=0.1)}
 

@@ -39,6 +39,7 @@ TRITON = pytest.param("triton", marks=pytest.mark.device("gpu"))
 MOSAIC = pytest.param("mosaic_tpu", marks=pytest.mark.device("tpu"))
 SLOW_MOSAIC = pytest.param(*MOSAIC.values, marks=[*MOSAIC.marks, pytest.mark.slow])
 EACH_BACKEND = pytest.mark.parametrize("backend", [XLA, TRITON, MOSAIC])
+SLOW_MOSAIC = pytest.param(*MOSAIC.values, marks=[*MOSAIC.marks, pytest.mark.slow])
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +121,7 @@ def test_add_lora(operands, backend, row_scales):
     untouched_bits(got, base)
 
 
-@EACH_BACKEND
+@pytest.mark.parametrize("backend", [XLA, TRITON, SLOW_MOSAIC])
 def test_shrink_is_unscaled_and_expand_scales(operands, backend):
     """The intermediate may hold NaN past the rank of its row, as one that is gathered from the slots of a table."""
     base, x, a, b, plan = operands
@@ -167,7 +168,7 @@ def pulled(call, *given):
     return cotangent, jax.jit(lambda given, cotangent: jax.vjp(call, *given)[1](cotangent))(given, cotangent)
 
 
-@EACH_BACKEND
+@pytest.mark.parametrize("backend", [XLA, TRITON, SLOW_MOSAIC])
 @pytest.mark.parametrize("alone", [False, True], ids=["", "delta"])
 def test_gradients(operands, backend, alone):
     base, x, a, b, plan = operands

@@ -42,6 +42,7 @@ def service(world, root):
     return Service(world.engine, world.manager, world.tokenizer, ("demo",), "demo", 64, adapters, state="serving")
 
 
+@pytest.mark.slow
 def test_failed_disk_read_fails_only_its_own_load(world, service, root, disk):
     disk.folder = root / "one"
     disk.fails = 3

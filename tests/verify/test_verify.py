@@ -175,7 +175,7 @@ class Exchanged(nnx.Module):
         return jnp.tanh(self.proj(x[self.order[...]]))[self.order[...]]
 
 
-@pytest.mark.parametrize(("count", "passes"), [(1, 1), (3, 1), (9, 2)])
+@pytest.mark.parametrize(("count", "passes"), [(1, 1), (3, 1), pytest.param(9, 2, marks=pytest.mark.slow)])
 def test_any_two_exchanged_sequences_are_exposed(count, passes):
     x = normal(count, 2, 6)
     assert make_manager(TimeMajor(inside=False)).verify(serve, x).batches == passes
@@ -199,6 +199,7 @@ class Items(nnx.Module):
         return self.proj(x) + (mine.astype(x.dtype) @ seen)[:, None]
 
 
+@pytest.mark.slow
 def test_any_two_exchanged_items_are_exposed():
     """Items 0 and 1 of six belong to two sequences, and item 6 to none."""
     owners = [0, 1, 2, 3, 4, 5, None]
@@ -444,6 +445,7 @@ class Normed(nnx.Module):
         return self.norm(self.proj(x))
 
 
+@pytest.mark.slow
 def test_model_in_training_mode_is_named_as_a_cause():
     model = Normed()
     manager, x = make_manager(model), normal(5, 3, 8)

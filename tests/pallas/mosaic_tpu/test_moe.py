@@ -54,11 +54,12 @@ def check(tokens, k, slots, experts, rank, n_in, sizes, dtype="float32"):
 
 MANY = [  # tokens, k, slots, experts, R, K, sizes: more groups than are compared with the rows
     (13, 4, 10, 27, 8, 33, (20, 12)),
-    pytest.param(9, 8, 31, 17, 32, 130, (140,), marks=pytest.mark.slow),
+    (9, 8, 31, 17, 32, 130, (140,)),
 ]
 
 
 @pytest.mark.parametrize(("tokens", "k", "slots", "experts", "rank", "n_in", "sizes"), MANY)
+@pytest.mark.slow
 def test_rows_of_experts(tokens, k, slots, experts, rank, n_in, sizes):
     run, given = check(tokens, k, slots, experts, rank, n_in, sizes)
     out, order = np.asarray(run(**given)), np.random.default_rng(0).permutation(tokens)

@@ -100,6 +100,7 @@ def check(engine, oracle, pairs):
     return found
 
 
+@pytest.mark.slow
 def test_prompts_in_chunks(engine, oracle):
     compiled = compilations(engine)
     cases = [("called", prompt) for prompt in PROMPTS.values()]
@@ -122,6 +123,7 @@ def test_beside_other_requests(engine, oracle):
     assert len({tuple(answer) for answer in found}) == 5
 
 
+@pytest.mark.slow
 def test_first_rows_of_generate(folders):
     """First rows are counted in each prompt, which is padded; one past it acts on no row of that padding."""
     manager = managed(activated=True)

@@ -100,6 +100,7 @@ def answers(world, requests, params=GREEDY):
     return [generation.result(60) for generation in generations]
 
 
+@pytest.mark.slow
 def test_engine_works_under_a_transfer_guard(world):
     requests = [Request(name, WORD) for name in (None, *ADAPTERS)]
     before = answers(world, requests)
@@ -139,6 +140,7 @@ def test_answers_equal_generate_for_four_adapters_and_the_base(world, oracle):
     assert [list(one.tokens) for one in answers(world, long)] == oracle(long)
 
 
+@pytest.mark.slow
 def test_seed_determines_the_answer_in_any_batch(world, oracle):
     options = {"temperature": 3.0, "seed": 11, "top_k": 5, "top_p": 0.9}
     params, request = SamplingParams(max_tokens=12, ignore_eos=True, **options), Request("shift", WORD)
@@ -530,6 +532,7 @@ def overflowing(folder):
     return folder
 
 
+@pytest.mark.slow
 def test_overflowing_requests_change_no_other_answer(world, oracle, tmp_path):
     """Prompts of two chunks fill rows of the cache with NaN. Later requests reuse parts of these rows."""
     bad = Request("bad", "ab=" * 15)
@@ -556,6 +559,7 @@ def test_overflowing_requests_change_no_other_answer(world, oracle, tmp_path):
     assert run(known) == want
 
 
+@pytest.mark.slow
 def test_raising_listener_affects_no_other_request(world, caplog):
     generation = world.engine.submit(WORD, GREEDY)
     generation.listen(lambda event: 1 / 0)

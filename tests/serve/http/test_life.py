@@ -72,6 +72,7 @@ def waiting_request(server):
     return answers, thread
 
 
+@pytest.mark.slow
 def test_sigterm_drains(start):
     server = start("ready", "20", "answers")
     until(lambda: server.health() == (200, "serving"))

@@ -186,8 +186,9 @@ def check_against_merged(
     with manager.prepare(names) as batch:
         assert_close(serve(model, x, batch), expected_rows(twins, names, x))
     with manager.prepare([None] * 3) as batch:
-        # On an accelerator XLA times the algorithms of a product anew for each program.
-        assert_close(serve(model, x, batch), base, tolerance=0 if jax.default_backend() == "cpu" else 1e-6)
+        # In each program, accelerators time the algorithms of a product anew, and JAX 0.12 fuses it anew on CPUs.
+        same_bits = jax.default_backend() == "cpu" and jax.__version_info__ < (0, 12)
+        assert_close(serve(model, x, batch), base, tolerance=0 if same_bits else 1e-6)
     manager.unwrap()
     np.testing.assert_array_equal(np.asarray(run(model, x)), base)
     return manager

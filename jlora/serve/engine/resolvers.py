@@ -26,8 +26,9 @@ def below(root: Path, path: str) -> Path | None:
     try:
         root = root.resolve()
         found = (root / path).resolve()
-        return found if found.is_relative_to(root) else None
-    except (OSError, RuntimeError, ValueError):  # link loops, NUL characters
+        # From Python 3.13 on, a loop of links is resolved to a link.
+        return found if found.is_relative_to(root) and not found.is_symlink() else None
+    except (OSError, RuntimeError, ValueError):  # link loops before Python 3.13, names too long, NUL characters
         return None
 
 

@@ -131,3 +131,4 @@ def test_attention_to_later_tokens_is_refused(folder):
     checkpoints.write(folder, {**config, "is_causal": False})
     with pytest.raises(ModelError, match="is_causal must be true"):
         read_config(folder / "config.json")
+    checkpoints.write(folder, config)

@@ -134,8 +134,11 @@ def odd(**mlp):
     """A model of two layers of modules that are not wrapped, and the modules `mlp` in each."""
     rngs = nnx.Rngs(0)
     tower = nnx.bridge.ToNNX(linen.Dense(3), rngs=rngs).lazy_init(np.ones((1, 3), np.float32))
-    own = lambda: nnx.Dict(**{name: make() for name, make in mlp.items()})  # noqa: E731
-    layer = lambda: nnx.Dict(attn=Fused(), mlp=own(), tower=tower, o_proj=nnx.Linear(3, 3, rngs=rngs))  # noqa: E731
+
+    def layer():
+        own = nnx.Dict(**{name: make() for name, make in mlp.items()})
+        return nnx.Dict(attn=Fused(), mlp=own, tower=tower, o_proj=nnx.Linear(3, 3, rngs=rngs))
+
     return nnx.Dict(layers=nnx.List([layer() for _ in range(2)]))
 
 

@@ -68,6 +68,8 @@ def check_base_weights(
     return warnings
 
 
+_finfo: Any = ml_dtypes.finfo  # not typed
+_ROWS = 1024  # rows that are compared at once: a table of 2**30 values would take 8 GB in float64
 _Own: TypeAlias = tuple[np.ndarray, np.ndarray | None, np.dtype | None]
 
 
@@ -91,9 +93,8 @@ def difference(
 ) -> str | None:
     """Return how a stored base weight differs from the model's, or None if both are one weight, rounded.
 
-    Two values are equal if they are at most one unit in the last place apart, in the coarser of the two dtypes. A
-    float32 weight of bfloat16 or float16 values counts as one of that dtype. A quantized weight may be half a step
-    further away.
+    Values may differ by the resolution of the coarser of the two dtypes. A float32 weight of bfloat16 or float16 values
+    counts as one of that dtype. A quantized weight may be half a step of its codes further away.
 
     Args:
       stored: [N, K], or [V, D] of an embedding.
@@ -103,23 +104,15 @@ def difference(
     """
     if own.shape != stored.shape:
         return f"shape {stored.shape}, and the model's own weight has {own.shape}"
-    with np.errstate(over="ignore", invalid="ignore"):
-        apart = (own != stored.astype(own.dtype)) & (own.astype(stored.dtype) != stored)
-    apart &= True if known is None else known
-    if not (rows := apart.any(axis=1)).any():
-        return None
-    units = [_unit(_values_dtype(stored)), *([_unit(_values_dtype(own))] if codes is None else [])]
-    half_step = None if codes is None else _half_step(codes, np.abs(own))
-    for row in np.flatnonzero(rows):  # one at a time: a table of 2**30 values would take 8 GB in float64
-        ours, theirs = own[row].astype(np.float64), stored[row].astype(np.float64)
-        too_far = np.abs(ours - theirs)
-        if half_step is not None:
-            too_far -= half_step(np.abs(ours))
-        too_far[~apart[row]] = 0
-        if not (too_far <= 0).all():
-            top = np.maximum(np.abs(ours), np.abs(theirs))
-            too_far -= np.max([unit(top) for unit in units], axis=0)
-        if not (too_far <= 0).all():
+    infos = [_finfo(_values_dtype(array)) for array in ([stored, own] if codes is None else [stored])]
+    relative, absolute = (max(float(getattr(info, name)) for info in infos) for name in ("eps", "smallest_subnormal"))
+    half_step = None if codes is None else _half_step(codes, own)
+    for start in range(0, len(own), _ROWS):
+        rows = slice(start, start + _ROWS)
+        ours, theirs = own[rows].astype(np.float64), stored[rows].astype(np.float64)
+        apart = np.abs(ours - theirs) - relative * np.maximum(np.abs(ours), np.abs(theirs)) - absolute
+        near = apart <= (0 if half_step is None else half_step(np.abs(ours)))
+        if not (near if known is None else near | ~known[rows]).all():
             return "its values differ from the model's own weight: it was trained on another base model"
     return None
 
@@ -133,26 +126,16 @@ def _values_dtype(array: np.ndarray) -> np.dtype:
     return array.dtype
 
 
-_finfo: Any = ml_dtypes.finfo  # not typed
-_Step: TypeAlias = Callable[[np.ndarray], np.ndarray]
+def _half_step(codes: np.dtype, own: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    """Return a function from the magnitudes of output columns [rows, K] to half the distance between their codes.
 
-
-def _unit(dtype: np.dtype) -> _Step:
-    """Return a function from magnitudes to the distance between neighbouring values of a dtype."""
-    info = _finfo(dtype)
-    digits, least = info.nmant + 1, float(info.smallest_subnormal)
-    return lambda top: np.maximum(np.ldexp(1.0, np.frexp(top)[1] - digits), least)
-
-
-def _half_step(codes: np.dtype, values: np.ndarray) -> _Step:
-    """Return a function from the magnitudes of an output column to half the distance between neighbouring codes.
-
-    A column may have a scale of its own, one for each block of inputs, or share one with the others. `values` are the
-    magnitudes of the whole dequantized weight. The result leaves room for the rounding of scales.
+    A column may have a scale of its own, one for each block of inputs, or share one with the others. `own` is the whole
+    dequantized weight. The result leaves room for the rounding of scales.
     """
     if np.issubdtype(codes, np.integer):
-        one = float(np.min(values, where=values != 0, initial=np.inf))  # the step, if all columns share it
-        return lambda top: 0.501 * np.maximum(top.max(initial=0) / np.iinfo(codes).max, one if one < np.inf else 0)
+        least = float(np.min(np.abs(own), where=own != 0, initial=np.inf))  # the step, if all columns share it
+        least = least if least < np.inf else 0
+        return lambda top: 0.501 * np.maximum(top.max(axis=1, keepdims=True) / np.iinfo(codes).max, least)
     info = _finfo(codes)
-    least = float(values.max(initial=0)) / float(info.max) * float(info.smallest_subnormal)
+    least = float(np.abs(own).max(initial=0)) / float(info.max) * float(info.smallest_subnormal)
     return lambda top: 0.501 * np.maximum(top * float(info.eps), least)

@@ -55,11 +55,6 @@ def test_request_cannot_set_messages_or_tokens():
         "{{ 1 / 0 }}",
         "{{ ''.__class__.__mro__ }}{{ ().__class__.__bases__[0].__subclasses__()[0] }}",
         "{{ 'a' * 10000000 }}",
-        "{{ [1] * 10000000 }}",
-        "{{ 2 ** 10000000 }}",
-        "{{ 9 ** 9 ** 9 }}",
-        "{% set ns = namespace(s='ab') %}{% for i in range(20) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
-        "{% set ns = namespace(s=3) %}{% for i in range(14) %}{% set ns.s = ns.s * ns.s %}{% endfor %}",
         "{% for i in range(1000) %}{{ 'a' * 1000 }}{% endfor %}",
         "{% for i in range(100000000) %}{% endfor %}",
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
@@ -68,12 +63,6 @@ def test_request_cannot_set_messages_or_tokens():
 def test_hostile_templates_are_refused(source):
     with pytest.raises(LoRAUsageError, match="chat template"):
         render(source)
-
-
-def test_endless_template_is_stopped_after_two_seconds():
-    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}"
-    with pytest.raises(LoRAUsageError, match=r"longer than 2 seconds"):
-        render(loop + "{% endfor %}{% endfor %}")
 
 
 def test_default_limit_of_text_is_4_mi_characters():

@@ -20,10 +20,10 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
-from types import NoneType
-from typing import Any, cast
+from types import NoneType, UnionType
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -320,25 +320,13 @@ def _read(folder: Path) -> _Snapshot:
             raise AdapterFormatError(f"{file}: has format {found['format']!r:.40}; this release reads {_FORMAT}")
         if found["sha256"] != _digest(found["saved"]):
             raise AdapterFormatError(f"{file}: its SHA-256 is not the one that it names; it was changed since")
-        saved = _checked(found["saved"], _FIELDS, f"{file}: saved")
-        entries: list[_Entry] = []
-        for i, one in enumerate(saved["adapters"]):
-            entry = _checked(one, _ENTRY_FIELDS, f"{file}: adapters[{i}]")
-            if entry["request"] is not None and entry["request"].get("name") != entry["name"]:
-                raise AdapterFormatError(
-                    f"{file}: adapters[{i}]: its request has another name than {entry['name']!r:.80}"
-                )
-            request: Any = None if entry["request"] is None else LoRARequest(**entry["request"])
-            for j, warning in enumerate(entry["warnings"]):
-                _checked({"warning": warning}, {"warning": (str,)}, f"{file}: adapters[{i}].warnings[{j}]")
-            if request is None and not re.fullmatch(r"[0-9a-f]{64}", entry["weights"] or ""):
+        saved: _Snapshot = _decoded(_Snapshot, found["saved"], f"{file}: saved")
+        for i, entry in enumerate(saved.adapters):
+            if entry.request is not None and entry.request.name != entry.name:
+                raise AdapterFormatError(f"{file}: adapters[{i}]: its request has another name than {entry.name!r:.80}")
+            if entry.request is None and not re.fullmatch(r"[0-9a-f]{64}", entry.weights or ""):
                 raise AdapterFormatError(f"{file}: adapters[{i}]: field 'weights' must be a SHA-256 without a request")
-            entry |= {"request": request, "warnings": tuple(entry["warnings"])}
-            entries.append(_Entry(**entry))
-        for i, name in enumerate(saved["slots"]):
-            _checked({"name": name}, {"name": (str,)}, f"{file}: slots[{i}]")
-        _checked(saved["removed"], dict.fromkeys(saved["removed"], (int,)), f"{file}: removed")
-        return _Snapshot(saved["base"], saved["layers"], tuple(entries), tuple(saved["slots"]), saved["removed"])
+        return saved
     except (FileNotFoundError, NotADirectoryError):
         raise AdapterNotFoundError(f"{folder}: no manager has been saved there") from None
     except OSError as error:
@@ -347,22 +335,27 @@ def _read(folder: Path) -> _Snapshot:
         raise AdapterFormatError(f"{file}: is not a saved manager: {type(error).__name__}: {error!s:.200}") from error
 
 
-_FIELDS = {"base": (str,), "layers": (str,), "adapters": (list,), "slots": (list,), "removed": (dict,)}
-_ENTRY_FIELDS = {
-    "name": (str,), "version": (int,), "fingerprint": (str, NoneType), "request": (dict, NoneType),
-    "weights": (str, NoneType), "warnings": (list,), "pinned": (bool,), "cached": (bool,),
-}  # fmt: skip
+def _decoded(kind: Any, found: Any, where: str) -> Any:
+    """Return a JSON value as a dataclass, tuple, dict or scalar of the annotation `kind`.
 
-
-def _checked(found: Any, fields: Mapping[str, tuple[type, ...]], where: str) -> Any:
-    """Return a JSON object. Raise AdapterFormatError if it does not have exactly these fields, each of these types."""
-    names: Any = list(found) if is_mapping(found) else found
-    if names == found or {*names} != {*fields}:
-        raise AdapterFormatError(f"{where} must have the fields {list(fields)}, found {names!r:.200}")
-    for name, kinds in fields.items():
-        if type(found[name]) not in kinds:  # a bool is an int for isinstance
-            expected = " or ".join("null" if kind is NoneType else kind.__name__ for kind in kinds)
-            raise AdapterFormatError(f"{where}: field {name!r:.200} must be {expected}, found {found[name]!r:.80}")
+    Raises:
+      AdapterFormatError: The value is of another type, or an object does not have exactly the fields of the dataclass.
+    """
+    if get_origin(kind) is UnionType:
+        kind = NoneType if found is None else get_args(kind)[0]
+    if is_dataclass(kind):
+        kinds = get_type_hints(kind)
+        if not is_mapping(found) or {*found} != {*kinds}:
+            names: Any = [*found] if is_mapping(found) else found
+            raise AdapterFormatError(f"{where} must have the fields {[*kinds]}, found {names!r:.200}")
+        return cast("Any", kind)(**{name: _decoded(kinds[name], one, f"{where}.{name}") for name, one in found.items()})
+    expected: Any = {tuple: list}.get(get_origin(kind), get_origin(kind) or kind)
+    if type(found) is not expected:  # a bool is an int for isinstance
+        raise AdapterFormatError(f"{where} must be a JSON {expected.__name__}, found {found!r:.80}")
+    if expected is list:
+        return tuple(_decoded(get_args(kind)[0], one, f"{where}[{i}]") for i, one in enumerate(found))
+    if expected is dict:
+        return {name: _decoded(get_args(kind)[1], one, f"{where}[{name!r:.80}]") for name, one in found.items()}
     return found
 
 

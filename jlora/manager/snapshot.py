@@ -352,11 +352,12 @@ def _decoded(kind: Any, found: Any, where: str) -> Any:
     expected: Any = {tuple: list}.get(get_origin(kind), get_origin(kind) or kind)
     if type(found) is not expected:  # a bool is an int for isinstance
         raise AdapterFormatError(f"{where} must be a JSON {expected.__name__}, found {found!r:.80}")
+    values = cast("Any", found)
     if expected is list:
-        return tuple(_decoded(get_args(kind)[0], one, f"{where}[{i}]") for i, one in enumerate(found))
+        return tuple(_decoded(get_args(kind)[0], one, f"{where}[{i}]") for i, one in enumerate(values))
     if expected is dict:
-        return {name: _decoded(get_args(kind)[1], one, f"{where}[{name!r:.80}]") for name, one in found.items()}
-    return found
+        return {name: _decoded(get_args(kind)[1], one, f"{where}[{name!r:.80}]") for name, one in values.items()}
+    return values
 
 
 def _read_weights(state: State, folder: Path, entry: _Entry, same_layers: bool) -> PackedAdapter:

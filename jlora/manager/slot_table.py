@@ -40,8 +40,6 @@ class SlotTable:
         self._cache = cache
         self._leases = leases
         self._counts = counts
-        self._used: dict[PackedAdapter, int] = {}  # tick of the last use of each adapter in a slot
-        self._tick = 0
         self._staged: dict[PackedAdapter, None] = {}  # on the device, in no slot yet; oldest first
 
     def alive(self) -> Callable[[PackedAdapter], bool]:
@@ -64,14 +62,12 @@ class SlotTable:
         return sum(packed is not None and alive(packed) for packed in self.pool.table)
 
     def by_use(self) -> list[PackedAdapter]:
-        """Return the adapters in slots, least recently used first."""
-        found = [packed for packed in self.pool.table if packed is not None]
-        return sorted(found, key=lambda packed: self._used.get(packed, 0))
+        """Return the adapters in slots, least recently used first; older versions of a name come before all others."""
+        order = {packed: i for i, packed in enumerate(self._cache.loaded.values())}
+        return sorted(filter(None, self.pool.table), key=lambda packed: order.get(packed, -1))
 
     def touch(self, packed: PackedAdapter) -> None:
-        """Mark a use of an adapter, in its slot and on the host."""
-        self._tick += 1
-        self._used[packed] = self._tick
+        """Mark a use of an adapter. Slots and the host cache share one order."""
         if self._cache.newest(packed):
             self._cache.loaded.move_to_end(packed.name)
 
@@ -89,7 +85,6 @@ class SlotTable:
         for slot, other in enumerate(self.pool.table):
             if other is packed:
                 self.pool.clear(slot)
-        self._used.pop(packed, None)
 
     def _unstage(self, packed: PackedAdapter) -> None:
         """Free the blocks of an adapter that were moved to the device before they were needed."""
@@ -112,11 +107,7 @@ class SlotTable:
         """Repair the slots if necessary, and clear slots of adapters that no batch can use."""
         self._heal()
         for slot in self._dead():
-            self._used.pop(cast("PackedAdapter", self.pool.table[slot]), None)
             self.pool.clear(slot)
-        if len(self._used) > len(self.pool.table):  # a write failed, or its adapter was dropped
-            present = set(self.pool.table)
-            self._used = {packed: tick for packed, tick in self._used.items() if packed in present}
 
     def _dead(self) -> list[int]:
         """Return the slots of adapters that no batch can use."""
@@ -213,13 +204,12 @@ class SlotTable:
     def _evictable(self, wanted: Sequence[PackedAdapter]) -> list[int]:
         """Return the slots whose adapters may be evicted, least recently used first."""
         alive, busy = self.alive(), self._leases.leased() | set(wanted)
-        slots = {
-            slot: self._used.get(packed, 0)
-            for slot, packed in enumerate(self.pool.table)
-            if packed is not None and alive(packed) and packed not in busy and packed.life.on_host
+        return [
+            self.pool.table.index(packed)
+            for packed in self.by_use()
+            if alive(packed) and packed not in busy and packed.life.on_host
             and not (packed.name in self._cache.pins and self._cache.newest(packed))
-        }  # fmt: skip
-        return sorted(slots, key=lambda slot: slots[slot])
+        ]  # fmt: skip
 
     def replace(self, old: PackedAdapter, new: PackedAdapter, changed: Sequence[Block]) -> None:
         """Write a new version into the slot of the old one, if the old one is in a slot and is no longer held.
@@ -247,11 +237,9 @@ class SlotTable:
         for other, old in enumerate(self.pool.table):
             if old is packed and other != slot:  # it was moved to make room
                 self.pool.clear(other)
-        if victim is not None and victim is not packed:
-            self._used.pop(victim, None)
-            if victim.name != packed.name:
-                self._counts["slot_evictions"] += 1
-                _log.info("evicted %r from slot %d", victim.name, slot)
+        if victim is not None and victim.name != packed.name:
+            self._counts["slot_evictions"] += 1
+            _log.info("evicted %r from slot %d", victim.name, slot)
         seconds = time.monotonic() - started
         if packed.placements:
             self._counts["slot_loads"] += 1

@@ -452,9 +452,6 @@ def _fill_slots(state: State, saved: _Snapshot, loaded: Mapping[str, PackedAdapt
                 plan = slots.plan([*fit, loaded[name]])
                 fit.append(loaded[name])
     slots.carry_out(plan, fit)
-    for name in saved.slots:
-        if name in loaded and loaded[name] in slots.pool.table:
-            slots.touch(loaded[name])
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

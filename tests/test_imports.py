@@ -7,11 +7,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-COMMON = {"_typing", "_memory", "_threads", "_contents", "_hub", "config", "errors", "_compat", "_qwix"}
+COMMON = {"_json", "_typing", "_memory", "_threads", "_contents", "_hub", "config", "errors", "_compat", "_qwix"}
 # Part of jlora -> the other parts it may import. A part is a file or folder directly under jlora/.
 MAY_IMPORT = {
     "_typing": COMMON,
     "_compat": COMMON,
+    "_json": COMMON,
     "_memory": COMMON,
     "_threads": COMMON,
     "_contents": COMMON,
@@ -30,7 +31,7 @@ MAY_IMPORT = {
     "models": COMMON - {"config"} | {"pallas"},  # a model like any user's, without LoRA
     "_public": COMMON | {"adapters", "presets", "sharding", "layers", "verify", "manager"},
     "__init__": {"_public", "models", "ops"},  # all on first use
-    "serve": {"__init__", "errors", "models", "ops", "_hub", "_threads"},
+    "serve": {"__init__", "errors", "models", "ops", "_hub", "_json", "_threads"},
     "integrations": {"__init__", "serve"},  # public names only, as a user's code
     "cli": {"__init__", "errors", "models", "ops", "serve", "_threads", "_memory"},
     "__main__": {"cli"},

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from jlora._json import Json, JSONError, parse_object
 from jlora.adapters.activation import check_invocation_tokens
 from jlora.adapters.escaping import kind_of, shown, shown_path, shown_value
 from jlora.adapters.expert_fields import EXPERT_FIELDS, ExpertFields, expert_fields
@@ -20,7 +21,6 @@ from jlora.adapters.pattern_table import PatternTable, pattern_table
 from jlora.adapters.patterns import Pattern, compile_pattern
 from jlora.adapters.peft_config import PeftConfig
 from jlora.adapters.problems import Problems
-from jlora.adapters.strict_json import Json, parse_object
 from jlora.errors import AdapterFormatError, AdapterMismatchError
 
 CONFIG_FILE = "adapter_config.json"
@@ -98,7 +98,11 @@ def read_config(file: Path | MemoryFile, adapter: str, problems: Problems | None
         if opened.size > _MAX_BYTES:
             raise AdapterFormatError(f"{where}: has {opened.size} bytes; at most {_MAX_BYTES} are read")
         text = opened.read(0, opened.size)
-    return replace(_parse(parse_object(text, where), where, problems), digest=opened.digest())
+    try:
+        raw = parse_object(text)
+    except JSONError as error:
+        raise AdapterFormatError(f"{where}: {error}") from error
+    return replace(_parse(raw, where, problems), digest=opened.digest())
 
 
 def _parse(raw: Mapping[str, Json], where: str, problems: Problems | None) -> PeftConfig:

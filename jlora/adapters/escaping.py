@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 
+from jlora._json import kind_of as kind_of
 from jlora.errors import printable
 
 _LONGEST = 200
@@ -30,15 +31,3 @@ def shown_value(value: object, longest: int = 80) -> str:
     except (ValueError, RecursionError):  # integers of more than 4300 digits have no repr
         return f"{kind_of(value)} too large to print"
     return text if len(text) <= longest else text[: longest - 3] + "..."
-
-
-def kind_of(value: object) -> str:
-    """Return JSON's name for the type of a value."""
-    names: dict[type, str] = {
-        dict: "an object",
-        list: "a list",
-        str: "a string",
-        bool: "a boolean",
-        type(None): "null or nothing",
-    }
-    return names.get(type(value), "a number")

@@ -8,9 +8,9 @@ reads, because a memory map of a file that shrinks kills the process.
 import math
 from typing import NamedTuple
 
+from jlora._json import Json, JSONError, parse_object
 from jlora.adapters.escaping import shown, shown_value
 from jlora.adapters.files import ReadFile
-from jlora.adapters.strict_json import Json, parse_object
 from jlora.errors import AdapterFormatError
 
 # Enough for a hundred thousand modules. The format's own limit is 100 MB.
@@ -66,7 +66,10 @@ def read_header(file: ReadFile, where: str) -> dict[str, TensorInfo]:
     text = file.read(8, length)
     if not text.startswith(b"{"):
         raise AdapterFormatError(f"{where}: its header must begin with a brace, found {text[:8]!r}")
-    header = parse_object(text, f"{where}: its header", "tensor")
+    try:
+        header = parse_object(text, "tensor")
+    except JSONError as error:
+        raise AdapterFormatError(f"{where}: its header: {error}") from error
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise AdapterFormatError(f"{where}: __metadata__ must be an object of strings, found {shown_value(metadata)}")

@@ -1,16 +1,15 @@
 """JSON files of a checkpoint: bounded reading, and typed look-ups whose errors name the file and the field."""
 
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jlora._json import JSONError, kind_of, parse_json
 from jlora.errors import LoRAError
 
 # An index of 100,000 tensors has about 10 MB.
 _MAX_JSON_BYTES = 100 * 2**20
-_MAX_DEPTH = 64
 # Above any existing model, and small enough that a product of three stays below 2**63.
 _LARGEST = 2**20
 _LARGEST_OF = {
@@ -90,7 +89,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     raw = _read(path)
     if not isinstance(raw, dict):
-        raise ModelError(f"{path} must hold a JSON object, got {type(raw).__name__}")
+        raise ModelError(f"{path} must hold a JSON object, found {kind_of(raw)}")
     return raw
 
 
@@ -103,36 +102,10 @@ def read_json_list(path: Path) -> list[dict[str, Any]]:
 
 
 def _read(path: Path) -> Any:
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, value in pairs:
-            if name in found:
-                raise ValueError(f"the name {name!r:.80} is given twice")
-            found[name] = value
-        return found
-
     length = path.stat().st_size
     if length > _MAX_JSON_BYTES:
         raise ModelError(f"{path} has {length} bytes; expected at most {_MAX_JSON_BYTES}")
     try:
-        raw = json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=once)
-        if _nests_deeper(raw, _MAX_DEPTH):
-            raise RecursionError
-    except RecursionError:
-        raise ModelError(f"{path} is not valid JSON for a model: it nests more than {_MAX_DEPTH} levels deep") from None
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from error
-    return raw
-
-
-def _nests_deeper(value: Any, limit: int) -> bool:
-    level: list[Any] = [value]
-    for _ in range(limit + 1):
-        level = [
-            child
-            for parent in level
-            if isinstance(parent, dict | list)
-            for child in (parent.values() if isinstance(parent, dict) else parent)
-        ]
-    return bool(level)
+        return parse_json(path.read_bytes())
+    except JSONError as error:
+        raise ModelError(f"{path} {error}") from error

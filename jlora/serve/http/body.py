@@ -1,23 +1,20 @@
 """Request bodies: reading with limits of size and time, and typed access to JSON fields."""
 
 import asyncio
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from email.message import Message
 from email.parser import BytesHeaderParser
-from typing import Any, NoReturn, TypeAlias, cast
+from typing import Any, cast
 
 from starlette.requests import Request
 
-from jlora.errors import printable
+from jlora._json import Json, JSONError, parse_object
 from jlora.serve.http.errors import BAD_REQUEST, ApiError
 
 _MOST_PARTS = 16  # of a form
 _LONGEST_HEAD = 8192  # bytes of the headers of a part
-
-Json: TypeAlias = dict[str, Any] | list[Any] | str | int | float | bool | None
 
 
 @dataclass(frozen=True)
@@ -134,37 +131,11 @@ def parse_form(body: bytearray, content_type: str, kind: str = BAD_REQUEST) -> d
 
 
 def parse_body(body: bytes | bytearray, kind: str = BAD_REQUEST) -> dict[str, Json]:
-    """Parse the JSON object of a body.
-
-    Raises:
-      ApiError: 400 if it is not UTF-8, not JSON, too deeply nested or not an object; for a duplicate name, NaN,
-        Infinity, integers of thousands of digits, and unpaired surrogates, which UTF-8 cannot encode.
-    """
-
-    def once(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            seen: set[str] = set()
-            twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-            raise ApiError(400, kind, f"the body: field {twice!r:.200} is given twice")
-        return found
-
-    def constant(word: str) -> NoReturn:
-        raise ApiError(400, kind, f"the body: holds {word}, which is not a JSON number")
-
+    """Parse the JSON object of a body. Raises `ApiError` 400 for the errors of `jlora._json`."""
     try:
-        found = json.loads(body.decode("utf-8"), object_pairs_hook=once, parse_constant=constant)
-        if b"\\u" in body:
-            json.dumps(found, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ApiError(400, kind, f"the body: is not JSON: a string holds {error.object[error.start]!r}") from None
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, kind, f"the body: is not JSON: {printable(str(error))}") from None
-    if not isinstance(found, dict):
-        kinds = {list: "a list", str: "a string", bool: "a boolean", type(None): "null or nothing"}
-        found_kind = kinds.get(type(found), "a number")
-        raise ApiError(400, kind, f"the body: must hold a JSON object, found {found_kind}")
-    return cast("dict[str, Json]", found)
+        return parse_object(body)
+    except JSONError as error:
+        raise ApiError(400, kind, f"the body: {error}") from None
 
 
 class RequestFields:

@@ -47,7 +47,6 @@ __all__ = [
     "Preset",
     "RowMap",
     "SavedHead",
-    "Scaled",
     "SlotParam",
     "SlotRanks",
     "Stats",

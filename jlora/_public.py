@@ -35,7 +35,6 @@ from jlora.layers.wrap.discover import register_layer as register_layer
 from jlora.layers.wrap.linen import LinenModule as LinenModule
 from jlora.layers.wrap.wrapped import LayerInfo as LayerInfo
 from jlora.manager.batch_arguments import Mix as Mix
-from jlora.manager.batch_arguments import Scaled as Scaled
 from jlora.manager.leases import AdapterHandle as AdapterHandle
 from jlora.manager.leases import LeaseInfo as LeaseInfo
 from jlora.manager.manager import LoRAManager as LoRAManager

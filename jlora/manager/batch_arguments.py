@@ -1,4 +1,4 @@
-"""The checked arguments of `prepare`, and `Scaled` and `Mix`, which describe the adapters of one sequence."""
+"""The checked arguments of `prepare`, and `Mix`, which describes the adapters of one sequence."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,38 +17,13 @@ from jlora.manager.packed_adapter import PackedAdapter
 Name = str | LoRARequest | AdapterHandle
 
 
-@dataclass(frozen=True)
-class Scaled:
-    """An adapter whose delta is multiplied by a factor, for one sequence (`LoRAConfig(max_adapters_per_sequence=1)`).
-
-    Attributes:
-      adapter: Name, request or handle of the adapter.
-      scale: The factor, a finite number beside the adapter's own scaling, rounded to float32. With 0 the sequence takes
-        the base model.
-
-    Raises:
-      LoRAUsageError: `scale` is not a finite float32, or `adapter` is no adapter.
-    """
-
-    adapter: Name
-    scale: float
-
-    def __post_init__(self) -> None:
-        _check_term("Scaled", self.adapter, self.scale)
-        object.__setattr__(self, "scale", _rounded(self.scale))
-
-    @property
-    def terms(self) -> tuple[tuple[Name, float], ...]:
-        """The adapter and its factor; () for the factor 0."""
-        return ((self.adapter, self.scale),) if self.scale else ()
-
-
 @dataclass(frozen=True, eq=False, init=False)
 class Mix:
-    """Several adapters of one sequence (`LoRAConfig(max_adapters_per_sequence=k)`): the weighted sum of their deltas.
+    """Adapters of one sequence with factors: the weighted sum of their deltas. The factor 0 adds nothing.
 
-    It equals PEFT's `add_weighted_adapter` with `combination_type="cat"`, where each adapter keeps its own scaling. The
-    deltas are summed in float32, in the order of the weights.
+    k adapters need `LoRAConfig(max_adapters_per_sequence=k)`, and one with a factor needs 1. The sum equals PEFT's
+    `add_weighted_adapter` with `combination_type="cat"`, where each adapter keeps its own scaling. The deltas are
+    summed in float32, in the order of the weights.
 
     Attributes:
       terms: (name, request or handle of an adapter, its weight rounded to float32), for weights other than 0.
@@ -57,7 +32,7 @@ class Mix:
       LoRAUsageError: `weights` is not a mapping of adapters to finite numbers, or it is empty.
 
     Example:
-      >>> batch = manager.prepare([jlora.Mix({"sql": 0.7, "style": 0.3}), "chat", None])
+      >>> batch = manager.prepare([jlora.Mix({"sql": 0.7, "style": 0.3}), jlora.Mix({"chat": 0.5}), None])
     """
 
     terms: tuple[tuple[Name, float], ...]
@@ -66,7 +41,7 @@ class Mix:
         if not isinstance(weights, Mapping) or not weights:
             raise LoRAUsageError(f"Mix takes a mapping of adapters to weights, and at least one, got {weights!r:.100}")
         for name, weight in weights.items():
-            _check_term("Mix", name, weight)
+            _check_term(name, weight)
         rounded = {name: _rounded(weight) for name, weight in weights.items()}
         object.__setattr__(self, "terms", tuple((name, weight) for name, weight in rounded.items() if weight))
 
@@ -82,23 +57,22 @@ def _rounded(factor: float) -> float:
     return float(np.float32(factor))
 
 
-def _check_term(what: str, adapter: object, scale: object) -> None:
+def _check_term(adapter: object, scale: object) -> None:
     if not isinstance(adapter, Name):
-        raise LoRAUsageError(f"{what} takes adapter names, LoRARequests and handles, got {adapter!r:.100}")
+        raise LoRAUsageError(f"Mix takes adapter names, LoRARequests and handles, got {adapter!r:.100}")
     number = isinstance(scale, int | float | np.integer | np.floating) and not isinstance(scale, bool)
     if not number or not fits_float32(cast("float", scale)):
-        raise LoRAUsageError(f"{what}: the factor of {adapter!r:.100} must be a finite float32, got {scale!r:.100}")
+        raise LoRAUsageError(f"Mix: the factor of {adapter!r:.100} must be a finite float32, got {scale!r:.100}")
 
 
-Given = Name | Scaled | Mix
+Given = Name | Mix
 
 
 def given(terms: Sequence[tuple[Name, float]]) -> Given | None:
     """Return the entry of `prepare` for a sequence with these adapters and factors; None for the base model."""
-    if len(terms) != 1:
-        return Mix(dict(terms)) if terms else None
-    name, scale = terms[0]
-    return name if scale == 1 else Scaled(name, scale)
+    if len(terms) == 1 and terms[0][1] == 1:
+        return terms[0][0]
+    return Mix(dict(terms)) if terms else None
 
 
 @dataclass(frozen=True)
@@ -117,7 +91,7 @@ class BatchArguments:
     def terms(self) -> dict[Given | None, tuple[tuple[Name, float], ...]]:
         """The adapters of each distinct entry of `names` and their factors."""
         return {
-            name: () if name is None else name.terms if isinstance(name, Scaled | Mix) else ((name, 1.0),)
+            name: () if name is None else name.terms if isinstance(name, Mix) else ((name, 1.0),)
             for name in dict.fromkeys(self.names)
         }
 
@@ -137,8 +111,8 @@ def _key(name: Given | None) -> Hashable:
     # Another thread may have closed a handle. Its adapter is then None, which must not become the base model.
     if isinstance(name, AdapterHandle):
         return name.packed or name
-    if isinstance(name, Scaled | Mix):
-        return type(name), tuple((_key(adapter), scale) for adapter, scale in name.terms)
+    if isinstance(name, Mix):
+        return Mix, tuple((_key(adapter), scale) for adapter, scale in name.terms)
     return name
 
 
@@ -154,18 +128,16 @@ def checked_names(names: Sequence[Given | None], config: LoRAConfig) -> tuple[Gi
     for name in names:
         if name is None or type(name) is str:
             continue
-        if isinstance(name, Scaled | Mix):
+        if isinstance(name, Mix):
             _check_served(name, config)
         elif not isinstance(name, Name):
-            raise LoRAUsageError(
-                f"prepare takes adapter names, LoRARequests, handles, Scaled, Mix and None, got {name!r:.100}"
-            )
+            raise LoRAUsageError(f"prepare takes adapter names, LoRARequests, handles, Mix and None, got {name!r:.100}")
         if isinstance(name, AdapterHandle) and name.packed is None:
             raise LoRAUsageError(f"prepare: {name!r} is closed")
     return tuple(names)
 
 
-def _check_served(name: Scaled | Mix, config: LoRAConfig) -> None:
+def _check_served(name: Mix, config: LoRAConfig) -> None:
     count, most = len(name.terms), config.max_adapters_per_sequence
     if count > (most or 1) or (most is None and any(scale != 1 for _, scale in name.terms)):
         raise LoRAUsageError(

@@ -561,7 +561,7 @@ class LoRAManager:
 
         Args:
           names: the adapter of each sequence: a name (its newest version), a `LoRARequest` (loaded if necessary), a
-            handle from `hold`, a `Scaled` or a `Mix` of these, or None for the base model.
+            handle from `hold`, a `Mix` of these, or None for the base model.
           token_counts: number of rows of each sequence, in order, for packed rows [tokens, features].
           pad_to: total number of packed rows, at least the sum of `token_counts` (the default). Padding rows use no
             adapter.
@@ -623,8 +623,8 @@ class LoRAManager:
         They are separate for each sequence and outlive the batch. No file is read.
 
         Returns:
-          One entry a sequence, for `prepare`: a handle, a `Scaled` handle if it has a factor, a `Mix` of handles if it
-          has several adapters, or None for the base model.
+          One entry a sequence, for `prepare`: a handle, a `Mix` of handles if it has a factor or several adapters,
+          or None for the base model.
 
         Raises:
           LoRAUsageError: the batch is closed, of another manager, or from a traced function.

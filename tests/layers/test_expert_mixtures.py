@@ -1,4 +1,4 @@
-"""`Scaled`, `Mix` and `active_from` with adapters of experts, against merged weights, on one device and on meshes."""
+"""`Mix` and `active_from` with adapters of experts, against merged weights, on one device and on meshes."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import jlora
-from jlora import Mix, Scaled
+from jlora import Mix
 from tests.layers.expert_models import HIDDEN, Gathering, Model, reference
 from tests.layers.test_experts import ADAPTERS as OF_SOME
 from tests.layers.test_experts_on_mesh import Served, close
@@ -24,7 +24,7 @@ PLAIN = {name: shared_experts.plain(adapter) for name, adapter in ADAPTERS.items
 
 def summed(entry):
     """Return an adapter whose deltas are those of an entry of a batch; None for none."""
-    parts = () if entry is None else entry.terms if isinstance(entry, Scaled | Mix) else ((entry, 1.0),)
+    parts = () if entry is None else entry.terms if isinstance(entry, Mix) else ((entry, 1.0),)
     modules = {}
     for name, weight in parts:
         for key, module in PLAIN[name].modules.items():
@@ -48,7 +48,7 @@ def drawn(rng):
     if kind < 2:
         return (None, names[0])[kind]
     if kind == 2:
-        return Scaled(names[0], float(rng.choice([0, -1.5, 0.5, 2])))
+        return Mix({names[0]: float(rng.choice([0, -1.5, 0.5, 2]))})
     return Mix({name: float(rng.normal()) for name in names[: rng.integers(1, 4)]})
 
 
@@ -80,7 +80,7 @@ def test_random_batches_equal_merged_weights():
     assert world.manager.stats().compilations == 1
     counts, first = [3, 1, 0, 2, 4, 1], [1, 0, 0, 2, 3, 1]
     x = jax.random.normal(jax.random.key(2), (sum(counts), HIDDEN))
-    check(world, ["s", Mix({"full": 0.5, "t": 2}), None, "some", Scaled("full", -1), "dense"], first, x, counts)
+    check(world, ["s", Mix({"full": 0.5, "t": 2}), None, "some", Mix({"full": -1}), "dense"], first, x, counts)
 
 
 def test_an_activated_adapter_of_experts():
@@ -112,8 +112,8 @@ def test_dora_of_experts_is_refused():
 # --- Meshes -----------------------------------------------------------------------------------------------------------
 
 ENTRIES = (
-    [Mix({"a": 0.5, "b": -1.0}), "c", Scaled("b", 2.0), None],
-    ["a", Mix({"c": 2.0, "a": 0.25, "d": 1.0}), "d", Scaled("c", -0.5)],
+    [Mix({"a": 0.5, "b": -1.0}), "c", Mix({"b": 2.0}), None],
+    ["a", Mix({"c": 2.0, "a": 0.25, "d": 1.0}), "d", Mix({"c": -0.5})],
 )
 FIRST = ([0, 2, 1, 0], [3, 1, 5, 0])
 

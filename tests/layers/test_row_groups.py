@@ -71,7 +71,7 @@ def test_factors_and_mixtures():
     part = merge(world.twins[None], TARGETS, scaled(ONE, 0.25))
     mixed = merge(merge(world.twins[None], TARGETS, scaled(ONE, 0.5)), TARGETS, scaled(TWO, 2))
     twins = {"part": part, "mixed": mixed, None: world.twins[None]}
-    names = [jlora.Scaled("one", 0.25), None, jlora.Mix({"one": 0.5, "two": 2})]
+    names = [jlora.Mix({"one": 0.25}), None, jlora.Mix({"one": 0.5, "two": 2})]
     with world.manager.prepare(names, items=images.items) as batch:
         found = serve(world.model, images.inputs, batch)
     assert_close(found, expected_rows(twins, ["part", None, "mixed"], images.inputs), 1e-5)

@@ -346,7 +346,7 @@ def test_sums_are_refused():
     manager = manager_of(max_adapters_per_sequence=2)
     with pytest.raises(jlora.LoRAUsageError, match="'three' is an adapter with a saved head, which is served alone"):
         manager.prepare([jlora.Mix({"three": 1.0, "plain": 1.0})])
-    manager.prepare([jlora.Scaled("plain", 0.5), "three"]).close()
+    manager.prepare([jlora.Mix({"plain": 0.5}), "three"]).close()
 
 
 def test_updates_of_heads_are_refused():

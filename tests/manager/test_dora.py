@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import jlora
-from jlora import Mix, Scaled
+from jlora import Mix
 from tests.layers import expert_models
 from tests.manager.tiny import MODULES, Model, as_dora, make_adapter, make_world, tensors
 
@@ -51,10 +51,10 @@ def test_mixed_batches_equal_scaled_weights():
 def test_sums_and_activations_beside_dora():
     config = {"max_adapters_per_sequence": 2, "activated": True}
     world = served(*BOTH, max_loras=3, max_cpu_loras=3, **config)
-    entries = [Mix({"all": 1}), Mix({"plain": 0.5}), Scaled("all", 1.0)]
+    entries = [Mix({"all": 1}), Mix({"plain": 0.5}), "all"]
     world.check(world.serve(entries), [ALL, [(PLAIN, 0.5)], ALL])
     base = world.serve([None] * 3)
-    assert (world.serve([Scaled("all", 0), None, Mix({"all": 0})]) == base).all()
+    assert (world.serve([Mix({"all": 0}), None, Mix({"all": 0, "plain": 0})]) == base).all()
 
 
 def test_plain_and_base_rows_have_the_bits_of_a_manager_without_dora():
@@ -185,7 +185,7 @@ def test_dora_of_other_layers_is_refused(tmp_path):
 
 def test_factors_and_sums_of_dora_are_refused():
     world = served(*BOTH, max_adapters_per_sequence=2, max_loras=3)
-    for entry in (Scaled("all", 0.5), Mix({"all": 1, "plain": 1}), Scaled("all", -1), Mix({"all": 2})):
+    for entry in (Mix({"all": 0.5}), Mix({"all": 1, "plain": 1}), Mix({"all": -1})):
         with pytest.raises(jlora.LoRAUsageError, match="'all' is a DoRA adapter, which is served alone"):
             world.manager.prepare(["plain", entry, None])
     world.serve(["plain", Mix({"plain": 0.5, "some": 0}), "all"])

@@ -1,4 +1,4 @@
-"""`Scaled`, `Mix` and `active_from` of `prepare`: values against NumPy, one compilation, and refusals."""
+"""`Mix` and `active_from` of `prepare`: values against NumPy, one compilation, and refusals."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jlora
-from jlora import Mix, Scaled
+from jlora import Mix
 from tests.manager.tiny import LENGTH, SEQUENCES, expected, make_adapter, make_world
 
 NAMES = ("a", "b", "c", "d")
@@ -32,9 +32,7 @@ def world(adapters):
 def parts_of(entry, adapters):
     if entry is None:
         return ()
-    return [
-        (adapters[name], scale) for name, scale in (entry.terms if isinstance(entry, Scaled | Mix) else [(entry, 1)])
-    ]
+    return [(adapters[name], scale) for name, scale in (entry.terms if isinstance(entry, Mix) else [(entry, 1)])]
 
 
 def check(world, adapters, entries, first=(0, 0, 0)):
@@ -57,7 +55,7 @@ def test_random_batches_of_all_kinds_compile_once(adapters):
         if kind < 2:
             return (None, str(names[0]))[kind]
         if kind == 2:
-            return Scaled(str(names[0]), float(rng.choice([0, -1.5, 0.25, 3])))
+            return Mix({str(names[0]): float(rng.choice([0, -1.5, 0.25, 3]))})
         return Mix({str(name): float(rng.normal()) for name in names[: rng.integers(1, 4)]})
 
     for _ in range(25):
@@ -69,11 +67,11 @@ def test_random_batches_of_all_kinds_compile_once(adapters):
 
 
 def test_handles_of_a_batch_serve_its_versions(world, adapters):
-    entries = ["a", Scaled("b", -0.5), Mix({"c": 1, "a": 2})]
+    entries = ["a", Mix({"b": -0.5}), Mix({"c": 1, "a": 2})]
     with world.manager.prepare(entries) as batch:
         before, versions = world.logits(batch), batch.versions
         first, scaled, mix = handles = world.manager.handles(batch)
-    assert (type(first), type(scaled), type(mix)) == (jlora.AdapterHandle, Scaled, Mix)
+    assert (type(first), type(scaled), type(mix)) == (jlora.AdapterHandle, Mix, Mix)
     for name in "abc":  # they outlive the batch, and are not those of its names
         world.manager.add_adapter(make_adapter(name, 1), load_inplace=True)
     with world.manager.prepare(handles) as batch:
@@ -102,7 +100,7 @@ def test_handles_takes_an_open_batch_of_this_manager(world, adapters):
 def test_factor_0_and_inactive_rows_are_bitwise_base(world):
     base = world.serve([None, None, None])
     with world.manager.prepare(
-        [Scaled("a", 0), "b", Mix({"a": 0, "c": 1})], active_from=[0, LENGTH, 2], length=LENGTH
+        [Mix({"a": 0}), "b", Mix({"a": 0, "c": 1})], active_from=[0, LENGTH, 2], length=LENGTH
     ) as batch:
         got = world.logits(batch)
     assert (got[:2] == base[:2]).all()
@@ -113,12 +111,12 @@ def test_factor_0_and_inactive_rows_are_bitwise_base(world):
 def test_order_of_a_mix_is_fixed_and_company_does_not_matter(world):
     mix = Mix({"a": 0.5, "b": 0.25, "c": 2})
     alone = world.serve([mix, None, None])[0]
-    assert (world.serve([mix, "d", Scaled("a", 2)])[0] == alone).all()
+    assert (world.serve([mix, "d", Mix({"a": 2})])[0] == alone).all()
     assert (world.serve([mix, Mix({"b": 1}), "c"])[0] == alone).all()
 
 
 def test_cache_keys(world):
-    entries = ["a", Scaled("a", 0.5), Mix({"a": 1, "b": 2}), Scaled("a", 0), None]
+    entries = ["a", Mix({"a": 0.5}), Mix({"a": 1, "b": 2}), Mix({"a": 0}), None]
     with world.manager.prepare(entries, [3, 3, 3, 3, 3], active_from=[0, 2, 0, 0, 0]) as batch:
         keys, versions = batch.cache_keys, batch.versions
     version = world.manager.list_adapters()["a"].version
@@ -132,9 +130,9 @@ def test_cache_keys(world):
 
 def test_factors_of_one_float32_have_one_key(world):
     third = float(np.float32(0.1))
-    assert Scaled("a", 0.1) == Scaled("a", third)
+    assert Mix({"a": 0.1}) == Mix({"a": third})
     assert Mix({"a": 0.1, "b": 1e-60}) == Mix({"a": third})
-    with world.manager.prepare([Scaled("a", 0.1), Scaled("a", third), Mix({"a": 0.1})]) as batch:
+    with world.manager.prepare([Mix({"a": 0.1}), Mix({"a": third}), Mix({"a": 0.1, "b": 0})]) as batch:
         assert len(set(batch.cache_keys)) == 1
     with world.manager.prepare([Mix({"a": 1, "b": 2}), Mix({"b": 2, "a": 1}), "a"]) as batch:
         assert len(set(batch.cache_keys)) == 3  # sums in another order may differ in their last bits
@@ -152,11 +150,11 @@ def test_an_undecided_batch_has_no_keys(adapters):
 @pytest.mark.usefixtures("unchecked_calls")
 def test_malformed_descriptions_are_refused(world):
     for make, message in (
-        (lambda: Scaled("a", float("nan")), "finite"),
-        (lambda: Scaled("a", 1e39), "finite float32"),
+        (lambda: Mix({"a": float("nan")}), "finite"),
+        (lambda: Mix({"a": 1e39}), "finite float32"),
         (lambda: Mix({"a": -np.float16(np.inf)}), "finite float32"),
-        (lambda: Scaled("a", True), "finite"),
-        (lambda: Scaled(None, 1.0), "names"),
+        (lambda: Mix({"a": True}), "finite"),
+        (lambda: Mix({None: 1.0}), "names"),
         (lambda: Mix({}), "at least one"),
         (lambda: Mix(["a"]), "mapping"),
         (lambda: Mix({"a": "x"}), "finite"),
@@ -172,7 +170,7 @@ def test_malformed_descriptions_are_refused(world):
 def test_unconfigured_features_name_their_switch():
     manager = make_world().manager
     for entry, options, message in (
-        (Scaled("a", 0.5), {}, "max_adapters_per_sequence=1"),
+        (Mix({"a": 0.5}), {}, "max_adapters_per_sequence=1"),
         (Mix({"a": 1, "b": 1}), {}, "max_adapters_per_sequence=2"),
         (Mix({"a": 2}), {}, "max_adapters_per_sequence=1"),
         ("a", {"active_from": [1]}, "activated=True"),

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.device
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((["a", ["a"]],), r"adapter names, LoRARequests, handles, Scaled, Mix and None, got \['a'\]"),
+        ((["a", ["a"]],), r"adapter names, LoRARequests, handles, Mix and None, got \['a'\]"),
         ((frozenset("a"),), "in a list, got frozenset"),
         ((iter(["a"]),), "in a list, got list_iterator"),
         ((None,), "in a list, got NoneType"),

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import jlora
-from jlora import Mix, Scaled
+from jlora import Mix
 from tests.layers.merging import Target, make_adapter
 from tests.matrix import thinned
 
@@ -48,8 +48,8 @@ def dora(adapter):
 
 
 ADAPTERS = [make_adapter(name, TARGETS, RANK) for name in "abcde"] + [dora(make_adapter("dora", TARGETS, RANK))]
-OWN = ["a", Scaled("a", -0.3), Mix({"a": 0.7, "b": 1.3}), "dora"]
-OTHERS = [None, "b", "c", "d", "e", Scaled("c", 2.0), Mix({"d": 1, "e": -1})]
+OWN = ["a", Mix({"a": -0.3}), Mix({"a": 0.7, "b": 1.3}), "dora"]
+OTHERS = [None, "b", "c", "d", "e", Mix({"c": 2.0}), Mix({"d": 1, "e": -1})]
 
 
 def managed(backend, **config):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jlora import Mix, Scaled
+from jlora import Mix
 from tests.manager.tiny import LENGTH, MODULES, SEQUENCES, as_dora, expected, make_adapter, make_world
 from tests.matrix import thinned
 
@@ -21,19 +21,19 @@ SWITCHES = {"max_adapters_per_sequence": 1, "activated": True, "dora": True}
 # Entries and first active rows.
 BATCHES = [
     (["all", None, "dora"], [0, 0, 0]),
-    ([Scaled("all", -0.5), "dora of some", "some"], [1, 2, 3]),
-    (["dora", Scaled("some", 3), "all"], [LENGTH, 2, 1]),
-    (["dora of some", "dora", Scaled("all", 0)], [0, 3, 0]),
+    ([Mix({"all": -0.5}), "dora of some", "some"], [1, 2, 3]),
+    (["dora", Mix({"some": 3}), "all"], [LENGTH, 2, 1]),
+    (["dora of some", "dora", Mix({"all": 0})], [0, 3, 0]),
 ]
 MIXED = [
     ([Mix({"all": 0.5, "some": -2}), "dora", Mix({"some": 1.5, "all": 1})], [0, 1, 2]),
-    ([Scaled("some", 2), Mix({"all": -0.25, "some": 1}), None], [LENGTH, 0, 0]),
+    ([Mix({"some": 2}), Mix({"all": -0.25, "some": 1}), None], [LENGTH, 0, 0]),
 ]
 
 
 def parts_of(entry):
     """Return (adapter, factor) pairs; the adapter itself if there is one without a factor."""
-    if isinstance(entry, Scaled | Mix):
+    if isinstance(entry, Mix):
         return [(ADAPTERS[name], factor) for name, factor in entry.terms]
     return entry and ADAPTERS[entry]
 
@@ -52,7 +52,7 @@ def check(batches, tolerance=1e-5, **config):
         ):
             want = expected(world.model, parts_of(entry), tokens, start)
             np.testing.assert_allclose(row, want, rtol=0, atol=tolerance * np.abs(want).max(), err_msg=f"{entry}")
-            inactive = LENGTH if entry is None or entry == Scaled("all", 0) else start
+            inactive = LENGTH if entry is None or entry == Mix({"all": 0}) else start
             np.testing.assert_array_equal(row[:inactive], of_base[:inactive])
     assert len(world.traces) == 1
 

@@ -13,7 +13,7 @@ import transformers
 
 import jlora
 import jlora.models
-from jlora import Mix, Scaled
+from jlora import Mix
 from tests.compiled import compiled_programs
 from tests.models.test_mesh import make_mesh
 from tests.parity import cases
@@ -30,7 +30,7 @@ OTHERS = {
     "dora of some": {"r": 3, "use_rslora": True, "target_modules": ["v_proj", "up_proj"], "use_dora": True},
 }
 ENTRIES = [
-    *(None, *OTHERS, Scaled("rslora", 0.5), Scaled("rank 1", -1.5), Scaled("activated", 2)),
+    *(None, *OTHERS, Mix({"rslora": 0.5}), Mix({"rank 1": -1.5}), Mix({"activated": 2})),
     Mix({"rank 1": 0.7, "alpha pattern": 0.3}),
     Mix({"head": 1.5, "rank 64 everywhere": -0.5, "alpha pattern": 0.25}),
 ]
@@ -70,13 +70,13 @@ class World:
             return self.theirs
         if isinstance(entry, str):
             return peft.PeftModel.from_pretrained(copy.deepcopy(self.theirs), self.path(entry)).eval()
-        if isinstance(entry, Scaled):
-            model = self.peft_model(entry.adapter)
+        (first, scale), *others = entry.terms
+        if not others:
+            model = self.peft_model(first)
             for module in model.modules():
                 if isinstance(module, peft.tuners.lora.LoraLayer):
-                    module.scaling["default"] *= entry.scale
+                    module.scaling["default"] *= scale
             return model
-        (first, _), *others = entry.terms
         model = peft.PeftModel.from_pretrained(copy.deepcopy(self.theirs), self.path(first), adapter_name=first)
         for name, _ in others:
             model.load_adapter(self.path(name), adapter_name=name)

@@ -86,7 +86,7 @@ class LoRAManager:
     Args:
       model: any `nnx.Module`. To serve on a mesh, shard it before the manager is created.
       config: sizes, dtype and targets.
-      packed_modules: checkpoint names of the parts of packed modules, such as
+      packed_modules: packed module, named by the end of its path, -> checkpoint names of its parts, such as
         {"qkv_proj": ("q_proj", "k_proj", "v_proj")}, or with the sizes of the output slices that each name covers,
         {"in_proj": {"qkv": (64, 64, 128), "z": 128}}. The parts of a tuple take their sizes from the layer's
         `output_sizes`, or are of equal size without it. None reads `model.packed_modules`.

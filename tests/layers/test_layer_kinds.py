@@ -84,6 +84,24 @@ def test_einsum_gemma_kv():
     check_against_merged(Model(), [whole], normal(3, 2, 6), packed_modules=packed)
 
 
+def test_packed_modules_are_named_by_the_end_of_their_paths():
+    """Two layers of one last name have parts of their own; the longest name wins."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.q, self.kv = (nnx.Dict(w=nnx.Linear(6, 8, rngs=nnx.Rngs(seed))) for seed in range(2))
+
+        def __call__(self, x):
+            return jnp.concatenate([self.q["w"](x), self.kv["w"](x)], -1)
+
+    def part(name, layer, start):
+        return Target(name, 6, 4, f"{layer}.w.kernel", at=(slice(None), slice(start, start + 4)))
+
+    targets = [part("q.first", "q", 0), part("q.second", "q", 4), part("kv.k", "kv", 0), part("kv.v", "kv", 4)]
+    packed = {"w": ("first", "second"), "kv.w": ("k", "v")}
+    check_against_merged(Model(), targets, normal(3, 2, 6), packed_modules=packed)
+
+
 def test_groups_that_cover_several_slices_of_a_merged_projection():
     """One tensor of the checkpoint fills q, k and v, which share its A; another fills the rest."""
 

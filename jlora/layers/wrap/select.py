@@ -201,8 +201,9 @@ def slices(
 
 
 def _entry(aliases: tuple[str, ...], packed: PackedModules) -> Sequence[str] | Mapping[str, int | Sequence[int]] | None:
-    """Return the entry of `packed_modules` for a layer, matched by the last component of its paths."""
-    return next((packed[last] for last in (alias.rpartition(".")[2] for alias in aliases) if last in packed), None)
+    """Return the entry of `packed_modules` for a layer, matched by the end of its paths as `target_modules` are."""
+    found = matching(packed, aliases)
+    return None if found is None else packed[found]
 
 
 def _sibling(alias: str, name: str) -> str:

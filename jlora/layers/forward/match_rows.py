@@ -72,18 +72,13 @@ def layout_of(
         under `jax.vmap` could be those of one sequence or of all; undeclared rows could be packed rows or rows of
         sequences.
     """
-    own_group = site.space != SEQUENCES
-    if row_map is None and (row_map := current_rows(site.path)) is not None and own_group:
-        raise LoRAUsageError(_MAP_IN_GROUP.format(path=site.path, group=site.space))
+    row_map = _open_map(site) if row_map is None else row_map
     if (site.spec.experts is not None) != (row_map is not None and row_map.expert is not None):
         raise LoRAUsageError(
             f"{site.path}: a RowMap with `expert` is for the products of experts, and needed there"
             + ("" if site.spec.experts is None else "; none was given")
         )
-    declared, sequences, group = space.length, space.entries.size, site.row_group
-    packed = None if space.packed is None else space.packed.size
-    alike = packed is None or space.one_each  # rows that fit two layouts have the same adapters in both
-    if space.is_mapped and not alike and group in (None, PACKED):
+    if space.is_mapped and not _alike(space) and site.row_group in (None, PACKED):
         raise LoRAUsageError(
             f"{site.path}: under jax.vmap over a packed batch, a row may be a packed row or that of a sequence: call "
             "the layer outside of vmap"
@@ -96,30 +91,64 @@ def layout_of(
         return RowLayout(space, shape, _map_positions(space, site, row_map, lengths), row_map=row_map)
     if space.is_mapped:  # every row belongs to the one entry
         return _of_entries(space, shape, shape)
-    if mapped and len(shape) == 1 and not lengths and (declared is None or 1 < declared == sequences == shape[0]):
+    count = space.entries.size
+    if mapped and len(shape) == 1 and not lengths and (space.length is None or 1 < space.length == count == shape[0]):
         raise LoRAUsageError(
             f"{site.path}: under jax.vmap, {shape[0]} rows may be those of one sequence or of the whole batch. If "
             "each call is one sequence, map the batch too: jax.vmap(f, in_axes=(None, 0, 0))(model, tokens, "
             "batch), with `with jlora.use(batch):` inside f"
         )
+    if space.packed is not None:
+        return _in_packed(space, site, shape, mapped=mapped)
+    if shape[:1] == (count,):
+        return _of_sequences(space, site, shape, mapped=mapped)
+    known = lengths if space.length is None else lengths | {space.length}
+    if shape in {(count * length,) for length in known}:
+        length = shape[0] // count
+        return RowLayout(space, shape, length if space.differ else 1, length)
+    return _misfit(space, site, shape)
+
+
+def _open_map(site: Site) -> RowMap | None:
+    """Return the row map that is open around a layer. A layer of a row group may have none."""
+    row_map = current_rows(site.path)
+    if row_map is not None and site.space != SEQUENCES:
+        raise LoRAUsageError(_MAP_IN_GROUP.format(path=site.path, group=site.space))
+    return row_map
+
+
+def _alike(space: RowSpace) -> bool:
+    """Return True if rows that fit two layouts have the same adapters in both."""
+    return space.packed is None or space.one_each
+
+
+def _in_packed(space: RowSpace, site: Site, shape: tuple[int, ...], *, mapped: bool) -> RowLayout | str:
+    """Return the layout of rows in a packed batch: the packed rows, or rows of the sequences."""
+    assert space.packed is not None
+    packed, sequences, group = space.packed.size, space.entries.size, site.row_group
     as_packed = shape in ((packed,), (1, packed)) and group not in (LAST, SEQUENCES)
-    as_sequences = shape[:1] == (sequences,) and (packed is None or group != PACKED)
-    if as_sequences and packed == sequences and group is None and not alike and shape != (1, packed):
+    as_sequences = shape[:1] == (sequences,) and group != PACKED
+    if as_sequences and packed == sequences and group is None and not _alike(space) and shape != (1, packed):
         raise LoRAUsageError(_FITS_BOTH.format(path=site.path, shape=shape, count=packed))
     if as_packed:
         return RowLayout(space, shape, 0)
-    if as_sequences:
-        if mapped and space.differ and declared != 1 and shape[1:] in ((), (1,)):
-            raise LoRAUsageError(_ROW_UNDER_VMAP.format(path=site.path))
-        return _of_entries(space, shape, shape[1:])
-    known = lengths if declared is None else lengths | {declared}
-    if packed is None and shape in {(sequences * length,) for length in known}:
-        length = shape[0] // sequences
-        return RowLayout(space, shape, length if space.differ else 1, length)
-    if own_group:
-        rows = (
-            f"[{sequences}, ..., features], one entry an item" if packed is None else f"[{packed}, features], flattened"
-        )
+    return _of_sequences(space, site, shape, mapped=mapped) if as_sequences else _misfit(space, site, shape)
+
+
+def _of_sequences(space: RowSpace, site: Site, shape: tuple[int, ...], *, mapped: bool) -> RowLayout | str:
+    """Return the layout of rows [B, ...]."""
+    if mapped and space.differ and space.length != 1 and shape[1:] in ((), (1,)):
+        raise LoRAUsageError(_ROW_UNDER_VMAP.format(path=site.path))
+    return _of_entries(space, shape, shape[1:])
+
+
+def _misfit(space: RowSpace, site: Site, shape: tuple[int, ...]) -> str:
+    """Return the reason why rows fit no layout, with the shapes that would."""
+    sequences, group = space.entries.size, site.row_group
+    packed = None if space.packed is None else space.packed.size
+    if site.space != SEQUENCES:
+        rows = f"[{sequences}, ..., features], one entry an item"
+        rows = rows if packed is None else f"[{packed}, features], flattened"
         return (
             f"its rows of shape {shape} are not those of its row group {group!r} in this batch: expected "
             f"{rows}. Layers before and after a pooling are groups of their own, each with its Items"

@@ -132,77 +132,81 @@ class Steps:
         self.extents = [self.capacity] if live else doubled(_LEAST_EXTENT, self.capacity)
         self._model, self._manager = model, manager
         self._axes = cache_axes(model)
-        knows_extent = "extent" in inspect.signature(model.extend).parameters
-
-        def extend(model: Any, tokens: Any, positions: Any, cache: Any, last: Any, extent: int) -> Any:
-            extra = {"extent": extent} if knows_extent else {}
-            logits, cache = model.extend(tokens, positions, cache, last, **extra)
-            return self._whole(logits.astype(jnp.float32)), cache
-
-        @jax.jit
-        def fresh() -> tuple[Any, RowState]:
-            sampling = Sampling(
-                temperature=jnp.zeros(rows),
-                top_k=jnp.full(rows, model.config.vocab_size, jnp.int32),
-                top_p=jnp.full(rows, jnp.inf),
-                keys=jax.random.split(jax.random.key(0), rows),
-            )
-            last, length, drawn = (jnp.zeros(rows, jnp.int32) for _ in range(3))
-            return model.init_cache(rows, self.capacity), RowState(last, length, drawn, sampling)
-
-        @partial(jax.jit, donate_argnums=(0, 1))
-        def settle(cache: Any, rows: RowState) -> tuple[Any, RowState]:
-            return self._laid(cache), self._whole(rows)  # sharded like the output of every step
-
-        @partial(manager.jit, static_argnames="extent", donate_argnames="cache")
-        def decode(model: Any, batch: Any, cache: Any, rows: RowState, *, extent: int) -> Any:
-            here = jnp.minimum(rows.length, self.capacity - 1)[:, None]
-            with jlora.use(batch):
-                zeros = jnp.zeros_like(rows.last)
-                logits, cache = extend(model, rows.last[:, None], here, cache, zeros, extent)
-            return logits, self._laid(cache)
-
-        @partial(manager.jit, static_argnames="extent", donate_argnames=("cache", "rows"))
-        def prefill(model: Any, batch: Any, cache: Any, rows: RowState, tokens: Any, where: Any, *, extent: int) -> Any:
-            row, start, count = where
-            positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-            own = self._mapped(partial(row_of, row=row, extent=extent), cache)
-            with jlora.use(batch):
-                logits, own = extend(model, tokens, positions, own, (count - 1)[None], extent)
-            cache = self._mapped(partial(with_row, row=row), cache, own)
-            rows = rows._replace(length=rows.length.at[row].set(start + count))
-            return logits, self._laid(cache), self._whole(rows)
-
-        @partial(jax.jit, static_argnames=("sampled", "ranked"), donate_argnames="rows")
-        def begin(
-            logits: Any, rows: RowState, ints: Any, floats: Any, seed: Any, *, sampled: bool, ranked: bool
-        ) -> Any:
-            (row, top_k), (temperature, top_p) = ints, floats
-            key = jax.random.fold_in(jax.random.key(seed[0]), seed[1])
-            own = Sampling(temperature[None], top_k[None], top_p[None], key[None])
-            token = _chosen(logits, jnp.zeros(1, jnp.int32), own, sampled, ranked)
-            sampling = Sampling(*(old.at[row].set(new[0]) for old, new in zip(rows.sampling, own, strict=True)))
-            last = rows.last.at[row].set(jnp.maximum(token[0], 0))
-            return self._whole((token, rows._replace(last=last, drawn=rows.drawn.at[row].set(1), sampling=sampling)))
-
-        @partial(jax.jit, static_argnames=("sampled", "ranked"), donate_argnames="rows")
-        def pick(logits: Any, rows: RowState, active: Bool[Array, "R"], *, sampled: bool, ranked: bool) -> Any:
-            tokens = _chosen(logits, rows.drawn, rows.sampling, sampled, ranked)
-            step = active.astype(jnp.int32)
-            last = jnp.where(active, jnp.maximum(tokens, 0), rows.last)
-            return self._whole((tokens, rows._replace(last=last, length=rows.length + step, drawn=rows.drawn + step)))
-
-        @jax.jit
-        def report(logits: Any, tokens: Any) -> Any:
-            logprobs = jax.nn.log_softmax(logits, axis=-1)
-            values, ids = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[-1]))
-            return jnp.take_along_axis(logprobs, jnp.maximum(tokens, 0)[:, None], axis=-1)[:, 0], values, ids
-
-        self._fresh, self._settle, self._decode, self._prefill = fresh, settle, decode, prefill
-        self._begin, self._pick, self._report = begin, pick, report
+        self._knows_extent = "extent" in inspect.signature(model.extend).parameters
         self._vocab = int(model.config.vocab_size)
         self._state: tuple[Any, RowState] | None = None
         self._shardings: list[Any] = []  # sharding of each array of the cache
+        choice: dict[str, Any] = {"static_argnames": ("sampled", "ranked"), "donate_argnames": "rows"}
+        self._fresh = jax.jit(self._fresh_program)
+        self._settle = jax.jit(self._settle_program, donate_argnums=(0, 1))
+        self._decode = manager.jit(self._decode_program, static_argnames="extent", donate_argnames="cache")
+        self._prefill = manager.jit(self._prefill_program, static_argnames="extent", donate_argnames=("cache", "rows"))
+        self._begin, self._pick = jax.jit(self._begin_program, **choice), jax.jit(self._pick_program, **choice)
+        self._report = jax.jit(self._report_program)
+
+    # --- programs -----------------------------------------------------------------------------------------------
+
+    def _extended(self, model: Any, tokens: Any, positions: Any, cache: Any, last: Any, extent: int) -> Any:
+        """Return float32 logits of the `last` token of each row, and the cache with all of them."""
+        extra = {"extent": extent} if self._knows_extent else {}
+        logits, cache = model.extend(tokens, positions, cache, last, **extra)
+        return self._whole(logits.astype(jnp.float32)), cache
+
+    def _fresh_program(self) -> tuple[Any, RowState]:
+        sampling = Sampling(
+            temperature=jnp.zeros(self.rows),
+            top_k=jnp.full(self.rows, self._vocab, jnp.int32),
+            top_p=jnp.full(self.rows, jnp.inf),
+            keys=jax.random.split(jax.random.key(0), self.rows),
+        )
+        last, length, drawn = (jnp.zeros(self.rows, jnp.int32) for _ in range(3))
+        return self._model.init_cache(self.rows, self.capacity), RowState(last, length, drawn, sampling)
+
+    def _settle_program(self, cache: Any, rows: RowState) -> tuple[Any, RowState]:
+        return self._laid(cache), self._whole(rows)  # sharded like the output of every step
+
+    def _decode_program(self, model: Any, batch: Any, cache: Any, rows: RowState, *, extent: int) -> Any:
+        here = jnp.minimum(rows.length, self.capacity - 1)[:, None]
+        with jlora.use(batch):
+            zeros = jnp.zeros_like(rows.last)
+            logits, cache = self._extended(model, rows.last[:, None], here, cache, zeros, extent)
+        return logits, self._laid(cache)
+
+    def _prefill_program(
+        self, model: Any, batch: Any, cache: Any, rows: RowState, tokens: Any, where: Any, *, extent: int
+    ) -> Any:
+        row, start, count = where
+        positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        own = self._mapped(partial(row_of, row=row, extent=extent), cache)
+        with jlora.use(batch):
+            logits, own = self._extended(model, tokens, positions, own, (count - 1)[None], extent)
+        cache = self._mapped(partial(with_row, row=row), cache, own)
+        rows = rows._replace(length=rows.length.at[row].set(start + count))
+        return logits, self._laid(cache), self._whole(rows)
+
+    def _begin_program(
+        self, logits: Any, rows: RowState, ints: Any, floats: Any, seed: Any, *, sampled: bool, ranked: bool
+    ) -> Any:
+        (row, top_k), (temperature, top_p) = ints, floats
+        key = jax.random.fold_in(jax.random.key(seed[0]), seed[1])
+        own = Sampling(temperature[None], top_k[None], top_p[None], key[None])
+        token = _chosen(logits, jnp.zeros(1, jnp.int32), own, sampled, ranked)
+        sampling = Sampling(*(old.at[row].set(new[0]) for old, new in zip(rows.sampling, own, strict=True)))
+        last = rows.last.at[row].set(jnp.maximum(token[0], 0))
+        return self._whole((token, rows._replace(last=last, drawn=rows.drawn.at[row].set(1), sampling=sampling)))
+
+    def _pick_program(
+        self, logits: Any, rows: RowState, active: Bool[Array, "R"], *, sampled: bool, ranked: bool
+    ) -> Any:
+        tokens = _chosen(logits, rows.drawn, rows.sampling, sampled, ranked)
+        step = active.astype(jnp.int32)
+        last = jnp.where(active, jnp.maximum(tokens, 0), rows.last)
+        return self._whole((tokens, rows._replace(last=last, length=rows.length + step, drawn=rows.drawn + step)))
+
+    def _report_program(self, logits: Any, tokens: Any) -> Any:
+        logprobs = jax.nn.log_softmax(logits, axis=-1)
+        values, ids = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[-1]))
+        return jnp.take_along_axis(logprobs, jnp.maximum(tokens, 0)[:, None], axis=-1)[:, 0], values, ids
 
     # --- state --------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,6 @@
-"""Add files of the repository to the site, and rewrite links to them. MkDocs calls the functions named `on_...`.
+"""Add files of the repository to the site, rewrite links to them, and let long names break.
+
+MkDocs calls the functions named `on_...`.
 
 Pages link to files as GitHub resolves them. A link to a page keeps working. A link to another file of the repository
 leads to a copy of it in the site, as a page if it is Markdown or Python.
@@ -25,6 +27,8 @@ PAGES = {
 COPIES = "repository"  # the folder of the site for all other files
 FENCE = re.compile(r"^(```.*?^```)$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<=\]\()([^()\s]+)(?=\))")
+INLINE_CODE = re.compile(r"(?<!</span>)<code>[^<]+</code>")
+BREAKS = re.compile(r"(?<=[\w)\]][/(=,])(?=[\w{\[])|(?<=\w)(?=\.[A-Za-z]{3})")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -58,6 +62,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     blocks = FENCE.split(markdown)
     return "".join(text if text.startswith("```") else LINK.sub(rewrite, text) for text in blocks)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let inline code break after a slash, parenthesis or comma and before a dot, so that no name is cut in two."""
+    return INLINE_CODE.sub(lambda code: BREAKS.sub("<wbr>", code[0]), html)
 
 
 def _links(text: str) -> list[str]:

@@ -56,6 +56,14 @@ def test_pages_install_from_a_checkout():
     assert [(path, line) for path, line in found if re.search(r"(?<!/)\bjlora\b", line.partition("`")[0])] == []
 
 
+def test_every_column_of_a_table_has_a_heading():
+    heads = [
+        (path.name, line) for path in TEXTS for line in re.findall(r"^(\|.*)\n\|(?: *:?-+:? *\|)+$", TEXTS[path], re.M)
+    ]
+    assert len(heads) > 50
+    assert [one for one in heads if "" in (cell.strip() for cell in one[1].strip("|").split("|"))] == []
+
+
 @pytest.mark.parametrize("name", re.findall(r"`(jlora\.[\w.]+)`", (DOCS / "glossary.md").read_text()))
 def test_glossary_names_exist(name):
     owner, _, last = name.rpartition(".")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from jlora.models.json_file import Fields, ModelError, read_json
+from jlora.models.json_file import MOST_POSITIONS, Fields, ModelError, read_json
 from jlora.models.pooling import Pooling, read_pooling
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
@@ -113,6 +113,8 @@ class DecoderConfig:
 
     Attributes:
       head_dim: Width of one attention head; may differ from `hidden_size / num_attention_heads`.
+      max_position_embeddings: The most positions of a sequence. With YaRN it is at least the original number times the
+        factor.
       qkv_bias, o_bias, mlp_bias: True if these projections have a bias.
       embedding_scale: Factor of the embeddings of tokens, rounded to their dtype (Gemma).
       query_pre_attn_scalar: Scores are divided by its square root; None stands for `head_dim`.
@@ -246,7 +248,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> DecoderC
         num_attention_heads=heads,
         num_key_value_heads=fields.integer("num_key_value_heads", kv_default),
         head_dim=fields.integer("head_dim", hidden // heads),
-        max_position_embeddings=fields.integer("max_position_embeddings"),
+        max_position_embeddings=_positions(fields, rope),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope=rope,
         local_rope=local_rope,
@@ -365,16 +367,21 @@ def _parse_ropes(fields: Fields, family: ModelType) -> tuple[RopeConfig, RopeCon
     for name in kinds.values:
         if name not in _LAYER_TYPES:
             raise kinds.fail(name, f"must be one of {_LAYER_TYPES}")
-    everywhere = {**kinds.nested("full_attention").values, **fields.nested("rope_scaling").values}
+    scaling = fields.nested("rope_scaling").values
+    everywhere = {"rope_type": "default", **kinds.nested("full_attention").values, **scaling}
     local = {"rope_theta": fields.number("rope_local_base_freq"), **kinds.nested("sliding_attention").values}
-    ropes = [Fields({**fields.values, "rope_parameters": one}, fields.where) for one in (everywhere, local)]
+    plain = {**fields.values, "rope_scaling": None}
+    ropes = [Fields({**plain, "rope_parameters": one}, fields.where) for one in (everywhere, local)]
     return _parse_rope(ropes[0]), _parse_rope(ropes[1])
 
 
 def _parse_rope(fields: Fields) -> RopeConfig:
-    """Parse both spellings: `rope_parameters` with the base in it, and the older `rope_theta` beside `rope_scaling`."""
+    """Parse both spellings: `rope_parameters` with the base in it, and the older `rope_theta` beside `rope_scaling`.
+
+    As in transformers, a `rope_scaling` that is not empty replaces `rope_parameters`, also the base in it.
+    """
     raw = fields.values
-    field = "rope_parameters" if raw.get("rope_parameters") is not None else "rope_scaling"
+    field = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     if raw.get(field) is None and raw["model_type"] == "gpt_oss":  # its default is not the plain rotation
         raise fields.fail("rope_parameters", "is missing")
     inner = fields.nested(field)
@@ -382,6 +389,8 @@ def _parse_rope(fields: Fields) -> RopeConfig:
     rope_type = params.get("rope_type", params.get("type", "default"))
     if rope_type not in get_args(RopeType):
         raise inner.fail("rope_type", f"must be one of {get_args(RopeType)}, got {rope_type!r:.80}")
+    if params.get("type", rope_type) != rope_type:  # transformers leaves `type` out, older releases did not
+        raise inner.fail("type", f"must be absent or {rope_type!r}, the rope_type, got {params['type']!r:.80}")
     # Any other field (per-layer tables, sections of a multimodal rope) would change the rotation.
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"}
     known |= {"low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow"}
@@ -429,6 +438,14 @@ def _parse_rope(fields: Fields) -> RopeConfig:
         truncate=inner.flag("truncate", True),
         **optional,
     )
+
+
+def _positions(fields: Fields, rope: RopeConfig) -> int:
+    """Return the positions of a sequence. YaRN stretches the original ones; many files keep the number from before."""
+    found = fields.integer("max_position_embeddings")
+    if rope.rope_type != "yarn":
+        return found
+    return max(found, int(min(rope.original_max_position_embeddings * rope.factor, MOST_POSITIONS)))
 
 
 def _parse_windows(fields: Fields, family: ModelType, layers: int) -> tuple[int | None, ...] | None:

@@ -12,8 +12,9 @@ from jlora.errors import LoRAError
 _MAX_JSON_BYTES = 100 * 2**20
 # Above any existing model, and small enough that a product of three stays below 2**63.
 _LARGEST = 2**20
+MOST_POSITIONS = 2**31 - 1
 _LARGEST_OF = {
-    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings", "sliding_window"), 2**31 - 1),
+    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings", "sliding_window"), MOST_POSITIONS),
     "vocab_size": 2**24,
     "num_hidden_layers": 10_000,
 }

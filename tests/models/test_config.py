@@ -1,6 +1,7 @@
 """Every field of config.json that changes the computation is read, in both spellings, or refused by name."""
 
 import contextlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -211,6 +212,38 @@ def test_old_and_new_spelling_of_rope_scaling_agree(rope_type):
     assert new.rope.theta == 777.0
 
 
+def test_older_spelling_replaces_the_newer():
+    """As transformers reads it: a `rope_scaling` that is not empty precedes `rope_parameters`, and its base is lost."""
+    newer = {"rope_parameters": {"rope_type": "default", "rope_theta": 777.0}}
+    older = {"rope_scaling": {"type": "linear", "factor": 4.0}}
+    linear = RopeConfig(rope_type="linear", factor=4.0)
+    assert parse_config({**LLAMA, **newer, **older}).rope == linear
+    assert parse_config({**LLAMA, **newer, **older, "rope_theta": 9.0}).rope == replace(linear, theta=9.0)
+    assert parse_config({**MIXTRAL, **newer, **older}).rope == replace(linear, theta=1e6)
+    for empty in ({}, None):
+        assert parse_config({**LLAMA, **newer, "rope_scaling": empty}).rope == RopeConfig(theta=777.0)
+    # Gemma's joins that of the layers without a window.
+    gemma = {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 777.0}}}
+    older = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    assert parse_config({**GEMMA3, **gemma, **older}).rope == replace(linear, theta=777.0)
+    assert parse_config({**GEMMA3, **gemma, **older}).local_rope == RopeConfig()
+
+
+@pytest.mark.parametrize(
+    ("fields", "positions"),
+    [
+        ({"factor": 4.0}, 256),
+        ({"factor": 4.0, "original_max_position_embeddings": 40}, 160),
+        ({"factor": 4.0, "original_max_position_embeddings": 8}, 64),
+        ({"factor": None, "original_max_position_embeddings": 8}, 64),
+        ({"factor": 1e308, "original_max_position_embeddings": 8}, 2**31 - 1),
+    ],
+)
+def test_positions_that_yarn_stretches(fields, positions):
+    """`max_position_embeddings`, 64 here, is the stretched number in some files and the original one in others."""
+    assert parse_config({**LLAMA, "rope_scaling": {"type": "yarn", **fields}}).max_position_embeddings == positions
+
+
 def test_yarn_options_reach_the_frequencies():
     """`beta_*` move the blend, `truncate` its rounding, and the attention factor is theirs or the paper's."""
 
@@ -246,6 +279,15 @@ def test_yarn_options_reach_the_frequencies():
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters: partial_rotary_factor"),
         (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling: rope_type .* got 'dynamic'"),
+        (
+            LLAMA | {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope_scaling: rope_type .* got 'dynamic'",
+        ),
+        (
+            LLAMA | {"rope_scaling": {"type": "linear", "rope_type": "default", "factor": 2.0}},
+            "rope_scaling: type must be absent or 'default', the rope_type, got 'linear'",
+        ),
+        (GEMMA3 | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "type must be absent or 'default'"),
         (LLAMA | {"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: factor is missing"),
         (LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mrope_section": [1]}}, "mrope_section"),
         (LLAMA | {"rope_scaling": LLAMA3}, "low_freq_factor is missing"),

@@ -64,6 +64,24 @@ def test_logits_and_greedy_answers(tmp_path, seed, variant):
     compare(torch, ours, theirs, seed)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", *MOE, "gemma3_text"])
+def test_older_spelling_beside_the_newer(tmp_path, model_type, seed):
+    """transformers 5 writes `rope_parameters`. `rope_scaling`, added by hand, replaces it, its base too."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    mixtral = {**MOE["mixtral"], "head_dim": 20}  # transformers' YaRN needs it set
+    fields = {**MOE, "mixtral": mixtral, "gemma3_text": GEMMA3}.get(model_type, {})
+    build(torch, transformers, model_type, 70 + seed, **fields).save_pretrained(tmp_path)
+    scaling = [{**YARN_ROPE, "rope_theta": 300.0}, {"rope_type": "linear", "factor": 8.0}][seed]
+    configure(tmp_path, rope_scaling=scaling, max_position_embeddings=32 if seed == 0 else 256)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    )
+    compare(torch, from_pretrained(tmp_path), theirs.eval(), seed)
+
+
 @pytest.mark.parametrize("model_type", MOE)
 def test_experts_as_transformers_5_has_them(tmp_path, model_type):
     """transformers writes all experts in one tensor unless it restores the older layout."""

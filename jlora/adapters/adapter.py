@@ -257,7 +257,7 @@ class Adapter:
           AdapterFormatError, AdapterMismatchError, LoRAUsageError: As in `from_state_dict`.
         """
         name, target = _name(name), _float_dtype(dtype)
-        files = MemoryFile(CONFIG_FILE, config), MemoryFile(WEIGHTS_FILE, weights)
+        files = MemoryFile(CONFIG_FILE, _bytes("config", config)), MemoryFile(WEIGHTS_FILE, _bytes("weights", weights))
         return _read_files(name, *files, target, allow_nonfinite)
 
     @classmethod
@@ -401,9 +401,7 @@ class Adapter:
         version = self.peft_fields.get("peft_version")
         for name, module in experts.items():
             if name in flat and (len(module.a) != len(module.b) or len(module.a) < 2):
-                raise LoRAError(
-                    f"{where}: {shown(name)} is flat, and must have both factors of each expert"
-                )
+                raise LoRAError(f"{where}: {shown(name)} is flat, and must have both factors of each expert")
             exchanged = flat_orientation(name.rpartition(".")[0], flat) if name in flat else False
             written = version if name in flat and isinstance(version, str) else None
             for fact, ours, read in (
@@ -574,12 +572,22 @@ def _name(name: str) -> str:
     return name
 
 
+def _bytes(argument: str, value: Any) -> memoryview:
+    try:
+        found = memoryview(value)
+        return found.cast("B") if found.nbytes else memoryview(b"")
+    except (TypeError, ValueError) as error:
+        raise LoRAUsageError(
+            f"{argument} must be the contiguous bytes of a file, got {type(value).__name__}: {error}"
+        ) from error
+
+
 def _float_dtype(dtype: DType | None) -> np.dtype | None:
     if dtype is None:
         return None
     try:
         found = np.dtype(dtype)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise LoRAUsageError(f"dtype {dtype!r} is not a dtype") from error
     if found not in FLOATS:
         raise LoRAUsageError(f"dtype must be one of {', '.join(map(str, FLOATS))}; found {found}")

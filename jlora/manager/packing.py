@@ -119,9 +119,12 @@ def _pieces(
     have the names that checkpoints give to one slice of one expert.
     """
     spec, of_all = site.spec, isinstance(module, ExpertsLoRA)
-    a, b = (module.a, module.b.swapaxes(1, 2)) if of_all else (module.a[None], module.b.T[None])
-    if of_all and is_exchanged(where, module, site, first, count):
-        a, b = b, a
+    if isinstance(module, ExpertsLoRA):
+        a, b = module.a, module.b.swapaxes(1, 2)
+        if is_exchanged(where, module, site, first, count):
+            a, b = b, a
+    else:
+        a, b = module.a[None], module.b.T[None]
     positions = None
     if spec.experts and count == spec.slices > 1:  # gate and up in one tensor, which has the checkpoint's order
         positions = own_order_of(wrapped.modules[site], site)

@@ -154,10 +154,7 @@ def test_merged_tensors_of_one_expert_have_the_column_order_of_the_checkpoint(cl
             files[f"{block}.gate_up_proj"] = ExpertsLoRA(a=a, b=b, alpha=3.0, scaling=1.0)
             a, b = (np.stack([arrays[f"{block}.{e}.down_proj"][i] for e in range(EXPERTS)]) for i in range(2))
             files[f"{block}.down_proj"] = ExpertsLoRA(a=a, b=b, alpha=3.0, scaling=1.0)
-    if form is None:
-        found = jlora.Adapter(name="x", modules=files)
-    else:
-        found = jlora.Adapter.from_arrays("x", files, alpha=3)
+    found = jlora.Adapter(name="x", modules=files) if form is None else jlora.Adapter.from_arrays("x", files, alpha=3)
     expected = jlora.Adapter.from_arrays("x", arrays, alpha=3)
     world.load(found, each("y"))
     world.check(x=expected, y=each("y"))

@@ -288,7 +288,7 @@ def fuse_experts(adapter: jlora.Adapter, num_experts: int) -> jlora.Adapter:
         for parameter, each in pairs.items():
             a, b = (np.stack(factors) for factors in zip(*each, strict=True))
             modules[f"{block}.experts.{parameter}"] = ExpertsLoRA(
-                a=a, b=b, alpha=SCALING * a.shape[1], scaling=SCALING, own_order=True
+                a=a, b=b, alpha=SCALING * a.shape[1], scaling=SCALING, flat=True
             )
     return replace(adapter, modules=modules)
 

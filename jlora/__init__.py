@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "NOWHERE",
     "Adapter",
+    "AdapterAccessError",
     "AdapterFormatError",
     "AdapterHandle",
     "AdapterInUseError",

@@ -9,6 +9,7 @@ from jlora.adapters.activation import active_from as active_from
 from jlora.adapters.resolve import local_folder as local_folder
 from jlora.config import LoRAConfig as LoRAConfig
 from jlora.config import LoRARequest as LoRARequest
+from jlora.errors import AdapterAccessError as AdapterAccessError
 from jlora.errors import AdapterFormatError as AdapterFormatError
 from jlora.errors import AdapterInUseError as AdapterInUseError
 from jlora.errors import AdapterMismatchError as AdapterMismatchError

@@ -34,10 +34,15 @@ class AdapterNotFoundError(LoRAError):
     """No adapter of that name exists, or its path does not exist."""
 
 
-class AdapterUnavailableError(AdapterNotFoundError):
-    """An adapter that was evicted from the host cache cannot be loaded again, because its files are gone or damaged.
+class AdapterAccessError(AdapterNotFoundError):
+    """The Hugging Face hub refuses the files of an adapter: its repository is gated, or the token may not read it."""
 
-    Its name stays known, and the next use tries to load it again.
+
+class AdapterUnavailableError(AdapterNotFoundError):
+    """The files of an adapter cannot be read now, and a later call may succeed.
+
+    The Hugging Face hub cannot be reached, or an adapter that was evicted from the host cache cannot be loaded again,
+    because its files are gone or damaged. The name of such an adapter stays known, and the next use loads it again.
     """
 
 

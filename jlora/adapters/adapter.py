@@ -257,7 +257,7 @@ class Adapter:
           AdapterFormatError, AdapterMismatchError, LoRAUsageError: As in `from_state_dict`.
         """
         name, target = _name(name), _float_dtype(dtype)
-        files = MemoryFile(CONFIG_FILE, config), MemoryFile(WEIGHTS_FILE, weights)
+        files = MemoryFile(CONFIG_FILE, _bytes("config", config)), MemoryFile(WEIGHTS_FILE, _bytes("weights", weights))
         return _read_files(name, *files, target, allow_nonfinite)
 
     @classmethod
@@ -333,7 +333,7 @@ class Adapter:
         """Write a folder that PEFT and `from_pretrained` can load.
 
         Arrays keep their dtypes and load back bitwise. Targets are written as full module names, as are ranks and
-        alphas that differ from the most common value. An `ExpertsLoRA` with `own_order` is written flat, as PEFT's
+        alphas that differ from the most common value. An `ExpertsLoRA` with `flat` is written as PEFT's
         `target_parameters`. Any other is written with three axes, which `from_pretrained` reads and PEFT does not.
         A missing folder is created. Each file is written under a temporary name and then renamed, so a reader never
         sees a partial file.
@@ -384,7 +384,7 @@ class Adapter:
         stored = self._experts()
         for name, layer in self.layers.items():
             arrays = tensors_of(layer)
-            if isinstance(layer, ExpertsLoRA) and layer.own_order:
+            if isinstance(layer, ExpertsLoRA) and layer.flat:
                 arrays = dict(zip(arrays, flattened(layer.a, layer.b), strict=True))
             tensors |= {f"base_model.model.{stored.get(name, name)}.{part}": array for part, array in arrays.items()}
         for name, array in self.base_weights.items():
@@ -396,14 +396,12 @@ class Adapter:
         """Map each `ExpertsLoRA` to the module name of its tensors. Raise if a load would give another LoRA."""
         where = f"adapter {shown(self.name)}"
         experts = {name: module for name, module in self.modules.items() if isinstance(module, ExpertsLoRA)}
-        flat = {name: module for name, module in experts.items() if module.own_order}
+        flat = {name: module for name, module in experts.items() if module.flat}
         stored = stored_names(experts, self.modules.keys() - experts.keys(), flat, where)
         version = self.peft_fields.get("peft_version")
         for name, module in experts.items():
             if name in flat and (len(module.a) != len(module.b) or len(module.a) < 2):
-                raise LoRAError(
-                    f"{where}: {shown(name)} is in its own order, and must have both factors of each expert"
-                )
+                raise LoRAError(f"{where}: {shown(name)} is flat, and must have both factors of each expert")
             exchanged = flat_orientation(name.rpartition(".")[0], flat) if name in flat else False
             written = version if name in flat and isinstance(version, str) else None
             for fact, ours, read in (
@@ -574,12 +572,22 @@ def _name(name: str) -> str:
     return name
 
 
+def _bytes(argument: str, value: Any) -> memoryview:
+    try:
+        found = memoryview(value)
+        return found.cast("B") if found.nbytes else memoryview(b"")
+    except (TypeError, ValueError) as error:
+        raise LoRAUsageError(
+            f"{argument} must be the contiguous bytes of a file, got {type(value).__name__}: {error}"
+        ) from error
+
+
 def _float_dtype(dtype: DType | None) -> np.dtype | None:
     if dtype is None:
         return None
     try:
         found = np.dtype(dtype)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise LoRAUsageError(f"dtype {dtype!r} is not a dtype") from error
     if found not in FLOATS:
         raise LoRAUsageError(f"dtype must be one of {', '.join(map(str, FLOATS))}; found {found}")

@@ -126,7 +126,7 @@ class Checkpoint:
                 found |= {_key(array): Share(1, 1, experts) for array in arrays}
                 continue
             _, out, rank = module.b.shape
-            turns = 1 if not module.own_order else out if self._stacked[name].grouped else out * rank
+            turns = 1 if not module.flat else out if self._stacked[name].grouped else out * rank
             for array, leading in ((module.a, 1), (module.b, turns)):
                 if array.shape[0] > 1:  # a factor shared by all experts is read whole
                     found[_key(array)] = Share(leading, array.shape[0], experts)

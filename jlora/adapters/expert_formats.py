@@ -66,7 +66,7 @@ class Stacked:
 
     def arrays(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return A [E or 1, r, in] and B [E or 1, out, r] as views of the tensors or of their shares."""
-        if not self.lora.own_order:
+        if not self.lora.flat:
             return a, b
         a = a.reshape(self.lora.a.shape)
         if b.ndim == 3:  # a share, which is read sorted by expert
@@ -144,7 +144,7 @@ def stacked_pairs(
                 f"{where}: {shown(module)} is of {one} experts and {shown(other)} of {two}; expected as many in all of "
                 f"{shown(block)} (r and rank_pattern say which rank each has)"
             )
-        flat = {module: found[module] for module in modules if found[module].lora.own_order}
+        flat = {module: found[module] for module in modules if found[module].lora.flat}
         try:
             exchanged = flat_orientation(block, {pair.name: pair.lora for pair in flat.values()})
         except AdapterFormatError as error:
@@ -389,7 +389,7 @@ def _stacked(
         b=cast("HostArray", replace(stored_b, shape=b)),
         alpha=alpha,
         scaling=scaling_of(alpha, rank, config.use_rslora),
-        own_order=flat,
+        flat=flat,
         peft_version=config.peft_version if flat else None,
     )
     return Stacked(name, lora, grouped)

@@ -105,6 +105,8 @@ class ModuleLoRA:
 class ExpertsLoRA:
     """LoRA factors of all experts of one projection. The delta of expert e is `scaling * (x @ a[e].T) @ b[e].T`.
 
+    The outputs of a merged gate_up_proj have the order of the model's checkpoints, in which gate and up may alternate.
+
     Attributes:
       a: [E, r, K] float array, or [1, r, K] if all experts share it.
       b: [E, N, r] float array, or [1, N, r] if all experts share it.
@@ -112,8 +114,7 @@ class ExpertsLoRA:
       exchanged: True if the file has in and out exchanged, as some versions of PEFT write `target_parameters`. Then `a`
         is [E, r, N], `b` is [E, K, r], and the delta of expert e is `scaling * (x @ b[e]) @ a[e]`. None if the file
         does not determine it; the model's sizes or `peft_version` then decide (`decide_exchanged`).
-      own_order: True if the outputs of a merged gate_up have the order of the base layer (PEFT's `target_parameters`),
-        where gate and up may alternate. False if all outputs of gate come before those of up.
+      flat: True if files hold the factors flat, as PEFT's `target_parameters`; False for three axes.
       peft_version: Version of PEFT that wrote the file; None if unknown or if the factors are not flat.
 
     Raises:
@@ -125,7 +126,7 @@ class ExpertsLoRA:
     alpha: float
     scaling: float
     exchanged: bool | None = False
-    own_order: bool = False
+    flat: bool = False
     peft_version: str | None = None
     kind: Literal["experts"] = "experts"
 

@@ -8,17 +8,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jlora._contents import instead_of_adapter, is_lfs_pointer, names_in
-from jlora._hub import local_folder_of, reason_of
+from jlora._hub import failure_of, local_folder_of
 from jlora.adapters.config_file import CONFIG_FILE
 from jlora.adapters.escaping import shown, shown_path, shown_value
 from jlora.adapters.files import in_hub_cache
 from jlora.config import LoRARequest
-from jlora.errors import AdapterFormatError, AdapterNotFoundError, LoRAUsageError, printable
+from jlora.errors import (
+    AdapterAccessError,
+    AdapterFormatError,
+    AdapterNotFoundError,
+    AdapterUnavailableError,
+    LoRAUsageError,
+    printable,
+)
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLE_FILES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MAX_PATH = 500
+_FAILURES = {"refused": AdapterAccessError, "absent": AdapterNotFoundError, "unreachable": AdapterUnavailableError}
 
 
 @dataclass(frozen=True)
@@ -46,13 +54,14 @@ def resolve(
       path: Local folder (`~` is expanded) or a repo id of the form "owner/name". `./x`, `/x`, `~/x` and names of more
         than two parts are never looked up on the hub.
       adapter: Name of the adapter; by default the last part of `path`.
-      revision: Branch, tag or commit of the repo. Ignored for a local folder.
+      revision: Branch, tag or commit of the repo; None for a local folder.
       local_only: Look up a repo in Hugging Face's local cache only.
 
     Raises:
-      AdapterNotFoundError: The folder does not exist, and the repo does not exist or cannot be reached.
+      AdapterNotFoundError: Neither the folder nor the repo exists. An AdapterAccessError if the hub refuses the repo,
+        and an AdapterUnavailableError if the hub cannot be reached.
       AdapterFormatError: `path` is a file or cannot be read.
-      LoRAUsageError: An argument is of the wrong type.
+      LoRAUsageError: An argument is of the wrong type, or a revision of a local folder is given.
     """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str):
@@ -77,6 +86,10 @@ def resolve(
         ) from error
     except OSError as error:
         raise AdapterFormatError(f"{where}: cannot be read: {printable(error.strerror or str(error))}") from error
+    if local is not None and revision is not None:
+        raise LoRAUsageError(
+            f"{where} is a local folder, which has no revision {shown(revision)}; leave the revision out"
+        )
     if local is not None:
         return AdapterFolder(local, adapter)
     return AdapterFolder(_download(text, adapter, revision, local_only), adapter, None if local_only else text)
@@ -88,8 +101,10 @@ def local_folder(request: LoRARequest) -> Path:
     A resolver can use it to pin a revision, since a downloaded folder is named after its commit.
 
     Raises:
-      AdapterNotFoundError: The folder does not exist, and the repo does not exist or cannot be reached.
+      AdapterNotFoundError: Neither the folder nor the repo exists. An AdapterAccessError if the hub refuses the repo,
+        and an AdapterUnavailableError if the hub cannot be reached.
       AdapterFormatError: The path is a file or cannot be read.
+      LoRAUsageError: The path is a local folder, and the request has a revision.
     """
     return resolve(request.path, request.name, request.revision, local_only=request.local_only).folder
 
@@ -129,14 +144,13 @@ def _download(repo_id: str, adapter: str, revision: str | None, local_only: bool
                 f"adapter {shown(adapter)}: the repository {repo_id!r} has no {CONFIG_FILE}; expected an adapter of "
                 "PEFT in its top folder"
             ) from error
-        at = f" at revision {shown(revision)}" if revision else ""
-        how = (
-            f"it is not in Hugging Face's cache{at}, and local_only forbids asking the network"
-            if local_only
-            else f"it could not be fetched from the Hugging Face hub{at}"
-        )
-        raise AdapterNotFoundError(
-            f"adapter {shown(adapter)}: there is no local folder {repo_id!r}, and {how}: {printable(reason_of(error))}"
+        if local_only:
+            at = f" at revision {revision!r}" if revision else ""
+            kind, how = "absent", f"it is not in Hugging Face's cache{at}, and local_only forbids to use the network"
+        else:
+            kind, how = failure_of(repo_id, revision, error)
+        raise _FAILURES[kind](
+            printable(f"adapter {shown(adapter)}: there is no local folder {repo_id!r}, and {how}")
         ) from error
     return folder
 

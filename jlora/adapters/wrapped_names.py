@@ -1,6 +1,7 @@
 """Module names without the prefixes that wrappers of PyTorch modules leave in them."""
 
 import functools
+import re
 
 # Attributes in which wrappers keep the module that they wrap: torch.compile, activation checkpointing, FSDP and its
 # older forms, Lightning and Opacus. No layer of a model has such a name.
@@ -15,6 +16,7 @@ _WRAPPERS = frozenset(
     )
 )
 WRAPPER = "|".join(sorted(_WRAPPERS))  # as a regular expression
+_LISTED = re.compile(r"\.experts\.(gate_up_proj|down_proj)s\.(?=\d+$)")
 # DistributedDataParallel and DataParallel; a PEFT model inside another.
 _LEADING = ("module.", "base_model.model.")
 
@@ -23,7 +25,8 @@ _LEADING = ("module.", "base_model.model.")
 def readings(name: str) -> tuple[str, ...]:
     """Return the names that a module can have without wrappers: the name itself first, then shorter ones.
 
-    A caller takes the first one that its model has. Tinker's `unembed_tokens` is read as `lm_head` too.
+    A caller takes the first one that its model has. Tinker's `unembed_tokens` is read as `lm_head` too, and the lists
+    of linear layers into which Unsloth divides the experts of gpt-oss as the parameters that they replace.
     """
     found = [name, ".".join(part for part in name.split(".") if part not in _WRAPPERS)]
     while (prefix := next((each for each in _LEADING if found[-1].startswith(each)), None)) is not None:
@@ -31,4 +34,5 @@ def readings(name: str) -> tuple[str, ...]:
     found.append(".".join(part for part in found[-1].split(".") if part != "module"))
     if found[-1].rpartition(".")[2] == "unembed_tokens":
         found.append("lm_head")
+    found.append(_LISTED.sub(r".experts.\1.", found[-1]))
     return tuple(dict.fromkeys(reading for reading in found if reading))

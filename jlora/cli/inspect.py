@@ -33,8 +33,10 @@ def run_inspect(path: str, model: str | None, skip: Sequence[str] = (), revision
     Raises:
       AdapterMismatchError: The adapter does not fit the model or has weights of skipped modules only. The message gives
         the reason.
-      LoRAUsageError: A `skip` is not a regular expression.
+      LoRAUsageError: A `skip` is not a regular expression, or a revision is given without a model.
     """
+    if revision is not None and model is None:
+        raise LoRAUsageError("--revision is of the model's repo; give the repo by --model")
     skipped = patterns("--skip", skip)
     try:
         return _inspect(path, model, skip, skipped, revision)

@@ -176,9 +176,9 @@ class ExpertsSpec:
         (`LoRAConfig.expert_slots`).
       gathers: products whose input is all tokens [T, K], which `source` of the `RowMap` indexes, and that gather their
         rows themselves. LoRA then reads a token once instead of once for each of its experts.
-      alternating: products whose slices alternate, column by column, in a checkpoint's tensor of all experts but not in
-        the layer (gpt-oss). Adapters trained on that tensor have its order. For other products the tensor has the order
-        of the layer.
+      alternating: products whose slices alternate, column by column, in a checkpoint's merged tensor but not in the
+        layer (gpt-oss). Adapters of merged slices have that order, of one expert or of all. For other products the
+        merged tensor has the order of the layer.
       dtype: dtype of the slots of all products whose own spec sets none, as in `LinearSpec`.
     """
 
@@ -208,7 +208,7 @@ class ExpertsSpec:
                 raise LoRAUsageError(f"ExpertsSpec.{label} must list names of products, got {given!r}")
 
     def own_order(self, product: str) -> np.ndarray | None:
-        """Return the column of a checkpoint's tensor of all experts for each output of a product, slice after slice.
+        """Return the column of a checkpoint's merged tensor for each output of a product, slice after slice.
 
         Returns:
           int [N], or None if the tensor has the outputs in that order.

@@ -113,21 +113,25 @@ def _pieces(
     first: int,
     count: int,
 ) -> list[_Piece]:
-    """Return the factors of a module in one piece, or those of all experts in one piece for each slice.
+    """Return the factors of a module in one piece, or in one for each slice.
 
-    Pieces of experts have the names that checkpoints give to the module of each expert.
+    The latter are those of all experts, and those of one expert if the checkpoint has the slices in another order. They
+    have the names that checkpoints give to one slice of one expert.
     """
-    if not isinstance(module, ExpertsLoRA):
-        return [_Piece(name, [name], first, count, module.a[None], module.b.T[None])]
-    spec = site.spec
-    assert spec.experts is not None
-    a, b = module.a, module.b.swapaxes(1, 2)
-    if is_exchanged(where, module, site, first, count):
-        a, b = b, a
-    positions = own_order_of(wrapped.modules[site], site) if module.own_order and count == spec.slices else None
+    spec, of_all = site.spec, isinstance(module, ExpertsLoRA)
+    if isinstance(module, ExpertsLoRA):
+        a, b = module.a, module.b.swapaxes(1, 2)
+        if is_exchanged(where, module, site, first, count):
+            a, b = b, a
+    else:
+        a, b = module.a[None], module.b.T[None]
+    positions = None
+    if spec.experts and count == spec.slices > 1:  # gate and up in one tensor, which has the checkpoint's order
+        positions = own_order_of(wrapped.modules[site], site)
     if positions is not None:
         b = _columns(b, positions, spec.own_experts)
-    block, _, own = name.rpartition(".")
+    elif not of_all:
+        return [_Piece(name, [name], first, count, a, b)]
     called: dict[int, str] = {}  # slice -> its first name
     for key, (i, n) in site.parts.items():
         if n == 1:
@@ -135,10 +139,18 @@ def _pieces(
     starts = np.cumsum((0, *spec.out_sizes[first : first + count]))
     pieces: list[_Piece] = []
     for i in range(count):
-        part = own if count == 1 else called[first + i]
-        names = [f"{block}.{expert}.{part}" for expert in range(spec.experts)]
-        pieces.append(_Piece(f"{block}.{part}", names, first + i, 1, a, b[:, :, starts[i] : starts[i + 1]]))
+        of_slice = name if count == 1 else _renamed(name, called[first + i])
+        block, _, part = of_slice.rpartition(".")
+        names = [f"{block}.{expert}.{part}" for expert in range(spec.experts or 0)] if of_all else [of_slice]
+        pieces.append(_Piece(of_slice, names, first + i, 1, a, b[:, :, starts[i] : starts[i + 1]]))
     return pieces
+
+
+def _renamed(name: str, part: str) -> str:
+    """Return the name of a module with its last key that is no number replaced by `part`."""
+    keys = name.split(".")
+    at = max(i for i, key in enumerate(keys) if not key.isdecimal())
+    return ".".join((*keys[:at], part, *keys[at + 1 :]))
 
 
 def _columns(b: np.ndarray, positions: np.ndarray, own: Sequence[range]) -> np.ndarray:

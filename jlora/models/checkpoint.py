@@ -72,7 +72,7 @@ def from_pretrained(
         `model_folder`.
       dtype: Dtype of weights and activations.
       mesh: Devices, with axes as for `Decoder`. None means JAX's default device.
-      revision: Branch, tag or commit of the repo. Ignored for a local folder.
+      revision: Branch, tag or commit of the repo; None for a local folder.
       dispatch: How tokens reach experts on other devices; see `Decoder`.
       quantize: Dtype of the kernels of projections, experts and the lm_head, each output column with a scale. Each is
         quantized when it has been read. None keeps `dtype`. Checkpoints in fp8 stay as they are, and take None or
@@ -119,7 +119,7 @@ def read_skeleton(path: str | Path, revision: str | None = None) -> Decoder:
 
     Args:
       path: Checkpoint folder or repo id.
-      revision: Branch, tag or commit of the repo. Ignored for a local folder.
+      revision: Branch, tag or commit of the repo; None for a local folder.
     """
     folder, stored = config_folder(path, revision)
     config = _config(folder)
@@ -139,7 +139,7 @@ def read_weight(path: str | Path, module: str, revision: str | None = None) -> n
     Args:
       path: Checkpoint folder or repo id.
       module: Name of the module in the checkpoint, such as "model.embed_tokens".
-      revision: Branch, tag or commit of the repo. Ignored for a local folder.
+      revision: Branch, tag or commit of the repo; None for a local folder.
     """
     folder = model_folder(path, revision)
     config = _config(folder)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jlora._contents import ADAPTER_CONFIG, instead_of_model, is_lfs_pointer, names_in
-from jlora._hub import local_folder_of, reason_of
+from jlora._hub import failure_of, local_folder_of
 from jlora.errors import printable
 from jlora.models.config import read_config
 from jlora.models.json_file import ModelError, read_json
@@ -33,13 +33,13 @@ def model_folder(path: str | os.PathLike[str], revision: str | None = None) -> P
     Args:
       path: Checkpoint folder (`~` is expanded) or a repo id of the form "owner/name". A path that exists, `./x`, `/x`,
         `~/x` and names of more than two parts are never looked up on the hub.
-      revision: Branch, tag or commit of the repo. Ignored for a local folder.
+      revision: Branch, tag or commit of the repo; None for a local folder.
 
     Raises:
-      ModelError: The folder does not exist; the repo does not exist, is gated, cannot be reached or is not in the
-        cache; or its configuration is not supported.
+      ModelError: The folder does not exist, or is given with a revision; the repo does not exist, is gated, cannot be
+        reached or is not in the cache; or its configuration is not supported.
     """
-    local = _local(path)
+    local = _local(path, revision)
     return _download(os.fspath(path), revision) if local is None else _checked(local, os.fspath(path))
 
 
@@ -48,7 +48,7 @@ def config_folder(path: str | os.PathLike[str], revision: str | None = None) -> 
 
     Of a repo id, the weights are not downloaded. Arguments and errors are those of `model_folder`.
     """
-    local = _local(path)
+    local = _local(path, revision)
     if local is None:
         return _without_weights(os.fspath(path), revision), False
     return _checked(local, os.fspath(path)), True
@@ -75,11 +75,11 @@ def _checked(folder: Path, given: str) -> Path:
     return folder
 
 
-def _local(path: str | os.PathLike[str]) -> Path | None:
+def _local(path: str | os.PathLike[str], revision: str | None) -> Path | None:
     """Return the local folder that a path names, or None if it is a repo id."""
     text = os.fspath(path)
     try:
-        return local_folder_of(text)
+        local = local_folder_of(text)
     except FileNotFoundError as error:
         raise ModelError(f"model {text} {error.strerror}") from error
     except NotADirectoryError as error:
@@ -88,6 +88,9 @@ def _local(path: str | os.PathLike[str]) -> Path | None:
         ) from error
     except OSError as error:
         raise ModelError(f"model {text} cannot be read: {error.strerror or error}") from error
+    if local is not None and revision is not None:
+        raise ModelError(f"model {text} is a local folder, which has no revision {revision!r}; leave the revision out")
+    return local
 
 
 def weight_map(index: Path) -> Mapping[str, str]:
@@ -137,21 +140,5 @@ def _download(repo_id: str, revision: str | None) -> Path:
 
 def _failed(repo_id: str, revision: str | None, error: Exception) -> ModelError:
     """Return the error of a failed download, of one line with the fix."""
-    from huggingface_hub import constants, errors
-
-    log_in = "log in with `hf auth login` or set HF_TOKEN"
-    if isinstance(error, errors.GatedRepoError):  # a RepositoryNotFoundError too
-        how = f"the repository is gated: accept its terms at {constants.ENDPOINT}/{repo_id}, and {log_in}"
-    elif isinstance(error, errors.RepositoryNotFoundError):
-        how = f"the Hugging Face hub has no such repository; if it is private, {log_in}"
-    elif isinstance(error, errors.RevisionNotFoundError):
-        how = f"the repository has no revision {revision!r}"
-    elif constants.HF_HUB_OFFLINE:
-        at = "" if revision is None else f" at revision {revision!r}"
-        how = (
-            f"it is not complete{at} in Hugging Face's cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE forbids a "
-            "download; unset it once"
-        )
-    else:
-        how = f"it could not be fetched from the Hugging Face hub: {reason_of(error.__cause__ or error)}"
+    how = failure_of(repo_id, revision, error)[1]
     return ModelError(printable(f"model {repo_id}: there is no local folder of this name, and {how}"))

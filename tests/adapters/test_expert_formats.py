@@ -115,7 +115,7 @@ def test_fused(load_of, exchanged, marker):
     for name in FUSED:
         module = adapter.modules[f"{EXPERTS}.{name}"]
         assert (module.kind, module.rank, module.alpha, module.scaling) == ("experts", R, 8.0, 4.0)
-        assert (module.exchanged, module.own_order, module.peft_version) == (exchanged, True, "0.19.1")
+        assert (module.exchanged, module.flat, module.peft_version) == (exchanged, True, "0.19.1")
         assert_delta(module, factors(name))
 
 
@@ -187,7 +187,7 @@ def test_three_axes(load_of, targets, shared):
     assert list(adapter.modules) == [f"{EXPERTS}.{name}" for name in sizes]
     for name, (of_a, of_b) in sizes.items():
         pairs, module = factors(name), adapter.modules[f"{EXPERTS}.{name}"]
-        assert (module.exchanged, module.own_order, module.experts) == (False, False, E)
+        assert (module.exchanged, module.flat, module.experts) == (False, False, E)
         assert (len(module.a), len(module.b)) == (of_a, of_b)
         assert_delta(module, [(pairs[e % of_a][0], pairs[e % of_b][1]) for e in range(E)])
 
@@ -474,14 +474,14 @@ def in_memory(names, shared_a=False, **facts):
     [
         (in_memory([f"{EXPERTS}.w1"], exchanged=True), "has exchanged=True, and would be read as False"),
         (in_memory([f"{EXPERTS}.w1"], exchanged=None), "has exchanged=None, and would be read as False"),
-        (in_memory([f"{EXPERTS}.down_proj"], own_order=True), "has exchanged=False, and would be read as None"),
-        (in_memory([f"{EXPERTS}.w1"], own_order=True), "has exchanged=False, and would be read as None"),
+        (in_memory([f"{EXPERTS}.down_proj"], flat=True), "has exchanged=False, and would be read as None"),
+        (in_memory([f"{EXPERTS}.w1"], flat=True), "has exchanged=False, and would be read as None"),
         (in_memory([f"{MLP}.gate_up_proj"]), "cannot be saved; expected one of gate_up_proj"),
         (in_memory([f"{EXPERTS}.q_proj"]), "cannot be saved; expected one of gate_up_proj"),
         (in_memory([f"{EXPERTS}.w1"], peft_version="0.18.0"), "has peft_version=0.18.0, and would be read as None"),
         (in_memory([f"{EXPERTS}.w1", f"{EXPERTS}.gate_up_proj"]), "are of the same projection"),
         (
-            in_memory([f"{EXPERTS}.gate_up_proj"], True, own_order=True, exchanged=None),
+            in_memory([f"{EXPERTS}.gate_up_proj"], True, flat=True, exchanged=None),
             "must have both factors of each expert",
         ),
     ],

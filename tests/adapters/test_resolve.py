@@ -6,13 +6,28 @@ import shlex
 import sys
 import types
 
+import httpx2
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 from jlora.adapters import Adapter
 from jlora.adapters.resolve import AdapterFolder, resolve
-from jlora.errors import AdapterFormatError, AdapterNotFoundError, LoRAUsageError
+from jlora.errors import (
+    AdapterAccessError,
+    AdapterFormatError,
+    AdapterNotFoundError,
+    AdapterUnavailableError,
+    LoRAUsageError,
+)
 
 
 @pytest.fixture
@@ -120,11 +135,53 @@ def test_a_cached_commit_needs_no_connection(folder_of, hub):
     assert len(hub.urls) == 1
 
 
+def answered(cls, status):
+    """An error of Hugging Face's client about a response."""
+    request = httpx2.Request("GET", "http://hub")
+    return cls(f"{status} Client Error", response=httpx2.Response(status, request=request))
+
+
+@pytest.mark.parametrize(
+    ("error", "cls", "message"),
+    [
+        (
+            answered(GatedRepoError, 403),
+            AdapterAccessError,
+            "is gated: accept its terms at .*/sql-lora, .*HF_TOKEN",
+        ),
+        (answered(HfHubHTTPError, 401), AdapterAccessError, "refuses it .*401.*HF_TOKEN"),
+        (answered(RepositoryNotFoundError, 404), AdapterNotFoundError, "has no such repository; if it is private"),
+        (answered(RevisionNotFoundError, 404), AdapterNotFoundError, "has no revision 'v2'"),
+        (OfflineModeIsEnabled("offline"), AdapterNotFoundError, "HF_HUB_OFFLINE forbids a download"),
+        (answered(HfHubHTTPError, 503), AdapterUnavailableError, "could not be fetched .*503"),
+        (answered(HfHubHTTPError, 429), AdapterUnavailableError, "could not be fetched .*429"),
+        (ConnectionError("no route"), AdapterUnavailableError, "could not be fetched .*no route"),
+        (TimeoutError("slow"), AdapterUnavailableError, "could not be fetched .*slow"),
+    ],
+)
+def test_errors_of_the_hub_by_cause(hub, error, cls, message):
+    hub.away, hub.answer = error, LocalEntryNotFoundError("not in the cache")
+    with pytest.raises(AdapterNotFoundError, match=message) as raised:
+        Adapter.from_pretrained("org/sql-lora", revision="v2")
+    assert type(raised.value) is cls
+
+
+@pytest.mark.parametrize("path", ["me/sort@v2", "./me/sort"])
+def test_a_revision_within_a_path_is_named(path, no_hub, tmp_path):
+    with contextlib.chdir(tmp_path), pytest.raises(AdapterNotFoundError) as raised:
+        resolve(path)
+    assert ("the revision 'v2' is given apart" in str(raised.value)) == (path == "me/sort@v2")
+
+
+def test_a_revision_of_a_local_folder_is_refused(folder_of, no_hub):
+    with pytest.raises(LoRAUsageError, match="is a local folder, which has no revision 'v2'"):
+        Adapter.from_pretrained(folder_of(), revision="v2")
+
+
 @pytest.mark.parametrize(
     "error",
     [
         LocalEntryNotFoundError("Cannot find the requested files\nin the disk cache"),
-        OfflineModeIsEnabled("offline"),
         ConnectionError("no route"),
         TimeoutError(),
         ValueError("anything"),

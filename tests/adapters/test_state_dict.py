@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jlora import Adapter, AdapterFormatError
+from jlora import Adapter, AdapterFormatError, LoRAUsageError
 from tests.adapters.conftest import BASE, PREFIX, Q, lora_tensors
 from tests.adapters.reading import load_all_ways, state_dict
 
@@ -90,3 +90,21 @@ def test_bytes_are_those_of_the_saved_files(folder_of, tmp_path):
 def test_bytes_of_other_formats_are_refused(weights):
     with pytest.raises(AdapterFormatError, match=r"adapter_model.safetensors: is not a whole safetensors file"):
         Adapter.from_bytes(weights, json.dumps(BASE).encode(), name="sql")
+
+
+RELEASED = memoryview(b"{}")
+RELEASED.release()
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, "{}", 5, [1], memoryview(b"{} {}")[::2], RELEASED], ids=lambda value: type(value).__name__
+)
+@pytest.mark.usefixtures("unchecked_calls")
+def test_bytes_that_are_none_are_a_usage_error(wrong):
+    adapter = Adapter.from_arrays("a", {"q_proj": (np.ones((1, 2)), np.ones((3, 1)))}, alpha=1)
+    files = dict(zip(("weights", "config"), adapter.to_bytes(), strict=True))
+    for argument in files:
+        with pytest.raises(LoRAUsageError, match=f"{argument} must be the contiguous bytes of a file"):
+            Adapter.from_bytes(**files | {argument: wrong}, name="a")
+    with pytest.raises(LoRAUsageError, match="is not a dtype"):
+        Adapter.from_bytes(**files, name="a", dtype="\ud800")

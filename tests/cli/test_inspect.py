@@ -94,6 +94,18 @@ def test_skipped_modules_are_counted_and_listed(capsys, tmp_path):
     assert "is not a regular expression" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", str(TIED)], "is a local folder, which has no revision 'v1'"),
+        ([], "--revision is of the model's repo; give the repo by --model"),
+    ],
+)
+def test_a_revision_of_no_repo_is_refused(capsys, options, message):
+    assert run(["inspect", str(DEMO / "adapters" / "swap"), *options, "--revision", "v1"]) == 1
+    assert message in capsys.readouterr().err
+
+
 def test_text_of_an_adapter_is_escaped(capsys, tmp_path):
     folder = tmp_path / "evil\nfits         anything: yes\x1b[2J"
     shutil.copytree(DEMO / "adapters" / "sort", folder)

@@ -117,13 +117,63 @@ def test_merged_gate_and_up_have_the_column_order_of_the_layer(cls, exchanged):
             own = np.stack(np.split(b, 2, axis=1), axis=2).reshape(b.shape)
         halves = (own.transpose(0, 2, 1), a.transpose(0, 2, 1)) if exchanged else (a, own)
         modules[f"layers.{layer}.experts.gate_up_proj"] = ExpertsLoRA(
-            a=halves[0], b=halves[1], alpha=3.0, scaling=1.0, exchanged=None, own_order=True
+            a=halves[0], b=halves[1], alpha=3.0, scaling=1.0, exchanged=None, flat=True
         )
         for e in range(EXPERTS):
             arrays[f"layers.{layer}.experts.{e}.gate_proj"] = a[e], b[e, :INNER]
             arrays[f"layers.{layer}.experts.{e}.up_proj"] = a[e], b[e, INNER:]
     world.load(jlora.Adapter(name="x", modules=modules), each("y"))
     world.check(x=jlora.Adapter.from_arrays("x", arrays, alpha=3), y=each("y"))
+
+
+LISTED = {"gate_up_proj": "gate_up_projs.{}", "down_proj": "down_projs.{}"}
+NUMBERED = {"gate_up_proj": "{}.gate_up_proj", "down_proj": "{}.down_proj"}
+
+
+@pytest.mark.parametrize("form", [LISTED, NUMBERED, None], ids=["listed", "numbered", "three axes"])
+@pytest.mark.parametrize("cls", [Seams, Interleaved, Alternating])
+def test_merged_tensors_of_one_expert_have_the_column_order_of_the_checkpoint(cls, form):
+    world = world_of(cls)
+    world.manager.remove_all_adapters()
+    files, arrays = {}, {}
+    for layer in range(LAYERS):
+        merged: list = []
+        for e in range(EXPERTS):
+            a, b = normal([layer, e, 1], 3, HIDDEN), normal([layer, e, 2], 2 * INNER, 3)
+            down = normal([layer, e, 3], 3, INNER), normal([layer, e, 4], HIDDEN, 3)
+            own = b if cls is Seams else np.stack(np.split(b, 2), axis=1).reshape(b.shape)  # row by row
+            merged.append((a, own))
+            block = f"layers.{layer}.experts"
+            for part, factors in (("gate_proj", (a, b[:INNER])), ("up_proj", (a, b[INNER:])), ("down_proj", down)):
+                arrays[f"{block}.{e}.{part}"] = factors
+            if form is not None:
+                for part, factors in (("gate_up_proj", (a, own)), ("down_proj", down)):
+                    files[f"{block}.{form[part].format(e)}"] = factors
+        if form is None:
+            a, b = (np.stack(factors) for factors in zip(*merged, strict=True))
+            files[f"{block}.gate_up_proj"] = ExpertsLoRA(a=a, b=b, alpha=3.0, scaling=1.0)
+            a, b = (np.stack([arrays[f"{block}.{e}.down_proj"][i] for e in range(EXPERTS)]) for i in range(2))
+            files[f"{block}.down_proj"] = ExpertsLoRA(a=a, b=b, alpha=3.0, scaling=1.0)
+    found = jlora.Adapter(name="x", modules=files) if form is None else jlora.Adapter.from_arrays("x", files, alpha=3)
+    expected = jlora.Adapter.from_arrays("x", arrays, alpha=3)
+    world.load(found, each("y"))
+    world.check(x=expected, y=each("y"))
+    again = world.manager.export_adapter("x")
+    world.manager.remove_adapter("x")
+    world.load(again)
+    world.check(x=expected, y=each("y"))
+
+
+def test_a_mapped_tensor_of_one_expert_has_the_column_order_of_the_checkpoint():
+    model, rules = Model(Alternating, nnx.Rngs(0)), {r"moe\.(\d+)\.w13$": r"experts.\1.gate_up_proj"}
+    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=4), name_map=rules)
+    a, b = normal(1, 3, HIDDEN), normal(2, 2 * INNER, 3)
+    alternating = np.stack(np.split(b, 2), axis=1).reshape(b.shape)
+    manager.add_adapter(jlora.Adapter.from_arrays("x", {"layers.0.moe.2.w13": (a, alternating)}, alpha=3))
+    with manager.prepare(["x"]):
+        found = manager.export_adapter("x").modules
+    for name, want in (("gate_proj", b[:INNER]), ("up_proj", b[INNER:])):
+        np.testing.assert_array_equal(found[f"layers.0.moe.2.{name}"].b, want)
 
 
 def test_a_request_that_says_another_format_than_its_file_is_refused(world, tmp_path):

@@ -105,6 +105,17 @@ class Shapes:
                 adapter.deltas[layer, 0, "router"] = ALPHA / router * b @ a * 0.1
         return adapter
 
+    def listed(self, seed: str, rank: int) -> Adapter:
+        """Unsloth's linear layers of gpt-oss in 4 bits: gate and up of one expert in one tensor, as they alternate."""
+        adapter = Adapter(rank, target_modules=r".*\.(gate_up_projs|down_projs)\.\d+")
+        for layer in self.layers:
+            for e in range(self.experts):
+                for part in ("gate_up", "down"):
+                    a, b = self.pair(f"{seed} {layer} {e}", part, rank)
+                    adapter.put(f"model.layers.{layer}.mlp.experts.{part}_projs.{e}", a, b)
+                    adapter.deltas[layer, e, part] = ALPHA / rank * b @ a
+        return adapter
+
     def fused(
         self, seed: str, rank: int, parts=("gate_up", "down"), exchanged=False, grouped=False, old=False
     ) -> Adapter:
@@ -159,6 +170,8 @@ class Shapes:
             made["down alone, exchanged"] = self.fused("down", 9, parts=("down",), exchanged=True)
         if self.type == "mixtral":
             made["fused, older paths"] = self.fused("old", 3, old=True)
+        if self.type == "gpt_oss":
+            made["listed"] = self.listed("listed", 3)
         return made
 
 

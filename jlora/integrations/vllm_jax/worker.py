@@ -240,6 +240,8 @@ class WorkerLoRAs:
                 )
             adapter = own if staged is None else dataclasses.replace(staged, name=own.name)
             self.manager.add_adapter(adapter, load_inplace=own.load_inplace)
+        except (jlora.AdapterAccessError, jlora.AdapterUnavailableError):  # it may exist
+            raise
         except jlora.AdapterNotFoundError as error:
             from vllm.exceptions import LoRAAdapterNotFoundError  # type: ignore[import-not-found]
 

@@ -12,7 +12,14 @@ from typing import Any, cast
 
 from jlora import LoRARequest, local_folder
 from jlora._hub import REPO_ID
-from jlora.errors import AdapterNotFoundError, LoRAError, LoRAUsageError, printable
+from jlora.errors import (
+    AdapterAccessError,
+    AdapterNotFoundError,
+    AdapterUnavailableError,
+    LoRAError,
+    LoRAUsageError,
+    printable,
+)
 
 Resolve = Callable[[str], LoRARequest | None]
 """A resolver: the name of an unknown adapter -> the request that loads it, or None if there is none."""
@@ -72,6 +79,8 @@ def _on_hub(repos: tuple[str, ...], name: str) -> LoRARequest | None:
         raise LoRAError(f"adapter {name!r} is a repository, and a folder or file where the server runs")
     try:
         folder = local_folder(LoRARequest(name, name))
+    except (AdapterAccessError, AdapterUnavailableError):
+        raise
     except AdapterNotFoundError as error:
         from huggingface_hub.errors import RepositoryNotFoundError  # imported already by `local_folder`
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from weakref import WeakValueDictionary
 
 from jlora import Adapter, LoRARequest
+from jlora._hub import REPO_ID
 from jlora.errors import LoRAError, printable
 from jlora.serve.engine.engine import Engine
 from jlora.serve.engine.resolvers import LONGEST_NAME, below, listed
@@ -48,8 +49,8 @@ class AllowedSources:
             return path
         if self.root is None:
             raise invalid_input(
-                f"lora_path {path!r:.200} is none of the repositories of --lora-hub-repos, and the server was started "
-                "without --lora-root DIR",
+                f"lora_path {path!r:.200} is none of the repositories of --lora-hub-repos{self._unlisted(path)}, and "
+                "the server was started without --lora-root DIR",
                 "lora_path",
             )
         found = below(self.root, path)
@@ -58,9 +59,18 @@ class AllowedSources:
                 f"lora_path {path!r:.200} is not below the folder that adapters are loaded from", "lora_path"
             )
         if not os.path.isdir(found):
-            message = f"there is no folder at lora_path {path!r:.200}"
+            message = f"there is no folder at lora_path {path!r:.200}{self._unlisted(path)}"
             raise ApiError(404, NOT_FOUND, message, "lora_path")
         return str(found)
+
+    def _unlisted(self, path: str) -> str:
+        """Return why a path of the form "owner/name" is no repository to load from, or an empty string."""
+        repo, at, _ = path.partition("@")
+        if REPO_ID.fullmatch(repo) is None:
+            return ""
+        if at:
+            return f" (a repository has no revision here: {repo!r})"
+        return f" (--lora-hub-repos {repo} or {repo.partition('/')[0]}/* would list the repository)"
 
 
 class Adapters:

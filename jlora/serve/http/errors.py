@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from jlora.errors import (
+    AdapterAccessError,
     AdapterFormatError,
     AdapterMismatchError,
     AdapterNotFoundError,
@@ -16,7 +17,7 @@ from jlora.errors import (
 from jlora.serve.engine.request import EngineBusyError, EngineClosedError, RequestTimeoutError
 
 BAD_REQUEST, NOT_FOUND, INTERNAL = "BadRequestError", "NotFoundError", "InternalServerError"
-UNAVAILABLE = "ServiceUnavailableError"
+FORBIDDEN, UNAVAILABLE = "PermissionDeniedError", "ServiceUnavailableError"
 INVALID_INPUT = "InvalidUserInput"  # error type of a bad request at vLLM's LoRA endpoints
 
 _RETRY = 1.0  # default Retry-After, in seconds
@@ -86,8 +87,10 @@ def of_generation(error: LoRAError, model: str) -> ApiError:
         return ApiError(503, UNAVAILABLE, str(error), retry_after=_RETRY)
     if isinstance(error, RequestTimeoutError):
         return ApiError(504, "TimeoutError", str(error))
-    if isinstance(error, AdapterUnavailableError):  # /v1/models lists it
+    if isinstance(error, AdapterUnavailableError):  # the name may be listed, or exist on the hub
         return ApiError(503, UNAVAILABLE, str(error), retry_after=_RETRY)
+    if isinstance(error, AdapterAccessError):
+        return ApiError(403, FORBIDDEN, str(error), "model")
     if isinstance(error, AdapterNotFoundError):
         return no_such_model(model)
     if isinstance(error, AdapterFormatError | AdapterMismatchError):  # the adapter exists but cannot be served

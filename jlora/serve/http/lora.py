@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from jlora import Adapter, LoRARequest
 from jlora.errors import (
+    AdapterAccessError,
     AdapterFormatError,
     AdapterMismatchError,
     AdapterNotFoundError,
@@ -19,6 +20,7 @@ from jlora.errors import (
 from jlora.serve.engine.request import AdapterExistsError, EngineClosedError
 from jlora.serve.http.body import Json, RequestFields, media_type, parse_form, read_object, receive_body
 from jlora.serve.http.errors import (
+    FORBIDDEN,
     INTERNAL,
     INVALID_INPUT,
     NOT_FOUND,
@@ -137,10 +139,11 @@ async def _load(
         # production-stack matches "has already been loaded" and continues.
         message = f"adapter '{name}' has already been loaded; load_inplace: true replaces it"
         raise invalid_input(message, "lora_name") from None
-    except AdapterNotFoundError as error:
-        raise ApiError(404, NOT_FOUND, f"adapter '{name}' cannot be loaded: {error}", "lora_path") from None
-    except (EngineClosedError, NoFreeSlotError) as error:
+    except (EngineClosedError, NoFreeSlotError, AdapterUnavailableError) as error:
         raise ApiError(503, UNAVAILABLE, str(error), retry_after=1) from None
+    except AdapterNotFoundError as error:
+        status, kind = (403, FORBIDDEN) if isinstance(error, AdapterAccessError) else (404, NOT_FOUND)
+        raise ApiError(status, kind, f"adapter '{name}' cannot be loaded: {error}", "lora_path") from None
     except LoRAError as error:
         about = str(error) if repr(name) in str(error) else f"adapter {name!r}: {error}"
         log.warning("a load failed: %s", about)

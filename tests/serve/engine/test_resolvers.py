@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import httpx2
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import RepositoryNotFoundError
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 import jlora
 from jlora.errors import AdapterFormatError, AdapterNotFoundError, LoRAError
@@ -283,9 +283,11 @@ def test_hub_resolver(hub, tmp_path):
     hub.error = RepositoryNotFoundError("no such repository", response=answer)
     assert resolve("team/none") is None
     hub.error = ConnectionError("the hub is away")
-    with pytest.raises(LoRAError, match="the hub is away") as caught:
+    with pytest.raises(jlora.AdapterUnavailableError, match="the hub is away"):
         resolve("team/any")
-    assert type(caught.value) is LoRAError  # not AdapterNotFoundError: the repository may exist
+    hub.error = GatedRepoError("gated", response=answer)
+    with pytest.raises(jlora.AdapterAccessError, match="HF_TOKEN"):
+        resolve("team/any")
     # huggingface_hub would load a local folder of that name.
     (tmp_path / "team" / "any").mkdir(parents=True)
     with contextlib.chdir(tmp_path), pytest.raises(LoRAError, match="folder"):

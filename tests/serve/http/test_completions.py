@@ -3,6 +3,7 @@
 import pytest
 
 from jlora.errors import (
+    AdapterAccessError,
     AdapterMismatchError,
     AdapterNotFoundError,
     AdapterUnavailableError,
@@ -194,6 +195,7 @@ ERRORS = [
     (RequestTimeoutError("too long"), 504, "TimeoutError", None),
     (AdapterUnavailableError("its folder is gone"), 503, "ServiceUnavailableError", "1"),
     (AdapterNotFoundError("gone"), 404, "NotFoundError", None),
+    (AdapterAccessError("its repository is gated"), 403, "PermissionDeniedError", None),
     (AdapterMismatchError("its rank is 64"), 400, "BadRequestError", None),
     (NoFreeSlotError("all are pinned"), 503, "ServiceUnavailableError", "1"),
     (LoRAUsageError("the prompt is too long: 200 of 128"), 400, "BadRequestError", None),

@@ -1,12 +1,13 @@
 """Adapters over HTTP: vLLM's bodies and statuses, and permitted sources."""
 
 import contextlib
+import re
 import threading
 import time
 
 import pytest
 
-from jlora.errors import AdapterNotFoundError, AdapterUnavailableError, NoFreeSlotError
+from jlora.errors import AdapterAccessError, AdapterNotFoundError, AdapterUnavailableError, NoFreeSlotError
 from jlora.serve.engine.request import EngineClosedError
 from jlora.serve.http.adapters import AllowedSources
 from jlora.serve.http.errors import ApiError
@@ -110,6 +111,15 @@ def test_only_listed_hub_repositories_are_permitted(root, tmp_path):
     with contextlib.chdir(tmp_path), pytest.raises(ApiError, match="folder"):
         places.find("owner/one")
     assert AllowedSources(root, ("owner/two",)).find("one") == str(root / "one")
+    unlisted = "--lora-hub-repos other/one or other/* would list the repository"
+    for places, path, words in (
+        (AllowedSources(None, ("team/*",)), "other/one", unlisted),
+        (AllowedSources(root, ("team/*",)), "other/one", unlisted),
+        (AllowedSources(None, ("team/*",)), "team/one@v2", "a repository has no revision here: 'team/one'"),
+        (AllowedSources(root), "team/one@v2", "a repository has no revision here: 'team/one'"),
+    ):
+        with pytest.raises(ApiError, match=re.escape(words)):
+            places.find(path)
     # Folders below the root come first.
     assert AllowedSources(root, ("team/*",)).find("team/three") == str(root / "team" / "three")
     assert AllowedSources(root, ("team/*",)).find("team/four") == "team/four"
@@ -121,6 +131,8 @@ def test_only_listed_hub_repositories_are_permitted(root, tmp_path):
         (BROKEN, 500, "InternalServerError"),
         (OSError("the disk failed"), 500, "InternalServerError"),
         (AdapterNotFoundError("gone meanwhile"), 404, "NotFoundError"),
+        (AdapterAccessError("the repository is gated: HF_TOKEN"), 403, "PermissionDeniedError"),
+        (AdapterUnavailableError("the hub cannot be reached"), 503, "ServiceUnavailableError"),
         (EngineClosedError("closing"), 503, "ServiceUnavailableError"),
         (NoFreeSlotError("the host has no room"), 503, "ServiceUnavailableError"),
     ],

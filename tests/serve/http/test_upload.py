@@ -136,6 +136,13 @@ def test_no_file_is_written(service, engine, tmp_path, monkeypatch):
     assert upload(service, form(PARTS | {"adapter_model": weights, "adapter_config": config})).status == 200
 
 
+BAD_URLS = (
+    *("localhost:8000", "ftp://host", "http://", "", None, b"http://host", "http://host:x", "http://host:99999"),
+    *("http://[::1", "http://a b/", "http://host/a\nb", "http://host/\u00e9", "http://a..b", f"http://{'a' * 80}"),
+    "http://me:secret@host",
+)
+
+
 def test_push(service, engine):
     adapter = Adapter.from_pretrained(FOLDER)
     with on_socket(service) as (host, port):
@@ -152,10 +159,38 @@ def test_push(service, engine):
                 push(url, adapter, **({"admin_key": "secret"} | options))
     with pytest.raises(LoRAError, match=f"adapter 'sort' was not loaded by {url}: .*[Rr]efused"):
         push(url, adapter, admin_key="secret")
-    for wrong in ("localhost:8000", "ftp://host", "http://", ""):
-        with pytest.raises(LoRAUsageError, match="must be an address such as http://localhost:8000"):
-            push(wrong, adapter, admin_key="secret")
     assert len(engine.uploaded) == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        *(({"url": url}, "url must be an address such as http://localhost:8000") for url in BAD_URLS),
+        *(
+            ({"admin_key": key}, "admin_key must be a string of printable")
+            for key in (None, b"secret", "secret\n", "\ud800")
+        ),
+        *(({"name": name}, "name must be a non-empty string") for name in (5, "", "\ud800")),
+        *(
+            ({"timeout": t}, "timeout must be a positive number of seconds")
+            for t in ("5", -1, 0, 1e300, float("nan"), None)
+        ),
+        ({"load_inplace": "no"}, "load_inplace must be a bool"),
+        ({"adapter": None}, "adapter must be a jlora.Adapter, got NoneType"),
+    ],
+)
+def test_wrong_arguments_of_push_are_usage_errors_without_the_key(wrong, message):
+    given = {"url": "http://127.0.0.1:9", "adapter": Adapter.from_pretrained(FOLDER), "admin_key": "secret"} | wrong
+    with pytest.raises(LoRAUsageError, match=message) as caught:
+        push(given.pop("url"), given.pop("adapter"), **given)
+    assert "secret" not in str(caught.value)
+
+
+def test_push_takes_a_key_of_any_script(engine):
+    service = make_service(engine, administration=True, keys=Keys((), ("clé€",)))
+    with on_socket(service) as (host, port):
+        push(f"http://{host}:{port}", Adapter.from_pretrained(FOLDER), admin_key="clé€")
+    assert len(engine.uploaded) == 1
 
 
 def test_push_reports_a_refusal_before_the_body_is_read(service):

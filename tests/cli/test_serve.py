@@ -141,6 +141,16 @@ def test_wrong_options_are_refused_before_the_model_is_read(capsys, unread_model
     assert words in line
 
 
+def test_help_shows_each_default_once(capsys):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        run(["serve", "--help"])
+    flags = re.split(r"\n  (?=--)", capsys.readouterr().out)[1:]
+    assert len(flags) > 40
+    assert {flag.split()[0]: " ".join(flag.split()).count("(default: ") for flag in flags} == {
+        flag.split()[0]: 1 for flag in flags
+    }
+
+
 def test_missing_extra_is_an_error(capsys, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name))
@@ -332,3 +342,11 @@ def test_error_names_the_flag_to_lower(weights, slots, cache, flag):
         Budget(weights, slots, 1, cache, 1, 100, 1).check()
     assert all(name in str(caught.value) for name in ("weights ", "slots ", "cache ", "steps ", "staging "))
     Budget(weights, slots, 1, cache, 1, None, 1).check()
+
+
+def test_memory_below_staging_is_an_error_of_its_share():
+    with pytest.raises(LoRAUsageError, match=r"raise --gpu-memory-utilization, since staging alone exceeds") as caught:
+        Budget(5, 5, 100, 1, 1, 80, 1).check()
+    assert "--max-lora-rank" not in str(caught.value)
+    with pytest.raises(LoRAUsageError, match="lower --dtype"):  # staging is the largest, and cannot be lowered
+        Budget(50, 10, 70, 1, 1, 80, 1).check()

@@ -155,7 +155,7 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
         help="slots that hold experts: per_expert=4 shared=2 (default: all per_expert)",
     )  # fmt: skip
     lora.add_argument(
-        "--target-modules", nargs="+", type=_text, metavar="NAME", help="layers with slots, q_proj (default: all)"
+        "--lora-target-modules", nargs="+", type=_text, metavar="NAME", help="layers with slots, q_proj (default: all)"
     )
     lora.add_argument(
         "--exclude-modules", nargs="+", type=_text, metavar="NAME", help="layers without slots (default: none)"

@@ -72,7 +72,7 @@ def run_serve(args: argparse.Namespace) -> int:
         max_lora_rank=args.max_lora_rank,
         expert_slots=dict(args.expert_slots),
         max_cpu_loras=args.max_cpu_loras,
-        target_modules=args.target_modules,
+        target_modules=args.lora_target_modules,
         exclude_modules=args.exclude_modules,
         data_axes=["data"] if sizes["data"] > 1 else [],
         dtype=None if args.lora_dtype == "auto" else args.lora_dtype,

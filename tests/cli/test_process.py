@@ -97,7 +97,7 @@ def test_names_and_prompts_are_utf8_under_a_c_locale(tmp_path):
     assert err.splitlines()[0].startswith(rb"reading adapter \xe9 ...")
     assert err.splitlines()[1].startswith(b"jlora: error: model no/such/model does not exist")
     names = ("--served-model-name", b"\xc3\xa9", "--lora-modules", b"\xc3\xa9=x", "--max-loras", "2")
-    out, err = start(SCRIPT, "serve", "no/such/model", *names, env=env).communicate(timeout=60)
+    _out, err = start(SCRIPT, "serve", "no/such/model", *names, env=env).communicate(timeout=60)
     assert rb"--lora-modules: '\xe9' is given twice, or is a name of the base model" in err
 
 

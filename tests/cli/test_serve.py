@@ -121,7 +121,7 @@ def test_command_line_of_vllm(served, monkeypatch, tmp_path):
         (["--enable-expert-parallel", "--expert-parallel-size", "2"], "leave it out beside --expert-parallel-size"),
         (["--data-parallel-size", "4", "--tensor-parallel-size", "4"], "needs 16 devices: there are 8 in all"),
         (["--data-parallel-size", "4", "--max-num-seqs", "6"], "6 must be a multiple of --data-parallel-size 4"),
-        (["--target-modules", "q_prj"], "target_modules ['q_prj'] match no layer"),
+        (["--lora-target-modules", "q_prj"], "target_modules ['q_prj'] match no layer"),
         (["--skip-modules", "vision", "("], "--skip-modules: '(' is not a regular expression"),
         (["--name-map", "{"], "--name-map '{' is not JSON"),
         (["--name-map", '{"a": 3}'], '--name-map: expected {"regex": "replacement", ...}, got'),
@@ -177,7 +177,7 @@ def test_modules_of_other_names_are_mapped_skipped_and_excluded(served, tmp_path
     found = served(
         *(*SMALL, "--max-num-seqs", "1", "--lora-modules", f"sort={tmp_path / 'sort'}"),
         *("--name-map", json.dumps({r"^language_model\.": ""}), "--skip-modules", "^vision"),
-        *("--target-modules", *targets, "lm_head", "--exclude-modules", "lm_head"),
+        *("--lora-target-modules", *targets, "lm_head", "--exclude-modules", "lm_head"),
     ).service
     reasons = {layer.path: layer.reason for layer in found.manager.layers()}
     assert "exclude_modules" in reasons["lm_head"]

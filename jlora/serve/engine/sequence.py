@@ -39,6 +39,8 @@ class Sequence:
       filled: Number of prompt tokens in the cache.
       drawn: Number of tokens that steps were dispatched for.
       received: Number of tokens read back.
+      written: Number of tokens passed on to its consumer.
+      first, newest: `time.monotonic()` of the first and the last of them.
       left: True if it has left its row or can never get one; later tokens are dropped.
       ended: True if its consumer has the last event.
       cancelled: True if its consumer cancelled it.
@@ -64,7 +66,9 @@ class Sequence:
     filled: int = 0
     drawn: int = 0
     received: int = 0
-    newest: float = 0.0  # `time.monotonic()` of the last token
+    written: int = 0
+    first: float = 0.0
+    newest: float = 0.0
     left: bool = False
     ended: bool = False
     cancelled: bool = False

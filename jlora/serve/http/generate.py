@@ -202,6 +202,12 @@ class Run:
         prompts = sum(generation.prompt_tokens for generation in self._generations[:: self.api_request.n])
         return usage_of(prompts, sum(choice.tokens for choice in self.choices))
 
+    def usage_so_far(self, index: int) -> dict[str, int] | None:
+        """Return the token counts of one completion so far, if events carry them."""
+        if not self.api_request.continuous_usage:
+            return None
+        return usage_of(self._generations[index].prompt_tokens, self.choices[index].tokens)
+
     def end(self) -> None:
         """Cancel the generations that have not ended, and complete the log line."""
         self._watch.cancel()
@@ -240,7 +246,12 @@ class _EventStream(Response):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
                 while pieces is not None:
-                    events = b"".join([writer.events(index, run.choices[index], piece) for index, piece in pieces])
+                    events = b"".join(
+                        [
+                            writer.events(index, run.choices[index], piece, run.usage_so_far(index))
+                            for index, piece in pieces
+                        ]
+                    )
                     if events:
                         await send({"type": "http.response.body", "body": events, "more_body": True})
                     pieces = await run.next()

@@ -32,6 +32,7 @@ from tests.serve.conftest import ADAPTERS, ROWS, request_of
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
 LONG = SamplingParams(temperature=0, ignore_eos=True, max_tokens=40)
 WORD = "planet="
+MEASURED = ("inter_token_latency", "request_time_per_output_token")
 
 
 class Oracle:
@@ -133,8 +134,10 @@ def test_answers_equal_generate_for_four_adapters_and_the_base(world, oracle):
     assert after.generated_tokens - before.generated_tokens == sum(len(one.tokens) for one in found)
     assert after.prompt_tokens - before.prompt_tokens == sum(one.prompt_tokens for one in found)
     assert after.finished["stop"] - before.finished.get("stop", 0) == 16
-    for name in ("time_to_first_token", "request_seconds", "queue_seconds"):
+    for name in ("time_to_first_token", "request_seconds", "queue_seconds", "request_time_per_output_token"):
         assert sum(getattr(after, name)[1]) - sum(getattr(before, name)[1]) == 16
+    gaps = sum(after.inter_token_latency[1]) - sum(before.inter_token_latency[1])
+    assert gaps == sum(len(one.tokens) - 1 for one in found)
     assert (after.running, after.waiting, after.cache_usage) == (0, 0, 0.0)
     long = [Request("reverse", "abcdefghijklmnopqrstuvwxyz" * 2 + "="), Request(None, "a" * 31 + "=")]  # in two chunks
     assert [list(one.tokens) for one in answers(world, long)] == oracle(long)
@@ -210,7 +213,11 @@ def test_finish_reasons_and_stop_strings(world, oracle):
         ("abc", "length"), ("abc", "stop"), ("abcde", "stop"), ("abcdefgh", "stop"),
     ]  # fmt: skip
     assert [list(one.tokens) for one in found] == [whole[:3], whole[:5], whole[:5], whole]
+    before = world.engine.stats()
     filled = answers(world, [request], SamplingParams(temperature=0, ignore_eos=True))[0]  # all of the context
+    after = world.engine.stats()
+    gaps, mean = (getattr(after, name)[2] - getattr(before, name)[2] for name in MEASURED)
+    assert mean == pytest.approx(gaps / (len(filled.tokens) - 1))
     assert (len(filled.tokens), filled.finish_reason) == (64 - len(request.prompt) - 1, "length")
     prompt = encode(world.tokenizer, [request])[0]
     scores = oracle.logits([None], [[*prompt, *filled.tokens]])[0]

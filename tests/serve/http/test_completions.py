@@ -179,6 +179,36 @@ def test_stream_of_completions(service):
     assert all("usage" not in event for event in complete(service, stream=True).events)
 
 
+def test_each_event_has_the_counts_so_far(service):
+    """As in vLLM: those of its own completion, and only beside include_usage."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *events, last = complete(service, stream=True, prompt=["ba=", "c"], n=2, stream_options=options).events
+    tokens = dict.fromkeys(range(4), 0)
+    for event in events:
+        (choice,) = event["choices"]
+        index = choice["index"]
+        tokens[index] += len(choice["text"])  # a token is a letter
+        prompt = 3 if index < 2 else 1
+        expected = {"prompt_tokens": prompt, "completion_tokens": tokens[index], "total_tokens": prompt + tokens[index]}
+        assert event["usage"] == expected
+    assert tokens == {0: 8, 1: 8, 2: 6, 3: 6}
+    assert last["usage"] == {"prompt_tokens": 4, "completion_tokens": 28, "total_tokens": 32}
+    events = chat(service, stream=True, max_tokens=6, stream_options=options).events
+    assert {event["usage"]["prompt_tokens"] for event in events} == {11}
+    events = complete(service, stream=True, stream_options={"continuous_usage_stats": True}).events
+    assert all("usage" not in event for event in events)
+
+
+def test_parts_with_cache_control(service, engine):
+    """Clients mark prefixes to keep. Here nothing is cached between requests."""
+    parts = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "b"}]
+    assert chat(service, messages=[{"role": "user", "content": parts}]).status == 200
+    assert engine.encoded == [("<s>user:a\nb|a:", False)]
+    parts[0]["cached"] = True
+    answer = chat(service, messages=[{"role": "user", "content": parts}])
+    assert (answer.status, answer.error["param"]) == (400, "messages[0].content[0]")
+
+
 def test_stream_of_a_chat(service):
     events = chat(service, stream=True, max_tokens=6).events
     assert {event["object"] for event in events} == {"chat.completion.chunk"}

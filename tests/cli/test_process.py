@@ -90,14 +90,14 @@ def test_names_and_prompts_are_utf8_under_a_c_locale(tmp_path):
     os.symlink(SORT, folder)
     env = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     flags = ("--model", "no/such/model", "--adapter", b"\xc3\xa9=" + folder, "--prompt", b"\xc3\xbc:planet=")
-    out, err = start(SCRIPT, "generate", *flags, env=env).communicate(timeout=60)
+    _, err = start(SCRIPT, "generate", *flags, env=env).communicate(timeout=60)
     assert rb"--prompt names the adapter '\xfc', and no --adapter \xfc=PATH is given" in err
     flags = (*flags[:-1], b"\xc3\xa9:\xc3\xa9=")
-    out, err = start(SCRIPT, "generate", *flags, env=env).communicate(timeout=60)
+    _, err = start(SCRIPT, "generate", *flags, env=env).communicate(timeout=60)
     assert err.splitlines()[0].startswith(rb"reading adapter \xe9 ...")
     assert err.splitlines()[1].startswith(b"jlora: error: model no/such/model does not exist")
     names = ("--served-model-name", b"\xc3\xa9", "--lora-modules", b"\xc3\xa9=x", "--max-loras", "2")
-    _out, err = start(SCRIPT, "serve", "no/such/model", *names, env=env).communicate(timeout=60)
+    _, err = start(SCRIPT, "serve", "no/such/model", *names, env=env).communicate(timeout=60)
     assert rb"--lora-modules: '\xe9' is given twice, or is a name of the base model" in err
 
 

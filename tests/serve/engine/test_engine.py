@@ -328,6 +328,46 @@ def test_full_queue_refuses_requests_with_retry_after(world):
         assert {one.result(60).finish_reason for one in taken} == {"stop"}
 
 
+@pytest.mark.parametrize("how", ["replaced", "unloaded"])
+def test_a_request_of_many_answers_has_one_version(world, oracle, how):
+    """Also those that begin after the adapter was replaced or unloaded."""
+    (sort,), (swap,) = oracle([Request("sort", WORD)]), oracle([Request("swap", WORD)])
+    world.engine.add_lora(request_of("mine", "sort"))
+    with world.paused() as go:
+        found = world.engine.submit_all([WORD] * (2 * ROWS), [GREEDY] * (2 * ROWS), lora="mine")
+        until(lambda: world.engine.stats().running == ROWS)
+        if how == "replaced":
+            world.engine.add_lora(request_of("mine", "swap"), load_inplace=True)
+            later = world.engine.submit(WORD, GREEDY, lora="mine")
+        else:
+            world.engine.remove_lora("mine")
+        go.set()
+        assert [list(one.result(60).tokens) for one in found] == [sort] * (2 * ROWS)
+    if how == "replaced":
+        assert list(later.result(60).tokens) == swap
+    until(lambda: not world.manager.leases())
+    if how == "unloaded":
+        assert "mine" not in world.manager.list_adapters()
+
+
+def test_a_request_of_many_answers_is_refused_or_queued_whole(world):
+    with world.paused() as go:
+        many = world.engine.submit_all([WORD] * 70, [GREEDY] * 70)  # the queue has room for 64
+        with pytest.raises(EngineBusyError):
+            world.engine.submit_all([WORD] * 2, [GREEDY] * 2)
+        go.set()
+        assert {one.result(60).finish_reason for one in many} == {"stop"}
+    before = world.engine.stats()
+    for prompts, params, error in (
+        ([WORD, ""], [GREEDY, dataclasses.replace(GREEDY, top_p=2.0)], "top_p"),
+        ([WORD, [99]], [GREEDY] * 2, "token ids from 0 to 31"),
+    ):
+        with pytest.raises(jlora.LoRAUsageError, match=error):
+            world.engine.submit_all(prompts, params, lora="sort")
+    assert world.engine.stats() == before
+    assert world.engine.submit_all([], []) == []
+
+
 def test_unloading_refuses_new_requests_and_serves_earlier_ones(world, oracle):
     want = oracle([Request("sort", WORD)])
     with world.paused() as go:

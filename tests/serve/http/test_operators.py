@@ -17,7 +17,8 @@ STATS = EngineStats(
     running=3, waiting=2, running_by_lora={"sort": 2}, waiting_by_lora={"reverse": 1, "a,b": 1}, cache_usage=0.25,
     prompt_tokens=70, generated_tokens=90, finished={"stop": 4, "length": 1, "error": 2}, failed_steps=1,
     by_lora={"sort": 5, "reverse": 2, "": 9}, by_unloaded=6, time_to_first_token=((0.1, 1.0), (3, 2, 1), 4.5),
-    inter_token_latency=((0.01,), (0, 0), 0.0), request_time_per_output_token=((0.02,), (3, 1), 0.08), request_seconds=((1.0,), (1, 0), 0.5),
+    inter_token_latency=((0.01,), (0, 0), 0.0), request_time_per_output_token=((0.02,), (3, 1), 0.08),
+    request_seconds=((1.0,), (1, 0), 0.5),
     queue_seconds=((0.1,), (7, 1), 0.75), adapter_wait_seconds=((0.1,), (2, 1), 0.7),
 )  # fmt: skip
 

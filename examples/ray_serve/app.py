@@ -213,7 +213,8 @@ async def _events(head: dict[str, Any], first: dict[str, Any], rest: AsyncIterat
 app = FastAPI()  # Ray copies here what it uses: functions of this module must stand above
 
 
-@serve.deployment(max_ongoing_requests=1024)
+# It only passes requests on, so it takes none of the CPUs that Ray counts: each replica takes one.
+@serve.deployment(max_ongoing_requests=1024, ray_actor_options={"num_cpus": 0})
 @serve.ingress(app)
 class Ingress:
     """Reads which adapter a request is for, and sends it to a replica that has it."""

@@ -21,7 +21,6 @@ _FLAGS = {
     "slots": "--max-loras or --max-lora-rank",
     "cache": "--max-num-seqs or --max-model-len",
     "steps": "--max-num-batched-tokens or --max-num-seqs",
-    "staging": "--max-lora-rank",
 }
 
 
@@ -65,15 +64,18 @@ class Budget:
         return ", ".join(f"{name} {size(nbytes)}" for name, nbytes in rows.items())
 
     def check(self) -> None:
-        """Raise `LoRAUsageError`, which names the flag to lower, if the device has too little memory."""
+        """Raise `LoRAUsageError`, which names the flag to change, if the device has too little memory."""
         if self.memory is None or sum(self.rows.values()) <= self.memory:
             return
         # The first row that would suffice if cut to a quarter, else the largest.
         over = sum(self.rows.values()) - self.memory
-        largest = sorted(self.rows, key=lambda name: -self.rows[name])
+        largest = sorted(_FLAGS, key=lambda name: -self.rows[name])
         order = ["cache", "slots", *largest]
         worst = next((name for name in order if self.rows[name] * 3 // 4 >= over), largest[0])
-        raise LoRAUsageError(f"this does not fit into a device's memory: {self.table()}; lower {_FLAGS[worst]}")
+        fix = f"lower {_FLAGS[worst]}"
+        if self.staging >= self.memory:  # of a size that no flag lowers
+            fix = "raise --gpu-memory-utilization, since staging alone exceeds the memory"
+        raise LoRAUsageError(f"this does not fit into a device's memory: {self.table()}; {fix}")
 
 
 def budget(

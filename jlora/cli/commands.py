@@ -155,7 +155,7 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
         help="slots that hold experts: per_expert=4 shared=2 (default: all per_expert)",
     )  # fmt: skip
     lora.add_argument(
-        "--target-modules", nargs="+", type=_text, metavar="NAME", help="layers with slots, q_proj (default: all)"
+        "--lora-target-modules", nargs="+", type=_text, metavar="NAME", help="layers with slots, q_proj (default: all)"
     )
     lora.add_argument(
         "--exclude-modules", nargs="+", type=_text, metavar="NAME", help="layers without slots (default: none)"
@@ -217,7 +217,8 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
         "--uvicorn-log-level", choices=("critical", "error", "warning", "info", "debug"), default="warning"
     )
     for action in serve._actions:  # the help texts of the others describe their computed defaults
-        if action.option_strings and action.default not in (None, argparse.SUPPRESS):
+        given = "(default" in (action.help or "")
+        if action.option_strings and not given and action.default not in (None, argparse.SUPPRESS):
             default = "off" if action.default is False else "none" if action.default == [] else "%(default)s"
             action.help = f"{action.help or ''} (default: {default})".strip()
     serve.set_defaults(run=_serve, parser=serve)
@@ -245,6 +246,11 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    if args.max_cpu_loras is not None and args.max_cpu_loras < args.max_loras:
+        args.parser.error(
+            f"--max-cpu-loras {args.max_cpu_loras} is less than --max-loras {args.max_loras}: adapters in slots also "
+            "stay on the host"
+        )
     from jlora.cli.serve import run_serve
 
     return run_serve(args)

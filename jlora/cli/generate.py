@@ -11,7 +11,7 @@ import jax
 from jlora import Adapter, LoRABatch, LoRAConfig, LoRAManager
 from jlora._memory import machine_bytes
 from jlora.cli.loading import load_model, load_tokenizer, native_errors, progress
-from jlora.cli.text import shown_lines, size
+from jlora.cli.text import shown_lines, size, utf8
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError, printable
 from jlora.models import (
     Decoder,
@@ -43,7 +43,7 @@ def run_generate(args: argparse.Namespace) -> int:
     paths = dict(_split(text, "=", "--adapter NAME=PATH") for text in args.adapter)
     if len(paths) != len(args.adapter):
         raise LoRAUsageError("--adapter: the same name is given twice")
-    prompts = [_split(text, ":", "--prompt NAME:TEXT") for text in args.prompt]
+    prompts = [(name, utf8(text)) for name, text in (_split(text, ":", "--prompt NAME:TEXT") for text in args.prompt)]
     for name, text in prompts:
         if name and name not in paths:
             raise LoRAUsageError(f"--prompt names the adapter {name!r}, and no --adapter {name}=PATH is given")
@@ -138,7 +138,9 @@ def encode(tokenizer: Any, requests: Sequence[Request]) -> list[list[int]]:
 def _split(text: str, mark: str, usage: str) -> tuple[str, str]:
     name, found, rest = text.partition(mark)
     if not found or not rest or (mark == "=" and not name):
-        raise LoRAUsageError(f"expected {usage}, got {text!r}")
+        base = f"; for the base model, give {':' + text!r}" if mark == ":" and not found and text else ""
+        raise LoRAUsageError(f"expected {usage}, got {text!r}{base}")
+    name = utf8(name)
     _check_utf8(usage, name)
     return name, rest
 

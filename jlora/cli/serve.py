@@ -18,7 +18,7 @@ from jlora import LoRAConfig, LoRAManager, LoRARequest, Survey
 from jlora.cli.budget import Budget, budget, skeleton, stored_dtype
 from jlora.cli.generate import device_errors
 from jlora.cli.loading import check_last_token, load_model, load_tokenizer
-from jlora.cli.text import one_line, patterns
+from jlora.cli.text import one_line, patterns, utf8
 from jlora.errors import LoRAError, LoRAUsageError, printable
 from jlora.models import DecoderConfig, model_folder, quantized_config, read_config
 from jlora.serve import Engine, EngineOptions, Resolve
@@ -39,7 +39,7 @@ def run_serve(args: argparse.Namespace) -> int:
     from jlora.serve.http.template import load_template
 
     modules = [_module(text) for text in args.lora_modules]
-    names = tuple(args.served_model_name or [args.model])
+    names = tuple(utf8(name) for name in args.served_model_name or [args.model])
     _check_names(modules, names, args.model)
     root = None if args.lora_root is None else Path(args.lora_root).expanduser()
     if root is not None and not root.is_dir():
@@ -72,7 +72,7 @@ def run_serve(args: argparse.Namespace) -> int:
         max_lora_rank=args.max_lora_rank,
         expert_slots=dict(args.expert_slots),
         max_cpu_loras=args.max_cpu_loras,
-        target_modules=args.target_modules,
+        target_modules=args.lora_target_modules,
         exclude_modules=args.exclude_modules,
         data_axes=["data"] if sizes["data"] > 1 else [],
         dtype=None if args.lora_dtype == "auto" else args.lora_dtype,
@@ -188,6 +188,7 @@ def _module(text: str) -> tuple[LoRARequest, str | None]:
         name, _, path = text.partition("=")
     if not isinstance(name, str) or not isinstance(path, str) or not name or not path:
         raise LoRAUsageError(f'expected --lora-modules NAME=PATH or {{"name": ..., "path": ...}}, got {text!r:.200}')
+    name = utf8(name)
     if printable(name) != name:
         raise LoRAUsageError(f"--lora-modules: the name {name!r:.200} has characters that do not print")
     if base is not None and not isinstance(base, str):

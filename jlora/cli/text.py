@@ -8,6 +8,14 @@ from jlora.errors import LoRAUsageError, printable
 _LONGEST_ERROR = 2000
 
 
+def utf8(text: str) -> str:
+    """Return a name or text of the command line, decoded from UTF-8 also under a C locale, where Python takes ASCII.
+
+    Paths stay as Python decoded them, since it encodes them in the same way. Bytes that are not UTF-8 stay surrogates.
+    """
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape")
+
+
 def shown_lines(text: str, indent: str) -> str:
     """Escape text of several lines, such as a model's answer, and keep its line ends and tabs.
 

@@ -53,6 +53,7 @@ def test_generate_answers_each_prompt_with_its_adapter(capsys, options):
         (["generate", "--model", "x\ny\x1b[31m", "--prompt", ":a"], "x y"),
         (["generate", "--model", MODEL, "--prompt", ":a", "--top-k", "3"], "--temperature above 0"),
         (["generate", "--model", MODEL, "--prompt", ":"], "NAME:TEXT"),
+        (["generate", "--model", MODEL, "--prompt", "planet="], "got 'planet='; for the base model, give ':planet='"),
     ],
 )
 def test_errors_take_one_line(capsys, command, words):

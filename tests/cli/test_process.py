@@ -84,6 +84,31 @@ def test_invalid_utf8_and_ascii_output_are_escaped(tmp_path):
     assert out.splitlines()[0] == rb"adapter      caf\udce9 \xe9"
 
 
+def test_names_and_prompts_are_utf8_under_a_c_locale(tmp_path):
+    """Python takes arguments for ASCII there. Paths are the bytes of the argument, and names and texts UTF-8."""
+    folder = os.path.join(os.fsencode(tmp_path), "é".encode())
+    os.symlink(SORT, folder)
+    env = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    flags = ("--model", "no/such/model", "--adapter", b"\xc3\xa9=" + folder, "--prompt", b"\xc3\xbc:planet=")
+    _, err = start(SCRIPT, "generate", *flags, env=env).communicate(timeout=60)
+    assert rb"--prompt names the adapter '\xfc', and no --adapter \xfc=PATH is given" in err
+    flags = (*flags[:-1], b"\xc3\xa9:\xc3\xa9=")
+    _, err = start(SCRIPT, "generate", *flags, env=env).communicate(timeout=60)
+    assert err.splitlines()[0].startswith(rb"reading adapter \xe9 ...")
+    assert err.splitlines()[1].startswith(b"jlora: error: model no/such/model does not exist")
+    names = ("--served-model-name", b"\xc3\xa9", "--lora-modules", b"\xc3\xa9=x", "--max-loras", "2")
+    _, err = start(SCRIPT, "serve", "no/such/model", *names, env=env).communicate(timeout=60)
+    assert rb"--lora-modules: '\xe9' is given twice, or is a name of the base model" in err
+
+
+def test_sizes_that_contradict_are_refused_before_jax_is_imported(tmp_path):
+    (tmp_path / "jax.py").write_text("import os\nprint('jax', flush=True)\nos._exit(0)\n")
+    process = start(SCRIPT, "serve", "x", "--max-loras", "8", "--max-cpu-loras", "4", env=with_path(tmp_path))
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (2, b"")
+    assert err.startswith(b"jlora: error: --max-cpu-loras 4 is less than --max-loras 8: ")
+
+
 @pytest.mark.parametrize(
     ("environment", "devices", "expected"),
     [

@@ -121,7 +121,7 @@ def test_command_line_of_vllm(served, monkeypatch, tmp_path):
         (["--enable-expert-parallel", "--expert-parallel-size", "2"], "leave it out beside --expert-parallel-size"),
         (["--data-parallel-size", "4", "--tensor-parallel-size", "4"], "needs 16 devices: there are 8 in all"),
         (["--data-parallel-size", "4", "--max-num-seqs", "6"], "6 must be a multiple of --data-parallel-size 4"),
-        (["--target-modules", "q_prj"], "target_modules ['q_prj'] match no layer"),
+        (["--lora-target-modules", "q_prj"], "target_modules ['q_prj'] match no layer"),
         (["--skip-modules", "vision", "("], "--skip-modules: '(' is not a regular expression"),
         (["--name-map", "{"], "--name-map '{' is not JSON"),
         (["--name-map", '{"a": 3}'], '--name-map: expected {"regex": "replacement", ...}, got'),
@@ -139,6 +139,16 @@ def test_wrong_options_are_refused_before_the_model_is_read(capsys, unread_model
     status, line = error_of(capsys, ["serve", unread_model, *options])
     assert status in (1, 2)
     assert words in line
+
+
+def test_help_shows_each_default_once(capsys):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        run(["serve", "--help"])
+    flags = re.split(r"\n  (?=--)", capsys.readouterr().out)[1:]
+    assert len(flags) > 40
+    assert {flag.split()[0]: " ".join(flag.split()).count("(default: ") for flag in flags} == {
+        flag.split()[0]: 1 for flag in flags
+    }
 
 
 def test_missing_extra_is_an_error(capsys, monkeypatch):
@@ -167,7 +177,7 @@ def test_modules_of_other_names_are_mapped_skipped_and_excluded(served, tmp_path
     found = served(
         *(*SMALL, "--max-num-seqs", "1", "--lora-modules", f"sort={tmp_path / 'sort'}"),
         *("--name-map", json.dumps({r"^language_model\.": ""}), "--skip-modules", "^vision"),
-        *("--target-modules", *targets, "lm_head", "--exclude-modules", "lm_head"),
+        *("--lora-target-modules", *targets, "lm_head", "--exclude-modules", "lm_head"),
     ).service
     reasons = {layer.path: layer.reason for layer in found.manager.layers()}
     assert "exclude_modules" in reasons["lm_head"]
@@ -332,3 +342,11 @@ def test_error_names_the_flag_to_lower(weights, slots, cache, flag):
         Budget(weights, slots, 1, cache, 1, 100, 1).check()
     assert all(name in str(caught.value) for name in ("weights ", "slots ", "cache ", "steps ", "staging "))
     Budget(weights, slots, 1, cache, 1, None, 1).check()
+
+
+def test_memory_below_staging_is_an_error_of_its_share():
+    with pytest.raises(LoRAUsageError, match=r"raise --gpu-memory-utilization, since staging alone exceeds") as caught:
+        Budget(5, 5, 100, 1, 1, 80, 1).check()
+    assert "--max-lora-rank" not in str(caught.value)
+    with pytest.raises(LoRAUsageError, match="lower --dtype"):  # staging is the largest, and cannot be lowered
+        Budget(50, 10, 70, 1, 1, 80, 1).check()

@@ -121,6 +121,10 @@ class FakeEngine:
                 generation.put(event)
         return generation
 
+    def submit_all(self, prompts, params, *, lora=None, timeout=None):
+        asked = zip(prompts, params, strict=True)
+        return [self.submit(prompt, own, lora=lora, timeout=timeout) for prompt, own in asked]
+
     def embed(self, prompts, *, dimensions, lora, timeout):
         """Answer with (number of tokens, index, 0.1) of each prompt."""
         self.asked.append((prompts, dimensions, lora, timeout))

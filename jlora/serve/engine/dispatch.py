@@ -157,7 +157,7 @@ class Dispatcher:
     def _end_if_over(self, sequence: Sequence, now: float) -> None:
         if sequence.ended:  # a stop string was found by the writer
             self._leave(sequence)
-        elif sequence.cancelled:
+        elif sequence.answer.cancelled:
             self._end(sequence, "abort")
         elif sequence.deadline is not None and now >= sequence.deadline:
             seconds = sequence.deadline - sequence.arrived
@@ -166,12 +166,13 @@ class Dispatcher:
     def _look(self) -> None:
         """Start loads for waiting requests, and end those whose adapter cannot be served."""
         waiting = {one: one.lora for one in self._queue if one.lora is not None}
-        failed = self._loras.look(waiting, self._running())
+        loads = {one: name for one, name in waiting.items() if one.handle is None}  # the others have their version
+        failed = self._loras.look(loads, self._running())
         pinned = self._loras.all_pinned()
         if not failed and pinned is None:
             return
         for one, name in waiting.items():
-            if name in failed:
+            if name in failed and one.handle is None:
                 self._end(one, failed[name])
             elif pinned is not None and name not in pinned:
                 error = f"adapter {name!r} needs a slot, and each is pinned; raise max_loras"
@@ -223,8 +224,9 @@ class Dispatcher:
             if sequence is None or not fits(sequence):
                 return None
             try:
-                sequence.batch = self._manager.prepare([sequence.lora], timeout=0)
-                (sequence.handle,) = self._manager.handles(sequence.batch)
+                sequence.batch = self._manager.prepare([sequence.handle or sequence.lora], timeout=0)
+                if sequence.handle is None:
+                    (sequence.of_request.handle,) = self._manager.handles(sequence.batch)
             except LoadTimeoutError:  # evicted meanwhile, and being loaded again
                 return None
             except NoFreeSlotError as error:
@@ -344,9 +346,7 @@ class Dispatcher:
         if sequence.row >= 0 and self._rows[sequence.row] is sequence:
             self._rows[sequence.row] = None
             self._stale = True
-        if sequence.handle is not None:
-            sequence.handle.close()
-            sequence.handle = None
+        sequence.of_request.release()
 
     # --- failures -----------------------------------------------------------------------------------------------
 

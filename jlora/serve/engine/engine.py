@@ -26,7 +26,7 @@ from jlora.serve.engine.request import (
     SamplingParams,
 )
 from jlora.serve.engine.resolvers import Resolve
-from jlora.serve.engine.sequence import Sequence, check_params, check_tokens, room_for, seed_of
+from jlora.serve.engine.sequence import RequestVersion, Sequence, check_params, check_tokens, room_for, seed_of
 from jlora.serve.engine.steps import Steps
 from jlora.serve.engine.writer import TokenEvent, TokenWriter
 
@@ -175,24 +175,51 @@ class Engine:
         Args:
           prompt: Text, or token ids.
           params: How its tokens are chosen.
+          lora: As in `submit_all`.
+          timeout: As in `submit_all`.
+
+        Raises:
+          LoRAError: An error of `submit_all`.
+        """
+        (generation,) = self.submit_all([prompt], [params], lora=lora, timeout=timeout)
+        return generation
+
+    def submit_all(
+        self,
+        prompts: Seq[str | Seq[int]],
+        params: Seq[SamplingParams],
+        *,
+        lora: str | LoRARequest | None = None,
+        timeout: float | None = None,
+    ) -> list[Generation]:
+        """Submit several prompts as one request. Returns at once.
+
+        All have the same version of the adapter: that which is newest when the first of them begins. The limits of
+        waiting requests apply to the first of them alone, so none is refused unless all are.
+
+        Args:
+          prompts: Texts, or token ids of each.
+          params: How the tokens of each are chosen.
           lora: The adapter: a name that was added or that `resolve` can find, or a `LoRARequest`, which is loaded first
-            if its name is unknown. The completion uses the version that is newest when it begins.
+            if its name is unknown.
           timeout: Seconds until it ends with RequestTimeoutError; None for `EngineOptions.request_timeout`.
 
         Raises:
           AdapterNotFoundError: the name is unknown or was unloaded. With a resolver, the request ends with this error
             instead, except for a name that is being unloaded or is invalid.
-          LoRAUsageError: the prompt or a parameter is wrong or too long.
+          LoRAUsageError: a prompt or a parameter is wrong or too long.
           EngineBusyError: too many requests wait.
           EngineClosedError: the engine does not accept requests.
         """
         if self.embeds:
             raise LoRAUsageError("the model embeds texts (modules.json) and cannot generate; use embed")
-        tokens = self._tokens(prompt)
-        limit = check_params(params, tokens, self._vocab, self._longest)
-        if params.stop and self._tokenizer is None:
-            raise LoRAUsageError("stop strings need an engine with a tokenizer; use stop_token_ids")
-        return self._queue(tokens, params, limit, lora, timeout)
+        asked: list[tuple[list[int], SamplingParams, int]] = []
+        for prompt, own in zip(prompts, params, strict=True):
+            tokens = self._tokens(prompt)
+            asked.append((tokens, own, check_params(own, tokens, self._vocab, self._longest)))
+            if own.stop and self._tokenizer is None:
+                raise LoRAUsageError("stop strings need an engine with a tokenizer; use stop_token_ids")
+        return self._queue(asked, lora, timeout)
 
     def embed(
         self,
@@ -204,19 +231,19 @@ class Engine:
     ) -> list[Generation]:
         """Submit the prompts of one request to an embedding model. Returns at once.
 
-        The result of each has an `embedding` and no text. They begin in the order of their lengths. Limits of waiting
-        requests apply to the first of them alone, so a request of many prompts is not refused half way.
+        The result of each has an `embedding` and no text. They begin in the order of their lengths, with one version of
+        the adapter, as in `submit_all`.
 
         Args:
           prompts: Texts, or token ids of each.
           dimensions: Number of values of an embedding, which is cut, and normalized again if the model normalizes it;
             None for all.
-          lora: The adapter, as in `submit`.
-          timeout: As in `submit`.
+          lora: As in `submit_all`.
+          timeout: As in `submit_all`.
 
         Raises:
           LoRAUsageError: the model has no embeddings; a prompt is wrong or too long; `dimensions` is out of range.
-          AdapterNotFoundError, EngineBusyError, EngineClosedError: as in `submit`.
+          AdapterNotFoundError, EngineBusyError, EngineClosedError: as in `submit_all`.
         """
         if not isinstance(self._steps, EmbeddingSteps):
             raise LoRAUsageError("the model generates text and has no embeddings (modules.json); use submit")
@@ -231,32 +258,20 @@ class Engine:
                 check_tokens(tokens[i], self._vocab)
             except LoRAUsageError as error:
                 raise LoRAUsageError(f"input {i}: {error}") from None
-        found: dict[int, Generation] = {}
-        try:
-            with self._changed:
-                for i in sorted(range(len(tokens)), key=lambda i: len(tokens[i])):
-                    params, limit = SamplingParams(), dimensions or width
-                    found[i] = self._queue(tokens[i], params, limit, lora, timeout, limited=not found)
-        except BaseException:
-            for generation in found.values():
-                generation.cancel()
-            raise
+        order = sorted(range(len(tokens)), key=lambda i: len(tokens[i]))
+        asked = [(tokens[i], SamplingParams(), dimensions or width) for i in order]
+        found = dict(zip(order, self._queue(asked, lora, timeout), strict=True))
         return [found[i] for i in range(len(tokens))]
 
     def _queue(
         self,
-        tokens: list[int],
-        params: SamplingParams,
-        limit: int,
+        asked: Seq[tuple[list[int], SamplingParams, int]],
         lora: str | LoRARequest | None,
         timeout: float | None,
-        *,
-        limited: bool = True,
-    ) -> Generation:
-        """Queue a checked prompt; without `limited`, whatever the number of waiting requests."""
-        seconds = self.options.request_timeout if timeout is None else timeout
-        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
-        detokenizer = Detokenizer(self._tokenizer, params.stop, self._silent)
+    ) -> list[Generation]:
+        """Queue the sequences of a request: checked prompt, parameters and limit of new tokens of each."""
+        if not asked:
+            return []
         name, request = (lora.name, lora) if isinstance(lora, LoRARequest) else (lora, None)
         if request is not None and request.load_inplace:
             raise LoRAUsageError(f"adapter {name!r}: a request cannot replace it (load_inplace); add_lora can")
@@ -265,34 +280,42 @@ class Engine:
                 raise EngineClosedError(f"the engine takes no requests: it is {self._state}")
             if self._dispatcher.failure is not None:
                 raise self._dispatcher.failure
-            waiting = sum(one.row < 0 for one in self._open) if limited else 0
+            waiting = sum(one.row < 0 for one in self._open)
             if waiting >= self.options.max_waiting:
                 raise EngineBusyError(
                     f"{waiting} requests wait already (max_waiting={self.options.max_waiting})",
                     self._metrics.retry_after(),
                 )
-            answer = Generation(len(tokens), lambda: self._cancel(sequence))
             arrived = time.monotonic()
-            sequence = Sequence(
-                prompt=tokens,
-                params=params,
-                seed=seed_of(params),
-                limit=limit,
-                stops=stops,
-                lora=name,
-                request=request,
-                absent=name is not None and not self._manager.list_adapters([name], level="slot"),
-                deadline=None if seconds is None else arrived + seconds,
-                answer=answer,
-                detokenizer=detokenizer,
-                arrived=arrived,
-            )
-            self._loras.wanted(sequence, limited=limited)
-            self._open.add(sequence)
-            self._dispatcher.submit(sequence)
+            seconds = self.options.request_timeout if timeout is None else timeout
+            deadline = None if seconds is None else arrived + seconds
+            absent = name is not None and not self._manager.list_adapters([name], level="slot")
+            version = RequestVersion(len(asked))
+            sequences = [
+                Sequence(
+                    prompt=tokens,
+                    params=params,
+                    seed=seed_of(params),
+                    limit=limit,
+                    stops=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos),
+                    lora=name,
+                    request=request,
+                    absent=absent,
+                    deadline=deadline,
+                    answer=Generation(len(tokens), self._dispatcher.wake),
+                    detokenizer=Detokenizer(self._tokenizer, params.stop, self._silent),
+                    arrived=arrived,
+                    of_request=version,
+                )
+                for tokens, params, limit in asked
+            ]
+            self._loras.wanted(sequences)
+            self._open.update(sequences)
+            for sequence in sequences:
+                self._dispatcher.submit(sequence)
         with self._metrics.lock:
-            self._metrics.prompt_tokens += len(tokens)
-        return answer
+            self._metrics.prompt_tokens += sum(len(tokens) for tokens, _, _ in asked)
+        return [sequence.answer for sequence in sequences]
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the token ids of a prompt, as `submit` and `embed` compute them.
@@ -320,10 +343,6 @@ class Engine:
 
     def _fail(self, sequence: Sequence, error: LoRAError) -> None:
         self._writer.put([TokenEvent(sequence, end=error)])
-
-    def _cancel(self, sequence: Sequence) -> None:
-        sequence.cancelled = True
-        self._dispatcher.wake()
 
     def _ended(self, sequence: Sequence) -> None:
         if not sequence.left:  # ended by a stop string; its row runs until the dispatching thread sees it

@@ -18,12 +18,16 @@ class Generation:
 
     Args:
       prompt_tokens: Number of tokens in the prompt.
-      cancel: Called to end the request.
+      wake: Called once it is cancelled. Must not block.
+
+    Attributes:
+      cancelled: True once `cancel` was called.
     """
 
-    def __init__(self, prompt_tokens: int, cancel: Callable[[], None]):
+    def __init__(self, prompt_tokens: int, wake: Callable[[], None]):
         self._prompt_tokens = prompt_tokens
-        self._cancel = cancel
+        self._wake = wake
+        self.cancelled = False
         self._changed = threading.Condition(threading.RLock())  # a callback may call a method of this object
         self._events: deque[Event] = deque()
         self._callback: Callable[[Event], None] | None = None
@@ -106,7 +110,8 @@ class Generation:
 
     def cancel(self) -> None:
         """End the request soon. Has no effect once it has ended."""
-        self._cancel()
+        self.cancelled = True
+        self._wake()
 
     def put(self, event: Event) -> None:
         """Deliver the next event. Called by the engine."""

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Set
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -200,25 +201,24 @@ class Loras:
 
     # --- waiting requests, on any thread ------------------------------------------------------------------------
 
-    def wanted(self, sequence: Sequence, *, limited: bool = True) -> None:
-        """Count a request that waits for its adapter. If the name is unknown, start to resolve it.
-
-        Without `limited`, any number may wait for the resolver.
+    def wanted(self, sequences: Seq[Sequence]) -> None:
+        """Count the sequences of one request, which wait for its adapter. If the name is unknown, start to resolve it.
 
         Raises:
           AdapterNotFoundError: the name is unknown and cannot be resolved, or it is being unloaded.
           EngineBusyError: too many requests wait for the resolver.
           LoRAError: no thread can be started for the resolver.
         """
-        if (name := sequence.lora) is None:
+        name, request = sequences[0].lora, sequences[0].request
+        if name is None:
             return
         with self._record(name) as record:
-            if self._resolve is not None and sequence.request is None and self._info(name) is None:
+            if self._resolve is not None and request is None and self._info(name) is None:
                 check_name(name)
-                self._look_up(name, record, sequence, limited)
-            elif sequence.request is None or record.removed:
+                self._look_up(name, record, sequences)
+            elif request is None or record.removed:
                 self._check(name, record)
-            record.waiting += 1
+            record.waiting += len(sequences)
 
     def not_wanted(self, sequence: Sequence) -> None:
         """Count a request that waits no more, since it has begun or ended."""
@@ -236,11 +236,12 @@ class Loras:
                 record.retry_at = 0.0
                 self._let_go(name, record)
 
-    def _look_up(self, name: str, record: _Record, sequence: Sequence, limited: bool) -> None:
+    def _look_up(self, name: str, record: _Record, sequences: Seq[Sequence]) -> None:
         if record.source is not None:  # being loaded
-            sequence.request = record.source
+            for sequence in sequences:
+                sequence.request = record.source
             return
-        if limited and self._unresolved >= self._most:
+        if self._unresolved >= self._most:
             raise EngineBusyError(f"{self._unresolved} requests wait for names that are looked up", _RETRY)
         if record.unresolved is None:
             if self._threads < _RESOLVERS:
@@ -251,8 +252,8 @@ class Loras:
                 self._threads += 1
             self._line.append(name)
             record.unresolved = []
-        record.unresolved.append(sequence)
-        self._unresolved += 1
+        record.unresolved += sequences
+        self._unresolved += len(sequences)
 
     def _resolve_names(self) -> None:
         """Resolve the names in line, each once for all requests that wait for it. Results are not cached.

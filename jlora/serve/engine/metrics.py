@@ -31,6 +31,7 @@ class EngineMetrics:
         self.by_lora: Counter[str] = Counter()
         self.unloaded = 0
         self.first_token, self.per_token, self.whole = Histogram(), Histogram(), Histogram()
+        self.mean_per_token = Histogram()
         self.queued, self.absent = Histogram(), Histogram()
         self._begun: deque[float] = deque(maxlen=_RECENT)  # `time.monotonic()` at which recent requests left the queue
 
@@ -93,7 +94,8 @@ class EngineMetrics:
                 by_lora=dict(self.by_lora),
                 by_unloaded=self.unloaded,
                 time_to_first_token=self.first_token.read(),
-                time_per_output_token=self.per_token.read(),
+                inter_token_latency=self.per_token.read(),
+                request_time_per_output_token=self.mean_per_token.read(),
                 request_seconds=self.whole.read(),
                 queue_seconds=self.queued.read(),
                 adapter_wait_seconds=self.absent.read(),

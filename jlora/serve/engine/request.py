@@ -147,7 +147,8 @@ class EngineStats:
       by_unloaded: Requests that have begun, of adapters that are no longer registered.
       time_to_first_token: Histogram (upper bounds, counts, sum) in seconds; the last count is of values above all
         bounds.
-      time_per_output_token: Histogram in seconds.
+      inter_token_latency: Histogram of the time between two tokens of a request, in seconds.
+      request_time_per_output_token: Histogram of the mean of these times of each request, in seconds.
       request_seconds: Histogram of whole requests, in seconds.
       queue_seconds: Histogram of the time from arrival until a request has a row and its adapter a slot, in seconds.
       adapter_wait_seconds: As `queue_seconds`, only for requests whose adapter was in no slot on arrival.
@@ -165,7 +166,8 @@ class EngineStats:
     by_lora: Mapping[str, int] = field(default_factory=dict)
     by_unloaded: int = 0
     time_to_first_token: HistogramCounts = ((), (), 0.0)
-    time_per_output_token: HistogramCounts = ((), (), 0.0)
+    inter_token_latency: HistogramCounts = ((), (), 0.0)
+    request_time_per_output_token: HistogramCounts = ((), (), 0.0)
     request_seconds: HistogramCounts = ((), (), 0.0)
     queue_seconds: HistogramCounts = ((), (), 0.0)
     adapter_wait_seconds: HistogramCounts = ((), (), 0.0)

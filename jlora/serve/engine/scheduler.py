@@ -71,7 +71,8 @@ class Queue:
         first: Sequence | None = None  # first request that evicts another adapter
         for one in self._waiting:
             admitted, overdue = slots.admits(one.lora), one.passed >= self._max_passed
-            if not (admitted or overdue) or (one.lora is not None and not loaded(one.lora)):
+            absent = one.lora is not None and one.handle is None and not loaded(one.lora)
+            if not (admitted or overdue) or absent:
                 continue
             if overdue:
                 return one if admitted else first  # no later request may overtake it

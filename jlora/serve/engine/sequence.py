@@ -16,9 +16,28 @@ Version = tuple[str, int]
 """A version of an adapter: name and version number."""
 
 
+@dataclass
+class RequestVersion:
+    """The version of an adapter that all sequences of one request have.
+
+    Attributes:
+      open: Number of these sequences that have not ended.
+      handle: Keeps the version, from the beginning of the first of them to the end of the last; None for no adapter.
+    """
+
+    open: int = 1
+    handle: AdapterHandle | None = None
+
+    def release(self) -> None:
+        """Count the end of a sequence."""
+        self.open -= 1
+        if not self.open and self.handle is not None:
+            self.handle.close()
+
+
 @dataclass(eq=False)
 class Sequence:
-    """One request.
+    """A prompt and its completion: a request, or one of several of a request.
 
     Attributes:
       prompt: Token ids.
@@ -33,15 +52,16 @@ class Sequence:
       detokenizer: Text of its tokens.
       absent: True if its adapter was in no slot on arrival.
       passed: Number of later requests that began before it.
-      handle: Keeps the version of its adapter that it began with.
+      of_request: The version of its adapter, chosen when the first sequence of its request begins.
       active_from: Index of the first prompt token on which its adapter is active; past the prompt for none.
       row: Row of the cache, once it has begun; -1 before.
       filled: Number of prompt tokens in the cache.
       drawn: Number of tokens that steps were dispatched for.
       received: Number of tokens read back.
+      written: Number of tokens passed on to its consumer.
+      first, newest: `time.monotonic()` of the first and the last of them.
       left: True if it has left its row or can never get one; later tokens are dropped.
       ended: True if its consumer has the last event.
-      cancelled: True if its consumer cancelled it.
     """
 
     prompt: Seq[int]
@@ -57,21 +77,27 @@ class Sequence:
     absent: bool = False
     arrived: float = field(default_factory=time.monotonic)
     passed: int = 0
-    handle: AdapterHandle | None = None
+    of_request: RequestVersion = field(default_factory=RequestVersion)
     batch: Any = None
     active_from: int = 0
     row: int = -1
     filled: int = 0
     drawn: int = 0
     received: int = 0
-    newest: float = 0.0  # `time.monotonic()` of the last token
+    written: int = 0
+    first: float = 0.0
+    newest: float = 0.0
     left: bool = False
     ended: bool = False
-    cancelled: bool = False
+
+    @property
+    def handle(self) -> AdapterHandle | None:
+        """The handle of `of_request`."""
+        return self.of_request.handle
 
     @property
     def version(self) -> Version | None:
-        """The version of its adapter, once it has begun."""
+        """The version of its adapter, once a sequence of its request has begun."""
         return None if self.handle is None else (self.handle.name, self.handle.version)
 
     @property

@@ -93,10 +93,12 @@ class TokenWriter:
     def _count_token(self, sequence: Sequence, now: float) -> None:
         with self._metrics.lock:
             self._metrics.generated_tokens += 1
-            if sequence.newest:
+            if sequence.written:
                 self._metrics.per_token.add(now - sequence.newest)
             else:
                 self._metrics.first_token.add(now - sequence.arrived)
+                sequence.first = now
+        sequence.written += 1
         sequence.newest = now
 
     def _end(self, sequence: Sequence, event: Piece | LoRAError) -> None:
@@ -107,6 +109,8 @@ class TokenWriter:
         with self._metrics.lock:
             self._metrics.finished[reason] += 1
             self._metrics.whole.add(time.monotonic() - sequence.arrived)
+            if sequence.written > 1:
+                self._metrics.mean_per_token.add((sequence.newest - sequence.first) / (sequence.written - 1))
         try:
             sequence.answer.put(event)
         finally:

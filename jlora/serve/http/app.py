@@ -51,7 +51,7 @@ def build_app(service: Service) -> ASGIApp:
         anybody("/status", status_page),
         anybody("/", status_page),
     ]
-    return _Outermost(Router(routes, redirect_slashes=False))
+    return _Outermost(Router(routes, redirect_slashes=False), frozenset(route.path for route in routes))
 
 
 def _route(service: Service, path: str, endpoint: Endpoint, *, method: str = "GET", admin: bool | None = None) -> Route:
@@ -85,10 +85,15 @@ async def _version(service: Service, request: Request) -> Response:
 
 
 class _Outermost:
-    """Converts errors into responses, and writes one log line for each request."""
+    """Converts errors into responses, and writes one log line for each request.
 
-    def __init__(self, router: Router):
-        self._router = router
+    Args:
+      router: The routes.
+      paths: Their paths. A further slash at the end of one has no effect.
+    """
+
+    def __init__(self, router: Router, paths: frozenset[str]):
+        self._router, self._paths = router, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -99,6 +104,8 @@ class _Outermost:
         note: dict[str, Any] = {}
         scope["jlora.note"] = note
         scope["app"] = self  # makes the router raise if no route matches
+        if scope["path"].removesuffix("/") in self._paths:
+            scope["path"] = scope["path"].removesuffix("/")
         status, read = 0, False
 
         async def counted_receive() -> Message:

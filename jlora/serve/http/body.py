@@ -25,9 +25,10 @@ class Limits:
       body_bytes: Size of a body. A larger one is refused from its Content-Length, or once the limit is exceeded.
       upload_bytes: Size of a body with an adapter.
       header_seconds: Until all headers are received.
-      body_seconds: Until the whole body is received.
+      body_seconds: Until the whole body is received; a body with an adapter has more, see `upload_pace`.
+      upload_pace: Bytes of a body with an adapter whose arrival extends its time by a second.
       send_seconds: For the client to accept more of a response.
-      load_seconds: For an adapter to load, and for an upload to be received.
+      load_seconds: For an adapter to load.
       sequences: Number of prompts times completions of each.
       embeddings: Number of inputs of a request for embeddings.
     """
@@ -36,6 +37,7 @@ class Limits:
     upload_bytes: int = 2**30
     header_seconds: float = 15.0
     body_seconds: float = 30.0
+    upload_pace: float = 2.0 * 2**20
     send_seconds: float = 60.0
     load_seconds: float = 600.0
     sequences: int = 128
@@ -64,13 +66,16 @@ async def read_body(request: Request, limits: Limits, kind: str = BAD_REQUEST) -
     return await receive_body(request, limits.body_bytes, limits.body_seconds)
 
 
-async def receive_body(request: Request, most: int, seconds: float, flag: str = "") -> bytearray:
+async def receive_body(
+    request: Request, most: int, seconds: float, *, pace: float = math.inf, flag: str = ""
+) -> bytearray:
     """Read the body of a request into memory.
 
     Args:
       request: The request.
       most: Largest number of bytes.
       seconds: Until the whole body is received.
+      pace: Bytes received that extend this time by a second, so that a slow client is cut off and a large body is not.
       flag: Flag of `jlora serve` that sets `most`, for messages.
 
     Raises:
@@ -80,15 +85,18 @@ async def receive_body(request: Request, most: int, seconds: float, flag: str = 
     length = request.headers.get("content-length", "0")
     if not (length.isascii() and length.isdigit()) or int(length[:20]) > most:
         raise _too_long(most, flag)
-    body = bytearray()
+    body, started = bytearray(), asyncio.get_running_loop().time()
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(seconds) as limit:
             async for part in request.stream():
                 body += part
                 if len(body) > most:
                     raise _too_long(most, flag)  # no local keeps the error: its traceback holds the body
+                limit.reschedule(started + seconds + len(body) / pace)
     except TimeoutError:
-        raise ApiError(408, "RequestTimeoutError", f"the body did not come within {seconds:g} seconds") from None
+        more = "" if pace == math.inf else f" and one more for each {pace / 2**20:g} MiB received"
+        message = f"the body did not come within {seconds:g} seconds{more}"
+        raise ApiError(408, "RequestTimeoutError", message) from None
     return body
 
 

@@ -74,7 +74,7 @@ async def _answer(service: Service, request: Request, read: Read) -> Response:
 
 
 def _submit(service: Service, api_request: ApiRequest) -> list[Generation]:
-    """Submit all sequences of a request. If one is refused, cancel the others."""
+    """Submit all sequences of a request."""
     embed = api_request.encoding is not None
     if service.engine.embeds != embed:
         able = "generates text and cannot embed: its folder has no modules.json with a Pooling module"
@@ -87,17 +87,9 @@ def _submit(service: Service, api_request: ApiRequest) -> list[Generation]:
     if embed:
         dimensions, timeout = api_request.dimensions, api_request.timeout
         return service.engine.embed(list(encoded), dimensions=dimensions, lora=lora, timeout=timeout)
-    generations: list[Generation] = []
-    try:
-        for tokens in encoded:
-            for i in range(api_request.n):
-                params = _with_seed(api_request.params, i)
-                generations.append(service.engine.submit(tokens, params, lora=lora, timeout=api_request.timeout))
-    except BaseException:
-        for generation in generations:
-            generation.cancel()
-        raise
-    return generations
+    asked = [(tokens, _with_seed(api_request.params, i)) for tokens in encoded for i in range(api_request.n)]
+    tokens, params = zip(*asked, strict=True)
+    return service.engine.submit_all(tokens, params, lora=lora, timeout=api_request.timeout)
 
 
 def _rendered(service: Service, api_request: ApiRequest) -> str:
@@ -202,6 +194,12 @@ class Run:
         prompts = sum(generation.prompt_tokens for generation in self._generations[:: self.api_request.n])
         return usage_of(prompts, sum(choice.tokens for choice in self.choices))
 
+    def usage_so_far(self, index: int) -> dict[str, int] | None:
+        """Return the token counts of one completion so far, if events carry them."""
+        if not self.api_request.continuous_usage:
+            return None
+        return usage_of(self._generations[index].prompt_tokens, self.choices[index].tokens)
+
     def end(self) -> None:
         """Cancel the generations that have not ended, and complete the log line."""
         self._watch.cancel()
@@ -240,7 +238,12 @@ class _EventStream(Response):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
                 while pieces is not None:
-                    events = b"".join([writer.events(index, run.choices[index], piece) for index, piece in pieces])
+                    events = b"".join(
+                        [
+                            writer.events(index, run.choices[index], piece, run.usage_so_far(index))
+                            for index, piece in pieces
+                        ]
+                    )
                     if events:
                         await send({"type": "http.response.body", "body": events, "more_body": True})
                     pieces = await run.next()

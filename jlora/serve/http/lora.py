@@ -81,7 +81,9 @@ async def _upload_adapter(service: Service, request: Request) -> Response:
             "adapters are uploaded with a key of administrators, and the server was started without --admin-api-key KEY"
         )
     limits = service.limits
-    body = await receive_body(request, limits.upload_bytes, limits.load_seconds, "--max-upload-bytes")
+    body = await receive_body(
+        request, limits.upload_bytes, limits.body_seconds, pace=limits.upload_pace, flag="--max-upload-bytes"
+    )
     form = await service.work(lambda: parse_form(body, request.headers["content-type"], INVALID_INPUT))
     if missing := [field for field in (_WEIGHTS, _CONFIG) if field not in form]:
         found = f"an upload has lora_name, {_WEIGHTS} and {_CONFIG}, found {list(form)!r:.200}"

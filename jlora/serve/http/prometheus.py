@@ -11,6 +11,7 @@ from dataclasses import fields
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jlora import HistogramCounts
 from jlora.errors import printable
 from jlora.serve.http.service import Service
 
@@ -24,7 +25,8 @@ _COUNTERS = {
     "slot_evictions": "jlora:slot_evictions_total",
     "slot_hits": "jlora:slot_hits_total",
 }
-_HISTOGRAMS = {"load_seconds": "vllm:lora_adapter_load_seconds", "swap_seconds": "jlora:slot_write_seconds"}
+_LEVELS = {"slot": "gpu", "host": "cpu"}  # level of the manager -> its name in vLLM, on any accelerator
+_TRANSITIONS = {"load_seconds": "load", "swap_seconds": "activate"}  # of an adapter: to the host, and to a slot
 
 Labels = Mapping[str, str]
 Samples = Sequence[tuple[Labels, float]]
@@ -63,12 +65,13 @@ def _lines(service: Service) -> Iterator[str]:
     yield from _family("vllm:request_success_total", "counter", finished)
     for name, histogram in (
         ("vllm:time_to_first_token_seconds", stats.time_to_first_token),
-        ("vllm:time_per_output_token_seconds", stats.time_per_output_token),
+        ("vllm:inter_token_latency_seconds", stats.inter_token_latency),
+        ("vllm:request_time_per_output_token_seconds", stats.request_time_per_output_token),
         ("vllm:e2e_request_latency_seconds", stats.request_seconds),
         ("vllm:request_queue_time_seconds", stats.queue_seconds),
         ("jlora:adapter_wait_seconds", stats.adapter_wait_seconds),
     ):
-        yield from _histogram(name, model, *histogram)
+        yield from _histogram(name, [(model, histogram)])
 
     # The manager lists the least recently used first.
     order = [*reversed(service.manager.list_adapters().values())]
@@ -78,7 +81,7 @@ def _lines(service: Service) -> Iterator[str]:
         (
             {
                 "adapter_name": info.name,
-                "level": info.level,
+                "level": _LEVELS[info.level],
                 "pinned": str(info.pinned).lower(),
                 "rank": str(info.rank),
             },
@@ -95,9 +98,10 @@ def _lines(service: Service) -> Iterator[str]:
 
     yield from _family("jlora:adapters_registered", "gauge", [({}, len(service.engine.list_loras()))])
     yield from _family("jlora:failed_steps_total", "counter", [({}, stats.failed_steps)])
+    transitions = [({**model, "transition": kind}, getattr(manager, name)) for name, kind in _TRANSITIONS.items()]
+    yield from _histogram("vllm:lora_adapter_load_seconds", transitions)
     for field in fields(manager):
-        if field.name in _HISTOGRAMS:
-            yield from _histogram(_HISTOGRAMS[field.name], model, *getattr(manager, field.name))
+        if field.name in _TRANSITIONS:
             continue
         name = _COUNTERS.get(field.name, f"jlora:{field.name}")
         yield from _family(
@@ -116,19 +120,18 @@ def _family(name: str, kind: str, samples: Samples) -> Iterator[str]:
         yield f"{name}{_labels(labels)} {_number(value)}\n"
 
 
-def _histogram(
-    name: str, labels: Labels, bounds: Sequence[float], counts: Sequence[int], total: float
-) -> Iterator[str]:
-    """Yield the lines of a histogram. `counts` are per interval; the format requires cumulative ones."""
+def _histogram(name: str, series: Sequence[tuple[Labels, HistogramCounts]]) -> Iterator[str]:
+    """Yield the lines of histograms of one name. Their counts are per interval; the format requires cumulative ones."""
     yield f"# TYPE {name} histogram\n"
-    so_far = 0
-    for bound, count in zip(bounds, counts, strict=False):
-        so_far += count
-        yield f"{name}_bucket{_labels({**labels, 'le': _number(bound)})} {so_far}\n"
-    everything = sum(counts)
-    yield f"{name}_bucket{_labels({**labels, 'le': '+Inf'})} {everything}\n"
-    yield f"{name}_sum{_labels(labels)} {_number(total)}\n"
-    yield f"{name}_count{_labels(labels)} {everything}\n"
+    for labels, (bounds, counts, total) in series:
+        so_far = 0
+        for bound, count in zip(bounds, counts, strict=False):
+            so_far += count
+            yield f"{name}_bucket{_labels({**labels, 'le': _number(bound)})} {so_far}\n"
+        everything = sum(counts)
+        yield f"{name}_bucket{_labels({**labels, 'le': '+Inf'})} {everything}\n"
+        yield f"{name}_sum{_labels(labels)} {_number(total)}\n"
+        yield f"{name}_count{_labels(labels)} {everything}\n"
 
 
 def _labels(labels: Labels) -> str:

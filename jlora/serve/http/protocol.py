@@ -96,6 +96,7 @@ class ApiRequest:
       n: Completions of each prompt.
       stream: Send events as they arrive.
       include_usage: End the stream with an event of token counts.
+      continuous_usage: Give every event of the stream the token counts of its completion so far.
       timeout: Seconds; None for the server's own.
       encoding: Of a request for embeddings of the prompts, "float" or "base64"; None for completions.
       dimensions: Of embeddings, the number of values; None for the model's.
@@ -109,6 +110,7 @@ class ApiRequest:
     n: int
     stream: bool
     include_usage: bool
+    continuous_usage: bool
     timeout: float | None
     encoding: str | None = None
     dimensions: int | None = None
@@ -172,7 +174,7 @@ def read_embeddings(body: dict[str, Json], limits: Limits) -> ApiRequest:
         fields.only(name, *accepted)
     fields.finish()
     encoding = encoding or "float"
-    return ApiRequest(model, prompts, (), {}, SamplingParams(), 1, False, False, timeout, encoding, dimensions)
+    return ApiRequest(model, prompts, (), {}, SamplingParams(), 1, False, False, False, timeout, encoding, dimensions)
 
 
 def _template(fields: RequestFields) -> dict[str, Any]:
@@ -194,28 +196,28 @@ def _common(fields: RequestFields, limits: Limits, prompts: int) -> dict[str, An
         message = f"{prompts} prompts with {n} answers each are more than the {limits.sequences} of one request"
         raise bad_request(message, "n" if n > 1 else "prompt")
     stream = fields.flag("stream")
-    usage = _stream_options(fields, stream)
+    usage, continuous = _stream_options(fields, stream)
     timeout = fields.number("timeout", 0, _LONGEST_SECONDS, open_below=True)
     fields.ignore(_IGNORED)
     for name, accepted in _UNSERVED.items():
         fields.only(name, *accepted)
-    return {"n": n, "stream": stream, "include_usage": usage, "timeout": timeout}
+    return {"n": n, "stream": stream, "include_usage": usage, "continuous_usage": continuous, "timeout": timeout}
 
 
-def _stream_options(fields: RequestFields, stream: bool) -> bool:
+def _stream_options(fields: RequestFields, stream: bool) -> tuple[bool, bool]:
+    """Return whether the stream ends with token counts, and whether every event has them."""
     options = fields.take("stream_options")
     if options is None:
-        return False
+        return False, False
     if not isinstance(options, dict):
         raise fields.fail("stream_options", "an object")
     if not stream:
         raise bad_request("stream_options needs stream to be true", "stream_options")
     inner = RequestFields(cast("dict[str, Json]", options))
-    usage = inner.flag("include_usage")
-    for name in ("include_obfuscation", "continuous_usage_stats"):
-        inner.only(name, False)
+    usage, continuous = inner.flag("include_usage"), inner.flag("continuous_usage_stats")
+    inner.only("include_obfuscation", False)
     inner.finish()
-    return usage
+    return usage, usage and continuous  # the second has no effect alone, as in vLLM
 
 
 def _sampling(fields: RequestFields, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
@@ -285,7 +287,9 @@ def _content(value: Json, where: str) -> str:
         raise bad_request(f"{where} must be a text, or a list of parts of type text, got {value!r:.80}", where)
     texts: list[str] = []
     for i, part in enumerate(cast("list[Json]", value)):
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str) or part.keys() != {"type", "text"}:
+        # Nothing is cached between requests, so `cache_control` has no effect.
+        fields = part.keys() - {"cache_control"} if isinstance(part, dict) else ()
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str) or fields != {"type", "text"}:
             found = part.get("type") if isinstance(part, dict) else part
             raise bad_request(f"{where}[{i}] must be {{type: text, text: ...}}, got {found!r:.80}", f"{where}[{i}]")
         if part["type"] != "text":

@@ -106,8 +106,8 @@ class ResponseWriter:
         self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
         self._event_head = {**self._head, "object": "chat.completion.chunk" if chat else kind}
         # Encoded once, since events (thousands a second) differ only in their choice.
-        head, usage = _encode(self._event_head), b',"usage":null' if include_usage else b""
-        self._before, self._after = b"data: " + head[:-1].encode() + b',"choices":[', b"]" + usage + b"}\n\n"
+        self._before = b"data: " + _encode(self._event_head)[:-1].encode() + b',"choices":['
+        self._usage = b',"usage":null' if include_usage else b""
 
     def whole(self, choices: Sequence[Choice], usage: dict[str, int]) -> dict[str, Any]:
         """Return the body of a whole response."""
@@ -120,8 +120,8 @@ class ResponseWriter:
             return {"index": index, "message": {"role": "assistant", "content": choice.text, "refusal": None}, **end}
         return {"index": index, "text": choice.text, **end}
 
-    def events(self, index: int, choice: Choice, piece: Piece) -> bytes:
-        """Return the events for a piece; empty while its text is pending."""
+    def events(self, index: int, choice: Choice, piece: Piece, usage: dict[str, int] | None = None) -> bytes:
+        """Return the events for a piece; empty while its text is pending. `usage` are the token counts of each."""
         deltas: list[dict[str, Any]] = []
         if self._chat and not choice.begun:
             deltas.append({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
@@ -133,7 +133,9 @@ class ResponseWriter:
                 deltas.append({"index": index, "delta": delta, **end})
             else:
                 deltas.append({"index": index, "text": piece.text, **end})
-        return b"".join([self._before + _encode(delta).encode() + self._after for delta in deltas])
+        counts = self._usage if usage is None else b',"usage":' + _encode(usage).encode()
+        after = b"]" + counts + b"}\n\n"
+        return b"".join([self._before + _encode(delta).encode() + after for delta in deltas])
 
     def usage_event(self, usage: dict[str, int]) -> bytes:
         """Return the last event, with token counts."""

@@ -197,6 +197,16 @@ def _protocol(limits: Limits) -> type[H11Protocol]:
                 self._waiting.cancel()
                 self._waiting = None
 
+        def send_400_response(self, msg: str) -> None:
+            """Answer bytes that are not HTTP, and close. A request under way ends as if its client had disconnected."""
+            if self.cycle is not None:
+                self.cycle.disconnected = True  # its response can no longer be sent
+                self.cycle.message_event.set()
+            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+                super().send_400_response(msg)
+            else:  # a response has begun, or ended before the body
+                self.transport.close()
+
         def pause_writing(self) -> None:
             super().pause_writing()
             self._writing = self._writing or self.loop.call_later(limits.send_seconds, self.transport.abort)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from jlora import LoRAManager
 from jlora.errors import LoRAError
-from jlora.serve.http.log import log
+from jlora.serve.http.log import log, log_event
+
+_MOST_NAMES = 100  # in the log
 
 
 class StateFolder:
@@ -61,7 +63,20 @@ class StateFolder:
           LoRAError: it cannot be restored; see `LoRAManager.restore`.
         """
         self._manager = manager
-        return manager.restore(self._folder) if self.saved else frozenset()
+        if not self.saved:
+            return frozenset()
+        known = manager.restore(self._folder)
+        found = manager.list_adapters()
+        log_event(
+            "restored by --lora-state",
+            folder=str(self._folder),
+            count=len(found),
+            adapters=list(found)[:_MOST_NAMES],
+            pinned=[name for name, info in found.items() if info.pinned],
+            in_slots=[name for name, info in found.items() if info.level == "slot"],
+            unloaded=sorted(known - found.keys())[:_MOST_NAMES],
+        )
+        return known
 
     def changed(self) -> None:
         """Save the adapters to disk before returning. Raises LoRAError."""

@@ -89,7 +89,7 @@ def _status(service: Service) -> dict[str, Any]:
         "manager": asdict(manager),
         "latency": {
             "first token": _quantiles(stats.time_to_first_token),
-            "each further token": _quantiles(stats.time_per_output_token),
+            "each further token": _quantiles(stats.inter_token_latency),
             "whole request": _quantiles(stats.request_seconds),
             "queue": _quantiles(stats.queue_seconds),
             "queue, of adapters in no slot": _quantiles(stats.adapter_wait_seconds),

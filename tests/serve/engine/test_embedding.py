@@ -1,5 +1,7 @@
 """Embeddings in the engine: any adapters in one step, against models with merged weights."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -168,6 +170,22 @@ def test_a_request_of_many_prompts_is_admitted_whole(engine, oracle):
     assert late[199].finish_reason == "abort"
     assert late[199].embedding is None
     until(lambda: not engine._manager.leases())
+
+
+def test_a_request_has_one_version_of_its_adapter(engine, oracle):
+    prompt = prompt_of(60)
+    a, b = (oracle(name, prompt) for name in "ab")
+    assert np.abs(a - b).max() > 1e-2
+    engine.add_lora(replace(adapter_of("a"), name="mine"))
+    generations = engine.embed([prompt] * 400, lora="mine")
+    assert generations[0].result(60).finish_reason == "stop"
+    engine.add_lora(replace(adapter_of("b"), name="mine"), load_inplace=True)
+    assert engine.stats().waiting  # so the adapter was replaced during the request
+    for found in results(generations):
+        np.testing.assert_allclose(found, a, atol=2e-6)
+    (found,) = results(engine.embed([prompt], lora="mine"))
+    np.testing.assert_allclose(found, b, atol=2e-6)
+    engine.remove_lora("mine")
 
 
 def test_an_adapter_of_nan_fails_alone(engine, oracle):

@@ -32,6 +32,7 @@ from tests.serve.conftest import ADAPTERS, ROWS, request_of
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
 LONG = SamplingParams(temperature=0, ignore_eos=True, max_tokens=40)
 WORD = "planet="
+MEASURED = ("inter_token_latency", "request_time_per_output_token")
 
 
 class Oracle:
@@ -133,8 +134,10 @@ def test_answers_equal_generate_for_four_adapters_and_the_base(world, oracle):
     assert after.generated_tokens - before.generated_tokens == sum(len(one.tokens) for one in found)
     assert after.prompt_tokens - before.prompt_tokens == sum(one.prompt_tokens for one in found)
     assert after.finished["stop"] - before.finished.get("stop", 0) == 16
-    for name in ("time_to_first_token", "request_seconds", "queue_seconds"):
+    for name in ("time_to_first_token", "request_seconds", "queue_seconds", "request_time_per_output_token"):
         assert sum(getattr(after, name)[1]) - sum(getattr(before, name)[1]) == 16
+    gaps = sum(after.inter_token_latency[1]) - sum(before.inter_token_latency[1])
+    assert gaps == sum(len(one.tokens) - 1 for one in found)
     assert (after.running, after.waiting, after.cache_usage) == (0, 0, 0.0)
     long = [Request("reverse", "abcdefghijklmnopqrstuvwxyz" * 2 + "="), Request(None, "a" * 31 + "=")]  # in two chunks
     assert [list(one.tokens) for one in answers(world, long)] == oracle(long)
@@ -210,7 +213,11 @@ def test_finish_reasons_and_stop_strings(world, oracle):
         ("abc", "length"), ("abc", "stop"), ("abcde", "stop"), ("abcdefgh", "stop"),
     ]  # fmt: skip
     assert [list(one.tokens) for one in found] == [whole[:3], whole[:5], whole[:5], whole]
+    before = world.engine.stats()
     filled = answers(world, [request], SamplingParams(temperature=0, ignore_eos=True))[0]  # all of the context
+    after = world.engine.stats()
+    gaps, mean = (getattr(after, name)[2] - getattr(before, name)[2] for name in MEASURED)
+    assert mean == pytest.approx(gaps / (len(filled.tokens) - 1))
     assert (len(filled.tokens), filled.finish_reason) == (64 - len(request.prompt) - 1, "length")
     prompt = encode(world.tokenizer, [request])[0]
     scores = oracle.logits([None], [[*prompt, *filled.tokens]])[0]
@@ -319,6 +326,46 @@ def test_full_queue_refuses_requests_with_retry_after(world):
         assert 0 < caught.value.retry_after <= 60
         go.set()
         assert {one.result(60).finish_reason for one in taken} == {"stop"}
+
+
+@pytest.mark.parametrize("how", ["replaced", "unloaded"])
+def test_a_request_of_many_answers_has_one_version(world, oracle, how):
+    """Also those that begin after the adapter was replaced or unloaded."""
+    (sort,), (swap,) = oracle([Request("sort", WORD)]), oracle([Request("swap", WORD)])
+    world.engine.add_lora(request_of("mine", "sort"))
+    with world.paused() as go:
+        found = world.engine.submit_all([WORD] * (2 * ROWS), [GREEDY] * (2 * ROWS), lora="mine")
+        until(lambda: world.engine.stats().running == ROWS)
+        if how == "replaced":
+            world.engine.add_lora(request_of("mine", "swap"), load_inplace=True)
+            later = world.engine.submit(WORD, GREEDY, lora="mine")
+        else:
+            world.engine.remove_lora("mine")
+        go.set()
+        assert [list(one.result(60).tokens) for one in found] == [sort] * (2 * ROWS)
+    if how == "replaced":
+        assert list(later.result(60).tokens) == swap
+    until(lambda: not world.manager.leases())
+    if how == "unloaded":
+        assert "mine" not in world.manager.list_adapters()
+
+
+def test_a_request_of_many_answers_is_refused_or_queued_whole(world):
+    with world.paused() as go:
+        many = world.engine.submit_all([WORD] * 70, [GREEDY] * 70)  # the queue has room for 64
+        with pytest.raises(EngineBusyError):
+            world.engine.submit_all([WORD] * 2, [GREEDY] * 2)
+        go.set()
+        assert {one.result(60).finish_reason for one in many} == {"stop"}
+    before = world.engine.stats()
+    for prompts, params, error in (
+        ([WORD, ""], [GREEDY, dataclasses.replace(GREEDY, top_p=2.0)], "top_p"),
+        ([WORD, [99]], [GREEDY] * 2, "token ids from 0 to 31"),
+    ):
+        with pytest.raises(jlora.LoRAUsageError, match=error):
+            world.engine.submit_all(prompts, params, lora="sort")
+    assert world.engine.stats() == before
+    assert world.engine.submit_all([], []) == []
 
 
 def test_unloading_refuses_new_requests_and_serves_earlier_ones(world, oracle):

@@ -58,7 +58,7 @@ class Desk:
         waiting = {sequence_of(name, self.request(name)): name for name in names}
         failed: dict[str, jlora.LoRAError] = {}
         for one in waiting:
-            self.loras.wanted(one)
+            self.loras.wanted([one])
         for _ in range(LOOKS):
             left = {one: name for one, name in waiting.items() if name not in failed}
             failed |= self.loras.look(left, frozenset(self.running))
@@ -110,7 +110,7 @@ def test_load_without_room_is_retried_while_others_run(tmp_path):
     desk = Pending(tmp_path, max_cpu_loras=2)
     waiting, running = {sequence_of("late", desk.request("late")): "late"}, frozenset({("other", 1)})
     for one in waiting:
-        desk.loras.wanted(one)
+        desk.loras.wanted([one])
 
     def loads_again(count):
         assert desk.loras.look(waiting, running) == {}

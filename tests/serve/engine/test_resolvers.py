@@ -234,7 +234,7 @@ def test_flood_of_unknown_names_is_bounded():
     refused = 0
     for i in range(many):
         try:
-            loras.wanted(sequence_of(f"made-up-{i}"))
+            loras.wanted([sequence_of(f"made-up-{i}")])
         except EngineBusyError:
             refused += 1
         assert i + 1 - refused - len(ended) <= 256 + 8  # one more for each thread that is ending a request

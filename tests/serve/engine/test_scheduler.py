@@ -15,7 +15,7 @@ def slots(total=2, running=(), resident=(), taken=None):
 
 
 def request(lora, item):
-    return SimpleNamespace(lora=lora, item=item, passed=0)
+    return SimpleNamespace(lora=lora, item=item, passed=0, handle=None)
 
 
 def queue(*loras, ratio=3):
@@ -96,3 +96,11 @@ def test_no_request_is_overtaken_more_often_than_the_bound(data):
     for _ in range(len(waiting)):  # all are loaded and no slot is taken
         assert take(made, slots(total)) is not None
     assert len(made) == 0
+
+
+def test_a_version_that_is_held_needs_no_load():
+    made = Queue(2)
+    made.add(one := request("a", 0))
+    assert made.next(slots(1), lambda name: False) is None
+    one.handle = "held"
+    assert made.next(slots(1), lambda name: False) is one

@@ -180,6 +180,36 @@ def test_stream_of_completions(service):
     assert all("usage" not in event for event in complete(service, stream=True).events)
 
 
+def test_each_event_has_the_counts_so_far(service):
+    """As in vLLM: those of its own completion, and only beside include_usage."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *events, last = complete(service, stream=True, prompt=["ba=", "c"], n=2, stream_options=options).events
+    tokens = dict.fromkeys(range(4), 0)
+    for event in events:
+        (choice,) = event["choices"]
+        index = choice["index"]
+        tokens[index] += len(choice["text"])  # a token is a letter
+        prompt = 3 if index < 2 else 1
+        expected = {"prompt_tokens": prompt, "completion_tokens": tokens[index], "total_tokens": prompt + tokens[index]}
+        assert event["usage"] == expected
+    assert tokens == {0: 8, 1: 8, 2: 6, 3: 6}
+    assert last["usage"] == {"prompt_tokens": 4, "completion_tokens": 28, "total_tokens": 32}
+    events = chat(service, stream=True, max_tokens=6, stream_options=options).events
+    assert {event["usage"]["prompt_tokens"] for event in events} == {11}
+    events = complete(service, stream=True, stream_options={"continuous_usage_stats": True}).events
+    assert all("usage" not in event for event in events)
+
+
+def test_parts_with_cache_control(service, engine):
+    """Clients mark prefixes to keep. Here nothing is cached between requests."""
+    parts = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "b"}]
+    assert chat(service, messages=[{"role": "user", "content": parts}]).status == 200
+    assert engine.encoded == [("<s>user:a\nb|a:", False)]
+    parts[0]["cached"] = True
+    answer = chat(service, messages=[{"role": "user", "content": parts}])
+    assert (answer.status, answer.error["param"]) == (400, "messages[0].content[0]")
+
+
 def test_stream_of_a_chat(service):
     events = chat(service, stream=True, max_tokens=6).events
     assert {event["object"] for event in events} == {"chat.completion.chunk"}
@@ -241,19 +271,6 @@ def test_pieces_before_an_error_are_streamed(service, engine):
     assert all(generation.cancelled for generation in engine.generations)
 
 
-def test_refused_answer_cancels_those_submitted_before(service, engine):
-    submit, engine.hold = engine.submit, True
-
-    def refuse_the_third(*args, **options):
-        if len(engine.generations) == 2:
-            raise BUSY
-        return submit(*args, **options)
-
-    engine.submit = refuse_the_third
-    assert complete(service, n=4).status == 429
-    assert [generation.cancelled for generation in engine.generations] == [True, True]
-
-
 def test_chats_that_cannot_be_tokenized_are_refused(engine):
     refusing = ChatTemplate("{{ raise_exception('only users may speak') }}")
     for template, words in ((None, "no chat template"), (refusing, "only users may speak")):
@@ -268,4 +285,4 @@ def test_text_too_long_for_the_context_is_not_tokenized(service, engine):
     for answer in (complete(service, prompt=["a", long]), chat(service, messages=[{"role": "user", "content": long}])):
         assert (answer.status, "128 tokens" in answer.error["message"]) == (400, True)
     assert engine.encoded == [("a", True)]
-    assert [one.cancelled for one in engine.generations] == [True]
+    assert engine.generations == []

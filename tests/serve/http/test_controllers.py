@@ -7,6 +7,7 @@ statuses that count as success, and the fields that it reads.
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from jlora.config import LoRARequest
 from jlora.serve.engine.request import EngineStats
 from jlora.serve.http.service import Keys
 from tests.serve.client import ask, make_service
@@ -144,6 +145,28 @@ def test_endpoint_picker(service, engine):
     assert {"é", "team/mine", 'quote"', "x=1", "back\\slash"} < picker.active
     assert len(picker.active) == len(names)  # the name with a comma stays one name
     assert picker.score("a") == 0.0
+
+
+def test_load_state_scorer(engine):
+    """llm-d/llm-d-router, docs/plugin-metric-protocol.md (LoRA Adapter Residency), and of pkg/epp/framework/plugins
+    scheduling/scorer/loraloadstate and datalayer/extractor/metrics: levels, ranks, slots, and means of transitions."""
+    engine.loras = {name: LoRARequest(name, "x") for name in "abc"}
+    engine.pinned = {"b"}
+    service = make_service(engine)
+    families = {one.name: one.samples for one in text_string_to_metric_families(ask(service, "GET", "/metrics").text)}
+    loaded = {one.labels["adapter_name"]: one for one in families["vllm:lora_adapter_loaded"] if one.value > 0}
+    assert {name: one.labels["level"] for name, one in loaded.items()} == {"a": "gpu", "b": "gpu", "c": "cpu"}
+    assert [name for name, one in loaded.items() if one.labels["pinned"] == "true"] == ["b"]
+    assert {int(one.labels["rank"]) for one in loaded.values()} == {8}
+    for name, count in (("vllm:num_gpu_loaded_lora_adapters", 2), ("vllm:max_gpu_lora_adapters", 4)):
+        assert [(one.labels["model_name"], one.value) for one in families[name]] == [("base", count)]
+    sums = {
+        (one.name.rpartition("_")[2], one.labels["transition"]): one.value
+        for one in families["vllm:lora_adapter_load_seconds"]
+        if not one.name.endswith("_bucket")
+    }
+    means = {kind: sums["sum", kind] / sums["count", kind] for kind in ("load", "activate")}
+    assert means == pytest.approx({"load": 0.7, "activate": 0.0005})
 
 
 @pytest.mark.parametrize("condition", ["warming", "closing"])

@@ -42,6 +42,17 @@ def test_load_adds_an_adapter(service, engine, root):
         assert ask(service, "GET", f"/v1/models/team/{i}").json["parent"] == parent
 
 
+def test_a_slash_after_a_path_has_no_effect(service):
+    assert ask(service, "GET", "/v1/models/").json == ask(service, "GET", "/v1/models").json
+    assert ask(service, "GET", "/health/").status == 200
+    answer = post(service, "/v1/completions/", {"model": "sort", "prompt": "a"})
+    assert answer.json["choices"][0]["text"] == "sort|a"
+    for path in ("/v1/models//", "/v1/models/nobody/", "/v1/nothing/"):
+        assert ask(service, "GET", path).status == 404
+    assert post(service, LOAD, {"lora_name": "team/", "lora_path": "one"}).status == 200
+    assert ask(service, "GET", "/v1/models/team/").json["id"] == "team/"
+
+
 def test_loaded_name_needs_load_inplace(service, engine, root):
     before = dict(engine.loras)
     answer = post(service, LOAD, {"lora_name": "sort", "lora_path": "one"})

@@ -17,7 +17,8 @@ STATS = EngineStats(
     running=3, waiting=2, running_by_lora={"sort": 2}, waiting_by_lora={"reverse": 1, "a,b": 1}, cache_usage=0.25,
     prompt_tokens=70, generated_tokens=90, finished={"stop": 4, "length": 1, "error": 2}, failed_steps=1,
     by_lora={"sort": 5, "reverse": 2, "": 9}, by_unloaded=6, time_to_first_token=((0.1, 1.0), (3, 2, 1), 4.5),
-    time_per_output_token=((0.01,), (0, 0), 0.0), request_seconds=((1.0,), (1, 0), 0.5),
+    inter_token_latency=((0.01,), (0, 0), 0.0), request_time_per_output_token=((0.02,), (3, 1), 0.08),
+    request_seconds=((1.0,), (1, 0), 0.5),
     queue_seconds=((0.1,), (7, 1), 0.75), adapter_wait_seconds=((0.1,), (2, 1), 0.7),
 )  # fmt: skip
 
@@ -77,8 +78,10 @@ def test_metrics_show_the_statistics(engine):
         ("vllm:time_to_first_token_seconds_sum", base): 4.5,
         ("vllm:num_gpu_loaded_lora_adapters", base): 2,
         ("vllm:max_gpu_lora_adapters", base): 4,
-        ("vllm:lora_adapter_load_seconds_bucket", ("le", "0.5"), base): 4,
-        ("jlora:slot_write_seconds_sum", base): 0.002,
+        ("vllm:inter_token_latency_seconds_count", base): 0,
+        ("vllm:request_time_per_output_token_seconds_bucket", ("le", "0.02"), base): 3,
+        ("vllm:lora_adapter_load_seconds_bucket", ("le", "0.5"), base, ("transition", "load")): 4,
+        ("vllm:lora_adapter_load_seconds_sum", base, ("transition", "activate")): 0.002,
         ("vllm:request_queue_time_seconds_bucket", ("le", "+Inf"), base): 8,
         ("jlora:adapter_wait_seconds_bucket", ("le", "0.1"), base): 2,
         # For routers: one block per sequence, without prefix sharing.
@@ -117,7 +120,7 @@ def test_number_of_series_is_bounded():
     engine.told = replace(STATS, by_lora={name: 1 for name in cache})
     found = scrape(service)
     assert len(found) < 1200
-    assert {resident(found)[name][0] for name in slots} == {"slot"}
+    assert {resident(found)[name][0] for name in slots} == {"gpu"}
     # Adapters in slots come first, although these were used least recently.
     assert {f"tenant-{i}" for i in range(4)} < resident(found).keys()
     assert len(resident(found)) == 1000

@@ -163,6 +163,36 @@ def test_lines_and_headers_have_limits(served):
     assert httpx.get(f"http://{served[0]}:{served[1]}/health").status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/nothing"])
+@pytest.mark.parametrize("late", [False, True])
+def test_bytes_that_stop_being_http_end_the_connection(served, caplog, path, late):
+    """During the body of a request that is being answered, or that was answered without its body."""
+    head, broken = f"GET {path} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode(), b"no size\r\n"
+    with connect(served) as connection:
+        if late:
+            connection.sendall(head)
+            first = connection.recv(10_000)
+            assert first.startswith(b"HTTP/1.1 404" if path == "/nothing" else b"HTTP/1.1 200")
+            connection.sendall(broken)
+            assert b"HTTP/1.1" not in read_all(connection)
+        else:
+            connection.sendall(head + broken)
+            assert read_all(connection).startswith(b"HTTP/1.1 400 ")
+    assert httpx.get(f"http://{served[0]}:{served[1]}/health").status_code == 200
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def test_bytes_that_stop_being_http_end_the_request(served, engine):
+    engine.hold = True
+    body = content()
+    sized = b"%x\r\n%s\r\n" % (len(body), body)
+    with connect(served) as connection:
+        request = raw_post(PATH, b"").replace(b"content-length: 0", b"transfer-encoding: chunked")
+        connection.sendall(request + sized + b"no size\r\n")
+        assert read_all(connection).startswith(b"HTTP/1.1 400 ")
+    assert engine.generations == []
+
+
 def test_connection_serves_many_requests(served):
     with httpx.Client(base_url=f"http://{served[0]}:{served[1]}", timeout=10) as client:
         for _ in range(5):

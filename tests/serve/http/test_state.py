@@ -68,6 +68,25 @@ def test_change_is_saved_before_the_call_returns(world, tmp_path, begin):
     assert list(world.manager.list_adapters()) == ["a"]
 
 
+def test_log_names_what_was_restored(world, tmp_path, begin, caplog):
+    folder = tmp_path / "state"
+    with caplog.at_level("INFO", "jlora.serve"):
+        state, _ = begin(folder, world)
+        assert not caplog.records  # nothing was saved
+        for name in "abc":
+            world.manager.add_adapter(request(tmp_path, name))
+        world.manager.pin_adapter("a")
+        state.changed()
+        world.manager.remove_adapter("b")
+        state.changed()
+        end(state)
+        begin(folder, as_new(world))
+    (line,) = [record.getMessage() for record in caplog.records]
+    found = json.loads(line.removeprefix("restored by --lora-state "))
+    assert found == {"folder": str(folder), "count": 2, "adapters": ["c", "a"], "pinned": ["a"], "in_slots": ["a"],
+                     "unloaded": ["b"]}  # fmt: skip
+
+
 @pytest.mark.parametrize("lock_file", ["kept", "deleted"])
 def test_folder_belongs_to_one_server(world, tmp_path, begin, lock_file):
     state, _ = begin(tmp_path, world)

@@ -1,5 +1,9 @@
 """Adapters in the body of a request: forms, limits, keys, and uploads under load."""
 
+import contextlib
+import socket
+import time
+
 import numpy as np
 import pytest
 
@@ -9,7 +13,7 @@ from jlora.errors import AdapterMismatchError, NoFreeSlotError
 from jlora.serve import push
 from jlora.serve.http.body import Limits
 from jlora.serve.http.service import Keys
-from tests.serve.client import ask, make_service, on_socket, post
+from tests.serve.client import ask, make_service, on_socket, post, raw_post, read_all
 
 LOAD = "/v1/load_lora_adapter"
 FOLDER = DEMO / "adapters" / "sort"
@@ -124,6 +128,44 @@ def test_a_failed_load_has_the_status_of_its_cause(service, engine):
     ):
         engine.broken["memory"] = error
         refused(upload(service, form(PARTS)), status, str(error))
+
+
+def head_of(body):
+    """Return the head of a request that uploads `body`."""
+    heads = ("content-type: multipart/form-data; boundary=----x", "authorization: Bearer secret")
+    request = raw_post(LOAD, b"", *heads, length=len(body))
+    return request.replace(b"content-type: application/json\r\n", b"")
+
+
+def test_slow_uploads_are_cut_off_and_make_room_for_others(engine):
+    service = make_service(
+        engine, administration=True, keys=Keys((), ("secret",)), limits=Limits(body_seconds=1.0, upload_pace=2**20)
+    )
+    body = form(PARTS)
+    with on_socket(service) as address, contextlib.ExitStack() as stack:
+        slow = [stack.enter_context(socket.create_connection(address, timeout=10)) for _ in range(4)]
+        for connection in slow:
+            connection.sendall(head_of(body) + body[:1000])
+        other = stack.enter_context(socket.create_connection(address, timeout=10))
+        other.sendall(head_of(body) + body)
+        assert other.recv(10_000).startswith(b"HTTP/1.1 200 ")
+        for connection in slow:
+            answer = read_all(connection)
+            assert answer.startswith(b"HTTP/1.1 408 ")
+            assert b"did not come within 1 seconds and one more for each 1 MiB received" in answer
+
+
+def test_an_upload_that_goes_on_has_more_time(engine):
+    """Its body takes five times `body_seconds`."""
+    limits = Limits(body_seconds=0.3, upload_pace=len(form(PARTS)) / 9)
+    service = make_service(engine, administration=True, keys=Keys((), ("secret",)), limits=limits)
+    body = form(PARTS)
+    with on_socket(service) as address, socket.create_connection(address, timeout=10) as connection:
+        connection.sendall(head_of(body))
+        for i in range(6):
+            connection.sendall(body[i * len(body) // 6 : (i + 1) * len(body) // 6])
+            time.sleep(0.25)
+        assert connection.recv(10_000).startswith(b"HTTP/1.1 200 ")
 
 
 def test_no_file_is_written(service, engine, tmp_path, monkeypatch):

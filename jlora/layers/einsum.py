@@ -14,7 +14,7 @@ from jlora._typing import DType
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.specs import Blocks, LinearSpec, Restore
 
-_EQUATION = re.compile(r"[A-Za-z.\s]+,[A-Za-z.\s]+->[A-Za-z.\s]*")
+_EQUATION = re.compile(r"[\w.\s]+,[\w.\s]+->[\w.\s]*")  # `jnp.einsum` takes letters of all scripts, and digits
 
 
 def is_equation(value: Any) -> bool:
@@ -53,7 +53,7 @@ def einsum_axes(equation: str, x_ndim: int | None = None) -> EinsumAxes | str:
         return f"the kernel of {equation!r} has an ellipsis"
     if "..." in x:
         spread = 0 if x_ndim is None else x_ndim - len(x.replace("...", ""))
-        stand_in = "".join(chr(0x3B1 + i) for i in range(spread))  # Greek letters, which an equation cannot contain
+        stand_in = "".join(chr(0xE000 + i) for i in range(spread))  # of no script, so no equation contains them
         x, y = x.replace("...", stand_in), y.replace("...", stand_in)
     shared = sorted(set(x) & set(kernel) & set(y))
     summed = sorted((set(x) - set(kernel) - set(y)) | (set(kernel) - set(x) - set(y)))

@@ -7,10 +7,11 @@ decoder of 28 layers.
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial, update_wrapper, wraps
 from itertools import chain
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -23,6 +24,10 @@ from jlora.layers.forward.context import around, staged
 from jlora.layers.forward.forward_record import ForwardRecord
 from jlora.manager.state import State
 
+_DICTS = (dict, OrderedDict, defaultdict)
+# The children and the static part of a registered pytree; None for a leaf.
+_flatten = cast("Callable[[Any], Any]", jax.tree_util.default_registry.flatten_one_level)
+_FLAX_STATE = "_pytree__state"  # of each module; it holds no array
 _OTHER_MODEL = (
     "a step of LoRAManager.jit takes the model of its manager as its first argument, by position, and got {found}: "
     "call step(manager.model, ...). Make another manager for another model; pass a copy to jax.jit(forward)"
@@ -79,7 +84,7 @@ class FlatModel:
     def clear(self) -> None:
         """Release the variables until the next `read`."""
         self.structure: Structure | None = None
-        self._watched: list[Iterable[Any]] = [(object(),)]  # live views of the items of modules, lists and dicts
+        self._watched: list[Iterable[Any]] = [(object(),)]  # live views of the items of all containers
         self._seen: list[Any] = [object()]  # their items when the model was last split
         self._variables: list[Any] = []
 
@@ -90,10 +95,7 @@ class FlatModel:
         return list(map(raw_value, self._variables))
 
     def _split(self) -> None:
-        nodes = [node for _, node in nnx.iter_graph(self._model)]
-        watched: list[Iterable[Any]] = [vars(node).values() for node in nodes if isinstance(node, nnx.Pytree)]
-        watched += [node for node in nodes if isinstance(node, list)]
-        watched += [node.values() for node in nodes if isinstance(node, dict)]
+        watched = _watched(self._model)
         watched.append((object(),))  # last, so that an item more or fewer is found
         graphdef, state = cast("tuple[Any, Any]", nnx.split(self._model))
         found, tree = cast("tuple[Any, Any]", jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_variable))
@@ -106,6 +108,37 @@ class FlatModel:
         self.structure = self.structure if self.structure == new else new
         # Last, so that the next call repeats an interrupted split.
         self._watched, self._seen = watched, list(chain.from_iterable(watched))
+
+
+def _watched(model: nnx.Module) -> list[Iterable[Any]]:
+    """Return live views, which together differ in an item if a leaf of the model, or its path, is another one."""
+    views: list[Iterable[Any]] = []
+    for path, node in cast("Iterable[tuple[tuple[Any, ...], Any]]", nnx.iter_graph(model)):
+        if isinstance(node, nnx.Pytree):
+            views.append(vars(node).values())
+            if not getattr(type(node), "_pytree__is_pytree", True):
+                views.append(vars(node))  # the names; in others, Flax replaces an attribute where one is deleted
+        elif type(node) is list:
+            views.append(cast("list[Any]", node))
+        elif type(node) in _DICTS:
+            views += [node, node.values()]
+        elif not isinstance(node, tuple | nnx.Variable | NoneType) and path[-1] != _FLAX_STATE and _flatten(node):
+            views.append(_Children(node))
+    return views
+
+
+class _Children:
+    """The children of a registered pytree, such as a dataclass. Each iteration flattens it again."""
+
+    def __init__(self, node: Any):
+        self._node = node
+        self._static: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        children, static = _flatten(self._node)
+        if static != self._static:  # JAX compares it like this; the object is often a new one
+            self._static = static
+        return chain(children, (self._static,))
 
 
 def _is_variable(leaf: object) -> bool:
@@ -134,20 +167,20 @@ class Step:
         self._own: Structure | None = None  # of the manager's model, at the first call
         self._programs: list[tuple[Structure, Any]] = []  # one, and those of the copies of `verify`
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the function on the model, the first of `args`."""
         with self._lock:
             self._state.slots.takes_turns = True
             program, values = self._read(*args[:1])
             return program(values, *args[1:], **kwargs)
 
-    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+    def trace(self, /, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Trace the function for a call, as `jax.jit(...).trace`."""
         with self._lock:
             program, values = self._read(*args[:1])
             return program.trace(values, *args[1:], **kwargs)
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lower the function for a call, as `jax.jit(...).lower`, to inspect its shapes, costs and memory."""
         return self.trace(*args, **kwargs).lower()
 
@@ -179,7 +212,7 @@ class Step:
         function = self._function
 
         @wraps(function)  # JAX resolves names of arguments by its signature
-        def run(values: list[Any], *args: Any, **kwargs: Any) -> Any:
+        def run(values: list[Any], /, *args: Any, **kwargs: Any) -> Any:
             return function(structure.merge(values), *args, **kwargs)
 
         self._programs.append((structure, jax.jit(run, **self._options)))

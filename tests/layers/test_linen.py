@@ -127,3 +127,23 @@ def test_a_bare_linen_module_raises_with_the_line_to_write():
     manager = make_manager(Held())
     with pytest.raises(AdapterMismatchError, match=r"a Linen module: hold it in a jlora\.LinenModule"):
         manager.add_adapter(make_adapter("one", [Target("linen", 6, 6, "")], 2))
+
+
+def test_a_stack_of_linen_layers_is_named_and_its_norms_are_not_listed():
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return nn.LayerNorm(name="norm")(nn.Dense(6, name="dense")(x)), None
+
+    class Scanned(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            scan = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+            return scan(name="layers")(x, None)[0]
+
+    module, x = Scanned(), np.ones((3, 2, 6), np.float32)
+    with pytest.raises(LoRAError, match=r"no layer that can serve LoRA") as raised:
+        make_manager(jlora.LinenModule(module, module.init(jax.random.key(0), x)))
+    _, line = str(raised.value).splitlines()
+    assert line.strip().startswith("layers.dense (LinenNode): ")
+    assert "this holds a kernel (2, 6, 6): it is a stack of them (nn.scan, nn.vmap), or another module" in line

@@ -233,10 +233,15 @@ def into(*shape, order):
     return lambda d: d.T.reshape(shape).transpose(order)
 
 
-def test_einsum_class_in_one_line():
+@pytest.mark.parametrize("equation", ["BTD,NDH->BTNH", "123,435->1245", "...2,021->...01", "...δ,λδω->...λω"])
+def test_einsum_class_in_one_line(equation):
     register_layer(Einsum, lambda layer: jlora.einsum_spec(layer.equation, layer.w.shape))
     q = Target("proj", 6, 8, "proj.w", into(6, 2, 4, order=(1, 0, 2)))
-    check_against_merged(Holder(Einsum("BTD,NDH->BTNH", (2, 6, 4))), [q], normal(3, 2, 6))
+    check_against_merged(Holder(Einsum(equation, (2, 6, 4))), [q], normal(3, 2, 6))
+
+
+def test_einsum_class_with_several_axes_in():
+    register_layer(Einsum, lambda layer: jlora.einsum_spec(layer.equation, layer.w.shape))
     out = Target("proj", 8, 6, "proj.w", lambda d: d.T.reshape(2, 4, 6))
     check_against_merged(Holder(Einsum("BTNH,NHD->BTD", (2, 4, 6))), [out], normal(3, 2, 2, 4))
 

@@ -145,6 +145,11 @@ def test_an_undecided_batch_has_no_keys(adapters):
         with pytest.raises(jlora.LoRAUsageError, match=r"no first active rows: give prepare\(\.\.\., active_from=\)"):
             _ = batch.cache_keys
         assert batch.activate([1, 0, 0], length=LENGTH).cache_keys[0].active_from == 1
+        read = jax.jit(lambda first: batch.activate(first, length=LENGTH).cache_keys)
+        with pytest.raises(
+            jlora.LoRAUsageError, match="known outside traced functions only; read them before the step"
+        ):
+            read(np.array([1, 0, 0]))
 
 
 @pytest.mark.usefixtures("unchecked_calls")

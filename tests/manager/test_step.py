@@ -1,6 +1,7 @@
 """`LoRAManager.jit`: values are current, the structure is fixed, and the rest is as under `jax.jit`."""
 
 import contextlib
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -105,6 +106,97 @@ def test_kinds_of_variables_and_modules(kind, defaults):
         np.testing.assert_allclose(step(model, x, batch), plain(x), rtol=1e-5)
 
 
+@dataclasses.dataclass
+class Pair:
+    """A container that JAX flattens."""
+
+    low: object
+    high: object
+    sign: int = 1
+
+
+jax.tree_util.register_dataclass(Pair, ("low", "high"), ("sign",))
+
+
+class Bag:
+    """A container whose children are no attributes."""
+
+    def __init__(self, items):
+        self.items = list(items)
+
+
+jax.tree_util.register_pytree_node(Bag, lambda bag: (tuple(bag.items), len(bag.items)), lambda _, items: Bag(items))
+
+
+class Small(nnx.Module):
+    """A linear layer, and a container of arrays."""
+
+    def __init__(self, held):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+        self.held = nnx.data(held)
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+class Plain(nnx.Module, pytree=False):
+    def __init__(self, low, high):
+        self.low, self.high = nnx.Param(low), nnx.Param(high)
+
+
+def values_of(held):
+    """The values of a container, in order of their names."""
+    if isinstance(held, Bag):
+        held = held.items
+    elif isinstance(held, Pair | Plain):
+        held = {"low": held.low, "high": held.high}
+    found = held if isinstance(held, list) else [held[key] for key in sorted(held)]
+    return [one[...] if isinstance(one, nnx.Variable) else one for one in found]
+
+
+def exchange(held):
+    """Give both names in a container the value of the other; the order of the values stays."""
+    own = held if isinstance(held, dict) else vars(held)
+    low, high = own.pop("low"), own.pop("high")
+    own["high"], own["low"] = low, high
+
+
+def exchange_attributes(held):
+    low, high = held.low, held.high
+    del held.low, held.high
+    held.high, held.low = low, high
+
+
+def pair_of_floats():
+    return {"low": jnp.full((), 1.0), "high": jnp.full((), 5.0)}
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda: Pair(**pair_of_floats()), lambda held: setattr(held, "low", jnp.full((), 7.0))),
+        (lambda: Pair(*map(nnx.Param, pair_of_floats().values())), exchange),
+        (lambda: Pair(**pair_of_floats()), exchange),
+        (pair_of_floats, exchange),
+        (lambda: nnx.Dict(pair_of_floats()), exchange_attributes),
+        (lambda: Plain(**pair_of_floats()), exchange),
+        (lambda: Bag(pair_of_floats().values()), lambda held: held.items.reverse()),
+        (lambda: [*pair_of_floats().values()], lambda held: held.reverse()),
+    ],
+)  # fmt: skip
+def test_changes_in_containers_are_seen(make, change):
+    model = Small(make())
+    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=1))
+    step = manager.jit(lambda model: values_of(model.held))
+    before = step(model)
+    assert before == values_of(model.held)
+    change(model.held)
+    assert values_of(model.held) != before
+    assert step(model) == values_of(model.held)
+    assert step(model) == values_of(model.held)
+    assert compiled_programs(step) == 1
+
+
 def other_option(model):
     model.layers[0].o_proj.use_bias = False
 
@@ -199,6 +291,17 @@ def test_positions_and_names_are_those_of_the_function(world):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(nnx.state(world.model)))
     assert compiled_programs(step) == 2
     assert step.__name__ == "decode"
+
+
+def test_arguments_may_have_any_name(world):
+    step = world.manager.jit(lambda model, values, self: values - self)
+    assert step(world.model, values=jnp.ones(()), self=jnp.zeros(())) == 1
+    assert step.trace(world.model, self=jnp.zeros(()), values=jnp.ones(())).out_info.shape == ()
+    assert step.lower(world.model, self=jnp.zeros(()), values=jnp.ones(())).out_info.shape == ()
+    donating = world.manager.jit(lambda model, self: self + 1, donate_argnames="self")
+    donated = jnp.zeros(())
+    assert donating(world.model, self=donated) == 1
+    assert donated.is_deleted()
 
 
 @pytest.mark.parametrize(

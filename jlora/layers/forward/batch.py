@@ -142,13 +142,13 @@ class LoRABatch:
           LoRAUsageError: inside a traced function, where the keys are unknown; the batch has activated LoRA adapters
             and no first active rows (`needs_activation`).
         """
-        lease, first = self._host_state(), self.active_from
+        lease, first = self._host_state(self.active_from), self.active_from
         if self.layout.undecided:
             raise LoRAUsageError(_UNDECIDED)
         return lease.cache_keys(self.sequences.length, None if first is None else jax.device_get(first).tolist())
 
-    def _host_state(self) -> Lease:
-        if self.lease is None:
+    def _host_state(self, first: Any = None) -> Lease:
+        if self.lease is None or isinstance(first, jax.core.Tracer):  # as from `activate` in a traced function
             raise LoRAUsageError(
                 "the versions, cache_keys and invocation_tokens of a LoRABatch are known outside traced functions "
                 "only; read them before the step"

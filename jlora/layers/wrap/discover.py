@@ -1,7 +1,7 @@
 """Find the layers of an `nnx.Module`: all paths to each, and its spec or the reason why it has none."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -39,6 +39,10 @@ _describe: dict[type[nnx.Module], Describe] = {
 }
 _BIASES = ("bias", "b")
 _NO_WEIGHTS = (nnx.Cache, nnx.BatchStat, nnx.Intermediate, nnx.RngState)
+_STACK = (
+    "its kernel fits its spec as a stack of {layers} layers on axis {axis}{like}, and stacks are served with the "
+    "layers on axis 0: nnx.StateAxes({{nnx.Param: 0, ...}}) in nnx.vmap and nnx.scan"
+)
 _NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.InstanceNorm)
 
 
@@ -72,6 +76,7 @@ class Found:
       spec: its spec, or the reason why it cannot serve LoRA.
       guess: the uncertainty of a guessed spec, else None.
       reasons: method of an embedding ("lookup" or "attend") -> the reason why it serves no LoRA.
+      stacks: (axis, layers) of each axis of a kernel that can be the axis of a stack of layers; empty for one layer.
       excluded: True if the configuration excludes it. `spec` is then the reason, and the module was not described.
     """
 
@@ -80,6 +85,7 @@ class Found:
     spec: Spec | str
     guess: Doubt | None = None
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
+    stacks: frozenset[tuple[int, int]] = frozenset()
     excluded: bool = False
 
     @property
@@ -115,7 +121,28 @@ def discover(model: nnx.Module, excluded: Callable[[tuple[str, ...]], str | None
         module, names = modules[key], tuple(paths)
         reason = excluded(names)
         found.append(_found(module, names) if reason is None else Found(module, names, reason, excluded=True))
-    return found
+    return _with_known_stacks(found)
+
+
+def _with_known_stacks(everything: Sequence[Found]) -> list[Found]:
+    """Return the modules, and refuse layers that fit as a stack on axis 0 and on one that is known from other layers.
+
+    A kernel [heads, layers, ...] with as many layers as heads is an example: its shape is that of both.
+    """
+    known = {
+        stack: found.aliases[0]
+        for found in reversed(everything)
+        if not any(axis == 0 for axis, _ in found.stacks)
+        for stack in found.stacks
+    }
+    kept: list[Found] = []
+    for found in everything:
+        stack = next((stack for stack in sorted(found.stacks) if stack in known), None)
+        if stack is not None and not isinstance(found.spec, str):
+            like = f", as that of {known[stack]!r} does"
+            found = replace(found, spec=_STACK.format(axis=stack[0], layers=stack[1], like=like))
+        kept.append(found)
+    return kept
 
 
 def walk(model: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
@@ -175,6 +202,10 @@ def _described(module: nnx.Module, aliases: tuple[str, ...]) -> Found:
         guess = f"{cls.__name__} overrides the __call__ of {base.__name__}, and was taken for one"
     if isinstance(spec, EmbedSpec):
         spec, reasons = _kept_methods(spec, cls, base or cls)
+    stacks = _stacks(module, spec)
+    if stacks and all(axis for axis, _ in stacks):
+        axis, layers = min(stacks)
+        return Found(module, aliases, _STACK.format(axis=axis, layers=layers, like=""), stacks=stacks)
     if isinstance(spec, ExpertsSpec):
         for name, product in spec.products.items():
             if base is not None and getattr(cls, name, None) is not getattr(base, name, None):
@@ -194,7 +225,7 @@ def _described(module: nnx.Module, aliases: tuple[str, ...]) -> Found:
     doubt = None
     if guess is not None and isinstance(spec, LinearSpec):
         doubt = Doubt(guess, "say what the class computes with jlora.register_layer")
-    return Found(module, aliases, spec, doubt, reasons)
+    return Found(module, aliases, spec, doubt, reasons, stacks)
 
 
 def _base_of(cls: type[nnx.Module]) -> type[nnx.Module] | None:
@@ -227,7 +258,14 @@ def _einsum_by_equation(module: nnx.Module) -> LinearSpec | str:
     if _is_bridged(module):
         return "it is a Linen module: hold it in a jlora.LinenModule instead"
     if isinstance(module, LinenNode):
-        return "jlora.LinenModule serves the nn.Dense and nn.Embed of a Linen model, and this is another module of it"
+        several = next((shape for shape in _matrices(module).values() if len(shape) > 2), None)
+        why = "this is another module of it"
+        if several is not None:
+            why = (
+                f"this holds a kernel {several}: it is a stack of them (nn.scan, nn.vmap), or another module, such as "
+                "nn.DenseGeneral. Call layers of a stack in a Python loop, each with parameters of its own"
+            )
+        return f"jlora.LinenModule serves the nn.Dense and nn.Embed of a Linen model, and {why}"
     equations = {value for value in vars(module).values() if is_equation(value)}
     own: dict[str, Any] = vars(module)
     params: dict[str, Any] = {
@@ -274,6 +312,28 @@ def _unsliced(name: str, product: LinearSpec, spec: ExpertsSpec) -> str | None:
     return None
 
 
+def _stacks(module: nnx.Module, spec: object) -> frozenset[tuple[int, int]]:
+    """Return (axis, size) of each axis without which a kernel of floats fits its spec. See `Found.stacks`."""
+    products = spec.products.values() if isinstance(spec, ExpertsSpec) else (spec,)
+    experts = (spec.experts,) if isinstance(spec, ExpertsSpec) else ()
+    found: set[tuple[int, int]] = set()
+    for product in products:
+        if not isinstance(product, LinearSpec | EmbedSpec) or (kernel := kernel_of(module, product)) is None:
+            continue
+        linear = product.table if isinstance(product, EmbedSpec) else product
+        shape: tuple[int, ...] = tuple(kernel.array.shape)
+        named = sorted((*linear.in_axes, *linear.out_axes))
+        if named != list(range(len(shape) - len(experts) - 1)) or not _is_float(kernel.dtype):
+            continue
+        for axis, size in enumerate(shape):
+            one = shape[:axis] + shape[axis + 1 :]
+            own = one[len(experts) :]
+            sizes = [math.prod(own[i] for i in axes) for axes in (linear.in_axes, linear.out_axes)]
+            if one[: len(experts)] == experts and sizes == [linear.in_features, linear.out_features]:
+                found.add((axis, size))
+    return frozenset(found)
+
+
 def _contradiction(module: nnx.Module, spec: LinearSpec | EmbedSpec, experts: int | None = None) -> str | None:
     """Return how the parameter of a layer contradicts its spec, or None.
 
@@ -296,7 +356,7 @@ def _contradiction(module: nnx.Module, spec: LinearSpec | EmbedSpec, experts: in
     own = shape[len(shape) - len(axes) :]
     if sorted(axes) != list(range(len(axes))):
         return f"in_axes and out_axes must name each axis of {spec.param!r} {own} once, got {axes}"
-    if not str(dtype).startswith(("float", "bfloat")):
+    if not _is_float(dtype):
         return None  # packed weights have other shapes
     if isinstance(spec, EmbedSpec):
         return None if own == (spec.vocab, spec.features) else f"its table has shape {own}, and its spec says {spec}"
@@ -307,6 +367,10 @@ def _contradiction(module: nnx.Module, spec: LinearSpec | EmbedSpec, experts: in
             f"{spec.in_axes} and out_axes={spec.out_axes}, and its spec says {spec.in_features} and {spec.out_features}"
         )
     return None
+
+
+def _is_float(dtype: Any) -> bool:
+    return str(dtype).startswith(("float", "bfloat"))
 
 
 def _no_kernel(module: nnx.Module, spec: LinearSpec | EmbedSpec, experts: int | None) -> str | None:
@@ -329,9 +393,14 @@ def _no_kernel(module: nnx.Module, spec: LinearSpec | EmbedSpec, experts: int | 
 
 
 def _matrices(module: nnx.Module) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the module's own weights with at least two axes."""
+    """Return name -> shape of the module's own weights with at least two axes.
+
+    Those of a norm, and the bias of another layer, have two in a stack of Linen layers.
+    """
     found: dict[str, tuple[int, ...]] = {}
     for name, value in vars(module).items():
+        if isinstance(module, LinenNode) and name in ("scale", *_BIASES):
+            continue
         if isinstance(value, nnx.Variable) and not isinstance(value, _NO_WEIGHTS):
             shape = getattr(cast("object", value.get_value()), "shape", ())
             if is_list_or_tuple(shape) and len(shape) >= 2:
@@ -346,7 +415,7 @@ def _how_to_register(module: nnx.Module) -> str:
         return ""
     (name, shape), several = next(iter(matrices.items())), len(matrices) > 1
     equation = next((key for key, value in vars(module).items() if is_equation(value)), None)
-    if several and all(len(shape) > 2 for shape in matrices.values()):
+    if several and all(len(shape) > 2 for shape in matrices.values()) and len({s[0] for s in matrices.values()}) == 1:
         return f"; if {', '.join(matrices)} are of experts, register {cls.__name__} with a jlora.ExpertsSpec"
     if several:
         return f"; it holds {', '.join(matrices)}: make each of them a layer of its own"

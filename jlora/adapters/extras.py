@@ -3,7 +3,7 @@
 Reading, checks, packing, slots, export, updates and saves go over these descriptions.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ class Extra:
       key: Name of its tensor in a checkpoint, after the name of the module.
       fill: Value of slots whose adapter does not bring it, and of features without a module.
       field: Field of `adapter_config.json`, and of `Adapter`, that is True if the adapter brings it.
-      kinds: Kinds of modules for which PEFT has it.
       option: Field of `LoRAConfig` that serves it.
       title: Name of the method, for messages.
     """
@@ -28,7 +27,6 @@ class Extra:
     key: str
     fill: float
     field: str
-    kinds: tuple[str, ...]
     option: str
     title: str
 
@@ -38,11 +36,20 @@ MAGNITUDE = Extra(
     key="lora_magnitude_vector",
     fill=1.0,
     field="use_dora",
-    kinds=("linear", "embedding"),
     option="dora",
     title="DoRA",
 )
-EXTRAS = (MAGNITUDE,)
+EXTRAS = [MAGNITUDE]
+
+ACTIVATED = "alora_invocation_tokens"  # the field of activated LoRA (aLoRA), which brings no array
+
+# The variants of PEFT 0.21 (`LoraLayer.lora_variants`): sorted fields of `adapter_config.json` that are set together ->
+# the kinds of modules. Adapters with another combination are refused.
+VARIANTS: dict[tuple[str, ...], Sequence[str]] = {
+    (): ("linear", "embedding", "experts"),
+    (ACTIVATED,): ("linear",),
+    (MAGNITUDE.field,): ("linear", "embedding"),
+}
 
 
 def extras_of(module: Any) -> dict[str, np.ndarray]:

@@ -1,7 +1,7 @@
 """LoRA of one module on the host: of a linear layer, an embedding, or all experts of one projection."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeAlias
 
@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float
 
-from jlora.adapters.escaping import shown, shown_value
-from jlora.adapters.extras import EXTRAS, Extra, extras_of
+from jlora.adapters.escaping import shown
+from jlora.adapters.extras import ACTIVATED, EXTRAS, VARIANTS, extras_of
 from jlora.adapters.peft_config import Kind
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageError
 
@@ -87,13 +87,12 @@ class ModuleLoRA:
             )
         if self.kind not in ("linear", "embedding"):
             raise AdapterFormatError(f'ModuleLoRA.kind must be "linear" or "embedding", found {self.kind!r}')
-        for extra in EXTRAS:
-            if (array := getattr(self, extra.name)) is not None:
-                _check(f"ModuleLoRA.{extra.name}", array, 1, "a float NumPy vector")
-                if array.shape != self.b.shape[:1]:
-                    raise AdapterFormatError(
-                        f"ModuleLoRA: {extra.name} {array.shape} must have a value for each row of b {self.b.shape}"
-                    )
+        for extra, array in extras_of(self).items():
+            _check(f"ModuleLoRA.{extra}", array, 1, "a float NumPy vector")
+            if array.shape != self.b.shape[:1]:
+                raise AdapterFormatError(
+                    f"ModuleLoRA: {extra} {array.shape} must have a value for each row of b {self.b.shape}"
+                )
 
     @property
     def rank(self) -> int:
@@ -230,37 +229,33 @@ def check_variants(
     heads: Mapping[str, SavedHead],
     about: Any,
 ) -> None:
-    """Refuse modules and combinations for which PEFT 0.21 has no variant (`LoraLayer.resolve_lora_variant`).
-
-    PEFT has each of the extras of `about`, an `Adapter` or its `PeftConfig`, for the kinds of modules that it names,
-    and aLoRA for linear layers.
+    """Refuse modules and combinations of variants that PEFT does not have (`VARIANTS`).
 
     Raises:
-      AdapterMismatchError: An extra is combined with aLoRA, one with a module of another kind, or aLoRA with a saved
-        head.
+      AdapterMismatchError: PEFT has no variant for what `about`, an `Adapter` or its `PeftConfig`, combines, or none
+        for the kind of a module; or an activated LoRA (aLoRA) has a saved head.
     """
-    extras: Sequence[Extra] = about.extras
-    invocation_tokens: Sequence[int] = about.invocation_tokens
-    if heads and invocation_tokens:
+    titles = {extra.field: extra.title for extra in about.extras}
+    if about.invocation_tokens:
+        titles[ACTIVATED] = "activated LoRA (aLoRA)"
+    if heads and about.invocation_tokens:
         raise AdapterMismatchError(
             f"{where}: {shown(min(heads))} is a saved head (modules_to_save) of an activated LoRA (aLoRA), and a saved "
             "head is active on all rows; train the adapter with one of them"
         )
-    if extras and invocation_tokens:
-        extra = extras[0]
+    kinds = VARIANTS.get(tuple(sorted(titles)))
+    if kinds is None:
         raise AdapterMismatchError(
-            f"{where}: {extra.field} and alora_invocation_tokens ({shown_value(invocation_tokens)}) are both set; PEFT "
-            f"has no {extra.title} that is activated. Train the adapter with one of them"
+            f"{where}: {' and '.join(titles)} are set together; PEFT has no variant for "
+            f"{' with '.join(titles.values())}. Train the adapter with one of them"
         )
-    features = [(extra.title, extra.kinds) for extra in extras]
-    features += [("activated LoRA (aLoRA)", ("linear",))] if invocation_tokens else []
-    for feature, kinds in features:
-        other = next((name for name, module in modules.items() if module.kind not in kinds), None)
-        if other is not None:
-            raise AdapterMismatchError(
-                f"{where}: {shown(other)} is of kind {modules[other].kind!r}, and PEFT has {feature} for "
-                f"{' and '.join(kinds)} layers only. Train the adapter without the module, or without {feature}"
-            )
+    other = next((name for name, module in modules.items() if module.kind not in kinds), None)
+    if other is not None:
+        feature = " with ".join(titles.values())
+        raise AdapterMismatchError(
+            f"{where}: {shown(other)} is of kind {modules[other].kind!r}, and PEFT has {feature} for "
+            f"{' and '.join(kinds)} layers only. Train the adapter without the module, or without {feature}"
+        )
 
 
 def _check(name: str, array: object, axes: int, expected: str) -> None:

@@ -1,27 +1,31 @@
 """Copies of a wrapped model that share its arrays, either wrapped or unwrapped with merged factors.
 
-Factors are merged into a kernel of floats. To a layer that stores its weight in another form they are added in float32,
-as the delta of all of its rows. If such a layer can be dequantized, all copies compute its product in floats.
+Factors are merged into a kernel of floats, and then the references of the finishers (`Finisher.reference`). To a layer
+that stores its weight in another form they are added in float32, as the delta of all of its rows. If such a layer can
+be dequantized, all copies compute its product in floats.
 """
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Float
 
 from jlora.layers.base_kernel import held_by, kernel_of
-from jlora.layers.site import Site, set_attribute
+from jlora.layers.einsum import EinsumRows, einsum_axes
+from jlora.layers.site import Site, SlotSpec, set_attribute
 from jlora.layers.specs import Index, LinearSpec
 from jlora.layers.wrap.apply import lora_class
 from jlora.layers.wrap.discover import walk
 from jlora.layers.wrap.wrapped import WrappedModel, set_class, spec_of, take_off
-from jlora.sharding.put import put
-from jlora.verify.quantized import Products, add_factors, compare_product, float_product, with_product
+from jlora.sharding.put import put, whole
+from jlora.verify.quantized import Products, add_factors, compare_product, float_product, map_columns, with_product
 
 
 def wrapped_copy(
@@ -82,38 +86,101 @@ def is_exact(wrapped: WrappedModel, site: Site) -> bool:
     return kernel is not None and kernel.exact
 
 
-def merge(layer: nnx.Module, wrapped: WrappedModel, site: Site, a: np.ndarray, b: np.ndarray) -> None:
-    """Add a [(layers,) (E,) n, r, K] and b [.., r, N] to a layer of an unwrapped copy, in float32.
+def merge(
+    layer: nnx.Module,
+    wrapped: WrappedModel,
+    site: Site,
+    a: Float[np.ndarray, "*rows n r K"],
+    b: Float[np.ndarray, "*rows r N"],
+    extras: Sequence[Float[np.ndarray, "*layers N"]],
+) -> None:
+    """Merge the values of one slot into a layer of an unwrapped copy, in float32.
 
     A table that serves both lookup and logits keeps its values. Each of the two methods then reads its own merged copy
     of the table.
     """
     spec = spec_of(wrapped.modules[site], site)
+    linear = spec if isinstance(spec, LinearSpec) else spec.table if site.kind == "embedding" else spec.head
     starts = np.cumsum((0, *site.spec.out_sizes))
     if isinstance(spec, LinearSpec) and not is_exact(wrapped, site):
         own = [_columns(b, int(start), int(stop)) for start, stop in itertools.pairwise(starts)]
         own_a = _spread(spec.columns_in, np.concatenate([a[..., i, :, :] for i in range(len(own))], axis=-2))
         own_b = _spread(spec.columns_out, np.concatenate(own, axis=-2))
-        slots: jax.Array = vars(wrapped.modules[site])[site.attributes[0]].get_value()
-        where = slots.sharding if site.spec.sharding is None else site.spec.sharding.whole
-        add_factors(layer, put([own_a.astype(np.float32), own_b.astype(np.float32)], [where, where]))
+        add_factors(layer, _replicated(wrapped, site, own_a, own_b))
+        if site.spec.finishers:
+            bias = _bias(layer, site, spec)
+            scale, finished = _finished(site.spec, spec, np.ones_like(bias)[..., None, :], bias, extras)
+            map_columns(layer, _replicated(wrapped, site, scale[..., 0, :], finished - scale[..., 0, :] * bias))
         return
     slices = [np.swapaxes(a[..., i, :, :], -1, -2) @ b[..., starts[i] : starts[i + 1]] for i in range(site.spec.slices)]
-    delta = np.concatenate(slices, axis=-1)  # [(layers,) k, n]
+    delta = _spread_both(linear, np.concatenate(slices, axis=-1))  # [(layers,) K, N]
+    held: Any = held_by(layer, spec)
+    offset: np.ndarray | None = None  # of the bias
+    if site.spec.finishers:
+        base, bias = _flatten(linear, whole(held.get_value()).astype(np.float64)), _bias(layer, site, linear)
+        finished, finished_bias = _finished(site.spec, linear, base + delta, bias, extras)
+        delta, offset = finished - base, finished_bias - bias
+    changed = _add(held.get_value(), _unflatten(linear, delta, held.get_value().shape))
     if isinstance(spec, LinearSpec):
-        kernel: Any = held_by(layer, spec)
-        delta = _unflatten(spec, _spread_both(spec, delta), kernel.get_value().shape)
-        # A new variable, since another layer may share this one.
-        vars(layer)[spec.param or ""] = kernel.copy(_add(kernel.get_value(), delta))
+        vars(layer)[spec.param or ""] = held.copy(changed)  # a new variable, since another layer may share this one
+        if offset is not None and offset.any():
+            float_product(layer, site, spec)
+            map_columns(layer, _replicated(wrapped, site, np.ones_like(offset), offset))
+            set_class(layer, with_product(type(layer)))
         return
-    if site.kind == "embedding":
-        name, attribute, delta = spec.lookup, "jlora_lookup_table", _spread_both(spec.table, delta)
-    else:
-        name, attribute = spec.attend, "jlora_attend_table"
-        delta = np.swapaxes(_spread_both(spec.head, delta), -1, -2)
+    name = spec.lookup if site.kind == "embedding" else spec.attend
     assert name is not None
-    set_attribute(layer, attribute, nnx.Param(_add(vars(layer)[spec.param].get_value(), delta)))
-    set_class(layer, _with_table(type(layer), name, spec.param, attribute))
+    table = "jlora_lookup_table" if site.kind == "embedding" else "jlora_attend_table"
+    set_attribute(layer, table, nnx.Param(changed))
+    if offset is not None:
+        (offset_there,) = _replicated(wrapped, site, offset)
+        set_attribute(layer, f"{table}_offset", nnx.Param(offset_there))
+    set_class(layer, _with_table(type(layer), name, spec.param, table))
+
+
+def _replicated(wrapped: WrappedModel, site: Site, *arrays: np.ndarray) -> list[jax.Array]:
+    """Return arrays in float32 on the devices of a site's slots."""
+    slots: jax.Array = vars(wrapped.modules[site])[site.attributes[0]].get_value()
+    where = slots.sharding if site.spec.sharding is None else site.spec.sharding.whole
+    return put([array.astype(np.float32) for array in arrays], [where] * len(arrays))
+
+
+def _finished(
+    slots: SlotSpec,
+    spec: LinearSpec,
+    weight: Float[np.ndarray, "*layers K N"],
+    bias: Float[np.ndarray, "*layers N"],
+    extras: Sequence[Float[np.ndarray, "*layers n"]],
+) -> tuple[Float[np.ndarray, "*layers K N"], Float[np.ndarray, "*layers N"]]:
+    """Return a weight and a bias after the finishers, by their references. Padding columns stay as they are.
+
+    The extras have the features of the checkpoint, and all else has those of the layer.
+    """
+    if slots.layers is not None:
+        one = replace(slots, layers=None)
+        pairs = [_finished(one, spec, weight[i], bias[i], [extra[i] for extra in extras]) for i in range(slots.layers)]
+        return np.stack([each for each, _ in pairs]), np.stack([each for _, each in pairs])
+    values = iter([_spread(spec.columns_out, each.astype(np.float64)) for each in extras])
+    finished, finished_bias = weight, bias
+    for finisher in slots.finishers:
+        own = [next(values) for _ in finisher.extras]
+        finished, finished_bias = finisher.reference(finished, finished_bias, own)
+    real = True if spec.columns_out is None else spec.columns_out.source >= 0
+    return np.where(real, finished, weight), np.where(real, finished_bias, bias)
+
+
+def _bias(layer: nnx.Module, site: Site, spec: LinearSpec) -> Float[np.ndarray, "*layers N"]:
+    """Return the bias of a layer in the order of `out_axes`, in float64; zeros without one."""
+    lead = site.spec.stack
+    held: Any = None if spec.bias is None else vars(layer).get(spec.bias)
+    if held is None:
+        return np.zeros((*lead, spec.out_features))
+    bias = whole(held.get_value()).astype(np.float64)
+    axes = einsum_axes(spec.rows.equation) if isinstance(spec.rows, EinsumRows) else ""
+    if not isinstance(axes, str):  # the bias has the order of the output's axes
+        order = np.argsort(np.argsort(axes.y[axes.lead :]))
+        bias = bias.reshape(*lead, *bias.shape[-len(order) :]).transpose(*range(len(lead)), *(len(lead) + order))
+    return bias.reshape(*lead, spec.out_features)
 
 
 def cast_to_float32(model: nnx.Module, quantized: Iterable[nnx.Module]) -> None:
@@ -165,6 +232,14 @@ def _spread(index: Index | None, values: np.ndarray) -> np.ndarray:
     return full
 
 
+def _flatten(spec: LinearSpec, kernel: np.ndarray) -> np.ndarray:
+    """Transpose and reshape a kernel to [(layers,) K, N]."""
+    axes = (*spec.in_axes, *spec.out_axes)
+    lead = kernel.ndim - len(axes)
+    moved = kernel.transpose(*range(lead), *(lead + axis for axis in axes))
+    return moved.reshape(*kernel.shape[:lead], spec.in_features, spec.out_features)
+
+
 def _unflatten(spec: LinearSpec, delta: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Reshape and transpose [(layers,) K, N] to the kernel's own axes."""
     axes = (*spec.in_axes, *spec.out_axes)
@@ -184,14 +259,16 @@ def _add(base: jax.Array, delta: np.ndarray) -> jax.Array:
 
 @functools.cache
 def _with_table(cls: type, name: str, param: str, table: str) -> type:
-    """Return a subclass whose method `name` reads the variable `table` in place of `param`."""
+    """Return a subclass whose method `name` reads `table` in place of `param`, and adds its offset if there is one."""
 
     @functools.wraps(getattr(cls, name))
     def method(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         twin = cast("nnx.Module", object.__new__(cls))
         vars(twin).update(vars(self))
         vars(twin)[param] = vars(self)[table]
-        return getattr(cls, name)(twin, *args, **kwargs)
+        y = getattr(cls, name)(twin, *args, **kwargs)
+        offset = vars(self).get(f"{table}_offset")
+        return y if offset is None else (y + jnp.expand_dims(offset[...], range(y.ndim - 1))).astype(y.dtype)
 
     body = {"__module__": cls.__module__, name: method}
     return type(cls)(f"{cls.__name__}With{name}", (cls,), body, pytree=getattr(cls, "_pytree__is_pytree", True))

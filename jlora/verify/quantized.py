@@ -35,6 +35,7 @@ from jlora.layers.specs import LinearSpec
 _DEVIATIONS = 6  # of the sum of rounding errors
 _HALF_ULP = 2.0**-9  # of bfloat16, relative to the value
 _FACTORS = "jlora_product_a", "jlora_product_b"
+_COLUMNS = "jlora_product_scale", "jlora_product_offset"
 
 
 class Products:
@@ -163,6 +164,12 @@ def add_factors(layer: nnx.Module, factors: Sequence[jax.Array]) -> None:
         set_attribute(layer, name, nnx.Param(value))
 
 
+def map_columns(layer: nnx.Module, scale_and_offset: Sequence[jax.Array]) -> None:
+    """Multiply the output of a layer, with its factors, by a scale and add an offset, each [(layers,) N] in float32."""
+    for name, value in zip(_COLUMNS, scale_and_offset, strict=True):
+        set_attribute(layer, name, nnx.Param(value))
+
+
 @functools.cache
 def with_product(cls: type) -> type:
     """Return the subclass whose call does the task that `compare_product` or `float_product` set."""
@@ -193,8 +200,8 @@ def with_product(cls: type) -> type:
             index = vars(self)["jlora_product_index"][...]
             across_mesh(functools.partial(_compare, task, int8), base, x, weight, index)
             return y
-        factors = [vars(self)[name][...] for name in _FACTORS if name in vars(self)]
-        return restore(across_mesh(_reference, base.astype(task.dtype or base.dtype), x, weight, factors))
+        factors, columns = ([vars(self)[n][...] for n in names if n in vars(self)] for names in (_FACTORS, _COLUMNS))
+        return restore(across_mesh(_reference, base.astype(task.dtype or base.dtype), x, weight, factors, columns))
 
     body = {"__module__": cls.__module__, "__call__": call}
     return type(cls)(f"{cls.__name__}WithProduct", (cls,), body, pytree=getattr(cls, "_pytree__is_pytree", True))
@@ -214,11 +221,16 @@ def _compare(task: _ProductTask, int8: bool, base: Array, x: Array, weight: Arra
 
 
 @_qwix.unintercepted
-def _reference(base: Array, x: Array, weight: Array | None, factors: Sequence[Array]) -> Array:
+def _reference(
+    base: Array, x: Array, weight: Array | None, factors: Sequence[Array], columns: Sequence[Array]
+) -> Array:
     rows = x.astype(jnp.float32).reshape(-1, x.shape[-1])
     total = base.astype(jnp.float32).reshape(-1, base.shape[-1]) if weight is None else _matmul(rows, weight)
     if factors:
         total = total + _matmul(_matmul(rows, factors[0].T), factors[1])
+    if columns:
+        scale, offset = columns
+        total = total * scale[None] + offset[None]
     return total.astype(base.dtype).reshape(base.shape)
 
 

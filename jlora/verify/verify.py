@@ -1,10 +1,10 @@
 """`LoRAManager.verify`: compare a wrapped model with merged weights, row by row.
 
 Shapes cannot distinguish a sequence axis from another axis of equal length, a layer that scales its input from one that
-does not, or kernel axes of equal length. Therefore every wrapped layer gets random factors, a mixed batch is served,
-and each row is compared with a copy of the model that has the same factors merged into its kernels. A layer that stores
-its weight in another form adds the delta of one adapter to all of its rows in that copy, without slots and plans. Its
-own product is compared with that of its dequantized weight, which then takes its place.
+does not, or kernel axes of equal length. Therefore the slots of every wrapped layer get random values, a mixed batch is
+served, and each row is compared with a copy of the model that has the same values merged into its kernels. A layer that
+stores its weight in another form adds the delta of one adapter to all of its rows in that copy, without slots and
+plans. Its own product is compared with that of its dequantized weight, which then takes its place.
 """
 
 import math
@@ -36,7 +36,8 @@ from jlora.verify.model_copies import cast_to_float32, in_float32, is_exact, mer
 from jlora.verify.quantized import Products
 
 Forward: TypeAlias = Callable[[nnx.Module, Any, LoRABatch | None], Any]
-Factors: TypeAlias = dict[Site, tuple[np.ndarray, np.ndarray]]  # a [(layers,) (E,) n, r, K], b [.., r, N]
+# The values of one slot: a [(layers,) (E,) n, r, K], b [.., r, N], and extras [(layers,) N] of each finisher.
+Values: TypeAlias = tuple[np.ndarray, np.ndarray, Sequence[np.ndarray]]
 Outputs: TypeAlias = list[np.ndarray]  # the arrays of one forward, rows first
 
 _TOLERANCE, _HALF_TOLERANCE, _QUANTIZED_TOLERANCE = 1e-4, 2e-2, 1e-1
@@ -218,7 +219,7 @@ class _Probe:
         self.batches = 0
         self.record = ForwardRecord(wrapped.sites)
         self._steps: dict[tuple[str, Site], tuple[float, float]] = {}  # of int8
-        self.factors: dict[str, Factors] = {name: self._draw(i) for i, name in enumerate(self.names)}
+        self.values: dict[str, dict[Site, Values]] = {name: self._draw(i) for i, name in enumerate(self.names)}
         self._filled: dict[Site, list[Array]] = {}
         self._empty: dict[SlotSpec, list[Array]] = {}
         self._bases: dict[bool, Outputs] = {}
@@ -233,12 +234,12 @@ class _Probe:
         # A cast would change the bits of activations that a layer rounds, so both sides run in the dtype of the model.
         self._casts = short and not self.rounds
 
-    def _draw(self, i: int) -> Factors:
-        """Return random factors for every site. Their product is about as large as the kernel.
+    def _draw(self, i: int) -> dict[Site, Values]:
+        """Return random values of a slot for every site. The product of the factors is about as large as the kernel.
 
         The second adapter has half the rank.
         """
-        factors: Factors = {}
+        values: dict[Site, Values] = {}
         for site in self.sites:
             spec = site.spec
             rank = spec.max_rank if i == 0 else max(1, spec.max_rank // 2)
@@ -254,9 +255,12 @@ class _Probe:
                 steps = 2.0**-5, 2.0 ** round(math.log2(size / rank**0.5) - 5)
                 a, b = (np.rint(each / step).clip(-127, 127) * step for each, step in zip((a, b), steps, strict=True))
             dtype = jnp.dtype(spec.float_dtype)
-            factors[site] = a.astype(dtype).astype(np.float32), b.astype(dtype).astype(np.float32)
+            a, b = (factor.astype(dtype).astype(np.float32) for factor in (a, b))
+            size_of_extra = (*spec.stack, spec.out_features)
+            extras = [extra.fill + self.rng.uniform(-0.5, 0.5, size_of_extra) for extra in spec.extras]
+            values[site] = a, b, [extra.astype(np.float32) for extra in extras]
             self._steps[self.names[i], site] = steps
-        return factors
+        return values
 
     def _linear(self, site: Site) -> LinearSpec | None:
         """Return the spec of a linear layer or product, and None for a table."""
@@ -304,7 +308,7 @@ class _Probe:
             cast_to_float32(copy, [layers[site] for site in self.quantized])
             inputs = jax.tree.map(in_float32, inputs)
         for site in sites if name is not None else ():
-            merge(layers[site], self.wrapped, site, *self.factors[name or ""][site])
+            merge(layers[site], self.wrapped, site, *self.values[name or ""][site])
         return self._run(copy, inputs, None)[0]
 
     def _run(self, model: nnx.Module, inputs: Any, batch: LoRABatch | None) -> tuple[Outputs, Any]:
@@ -317,12 +321,14 @@ class _Probe:
             values = _blank(site.spec)
             lead = (slice(None),) * len(site.spec.stack)
             for slot, name in enumerate(self.names):
-                a, b = self.factors[name][site]
+                a, b, extras = self.values[name][site]
                 rank, (step_a, step_b) = b.shape[-2], self._steps[name, site]
                 for features, stored in site.spec.in_runs:
                     values[0][(*lead, slot)][..., :rank, stored] = a[..., features] / step_a
                 for features, stored in site.spec.out_runs:
                     values[1][(*lead, slot)][..., :rank, stored] = b[..., features] / step_b
+                    for array, extra in zip(values[3:], extras, strict=True):
+                        array[(*lead, slot)][..., stored] = extra[..., features]
                 values[2][(*lead, slot)] = rank, *(step_a * step_b,) * (site.spec.rank_columns - 1)
             self._filled[site] = _like(values, site, layer)
         return self._filled[site]

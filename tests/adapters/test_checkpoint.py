@@ -108,7 +108,11 @@ ALORA = {"alora_invocation_tokens": [1]}
 @pytest.mark.parametrize(
     ("tensors", "fields", "cause"),
     [
-        (dora_tensors(), {"use_dora": True, **ALORA, "target_modules": BOTH}, r"use_dora and alora_.* are both set"),
+        (
+            dora_tensors(),
+            {"use_dora": True, **ALORA, "target_modules": BOTH},
+            r"use_dora and alora_.* are set together",
+        ),
         (PLAIN, {**ALORA, "target_modules": BOTH}, f"'{EMBED}' is of kind 'embedding', and PEFT has activated LoRA"),
         (EXPERTS, {**ALORA, **OF_EXPERTS}, "down_proj' is of kind 'experts', and PEFT has activated LoRA"),
         (EXPERTS, {"use_dora": True, **OF_EXPERTS}, "down_proj' is of kind 'experts', and PEFT has DoRA for linear"),

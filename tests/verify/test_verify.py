@@ -11,6 +11,7 @@ from flax import nnx
 
 import jlora
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
+from jlora.layers.finish.dora import SCALE_COLUMNS
 from jlora.layers.wrap.discover import register_layer
 from tests.layers.merging import (
     Target,
@@ -23,6 +24,7 @@ from tests.layers.merging import (
     serve,
     step_of_one_trace,
 )
+from tests.layers.trial_variants import broken, registered
 from tests.records import slot_names
 
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("registered")]
@@ -71,9 +73,10 @@ ALL = {
 }  # fmt: skip
 
 
-def test_a_model_that_is_served_right_passes():
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_model_that_is_served_right_passes(dora):
     model = Transformer()
-    manager = make_manager(model, max_loras=1)
+    manager = make_manager(model, max_loras=1, dora=dora)
     report = manager.verify(serve, tokens_of(4, 3))
     assert set(report.checked) == ALL
     assert report.checked[0] == "embed"
@@ -333,6 +336,34 @@ def test_outputs_that_cannot_be_compared_raise():
         manager.verify(lambda model, x, batch: 0 * serve(model, x, batch), normal(3, 4, 6))
     with pytest.raises(LoRAUsageError, match="num_sequences"):
         manager.verify(serve, 3)
+
+
+# --- Finishers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_finisher_that_is_wrong_is_exposed(dtype):
+    """The right one passes in `test_a_model_that_is_served_right_passes`."""
+    with registered(broken(SCALE_COLUMNS)), pytest.raises(LoRAError, match=r"verify: first \(Linear\) is off"):
+        make_manager(Two(nnx.Linear(6, 6, rngs=nnx.Rngs(1))), dora=True, dtype=dtype).verify(serve, normal(3, 4, 6))
+
+
+def test_a_bias_under_another_name_is_exposed():
+    class Shifted(nnx.Linear):
+        def __init__(self):
+            super().__init__(6, 6, use_bias=False, rngs=nnx.Rngs(0))
+            self.shift = nnx.Param(jnp.asarray(normal(6)))
+
+        def __call__(self, x):
+            return super().__call__(x) + self.shift[...].reshape((1,) * (x.ndim - 1) + (6,))
+
+    for bias in ("bias", "shift"):
+        register_layer(Shifted, lambda layer, bias=bias: jlora.LinearSpec(6, 6, bias=bias))
+        manager = make_manager(Two(Shifted()), dora=True)
+        if bias == "bias":
+            exposed(manager, "proj", normal(3, 4, 6))
+        else:
+            assert manager.verify(serve, normal(3, 4, 6)).checked == ("first", "proj")
 
 
 # --- Guessed specs -------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from jlora.config import LoRAConfig
 from jlora.layers.finish.dora import SCALE_COLUMNS
 from jlora.layers.finish.finisher import Finisher
 
-FINISHERS = (SCALE_COLUMNS,)  # in the order in which they run
+FINISHERS = [SCALE_COLUMNS]  # in the order in which they run
 
 
 def chosen(config: LoRAConfig) -> tuple[Finisher, ...]:

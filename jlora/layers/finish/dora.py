@@ -7,6 +7,7 @@ The slots hold the quotient of the new norm of each column and that of the weigh
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
@@ -32,4 +33,11 @@ def _scale_columns(
     return jnp.where(scales == 1, y, bias + scales * (y - bias))
 
 
-SCALE_COLUMNS = Finisher((MAGNITUDE,), linear=True, apply=_scale_columns)
+def _scaled(
+    weight: Float[np.ndarray, "K N"], bias: Float[np.ndarray, "N"], extras: Sequence[Float[np.ndarray, "N"]]
+) -> tuple[Float[np.ndarray, "K N"], Float[np.ndarray, "N"]]:
+    (magnitudes,) = extras
+    return weight * magnitudes, bias
+
+
+SCALE_COLUMNS = Finisher((MAGNITUDE,), frozenset({"sum", "bias"}), _scale_columns, _scaled)

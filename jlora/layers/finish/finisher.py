@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
+import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
@@ -37,17 +38,43 @@ class Apply(Protocol):
         ...
 
 
+class Reference(Protocol):
+    """The effect of a finisher on a merged weight, in float64 NumPy. `manager.verify` compares the layers with it."""
+
+    def __call__(
+        self,
+        weight: Float[np.ndarray, "K N"],
+        bias: Float[np.ndarray, "N"],
+        extras: Sequence[Float[np.ndarray, "N"]],
+    ) -> tuple[Float[np.ndarray, "K N"], Float[np.ndarray, "N"]]:
+        """Return the weight and the bias of a layer without LoRA that has the finished output.
+
+        Column n of the results depends on column n of the arguments alone, and is linear in the weight. Quantized
+        layers are compared by the results for one row of ones.
+
+        Args:
+          weight: the base weight with its delta.
+          bias: the bias of the layer; zeros without one.
+          extras: the values of one slot, in the order of `Finisher.extras`.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Finisher:
     """A function that follows the sum of base output and delta in linear layers without experts.
 
     Attributes:
       extras: the arrays that it reads, at least one. The `LoRAConfig` that serves them switches it on.
-      linear: True if the sum of its results for partial sums is its result for their sum. Others are not applied to the
-        shards of a row-parallel layer.
+      commutes: the operations that may follow the function instead of preceding it. "sum": the sum of its results for
+        partial sums is its result for their sum. "bias": its result for a product, plus the bias, is its result for
+        their sum. The shards of a row-parallel layer apply it only if it commutes with the sum, and with the bias if
+        there is one.
       apply: the function.
+      reference: the same function of a weight, which shares no code with `apply`.
     """
 
     extras: tuple[Extra, ...]
-    linear: bool
+    commutes: frozenset[Literal["sum", "bias"]]
     apply: Apply
+    reference: Reference

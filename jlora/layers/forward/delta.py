@@ -145,7 +145,7 @@ def add_delta(
 
     Raises:
       LoRAError: slots would be constants of a compiled function, the layer is a stack that is not mapped, or a finisher
-        that is not linear meets a partial sum.
+        that does not commute with the sum meets a partial sum.
     """
     if not base.size:
         return base
@@ -157,7 +157,7 @@ def add_delta(
     sharding = split_of(site.spec)
     sums = () if experts_reached(site) else sharding.experts
     complete = not reached(site)  # in the calling code; inside `local` it always is
-    if not complete and (unfit := [each for each in site.spec.finishers if not each.linear]):
+    if not complete and (unfit := [each for each in site.spec.finishers if "sum" not in each.commutes]):
         raise LoRAError(
             f"{site.path}: LoRAConfig.{unfit[0].extras[0].option} is not served inside a jax.shard_map over "
             f"{' and '.join(map(repr, sharding.ins))}, where the output of the layer is a partial sum; call the layer "

@@ -85,6 +85,12 @@ def rows_of_call(
         # (projection, bias that the caller adds): the delta belongs to the projection.
         y, pack = pair[0], lambda out: (out, pair[1])
         bias = None
+        unfit = [finisher for finisher in site.spec.finishers if "bias" not in finisher.commutes]
+        if pair[1] is not None and unfit:
+            raise LoRAError(
+                f"LoRAConfig.{unfit[0].extras[0].option} changes the bias, and the layer returns it beside its "
+                "output. Add it in the layer, or leave the layer out with LoRAConfig.exclude_modules"
+            )
     # An output of several parts is for `rows`.
     parts: Sequence[Any] = pair if spec.rows is not None and y is pair else (y,)
     if not _is_array(x) or not all(_is_array(each) and jnp.issubdtype(each.dtype, jnp.floating) for each in parts):

@@ -52,19 +52,20 @@ def row_parallel_output(
 ) -> Array | None:
     """Return the output of a layer with its LoRA, in one sum over the shards.
 
-    None if K is not split, a finisher is not linear, the product of the layer's call `own` is not known, or the rows
-    fit no layout of the batch.
+    None if K is not split, a finisher does not commute with the sum or with the layer's bias, the product of the
+    layer's call `own` is not known, or the rows fit no layout of the batch.
     """
     sharding = site.spec.sharding
     if sharding is None or not sharding.ins or reached(site) or _qwix.is_intercepted(layer):
         return None  # qwix computes the products of its layers
-    if not all(finisher.linear for finisher in site.spec.finishers):
-        return None
     spec: LinearSpec = vars(layer)["jlora_spec"]
     # LoRA reads the input in the dtype of the call, and the product reads it in that of the layer.
     x = args[0] if args else kwargs.get("inputs")
     found = None if x is None else _product_of(own, layer, jnp.asarray(x), args, kwargs)
     if found is None or not found.x.size:
+        return None
+    follows = {"sum"} if found.bias is None else {"sum", "bias"}  # what is added to the result of each shard
+    if not all(follows <= finisher.commutes for finisher in site.spec.finishers):
         return None
     x, kernel, axes = jnp.asarray(x), found.kernel, found.axes
     call = scope.rows(site, _flat(x, axes))

@@ -1,0 +1,151 @@
+"""Finishers that are registered for a test, in each kind of sum on each mesh, and combinations that PEFT refuses."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import jlora
+from jlora.errors import AdapterMismatchError, LoRAError
+from jlora.layers.finish.dora import SCALE_COLUMNS
+from tests.layers.merging import Target, assert_close, make_adapter, make_dora, merge, normal, run, serve
+from tests.layers.mesh_models import K, Split, mesh_of, placed
+from tests.layers.trial_variants import BIAS, IA3, OPTIONS, TrialConfig, TrialLoRA, broken, registered, with_values
+
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("quickly_compiled")]
+
+SPECS = {"column": P(None, "t"), "row": P("t"), "plain": P("t"), "both": P("u", "t"), "o_proj": P("t"), "out": P("t")}
+TARGETS = [Target(name, K, 8, f"{name}.kernel") for name in SPECS]
+FINISHERS = (SCALE_COLUMNS, BIAS, IA3)
+NAMES = ["one", None, "two", "one"]
+
+
+class Layers(nnx.Module):
+    """Layers whose outputs are side by side: split by columns or by rows, with and without a bias."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        options = {"bias_init": nnx.initializers.normal(3.0), "rngs": rngs}
+        self.column, self.row, self.both = (nnx.Linear(K, 8, **options) for _ in range(3))
+        self.plain = nnx.Linear(K, 8, use_bias=False, rngs=rngs)
+        self.o_proj = nnx.LinearGeneral((8, 2), (4, 2), axis=(-2, -1), **options)
+        self.out = nnx.Einsum("BTNH,NHDE->BTED", (8, 2, 4, 2), (2, 4), **options)
+
+    def __call__(self, x):
+        heads = x.reshape(*x.shape[:-1], 8, 2)
+        found = [getattr(self, name)(x) for name in ("column", "row", "plain", "both")]
+        found += [self.o_proj(heads), self.out(heads).swapaxes(-1, -2)]
+        return jnp.stack([y.reshape(*x.shape[:-1], 8) for y in found], axis=-2)  # [B, T, layers, 8]
+
+
+def adapters_of(finisher):
+    if finisher is SCALE_COLUMNS:
+        return [make_dora("one", TARGETS, 4), make_dora("two", TARGETS[1:], 2)]
+    return [
+        with_values(make_adapter(name, targets, 3), finisher)
+        for name, targets in (("one", TARGETS), ("two", TARGETS[1:]))
+    ]
+
+
+def expected(model, finisher, x):
+    """Return the rows of merged weights, with the values of a trial in their columns."""
+    outputs = {None: np.asarray(run(model, x), np.float64)}
+    for adapter in adapters_of(finisher):
+        y = np.asarray(run(merge(model, TARGETS, adapter), x), np.float64)
+        for i, target in enumerate(TARGETS):
+            module = adapter.modules.get(target.name)
+            if finisher is BIAS and module is not None:
+                y[:, :, i] += module.added
+            if finisher is IA3 and module is not None:
+                y[:, :, i] *= module.factor
+        outputs[adapter.name] = y
+    return np.stack([outputs[name][i] for i, name in enumerate(NAMES)])
+
+
+def managed(model, *finishers, **config):
+    options = {OPTIONS.get(finisher, finisher.extras[0].option): True for finisher in finishers}
+    return jlora.LoRAManager(model, TrialConfig(max_loras=3, max_lora_rank=4, **options, **config))
+
+
+@pytest.mark.parametrize("finisher", FINISHERS, ids=OPTIONS.values())
+@pytest.mark.parametrize(
+    ("axes", "config"),
+    [
+        pytest.param({"t": 2}, {}, marks=pytest.mark.mesh),
+        pytest.param({"u": 2, "t": 2}, {"fully_sharded": True}, marks=pytest.mark.mesh),
+        pytest.param({"data": 2, "t": 2}, {"data_axes": ["data"]}, marks=pytest.mark.slow),
+        pytest.param({}, {}, marks=pytest.mark.slow),
+    ],
+    ids=["t", "fully sharded", "data", "one device"],
+)
+def test_each_finisher_on_each_mesh(finisher, axes, config):
+    x = normal(4, 3, K)
+    model = placed(Layers(), mesh_of(**axes), SPECS) if axes else Layers()
+    with registered(finisher):
+        manager = managed(model, finisher, **config)
+        for adapter in adapters_of(finisher):
+            manager.add_adapter(adapter)
+        with manager.prepare(NAMES) as batch:
+            assert_close(serve(model, x, batch), expected(Layers(), finisher, x), 1e-5)
+
+
+class Two(nnx.Module):
+    """A layer split by columns, and one by rows."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.column = nnx.Linear(K, K, rngs=rngs)
+        self.row = nnx.Linear(K, K, bias_init=nnx.initializers.normal(3.0), rngs=rngs)
+
+    def __call__(self, x):
+        return self.row(jnp.tanh(self.column(x)))
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("finisher", FINISHERS, ids=OPTIONS.values())
+def test_verify_on_a_mesh(finisher):
+    wrong = broken(finisher) if finisher is SCALE_COLUMNS else replace(finisher, commutes=frozenset({"sum", "bias"}))
+    cause = "column" if finisher is SCALE_COLUMNS else "row"
+    for each in (finisher, wrong):
+        with registered(each):
+            manager = managed(placed(Two(), mesh_of(t=2), SPECS), finisher)
+            if each is finisher:
+                assert manager.verify(serve, normal(4, 3, K)).checked == ("column", "row")
+            else:
+                with pytest.raises(LoRAError, match=rf"verify: {cause} \(Linear\) is off"):
+                    manager.verify(serve, normal(4, 3, K))
+
+
+def test_a_bias_beside_the_output_is_not_left_out():
+    adapter = make_adapter("one", [Target("split", K, 8, "")], 2)
+    for finisher in (BIAS, IA3):
+        model = nnx.Dict(split=Split(K, 8, rngs=nnx.Rngs(0)))
+        with registered(finisher):
+            manager = managed(model, finisher)
+            manager.add_adapter(with_values(adapter, finisher))
+            with manager.prepare(["one"]) as batch, jlora.use(batch):
+                x = jnp.asarray(normal(1, 3, K))
+                if finisher is BIAS:
+                    model["split"](x)
+                    continue
+                with pytest.raises(LoRAError, match=r"split.*ia3 changes the bias, and the layer returns it"):
+                    model["split"](x)
+
+
+def test_a_combination_that_peft_lacks_is_refused():
+    with registered(SCALE_COLUMNS, BIAS):
+        plain = make_adapter("one", TARGETS[:1], 2).modules["column"]
+        fields = {field: getattr(plain, field) for field in ("a", "b", "kind", "alpha", "scaling")}
+        ones = np.ones(8, np.float32)
+        jlora.Adapter(name="one", modules={"column": TrialLoRA(**fields, added=ones)})
+        both = TrialLoRA(**fields, added=ones, magnitude=ones)
+        with pytest.raises(
+            AdapterMismatchError, match="'one': use_dora and use_lora_bias are set together; PEFT has no"
+        ):
+            jlora.Adapter(name="one", modules={"column": both})
+        tokens = {"invocation_tokens": (1,)}
+        with pytest.raises(AdapterMismatchError, match="use_lora_bias and alora_invocation_tokens are set together"):
+            jlora.Adapter(name="one", modules={"column": TrialLoRA(**fields, added=ones)}, **tokens)

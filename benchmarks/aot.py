@@ -142,7 +142,8 @@ def devices(chip: str) -> np.ndarray:
 
 
 def mesh_of(case: Case) -> Mesh:
-    return Mesh(devices(case.chip).reshape(*case.mesh.values()), tuple(case.mesh))
+    sizes = tuple(case.mesh.values())
+    return Mesh(devices(case.chip).ravel()[: math.prod(sizes)].reshape(sizes), tuple(case.mesh))
 
 
 def model_of(case: Case, config: DecoderConfig) -> nnx.Module:
@@ -221,7 +222,7 @@ class Program(NamedTuple):
     whole: tuple[str, ...]
 
 
-def compiled(case: Case, model: nnx.Module, wrapped: WrappedModel | None) -> Program:
+def compile_step(case: Case, model: nnx.Module, wrapped: WrappedModel | None) -> jax.stages.Compiled:
     run, sequences, given = operands_of(case, model)
     batch = None
     if wrapped is not None:
@@ -229,7 +230,11 @@ def compiled(case: Case, model: nnx.Module, wrapped: WrappedModel | None) -> Pro
         space = RowSpace(Table((ids,)), stamps=(ids,))
         batch = LoRABatch({"sequences": space}, Layout(wrapped.sites, sequences, wrapped.unserved.sites), None)
     step, values = base_step(model, run)
-    program = step.lower(values, *given, batch).compile()
+    return step.lower(values, *given, batch).compile()
+
+
+def compiled(case: Case, model: nnx.Module, wrapped: WrappedModel | None) -> Program:
+    program = compile_step(case, model, wrapped)
     text, memory = program.as_text(), program.memory_analysis()
     split = () if wrapped is None else sorted(shape for shape in split_shapes(wrapped) if shape in text)
     return Program(collectives_of(text), memory.argument_size_in_bytes, text.count('"tpu_custom_call"'), tuple(split))

@@ -26,7 +26,7 @@ SLOW = {
 }
 # These need an accelerator or minutes, and are only imported.
 IMPORTED = {"aot", "aot_gpu", "aot_tpu", "attention", "decode_loop", "moe_block", "moe_kernels"}
-IMPORTED |= {"serve_http", "serve_zipf", "swap"}
+IMPORTED |= {"serve_http", "serve_zipf", "swap", "tpu_cycles", "tpu_step"}
 # These need packages that the tests do not install.
 ELSEWHERE = {"aot_vllm", "plot", "serve_replicas", *(name for name in summaries() if name.startswith("peers."))}
 OPTIONS = [*QUICK.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW.items())]

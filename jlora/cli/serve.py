@@ -276,29 +276,13 @@ def _mesh(sizes: Mapping[str, int]) -> jax.sharding.Mesh | None:
 
 
 def _plan(plan_over: Callable[[Mapping[str, int]], Budget], sizes: Mapping[str, int]) -> Budget:
-    """Return `plan_over(sizes)`. If the model cannot be split so, raise `LoRAUsageError` with the possible numbers."""
+    """Return `plan_over(sizes)`. If the model cannot be split so, raise `LoRAUsageError` with the flags."""
     try:
         return plan_over(sizes)
     except LoRAError as error:
-        fixes: list[str] = []
-        for axis, size in sizes.items():
-            most = len(jax.devices()) * size // math.prod(sizes.values())
-            others = [
-                str(count) for count in range(1, most + 1) if size > 1 and _fits(plan_over, {**sizes, axis: count})
-            ]
-            if others:
-                fixes.append(f"--{axis}-parallel-size can be {', '.join(others)}")
-        if not fixes:
+        if math.prod(sizes.values()) == 1:
             raise
-        raise LoRAUsageError(f"{_flags(sizes)}: {error}; on this machine {' or '.join(fixes)}") from None
-
-
-def _fits(plan_over: Callable[[Mapping[str, int]], Budget], sizes: Mapping[str, int]) -> bool:
-    try:
-        plan_over(sizes)
-    except LoRAError:
-        return False
-    return True
+        raise LoRAUsageError(f"{_flags(sizes)}: {error}") from None
 
 
 class _Formatter(logging.Formatter):

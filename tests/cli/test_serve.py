@@ -106,7 +106,7 @@ def test_command_line_of_vllm(served, monkeypatch, tmp_path):
         (["--lora-modules", '{"name": "x", "path": "y", "base_model_name": "z"}'], "'x' has base_model_name 'z'"),
         (["--lora-modules", "x=no/such/folder"], "'no/such/folder' does not exist"),
         (["--lora-modules", f"sort={SORT}", "--max-lora-rank", "2"], "max_lora_rank"),
-        (["--tensor-parallel-size", "3"], "on this machine --tensor-parallel-size can be 1, 2, 4"),
+        (["--tensor-parallel-size", "3"], "--tensor-parallel-size 3: num_attention_heads (4) must be a multiple of"),
         (["--lora-modules", "x\ny=a"], "do not print"),
         (["--served-model-name", "x", "--lora-modules", "x=a"], "base model"),
         (["--served-model-name", "x", "x"], "twice"),

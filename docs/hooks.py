@@ -1,4 +1,4 @@
-"""Add files of the repository to the site, rewrite links to them, and let long names break.
+"""Add files of the repository to the site, rewrite links to them, and let long names in tables break.
 
 MkDocs calls the functions named `on_...`.
 
@@ -27,7 +27,8 @@ PAGES = {
 COPIES = "repository"  # the folder of the site for all other files
 FENCE = re.compile(r"^(```.*?^```)$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<=\]\()([^()\s]+)(?=\))")
-INLINE_CODE = re.compile(r"(?<!</span>)<code>[^<]+</code>")
+CELL = re.compile(r"<td.*?</td>", re.DOTALL)
+INLINE_CODE = re.compile(r"<code>[^<]+</code>")
 BREAKS = re.compile(r"(?<=[\w)\]][/(=,])(?=[\w{\[])|(?<=\w)(?=\.[A-Za-z]{3})")
 
 
@@ -65,8 +66,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let inline code break after a slash, parenthesis or comma and before a dot, so that no name is cut in two."""
-    return INLINE_CODE.sub(lambda code: BREAKS.sub("<wbr>", code[0]), html)
+    """Let code in tables break after a slash, parenthesis or comma and before a dot; docs/site.css allows no other."""
+
+    def cell(match: re.Match[str]) -> str:
+        return INLINE_CODE.sub(lambda code: BREAKS.sub("<wbr>", code[0]), match[0])
+
+    return CELL.sub(cell, html)
 
 
 def _links(text: str) -> list[str]:

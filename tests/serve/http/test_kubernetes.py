@@ -54,6 +54,12 @@ def test_command_line_of_the_container():
     )
 
 
+def test_image_and_pod_do_without_root():
+    (recipe,) = re.findall(r"```dockerfile\n(.*?)```", TEXT, re.DOTALL)
+    assert re.search(r"^USER [1-9]\d*$", recipe, re.MULTILINE)  # the kubelet checks numbers only
+    assert POD["spec"]["securityContext"] == {"runAsNonRoot": True}
+
+
 def test_probes_use_existing_paths():
     paths = {path for _, path in endpoints(make_service())}
     args, found = arguments(POD), container(POD)

@@ -191,7 +191,9 @@ def test_transposed_factors_are_named(folder_of, halves):
     for half in halves:
         key = f"{PREFIX}{Q}.lora_{half}.weight"
         tensors[key] = np.ascontiguousarray(tensors[key].T)
-    with pytest.raises(AdapterFormatError, match=f"lora_{halves[0]}.weight' has shape .*: it is transposed"):
+    with pytest.raises(
+        AdapterFormatError, match=f"lora_{halves[0]}.weight' has shape .*: A and B are transposed or exchanged"
+    ):
         load(folder_of(tensors))
 
 

@@ -132,7 +132,10 @@ class Adapter:
         if len(idle) < len(judged):  # an expert that training never routed to keeps a B of zeros
             idle = [name for name in idle if "experts" not in name.split(".")]
         found: list[str] = []
-        if idle:
+        fresh = [name for name in idle if judged[name].scaling and _is_zero(judged[name].b)]
+        if fresh and len(fresh) == len(self.modules):
+            found.append(f"B is zero in all {len(idle)} modules, which change nothing: they are not trained yet")
+        elif idle:
             found.append(
                 f"{len(idle)} of {len(self.modules)} modules change nothing (lora_alpha is 0, or A or B all zeros): "
                 + listed(idle)

@@ -217,13 +217,17 @@ def sorted_keys(
             module, part = base["module"] or base["resized"], "base"
         else:
             feature = next((f for mark, f in _FEATURES.items() if mark in name.split(".")), None)
-            unserved.setdefault(f"of {feature}" if feature else "of a kind", []).append(key)
+            if feature is None and _SAVED.fullmatch(name) and "lora_" not in name:
+                kind = f"a whole weight of a module that modules_to_save in {CONFIG_FILE} does not name"
+            else:
+                kind = f"of {feature or 'a kind'} that jlora does not serve"
+            unserved.setdefault(kind, []).append(key)
             continue
         collected.attempt(None, _add_key, found, module, part, key, where)
     for kind, (first, *others) in unserved.items():
         error = AdapterMismatchError(
-            f"{where}: tensor {shown(first)}{_and_more(others)} is {kind} that jlora does not serve; expected lora_A, "
-            "lora_B, lora_embedding_A or lora_embedding_B of a module"
+            f"{where}: tensor {shown(first)}{_and_more(others)} is {kind}; expected lora_A, lora_B, lora_embedding_A "
+            "or lora_embedding_B of a module"
         )
         collected.found.append(error)
     if problems is None:
@@ -296,6 +300,11 @@ class _Header:
         if len(shape) != 2 or 0 in shape:
             expected = "a matrix" if rank is None else (f"({rank}, in)", f"(out, {rank})")[axis]
             raise AdapterFormatError(f"{self.at(key)} has shape {shape}; expected {expected}")
+        if rank == shape[1 - axis]:
+            raise AdapterFormatError(
+                f"{self.at(key)} has shape {shape}: A and B are transposed or exchanged. PEFT stores A as [r, in] and B "
+                f"as [out, r], with r {rank} (r and rank_pattern)"
+            )
         raise AdapterFormatError(f"{self.at(key)} has rank {shape[axis]}; expected {rank} (r and rank_pattern)")
 
     def shaped(self, key: str, expected: tuple[int, ...]) -> Any:

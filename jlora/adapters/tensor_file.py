@@ -59,9 +59,13 @@ def read_header(file: ReadFile, where: str) -> dict[str, TensorInfo]:
     begin = file.read(0, 8)
     length = int.from_bytes(begin, "little")
     if length > min(file.size - 8, _MAX_HEADER):
-        pickled = " (it begins as PyTorch's or another pickle, which is never opened)" if begin[:2] in _PICKLES else ""
+        begins = ""
+        if begin[:2] in _PICKLES:
+            begins = " (it begins as PyTorch's or another pickle, which is never opened)"
+        elif begin.isascii() and begin.decode().isprintable():
+            begins = f" (it begins with the text {begin.decode()!r})"
         raise AdapterFormatError(
-            f"{where}: its header is {length} bytes long; expected at most {min(file.size - 8, _MAX_HEADER)}{pickled}"
+            f"{where}: its header is {length} bytes long; expected at most {min(file.size - 8, _MAX_HEADER)}{begins}"
         )
     text = file.read(8, length)
     if not text.startswith(b"{"):

@@ -16,6 +16,8 @@ from jlora.models import read_skeleton, read_weight
 _SHOWN_GROUPS = 64
 _SHOWN_PROBLEMS = 8
 _SHOWN_TOKENS = 32
+# Names of embeddings in transformers. Their weights have the shape of a linear layer's.
+_TABLES = ("embed_tokens", "wte", "wpe", "word_embeddings", "embed_in", "tok_embeddings")
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -67,6 +69,9 @@ def _inspect(
     _print_modules(adapter)
     _print_int8(adapter)
     for name, head in adapter.heads.items():
+        if name.rpartition(".")[2] in _TABLES:
+            print(f"saved table  {printable(name)}: {head.outputs} rows; a fully trained embedding is not served")
+            continue
         bias = "with a bias" if head.biased else "without bias"
         print(
             f"saved head   {printable(name)}: {head.outputs} outputs, {bias}, {head.weight.dtype.name}; served with "

@@ -1,21 +1,17 @@
 """Find the layers that an adapter targets without bringing weights for them."""
 
 import dataclasses
-import math
 from collections.abc import Collection, Iterator, Mapping
+from typing import TypeAlias
 
 from jlora.adapters import Adapter
 from jlora.adapters.escaping import listed
-from jlora.adapters.expert_fields import ROUTER_MODULES
-from jlora.adapters.lora import LoRA
 from jlora.adapters.peft_config import PeftConfig
-from jlora.layers.site import Site, SlotSpec
+from jlora.layers.site import Site
 from jlora.layers.wrap.wrapped import WrappedModel
-from jlora.manager.fit import rows_of
 from jlora.manager.names import SiteSlices
 
-# Names of the list of layers, after which the names of a checkpoint have the index of a stacked layer.
-_STACKS = frozenset(("layers", "layer", "blocks", "block", "h"))
+_Slice: TypeAlias = tuple[str, int, int]  # path of a layer, its index in a stack, output slice
 
 
 def without_effect(
@@ -29,26 +25,22 @@ def without_effect(
       wrapped: The wrapped model.
       unread: Modules whose values were not read in whole.
     """
-    warnings = adapter.warnings(unread)
-    if adapter.config is None:
-        return warnings
-    return _left_out(adapter.modules, slices_of, wrapped, adapter.config) + warnings
+    return _left_out(adapter, slices_of, wrapped) + adapter.warnings(unread)
 
 
-def _left_out(
-    modules: Mapping[str, LoRA], slices_of: Mapping[str, SiteSlices], wrapped: WrappedModel, config: PeftConfig
-) -> list[str]:
+def _left_out(adapter: Adapter, slices_of: Mapping[str, SiteSlices], wrapped: WrappedModel) -> list[str]:
     """Return warnings about targeted layers without weights, and about targeted layers that the model lacks."""
-    if config.unchecked:  # then every layer counts as targeted
+    config = adapter.config
+    if config is None or config.unchecked:  # in the latter case every layer counts as targeted
         return []
-    filled = {
-        (site, r, i)
-        for name, (site, row, first, count) in slices_of.items()
-        if name in modules
-        for r in rows_of(modules[name], site, row)
-        for i in range(first, first + count)
-    }
-    targeted = dict(_targeted(modules, slices_of, wrapped, config))
+    filled: set[_Slice] = set()
+    brought: set[tuple[bool, str]] = set()
+    for name, (site, row, first, count) in slices_of.items():
+        slices = range(first, first + count)
+        filled |= {(site.path, row // (site.spec.experts or 1), i) for i in slices}
+        if name in adapter.modules:
+            brought |= {_key(site, part) for part, covered in site.parts.items() if covered == (first, count)}
+    targeted = dict(_targeted(config, brought, wrapped))
     missing = [name for name, slices in targeted.items() if not filled & slices]
     warnings: list[str] = []
     if missing:
@@ -56,51 +48,44 @@ def _left_out(
         warnings.append(
             f"brings weights for {count - len(missing)} of {count} targeted layers; none for {listed(missing)}"
         )
-    if absent := config.layers_without(modules.keys() | targeted.keys()):
-        warnings.append(f"layers_to_transform: no layer has index {listed([str(layer) for layer in absent])}")
+    layers = max((site.spec.layers or 0 for site in wrapped.modules), default=0)  # of a stack, whose names lack them
+    if absent := [str(i) for i in config.layers_without(adapter.modules.keys() | targeted.keys()) if i >= layers]:
+        warnings.append(f"layers_to_transform: no layer has index {listed(absent)}")
     return warnings
 
 
 def _targeted(
-    modules: Mapping[str, LoRA], slices_of: Mapping[str, SiteSlices], wrapped: WrappedModel, config: PeftConfig
-) -> Iterator[tuple[str, set[tuple[Site, int, int]]]]:
-    """Yield the checkpoint name of each wrapped layer that PEFT's rule matches, with its (site, row, slice).
+    config: PeftConfig, brought: Collection[tuple[bool, str]], wrapped: WrappedModel
+) -> Iterator[tuple[str, set[_Slice]]]:
+    """Yield the name of each wrapped layer that PEFT's rule matches, and its slices.
 
-    Experts and routers count if the adapter brings weights for some, since PEFT finds no linear layers there in newer
-    versions of transformers.
+    The rule is applied to the names of the model. All experts of a layer are one. A layer counts if the adapter brings
+    weights for a layer of the same last name, or if `target_modules` lists that name. Of other names it is not known
+    whether PEFT found layers: those of routers and experts depend on the version of transformers.
     """
     # PEFT adds a tied output layer of its own accord, and writes no name of it.
     config = dataclasses.replace(config, ensure_weight_tying=False)
-    in_one = any(modules[name].kind == "experts" for name in slices_of if name in modules)
-    experts = any(site.spec.experts for site, *_ in slices_of.values())
-    routers = any(name.endswith(ROUTER_MODULES) for name in slices_of)
+    entries = config.target_modules if isinstance(config.target_modules, frozenset) else frozenset[str]()
+    known = {*brought, *((False, entry.rpartition(".")[2]) for entry in entries)}
     tables = {name for site in wrapped.modules if site.kind == "embedding" for name in site.parts}
     for site in wrapped.modules:
-        spec = site.spec
-        if site.kind == "head" or site in wrapped.unserved.sites or (spec.experts and not experts):
+        if site.kind == "head" or site in wrapped.unserved.sites:
             continue
         parts = sorted(site.parts.items(), key=lambda part: part[1][1])  # parts before the whole
         if site.kind == "linear":  # of the names of a tied table's logits, PEFT knows that of the output layer
             parts = [part for part in parts if part[0].removesuffix(".attend") not in tables]
-        together = spec.experts if spec.experts and in_one else 1  # rows that one module fills
-        for row in range(0, math.prod(spec.rows), together):
-            found: set[int] = set()
-            for name, (first, count) in parts:
-                slices = set(range(first, first + count)) - found
-                full = _full_name(name, spec, row, with_expert=together == 1)
-                if not slices or not full.isascii() or (name.endswith(ROUTER_MODULES) and not routers):
-                    continue
-                if config.experts.targets(full) if together > 1 else config.targets(full, site.kind):
-                    found |= slices
-                    yield full, {(site, r, i) for r in range(row, row + together) for i in slices}
+        found: set[int] = set()
+        for name, (first, count) in parts:
+            slices = set(range(first, first + count)) - found
+            if not slices or not name.isascii() or _key(site, name) not in known:
+                continue
+            if config.targets(name, site.kind) or config.experts.targets(name):
+                found |= slices
+                for layer in range(site.spec.layers or 1):
+                    at = name if site.spec.layers is None else f"{name}[{layer}]"
+                    yield at, {(site.path, layer, i) for i in slices}
 
 
-def _full_name(name: str, spec: SlotSpec, row: int, *, with_expert: bool) -> str:
-    """Return the name that checkpoints give to one row of a site, with the indices of its layer and expert."""
-    keys = name.split(".")
-    layer, expert = divmod(row, spec.experts or 1)
-    if spec.experts and with_expert:
-        keys.insert(-1, str(expert))
-    if spec.layers is not None:
-        keys.insert(next((i + 1 for i, key in enumerate(keys) if key in _STACKS), 1), str(layer))
-    return ".".join(keys)
+def _key(site: Site, part: str) -> tuple[bool, str]:
+    """Return whether a part of a site is of experts, and its last name."""
+    return bool(site.spec.experts), part.rpartition(".")[2]

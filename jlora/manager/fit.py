@@ -160,6 +160,8 @@ def _misfit(site: Site, module: Layer, first: int, count: int) -> str | None:
         own = module.b.shape[0]
         if found[0] == expected[0] and own < outputs and outputs % own == 0 and "attn" in site.path:
             why += f" (B has the rows of one head of {outputs // own}, as MaxText exports them: the others are lost)"
+        if (found[0][0], found[1][1]) == (spec.in_features, outputs) and found[0][1] == found[1][0]:
+            why += " (they are transposed: A is [rank, in] and B is [out, rank])"
         return why
     return None
 

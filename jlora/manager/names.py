@@ -87,29 +87,32 @@ class SiteIndex:
         """Return the index that finds all names of an adapter.
 
         Names of adapters for feature extraction and sequence classification may have the trunk's name `model.` in front
-        or lack it. They are read as they are, with it, or without it, whichever fits all of them. Other adapters have
-        one reading. If no reading fits, names are read as they are, and `find` returns the reasons.
+        or lack it. They are read as they are, with it, or without it, whichever fits all of them. So are those of an
+        adapter without a task type, if they do not fit as they are. Other adapters have one reading. If no reading
+        fits, names are read as they are, and `find` returns the reasons.
 
         Args:
           where: Description of the adapter, for messages.
           names: (kind, name) of all modules of the adapter.
-          task_type: PEFT's task type.
+          task_type: PEFT's task type; None if absent.
 
         Raises:
           AdapterMismatchError: Several readings fit, and refer to different layers.
         """
-        if task_type not in _TRUNK_TASKS:
+        if task_type not in (*_TRUNK_TASKS, None):
             return self
         fitting: dict[Hashable, SiteIndex] = {}
         for index in (self, *self._other_readings):
             slices = tuple(tuple(index._hits(kind, name)) for kind, name in names if not index.skips(name))
             if all(slices):
                 fitting.setdefault(slices, index)
+                if task_type is None and index is self:
+                    return self
         if len(fitting) > 1:
             name = next(name for _, name in names)
             raise AdapterMismatchError(
-                f"{where}: task type {task_type}: its names, such as {name!r}, fit the model both with and without "
-                f"{_TRUNK!r} in front; say which with name_map"
+                f"{where}: task type {task_type or 'null'}: its names, such as {name!r}, fit the model both with and "
+                f"without {_TRUNK!r} in front; say which with name_map"
             )
         return next(iter(fitting.values()), self)
 

@@ -165,6 +165,7 @@ def test_malformed_tensors(folder_of, case):
         assert "adapter_model.safetensors" in str(raised.value)
 
 
+WHOLE = "a whole weight of a module that modules_to_save in adapter_config.json does not name"
 UNSERVED = {
     f"{PREFIX}{Q}.lora_B.bias": "a trained bias",
     f"{PREFIX}{Q}.bias": "a trained bias",
@@ -173,7 +174,8 @@ UNSERVED = {
     f"{PREFIX}{Q}.lora_E": "AdaLoRA",
     f"{PREFIX}score.modules_to_save.weight": "a fully trained module",
     f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta": "trained token embeddings",
-    f"{PREFIX}score.weight": "of a kind that jlora does not serve",
+    f"{PREFIX}score.weight": WHOLE,
+    f"{PREFIX}model.norm.weight": WHOLE,
     "prompt_embeddings": "prompt tuning",
     "nonsense": "of a kind that jlora does not serve",
 }
@@ -185,6 +187,18 @@ def test_unserved_tensors(folder_of, key):
         load(folder_of(lora_tensors({Q: 4}) | {key: np.ones((2, 2), np.float32)}))
     assert f"'{key}'" in str(raised.value)
     assert UNSERVED[key] in str(raised.value)
+
+
+@pytest.mark.parametrize("halves", ["AB", "A", "B"])
+def test_transposed_factors_are_named(folder_of, halves):
+    tensors = lora_tensors({Q: 4})
+    for half in halves:
+        key = f"{PREFIX}{Q}.lora_{half}.weight"
+        tensors[key] = np.ascontiguousarray(tensors[key].T)
+    with pytest.raises(
+        AdapterFormatError, match=f"lora_{halves[0]}.weight' has shape .*: A and B are transposed or exchanged"
+    ):
+        load(folder_of(tensors))
 
 
 def test_names_in_messages_are_escaped_and_cut(folder_of):

@@ -105,7 +105,7 @@ def test_malformed_heads(load, tensors, message):
 @pytest.mark.parametrize(
     ("tensors", "fields", "message"),
     [
-        ({SCORE + "weight": WEIGHT, "base_model.model.other.weight": WEIGHT}, {}, "other.weight' is of a kind"),
+        ({SCORE + "weight": WEIGHT, "base_model.model.other.weight": WEIGHT}, {}, "other.weight' is a whole weight"),
         ({SCORE + "weight": WEIGHT, "base_model.model.x.modules_to_save.weight": WEIGHT}, {}, "a fully trained module"),
         ({SCORE + "weight": BIAS}, {}, r"score.weight.*\(3,\): it is of a fully trained module.*such as a norm"),
         ({SCORE + "weight": WEIGHT[None]}, {}, "score.weight.*is no linear layer.*a convolution"),
@@ -115,7 +115,11 @@ def test_malformed_heads(load, tensors, message):
             {},
             r"'score' is fully trained \(modules_to_save\) and has lora_A, lora_B too",
         ),
-        ({SCORE + "weight": WEIGHT}, {"modules_to_save": None}, r"score\.weight' is of a kind that jlora does not"),
+        (
+            {SCORE + "weight": WEIGHT},
+            {"modules_to_save": None},
+            r"score\.weight' is a whole weight",
+        ),
         ({SCORE + "weight": WEIGHT}, {"modules_to_save": ["scor"]}, r"score\.weight"),  # a beginning is no end
         (
             {SCORE + "weight": WEIGHT * np.float32(np.nan)},  # which is not read

@@ -92,6 +92,11 @@ def test_bytes_of_other_formats_are_refused(weights):
         Adapter.from_bytes(weights, json.dumps(BASE).encode(), name="sql")
 
 
+def test_a_web_page_in_place_of_the_weights_is_named():
+    with pytest.raises(AdapterFormatError, match=r"\(it begins with the text '<!DOCTYP'\)"):
+        Adapter.from_bytes(b"<!DOCTYPE html><title>404</title>", json.dumps(BASE).encode(), name="sql")
+
+
 RELEASED = memoryview(b"{}")
 RELEASED.release()
 

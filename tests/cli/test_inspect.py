@@ -57,6 +57,18 @@ def test_inspect_shows_saved_heads(capsys, tmp_path):
         assert (": yes; " if fits else "has 31 input features, and 'score' has 32") in out.out + out.err
 
 
+def test_a_saved_embedding_gets_no_advice(capsys, tmp_path):
+    plain = adapter({f"{ATTENTION}.k_proj": (32, 16)})
+    heads = {"model.embed_tokens": jlora.SavedHead(np.ones((64, 32), np.float32))}
+    replace(plain, heads=heads).save_pretrained(tmp_path / "it")
+    assert run(["inspect", str(tmp_path / "it")]) == 0
+    out = capsys.readouterr().out
+    assert "saved table  model.embed_tokens: 64 rows; a fully trained embedding is not served\n" in out
+    assert "saved_heads" not in out
+    assert run(["inspect", str(tmp_path / "it"), "--model", str(TIED)]) == 1
+    assert "it is an embedding, and only linear layers are replaced" in capsys.readouterr().err
+
+
 def test_inspect_shows_activated_lora_and_dora(capsys, tmp_path):
     plain = adapter({f"{ATTENTION}.k_proj": (32, 16)}, name="act")
     tokens = tuple(range(40))
@@ -219,7 +231,7 @@ def test_warnings_are_printed(capsys, tmp_path):
     file = tmp_path / "it" / "adapter_config.json"
     fields = {"target_modules": ["k_proj", "q_proj", "v_proj"], "alpha_pattern": {"none": 3}}
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-    idle = "warning      2 of 2 modules change nothing (lora_alpha is 0, or A or B all zeros): 'model.layers.0"
+    idle = "warning      B is zero in all 2 modules, which change nothing: they are not trained yet"
     pattern = "warning      alpha_pattern: 1 keys match no module: 'none'"
     for arguments in ([], ["--model", str(TIED)]):
         assert run(["inspect", str(tmp_path / "it"), *arguments]) == 0

@@ -45,3 +45,10 @@ def test_one_head_of_an_attention_b_is_refused_as_maxtexts(rng, tmp_path, path, 
     with pytest.raises(jlora.AdapterMismatchError, match=f"{path}.proj: A and B have shapes") as raised:
         make_manager(model).add_adapter(jlora.LoRARequest("x", str(tmp_path)))
     assert ("one head of 4, as MaxText exports them" in str(raised.value)) == said
+
+
+def test_transposed_factors_of_a_square_layer_are_named(rng):
+    manager = make_manager(nnx.Dict({"proj": nnx.Linear(6, 6, use_bias=False, rngs=nnx.Rngs(0))}))
+    turned = jlora.ModuleLoRA(a=rng.normal(size=(6, 2)), b=rng.normal(size=(2, 6)), alpha=1.0, scaling=1.0)
+    with pytest.raises(jlora.AdapterMismatchError, match=r"they are transposed: A is \[rank, in\]"):
+        manager.add_adapter(jlora.Adapter(name="x", modules={"proj": turned}))

@@ -149,7 +149,7 @@ def shared_experts():
 def refusal(model, modules):
     manager = make_manager(model)
     with pytest.raises(jlora.AdapterMismatchError) as raised:
-        manager.add_adapter(jlora.Adapter(name="x", modules=modules))
+        manager.add_adapter(jlora.Adapter(name="x", modules=modules, task_type="CAUSAL_LM"))
     return str(raised.value)
 
 
@@ -215,7 +215,10 @@ def trunk_manager(*paths):
 
 @pytest.mark.parametrize(
     ("path", "name", "task_type"),
-    [("model.proj", "proj", "SEQ_CLS"), ("proj", "model.proj", "FEATURE_EXTRACTION"), ("proj", "proj", "SEQ_CLS")],
+    [
+        *(("model.proj", "proj", "SEQ_CLS"), ("proj", "model.proj", "FEATURE_EXTRACTION"), ("proj", "proj", "SEQ_CLS")),
+        *(("model.proj", "proj", None), ("proj", "model.proj", None)),
+    ],
 )
 def test_names_with_and_without_the_trunk(rng, path, name, task_type):
     manager = trunk_manager(path)
@@ -225,6 +228,15 @@ def test_names_with_and_without_the_trunk(rng, path, name, task_type):
     layer = manager.model.model.proj if path == "model.proj" else manager.model.proj
     np.testing.assert_array_equal(np.asarray(layer.jlora_a[0])[0, :1], adapter.modules[name].a)
     assert list(manager.export_adapter("x").modules) == [name]
+
+
+@pytest.mark.parametrize("name", ["proj", "model.proj"])
+def test_names_that_fit_without_a_task_type_are_read_as_they_are(rng, name):
+    manager = trunk_manager("proj", "model.proj")
+    manager.add_adapter(adapter := trunk_adapter(name, None, rng))
+    manager.activate_adapter("x")
+    layer = manager.model.model.proj if name == "model.proj" else manager.model.proj
+    np.testing.assert_array_equal(np.asarray(layer.jlora_a[0])[0, :1], adapter.modules[name].a)
 
 
 def test_ambiguous_and_unknown_readings(rng):

@@ -22,6 +22,7 @@ from jlora.cli.text import one_line, patterns, utf8
 from jlora.errors import LoRAError, LoRAUsageError, printable
 from jlora.models import DecoderConfig, model_folder, quantized_config, read_config
 from jlora.serve import Engine, EngineOptions, Resolve
+from jlora.serve.engine.poolings import read_own_pooling
 from jlora.serve.engine.resolvers import in_order, of_folder, of_function, of_hub
 
 _KEY, _ADMIN_KEY = "JLORA_API_KEY", "JLORA_ADMIN_API_KEY"
@@ -104,6 +105,8 @@ def run_serve(args: argparse.Namespace) -> int:
     if state is None or not state.saved:  # saved adapters do not depend on the folders
         for request, _ in modules:
             survey.check(request)
+            if config.pooling is not None:
+                read_own_pooling(request, config.pooling)
 
     try:
         bound = listen(args.host, args.port)  # before minutes of loading, because the port may be in use

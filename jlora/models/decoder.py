@@ -21,7 +21,7 @@ from jlora.models.json_file import ModelError
 from jlora.models.moe import MoE
 from jlora.models.partition import Dispatch, Partition, padded, width
 from jlora.models.parts import MLP, RMSNorm, linear
-from jlora.models.pooling import pool
+from jlora.models.pooling import pool, weighted_sum
 from jlora.models.quantized import BLOCK
 from jlora.models.rope import rotations
 
@@ -208,7 +208,9 @@ class Decoder(nnx.Module):
         """
         return self._outputs(self._hidden(tokens))
 
-    def pooled(self, tokens: Int[Array, "B L"], lengths: Int[Array, "B"]) -> Float[Array, "B outputs"]:
+    def pooled(
+        self, tokens: Int[Array, "B L"], lengths: Int[Array, "B"], weights: Float[Array, "B L"] | None = None
+    ) -> Float[Array, "B outputs"]:
         """Return the output at the last token of each sequence, or its embedding.
 
         This is the float32 embedding [B, E] of a model with `DecoderConfig.pooling`, the float32 score [B, labels] of a
@@ -217,10 +219,12 @@ class Decoder(nnx.Module):
         Args:
           tokens: [B, L] token ids. A sequence shorter than L is padded on the right with any token.
           lengths: [B] number of tokens of each sequence, from 1 to L.
+          weights: [B, L] weights of the hidden states of each sequence, whose sum is returned, not normalized, in place
+            of the embedding (`jlora.models.pooling.token_weights`). An embedding model alone takes them.
         """
         hidden = self._hidden(tokens)
         if self.config.pooling is not None:
-            return pool(hidden, lengths, self.config.pooling)
+            return pool(hidden, lengths, self.config.pooling) if weights is None else weighted_sum(hidden, weights)
         return self._outputs(jax.vmap(lambda rows, index: rows[index])(hidden, lengths - 1))
 
     def _hidden(self, tokens: Int[Array, "B L"]) -> Float[Array, "B L E"]:

@@ -113,6 +113,15 @@ def _snapshot(repo_id: str, files: Sequence[str], revision: str | None) -> Path:
         raise _failed(repo_id, revision, error) from error
 
 
+def embedding_files(repo_id: str, revision: str) -> Path:
+    """Return a folder with the files of sentence-transformers that a repo has, downloaded from the hub.
+
+    Raises:
+      ModelError: The repo cannot be reached.
+    """
+    return _snapshot(repo_id, _OF_EMBEDDINGS, revision)
+
+
 def _without_weights(repo_id: str, revision: str | None) -> Path:
     """Download the files of a model other than its weights, and refuse a model that the decoder does not serve."""
     from huggingface_hub import constants

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jlora.models.json_file import Fields, ModelError, read_json, read_json_list
@@ -41,17 +42,29 @@ class Pooling:
 
 def pool(hidden: Float[Array, "B L E"], lengths: Int[Array, "B"], pooling: Pooling) -> Float[Array, "B E"]:
     """Return the float32 embedding of each text, whose first `lengths` positions are its tokens."""
-    places, count = jnp.arange(hidden.shape[1])[None], lengths[:, None]
-    seen = places < count
-    if pooling.mode in ("cls", "lasttoken"):
-        seen = places == (0 if pooling.mode == "cls" else count - 1)
-    weights = jnp.where(seen, places + 1 if pooling.mode == "weightedmean" else 1, 0).astype(jnp.float32)
-    total = weights.sum(axis=1, keepdims=True)
-    summed = (weights[..., None] * jnp.where(seen[..., None], hidden.astype(jnp.float32), 0)).sum(axis=1)
-    found = summed / (jnp.sqrt(total) if pooling.mode == "mean_sqrt_len_tokens" else total)
+    weights: Any = token_weights(pooling.mode, lengths, hidden.shape[1])
+    found = weighted_sum(hidden, weights)
     if not pooling.normalize:
         return found
     return found / jnp.maximum(jnp.linalg.norm(found, axis=1, keepdims=True), 1e-12)
+
+
+def token_weights(
+    mode: PoolingMode, lengths: Int[Array | np.ndarray, "B"], size: int, xp: Any = jnp
+) -> Float[Array | np.ndarray, "B L"]:
+    """Return the float32 weight of each of `size` positions in an embedding, 0 beyond `lengths`; arrays of `xp`."""
+    places, count = xp.arange(size)[None], lengths[:, None]
+    if mode in ("cls", "lasttoken"):
+        return (places == (0 if mode == "cls" else count - 1)).astype(xp.float32)
+    weights = xp.where(places < count, places + 1 if mode == "weightedmean" else 1, 0).astype(xp.float32)
+    total = weights.sum(axis=1, keepdims=True)
+    return weights / (xp.sqrt(total) if mode == "mean_sqrt_len_tokens" else total)
+
+
+def weighted_sum(hidden: Float[Array, "B L E"], weights: Float[Array, "B L"]) -> Float[Array, "B E"]:
+    """Return the float32 sum of hidden states by their weights. Those with weight 0 may be NaN."""
+    weights = weights[..., None]
+    return (weights * jnp.where(weights != 0, hidden.astype(jnp.float32), 0)).sum(axis=1)
 
 
 def read_pooling(folder: Path) -> Pooling | None:

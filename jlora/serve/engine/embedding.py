@@ -11,6 +11,9 @@ import jax
 import numpy as np
 
 import jlora
+from jlora.errors import LoRAError, LoRAUsageError
+from jlora.models import Pooling
+from jlora.models.pooling import PoolingMode, token_weights
 from jlora.serve.engine.dispatch import Dispatcher, Drawn
 from jlora.serve.engine.model import check_place
 from jlora.serve.engine.request import StepFailedError
@@ -46,12 +49,11 @@ class EmbeddingSteps:
         self._most = {length: max(1, min(rows, chunk // length)) for length in self._lengths}
         self.rows = 2 * self._most[self._lengths[0]]
         self.width = int(model.config.hidden_size)
-        self._normalize = bool(model.config.pooling.normalize)
 
         @manager.jit
-        def embed(model: Any, batch: Any, tokens: Any, lengths: Any) -> Any:
+        def embed(model: Any, batch: Any, tokens: Any, lengths: Any, weights: Any) -> Any:
             with jlora.use(batch):
-                return model.pooled(tokens, lengths)
+                return model.pooled(tokens, lengths, weights)
 
         self._embed = embed
 
@@ -61,21 +63,23 @@ class EmbeddingSteps:
         most = self._most[length]
         return None if len(prompts) > most else (1 if len(prompts) == 1 else most, length)
 
-    def embed(self, batch: jlora.LoRABatch, prompts: list[Any], shape: tuple[int, int]) -> jax.Array:
-        """Return the embeddings [R, E] of at most R prompts, while they are computed."""
-        tokens, lengths = np.zeros(shape, np.int32), np.ones(shape[0], np.int32)
-        for row, prompt in enumerate(prompts):
+    def embed(
+        self, batch: jlora.LoRABatch, prompts: list[tuple[Any, PoolingMode]], shape: tuple[int, int]
+    ) -> jax.Array:
+        """Return the embeddings [R, E] of at most R prompts with their poolings, not normalized, while computed."""
+        tokens, lengths, weights = np.zeros(shape, np.int32), np.ones(shape[0], np.int32), np.zeros(shape, np.float32)
+        for row, (prompt, mode) in enumerate(prompts):
             tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
+            weights[row] = token_weights(mode, lengths[row : row + 1], shape[1], np)[0]
         # Without an adapter in the batch, run the variant that computes the base model alone.
-        found = self._embed(self._model, batch if batch.has_adapters else None, tokens, lengths)
+        found = self._embed(self._model, batch if batch.has_adapters else None, tokens, lengths, weights)
         found.copy_to_host_async()
         return found
 
-    def cut(self, embedding: np.ndarray, values: int) -> np.ndarray:
-        """Return the first values of an embedding, normalized again if the model normalizes embeddings."""
+    def cut(self, embedding: np.ndarray, values: int, normalize: bool) -> np.ndarray:
+        """Return the first values of an embedding, normalized if its pooling says so."""
         cut = embedding[:values]
-        again = self._normalize and values < self.width
-        return cut / max(float(np.linalg.norm(cut)), 1e-12) if again else cut
+        return cut / max(float(np.linalg.norm(cut)), 1e-12) if normalize else cut
 
     def warm(self, progress: Callable[[int, int], None]) -> None:
         """Compile every variant, by running each with a free slot and without adapters; see `run_each`."""
@@ -108,7 +112,11 @@ class EmbeddingDispatcher(Dispatcher):
         while (one := self._begin(lambda one: self._steps.shape([*taken, one]) is not None)) is not None:
             self._filling = None
             self._rows[one.row] = one
-            taken.append(one)
+            try:
+                self._set_pooling(one)
+                taken.append(one)
+            except LoRAError as error:
+                self._end(one, error)
         if not taken:
             return False
         rows, length = shape = cast("tuple[int, int]", self._steps.shape(taken))
@@ -118,12 +126,26 @@ class EmbeddingDispatcher(Dispatcher):
         try:
             names = [one.handle for one in taken] + [None] * (rows - len(taken))
             with self._manager.prepare(names, **first) as batch:
-                embeddings = self._steps.embed(batch, [one.prompt for one in taken], shape)
+                prompts: list[tuple[Any, PoolingMode]] = [
+                    (one.prompt, cast("Pooling", one.of_request.pooling).mode) for one in taken
+                ]
+                embeddings = self._steps.embed(batch, prompts, shape)
         except Exception as error:  # a model's step may raise anything; other sequences go on
             self._failed(error, taken)
             return True
         self._drawn.append(Drawn(embeddings, tuple(enumerate(taken))))
         return True
+
+    def _set_pooling(self, one: Sequence) -> None:
+        """Find the pooling of a sequence. Raises LoRAError if it does not serve its prompt."""
+        assert self._loras.poolings is not None
+        pooling = one.of_request.pooling or self._loras.poolings.of(one.handle)
+        if len(one.prompt) > (pooling.max_length or len(one.prompt)):
+            raise LoRAUsageError(
+                f"the prompt has {len(one.prompt)} tokens; it must fit max_seq_length={pooling.max_length} of adapter "
+                f"{one.lora!r}"
+            )
+        one.of_request.pooling = pooling
 
     def _compose(self) -> None:
         self._stale = False  # no batch outlives its step
@@ -139,6 +161,8 @@ class EmbeddingDispatcher(Dispatcher):
                 continue
             if np.isfinite(embeddings[row]).all():
                 self._leave(one)
-                self._writer.put([TokenEvent(one, end="stop", embedding=self._steps.cut(embeddings[row], one.limit))])
+                normalize = cast("Pooling", one.of_request.pooling).normalize
+                embedding = self._steps.cut(embeddings[row], one.limit, normalize)
+                self._writer.put([TokenEvent(one, end="stop", embedding=embedding)])
             else:
                 self._end(one, StepFailedError("the embedding has values that are not finite numbers"))

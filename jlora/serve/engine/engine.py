@@ -48,7 +48,7 @@ class Engine:
 
     Args:
       model: A `jlora.serve.ServableModel`, such as `jlora.models.Decoder`. If its `config.pooling` is set, the engine
-        embeds prompts by its `pooled`, and generates nothing.
+        embeds prompts by its `pooled`, with weights, and generates nothing.
       manager: The model's manager, which compiles the steps (`manager.jit`). Adapters may also be added to it directly.
       tokenizer: A `tokenizers.Tokenizer`; None for prompts and completions of token ids only.
       options: Sizes and limits.
@@ -88,7 +88,7 @@ class Engine:
         self._metrics = EngineMetrics(lambda name: bool(manager.list_adapters([name])))
         self._writer = TokenWriter(self._metrics, self._ended)
         most = math.ceil(options.max_waiting * _WAIT_FOR_NAMES)
-        self._loras = Loras(manager, lambda: self._dispatcher.wake(), resolve, most, self._fail)
+        self._loras = Loras(manager, lambda: self._dispatcher.wake(), resolve, most, self._fail, self._pooling)
         self._dispatcher = dispatcher(
             manager, cast(Any, self._steps), self._loras, self._writer, self._metrics, options.max_wait_ratio
         )

@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 
 from jlora import Adapter, AdapterInfo, LoRAManager, LoRARequest
 from jlora.errors import AdapterInUseError, AdapterNotFoundError, LoRAError, NoFreeSlotError
+from jlora.models import Pooling
+from jlora.serve.engine.poolings import Poolings, read_own_pooling
 from jlora.serve.engine.request import AdapterExistsError, EngineBusyError, RegisteredLoRA
 from jlora.serve.engine.resolvers import Resolve, check_name, resolved
 from jlora.serve.engine.scheduler import SlotUse
@@ -67,6 +69,10 @@ class Loras:
       resolve: Resolver of unknown names; None for none.
       most: Number of requests that may wait for the resolver.
       fail: Called with a request and the error that ends it, if its name cannot be resolved. Must not block.
+      pooling: The pooling of an embedding model; None for another.
+
+    Attributes:
+      poolings: Of the adapters of an embedding model; None for another.
     """
 
     def __init__(
@@ -76,7 +82,9 @@ class Loras:
         resolve: Resolve | None = None,
         most: int = 0,
         fail: Callable[[Sequence, LoRAError], None] = lambda sequence, error: None,
+        pooling: Pooling | None = None,
     ):
+        self.poolings = None if pooling is None else Poolings(pooling, wake)
         self._manager = manager
         self._wake = wake
         self._resolve = resolve
@@ -122,12 +130,19 @@ class Loras:
                     f"adapter {name!r} is loaded already; unload it first, or say load_inplace to replace it"
                 )
             record.adding += 1
+        pooling: Pooling | None = None
         try:
+            if self.poolings is not None and isinstance(adapter, LoRARequest):
+                pooling = read_own_pooling(adapter, self.poolings.base)  # refused before it replaces another
             # A plain load would return the old version from host memory, so replace it in place, without a gap.
             loaded = self._manager.add_adapter(adapter, load_inplace=inplace, timeout=timeout)
             if not loaded and not known:
                 raise AdapterExistsError(f"adapter {name!r} was loaded by another call meanwhile")
             listed = RegisteredLoRA(path or source, int(time.time()), parent)
+            info = self._info(name)
+            same = info is not None and info.request is not None and info.request.path == source
+            if self.poolings is not None and info is not None and pooling is not None and same:
+                self.poolings.loaded(info, pooling)
         finally:
             with self._record(name) as record:
                 record.adding -= 1
@@ -307,9 +322,9 @@ class Loras:
         return info.pinned and not self._is_removed(info.name)
 
     def loaded(self, name: str) -> bool:
-        """Return whether an adapter is in host memory or in a slot."""
+        """Return whether an adapter is in host memory or in a slot, and its pooling known."""
         info = self._info(name)
-        return info is not None and _is_loaded(info)
+        return info is not None and _is_loaded(info) and (self.poolings is None or self.poolings.ready(info))
 
     def look(self, waiting: Mapping[Sequence, str], running: Set[Version]) -> dict[str, LoRAError]:
         """Retry pending removals, and load the adapters of the requests that wait longest.

@@ -8,6 +8,7 @@ from typing import Any
 
 from jlora import AdapterHandle, LoRARequest
 from jlora.errors import LoRAUsageError
+from jlora.models import Pooling
 from jlora.serve.engine.detokenizer import Detokenizer
 from jlora.serve.engine.generation import Generation
 from jlora.serve.engine.request import MAX_LOGPROBS, SamplingParams
@@ -18,15 +19,17 @@ Version = tuple[str, int]
 
 @dataclass
 class RequestVersion:
-    """The version of an adapter that all sequences of one request have.
+    """The version of an adapter, and its pooling, that all sequences of one request have.
 
     Attributes:
       open: Number of these sequences that have not ended.
       handle: Keeps the version, from the beginning of the first of them to the end of the last; None for no adapter.
+      pooling: Of embeddings, from then on.
     """
 
     open: int = 1
     handle: AdapterHandle | None = None
+    pooling: Pooling | None = None
 
     def release(self) -> None:
         """Count the end of a sequence."""

@@ -18,6 +18,7 @@ from jlora.serve.http.log import log_event
 from jlora.serve.http.state import StateFolder
 
 _OF_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_OF_EMBEDDINGS = "modules.json"  # of sentence-transformers
 
 
 @dataclass(frozen=True)
@@ -146,9 +147,10 @@ class Adapters:
             self.changed()
         log_event("loaded", adapter=adapter.name, path=path, seconds=round(seconds, 3))
         folder = adapter.path if isinstance(adapter, LoRARequest) else None
-        own = [file for file in _OF_TOKENIZERS if folder and os.path.isfile(os.path.join(folder, file))]
+        ignored = _OF_TOKENIZERS if self._engine.embeds else (*_OF_TOKENIZERS, _OF_EMBEDDINGS)
+        own = [file for file in ignored if folder and os.path.isfile(os.path.join(folder, file))]
         if own:
-            log_event("adapter's own tokenizer or template is ignored", adapter=adapter.name, files=own)
+            log_event("adapter's own tokenizer, template or pooling is ignored", adapter=adapter.name, files=own)
 
     def unload(self, name: str) -> None:
         """Refuse new requests for an adapter from now on. Blocks.

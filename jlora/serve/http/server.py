@@ -199,9 +199,10 @@ def _protocol(limits: Limits) -> type[H11Protocol]:
 
         def send_400_response(self, msg: str) -> None:
             """Answer bytes that are not HTTP, and close. A request under way ends as if its client had disconnected."""
-            if self.cycle is not None:
-                self.cycle.disconnected = True  # its response can no longer be sent
-                self.cycle.message_event.set()
+            cycle: Any = self.cycle  # None before the first request
+            if cycle is not None:
+                cycle.disconnected = True  # its response can no longer be sent
+                cycle.message_event.set()
             if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
                 super().send_400_response(msg)
             else:  # a response has begun, or ended before the body

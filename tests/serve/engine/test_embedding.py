@@ -1,6 +1,8 @@
 """Embeddings in the engine: any adapters in one step, against models with merged weights."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -186,6 +188,117 @@ def test_a_request_has_one_version_of_its_adapter(engine, oracle):
     (found,) = results(engine.embed([prompt], lora="mine"))
     np.testing.assert_allclose(found, b, atol=2e-6)
     engine.remove_lora("mine")
+
+
+POOLINGS = {
+    "cls": lambda n: [1] + [0] * (n - 1),
+    "lasttoken": lambda n: [0] * (n - 1) + [1],
+    "mean": lambda n: [1 / n] * n,
+    "mean_sqrt_len_tokens": lambda n: [n**-0.5] * n,
+    "weightedmean": lambda n: [2 * i / (n * (n + 1)) for i in range(1, n + 1)],
+}
+PROMPTS = {"prompts": {"d": "in: "}, "default_prompt_name": "d"}
+
+
+@pytest.fixture(scope="module")
+def hidden_of(tmp_path_factory):
+    """A function that computes the float64 hidden states [L, E] of a prompt with the weights of adapter a merged."""
+    merged = tmp_path_factory.mktemp("hidden")
+    checkpoints.write(merged, checkpoints.DENSE["mistral"])
+    deltas = {f"{path}.weight": (b @ a).astype(np.float32) for path, (a, b) in lora_of("a").items()}
+    edit(merged, lambda tensors: tensors.update({n: tensors[n] + delta for n, delta in deltas.items()}))
+    write_modules(merged, "mean")
+    model = from_pretrained(merged)
+    return lambda ids: np.asarray(model(jnp.asarray(ids)[None])[0], np.float64)
+
+
+@pytest.fixture
+def folder_of(tmp_path, engine):
+    """A function that writes adapter a with files of sentence-transformers, and returns its request."""
+    made = []
+
+    def write(name, *args, **options):
+        adapter_of("a").save_pretrained(tmp_path / name)
+        write_modules(tmp_path / name, *args, **({"prompts": PROMPTS} | options))
+        made.append(name)
+        return jlora.LoRARequest(name, str(tmp_path / name))
+
+    yield write
+    for name in set(made) & engine.list_loras().keys():
+        engine.remove_lora(name)
+
+
+@pytest.mark.parametrize("how", ["add_lora", "a request", "the manager"])
+def test_adapters_bring_their_own_pooling(engine, oracle, hidden_of, folder_of, how):
+    """Each text has that of its adapter, also in one step. The base and adapters without files have the model's."""
+    kinds = [(mode, normalize) for mode in POOLINGS for normalize in (False, True)]
+    requests = {kind: folder_of("-".join(map(str, kind)), kind[0], normalize=kind[1]) for kind in kinds}
+    for request in requests.values():
+        if how == "add_lora":
+            engine.add_lora(request)
+        elif how == "the manager":
+            engine._manager.add_adapter(request)
+    prompts, found = [prompt_of(9), prompt_of(30)], {}
+    with_request = how == "a request"
+    for kind, request in requests.items():
+        until(lambda: engine.stats().waiting < 8)
+        found[kind] = engine.embed(prompts, lora=request if with_request else request.name)
+    until(lambda: engine.stats().waiting < 8)
+    plain = [engine.embed(prompts[:1], lora=name) for name in (None, "a")]
+    for (mode, normalize), generations in found.items():
+        for prompt, result in zip(prompts, results(generations), strict=True):
+            want = np.asarray(POOLINGS[mode](len(prompt))) @ hidden_of(prompt)
+            np.testing.assert_allclose(result, want / np.linalg.norm(want) if normalize else want, atol=1e-5)
+    for name, generations in zip((None, "a"), plain, strict=True):
+        np.testing.assert_allclose(*results(generations), oracle(name, prompts[0]), atol=2e-6)
+    (cut,) = results(engine.embed(prompts[:1], lora="cls-False", dimensions=4))
+    np.testing.assert_allclose(cut, hidden_of(prompts[0])[0, :4], atol=1e-5)
+
+
+def test_a_longest_text_of_an_adapter(engine, folder_of):
+    engine.add_lora(folder_of("short", "mean", settings={"max_seq_length": 10}))
+    short, long = engine.embed([prompt_of(10), prompt_of(11)], lora="short")
+    assert short.result(60).finish_reason == "stop"
+    with pytest.raises(LoRAUsageError, match="has 11 tokens; it must fit max_seq_length=10 of adapter 'short'"):
+        long.result(60)
+
+
+@pytest.mark.parametrize("how", ["add_lora", "a request", "the manager"])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mode": "max"}, "1_Pooling/config.json: pooling_mode must be one of .* got 'max'"),
+        ({"modules": ["Transformer", "Pooling", "Dense"]}, "modules must be .* got Transformer, Pooling, Dense"),
+        ({"modules": ["Transformer", "SpladePooling"]}, "modules.json has no Pooling module"),
+        ({"prompts": {}}, "the default prompt in .* is ''; expected that of the model, 'in: '"),
+        ({"settings": {"do_lower_case": True}}, "do_lower_case must be false"),
+    ],
+)
+def test_files_that_are_not_served_are_refused_by_name(engine, folder_of, how, changes, words):
+    modules = changes.get("modules")
+    request = folder_of("odd", **{name: value for name, value in changes.items() if name != "modules"})
+    if modules is not None:
+        entries = [{"type": f"sentence_transformers.models.{kind}", "path": "1_Pooling"} for kind in modules]
+        (Path(request.path) / "modules.json").write_text(json.dumps(entries))
+    if how == "add_lora":
+        with pytest.raises(jlora.AdapterMismatchError, match=f"adapter 'odd': .*{words}"):
+            engine.add_lora(request)
+        assert "odd" not in engine.list_loras()
+        return
+    if how == "the manager":
+        engine._manager.add_adapter(request)
+    (failed,) = engine.embed([prompt_of(6)], lora=request)
+    with pytest.raises(jlora.AdapterMismatchError, match=f"adapter 'odd': .*{words}"):
+        failed.result(60)
+    assert engine.embed([prompt_of(6)], lora="a")[0].result(60).finish_reason == "stop"
+
+
+def test_a_refused_replacement_changes_nothing(engine, hidden_of, folder_of):
+    engine.add_lora(folder_of("mine", "cls", normalize=False))
+    with pytest.raises(jlora.AdapterMismatchError, match=r"adapter 'mine': .*pooling_mode"):
+        engine.add_lora(folder_of("mine", "max"), load_inplace=True)
+    (found,) = results(engine.embed([prompt_of(6)], lora="mine"))
+    np.testing.assert_allclose(found, hidden_of(prompt_of(6))[0], atol=1e-5)
 
 
 def test_an_adapter_of_nan_fails_alone(engine, oracle):

@@ -188,11 +188,13 @@ def test_loads_of_one_name_take_turns_while_others_run(service, engine):
 def test_tokenizer_of_an_adapter_is_ignored_with_one_log_line(service, root, caplog):
     (root / "one" / "tokenizer.json").touch()
     (root / "one" / "chat_template.jinja").touch()
+    (root / "one" / "modules.json").touch()
     with caplog.at_level("INFO", "jlora.serve"):
         assert post(service, LOAD, {"lora_name": "new", "lora_path": "one"}).status == 200
     (line,) = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
     assert "tokenizer.json" in line
     assert "chat_template.jinja" in line
+    assert "modules.json" in line
 
 
 def test_unload_removes_an_adapter(service, engine):

@@ -196,10 +196,25 @@ class SiteIndex:
                 return _misnumbered(name, sites[0].spec, kind == "experts")
         if (above := self._above(name)) is not None:
             return f"the model has no module {name!r}: {above!r} is not wrapped: {self._wrapped.unwrapped[above]}"
+        if (other := self._at_another_layer(kind, name)) is not None:
+            return (
+                f"the model has no module {name!r} beside its {other!r}. If this layer uses the keys and values of "
+                f"another one, these weights change nothing: pass over them with skip, here skip=[{re.escape(name)!r}]"
+            )
         return (
             f"the model has no module {name!r} (name_map can map the checkpoint's names to the model's paths, and skip "
             f"pass over modules that this process lacks){self._hint(kind, name)}"
         )
+
+    def _at_another_layer(self, kind: str, name: str) -> str | None:
+        """Return a module of keys or values that another layer has, where the layer of the name has only others."""
+        parent, _, last = name[:500].rpartition(".")
+        if not re.match(r"(k|v|kv|key|value)(_|$)", last) or not any(
+            p.startswith(f"{parent}.") for _, p in self._sites
+        ):
+            return None
+        like = re.compile(r"\d+".join(map(re.escape, re.split(r"\d+", name[:500]))))
+        return next((other for own, other in self._sites if own == kind and like.fullmatch(other)), None)
 
     def _above(self, name: str) -> str | None:
         """Return the unwrapped layer whose path is a prefix of the name, with or without its indices, or None."""

@@ -248,3 +248,33 @@ def test_ambiguous_and_unknown_readings(rng):
         manager.add_adapter(trunk_adapter("other", "SEQ_CLS", rng))
     with pytest.raises(jlora.AdapterMismatchError, match="no module 'proj'"):  # the trunk's name counts
         trunk_manager("model.proj").add_adapter(trunk_adapter("proj", "CAUSAL_LM", rng))
+
+
+class Sharing(nnx.Module):
+    """Two layers, the second with the keys and values of the first."""
+
+    def __init__(self):
+        def make(*names):
+            return nnx.Dict({f"{name}_proj": nnx.Linear(8, 8, rngs=nnx.Rngs(0)) for name in names})
+
+        self.layers = nnx.List([nnx.Dict(self_attn=make(*names)) for names in ("qkvo", "qo")])
+
+
+def test_weights_for_shared_keys_and_values_name_the_cause_and_the_pattern_to_skip(rng):
+    names = [f"layers.{i}.self_attn.{name}_proj" for i in range(2) for name in "qkvo"]
+    adapter = jlora.Adapter(name="x", modules={name: factors(rng, 2, 8, 8) for name in names})
+    manager = make_manager(Sharing())
+    with pytest.raises(jlora.AdapterMismatchError) as raised:
+        manager.add_adapter(adapter)
+    patterns = []
+    for problem, name in zip(raised.value.problems, ("k", "v"), strict=True):
+        assert f"no module 'layers.1.self_attn.{name}_proj' beside its 'layers.0.self_attn.{name}_proj'" in problem
+        assert "uses the keys and values of another one, these weights change nothing" in problem
+        patterns += eval(problem[problem.index("skip=") + len("skip=") :])
+    manager.unwrap()
+    manager = make_manager(Sharing(), skip=patterns)
+    assert manager.add_adapter(adapter)
+    assert manager.list_adapters()["x"].modules == 6
+    far = jlora.Adapter(name="far", modules={"layers.2.self_attn.k_proj": factors(rng, 2, 8, 8)})
+    with pytest.raises(jlora.AdapterMismatchError, match="name_map can map"):
+        manager.add_adapter(far)

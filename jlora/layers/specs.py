@@ -44,8 +44,8 @@ class LinearSpec:
         attribute that the layer lacks or that is None adds nothing, as does the name None. DoRA leaves the bias as it
         is. A bias that the layer returns beside its output is not added.
       dequantize: `dequantize(layer)` returns the base weight, float32 [K, N] in the order of `rows`, if `param` does
-        not hold it. It is called where the layer is (in a stack for one layer of it), and `manager.verify` compares the
-        layer's product with it. None: not known.
+        not hold it, or holds its columns in another order. It is called where the layer is (in a stack for one layer of
+        it), and `manager.verify` compares the layer's product with it. None: not known.
       product: `product(x, kernel)` returns the layer's output without its bias, and works on shards of both too. It is
         for a class that computes exactly `product(x, kernel) + bias` with the arrays of `param` and `bias`. If the
         kernel is split by input features, LoRA then joins the layer's reduction and needs none of its own. `rows` must

@@ -39,6 +39,7 @@ from jlora.manager.multihost import peers_of
 from jlora.manager.names import SiteIndex, name_rules
 from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.prepare import activate, prepare
+from jlora.manager.repeats import describe, find_repeats
 from jlora.manager.report import AdapterInfo, Level, Stats, records
 from jlora.manager.snapshot import base_digest, restore, save
 from jlora.manager.state import State
@@ -142,6 +143,8 @@ class LoRAManager:
                 limits = peers.agree(partial(_compared, wrapped, config), own)
             smallest = [min(limit) for limit in zip(*limits, strict=True)]
             self._state = State(config, wrapped, SiteIndex(wrapped, rules), resolve, peers, smallest)
+            if repeats := find_repeats(wrapped):
+                _log.warning("%s", describe(repeats))
         except BaseException:
             if wrapped is not None:
                 wrapped.unwrap()  # the caller has no manager to do it
@@ -770,6 +773,7 @@ class LoRAManager:
         items: Mapping[str, Items] | None = None,
         batch_axis: int = 0,
         seed: int = 0,
+        rederive: Callable[[nnx.Module], object] | None = None,
     ) -> VerifyReport:
         """Compare the model with adapters in slots against merged weights, row by row.
 
@@ -792,18 +796,24 @@ class LoRAManager:
           items: as in `prepare`. Rows of items are compared by their effect on the rows of sequences in the outputs, so
             every item that a sequence reads needs that sequence as its owner.
           batch_axis: the axis of the outputs (and of `inputs`) for sequences, or for packed or flattened rows.
-          seed: seed of the random factors.
+          seed: seed of the random values.
+          rederive: `rederive(model)` computes again, in place, the parameters of a model that are derived from its
+            kernels when it is loaded. It is called with unwrapped copies, whose kernels have merged weights. It
+            declares that no other parameter is derived; a function that changes nothing declares that none is.
 
         Raises:
           LoRAError: a row differs from merged weights. The message names the first layer, in call order, that differs
-            when only it has factors.
+            when only it has values. Or a parameter repeats weights of a wrapped kernel, and `rederive` is None; or
+            `rederive` changes the outputs of the base model.
           LoRAUsageError: `forward` returns no rows of the batch.
         """
         self._check_call("verify")
         wrapped = self._state.wrapped
         wrapped.check()
         rows = num_sequences, token_counts, pad_to, length, items, batch_axis
-        report, reasons = verify(wrapped, forward, inputs, *rows, seed)
+        if rederive is None and (repeats := find_repeats(wrapped)):
+            raise LoRAError(f"verify: {describe(repeats)}")
+        report, reasons = verify(wrapped, forward, inputs, *rows, seed, rederive)
         # In a turn, so that a batch on another thread agrees and is made with the same layers.
         with self._state.peers.turn("verify", alone=True), self._state.lock:
             wrapped.set_unserved(reasons)

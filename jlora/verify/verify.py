@@ -36,6 +36,7 @@ from jlora.verify.model_copies import cast_to_float32, in_float32, is_exact, mer
 from jlora.verify.quantized import Products
 
 Forward: TypeAlias = Callable[[nnx.Module, Any, LoRABatch | None], Any]
+Rederive: TypeAlias = Callable[[nnx.Module], object]
 # The values of one slot: a [(layers,) (E,) n, r, K], b [.., r, N], and extras [(layers,) N] of each finisher.
 Values: TypeAlias = tuple[np.ndarray, np.ndarray, Sequence[np.ndarray]]
 Outputs: TypeAlias = list[np.ndarray]  # the arrays of one forward, rows first
@@ -93,18 +94,20 @@ def verify(
     items: Mapping[str, Items] | None,
     batch_axis: int,
     seed: int,
+    rederive: Rederive | None,
 ) -> tuple[VerifyReport, Mapping[Site, str]]:
     """Return the report of `LoRAManager.verify`, and the reason for each wrapped site that serves no adapter."""
     if num_sequences is None:
         num_sequences = _count(inputs, token_counts, batch_axis)
     shape = shape_of_all("verify", num_sequences, token_counts, pad_to, length, items, wrapped.sites)
     layout = _RowOwners(shape, batch_axis)
-    probe = _Probe(wrapped, forward, inputs, layout, seed)
+    probe = _Probe(wrapped, forward, inputs, layout, seed, rederive)
     with opening(probe.record):  # layers that serve no adapter are recorded instead of raising
         served, unchecked, unserved = probe.look()
         if not served:
             why = next(iter((unchecked | unserved).values()), "none")
             raise LoRAError(f"verify: forward calls no layer that serves LoRA ({why})")
+        probe.check_rederive()
         error, changed = probe.compare(served)
         if not error <= probe.tolerance:
             probe.blame(served, error)
@@ -203,8 +206,17 @@ class _RowOwners:
 class _Probe:
     """One verification: its random factors, and the forwards that serve or merge some of them."""
 
-    def __init__(self, wrapped: WrappedModel, forward: Forward, inputs: Any, layout: _RowOwners, seed: int):
+    def __init__(
+        self,
+        wrapped: WrappedModel,
+        forward: Forward,
+        inputs: Any,
+        layout: _RowOwners,
+        seed: int,
+        rederive: Rederive | None,
+    ):
         self.wrapped, self.forward, self.inputs, self.layout = wrapped, forward, inputs, layout
+        self.rederive = rederive
         self.rng = np.random.default_rng(seed)
         # The factors that experts share are added to the same rows, so checking the other factors suffices.
         self.sites = tuple(site for site in wrapped.modules if site.spec.whole and site.kind != "head")
@@ -309,6 +321,8 @@ class _Probe:
             inputs = jax.tree.map(in_float32, inputs)
         for site in sites if name is not None else ():
             merge(layers[site], self.wrapped, site, *self.values[name or ""][site])
+        if self.rederive is not None:
+            self.rederive(copy)
         return self._run(copy, inputs, None)[0]
 
     def _run(self, model: nnx.Module, inputs: Any, batch: LoRABatch | None) -> tuple[Outputs, Any]:
@@ -375,6 +389,19 @@ class _Probe:
             if rows < 2:
                 unserved[site] = _FEW_ROWS
         return [site for site in called if site not in unserved and site not in unchecked], unchecked, unserved
+
+    def check_rederive(self) -> None:
+        """Raise `LoRAError` if derived parameters that are computed again change the outputs of the base model."""
+        if self.rederive is None:
+            return
+        copy, _ = unwrapped_copy(self.wrapped, self.inexact)
+        for found, kept in zip(self.merged((), None, False), self._run(copy, self.inputs, None)[0], strict=True):
+            error = float(np.abs(found - kept).max() / max(np.abs(kept).max(), 1e-30))
+            if not error <= self.tolerance:
+                raise LoRAError(
+                    f"verify: rederive changes the outputs of the base model by {error:.2g}, and {self.tolerance:g} is "
+                    "allowed; it must compute each parameter as the model does when it is loaded"
+                )
 
     def _mixes(self) -> list[list[str | None]]:
         """Return batches in which each sequence takes an adapter or the base model, shuffled.
@@ -463,8 +490,10 @@ class _Probe:
             f"verify: {site.path} ({name}) is off: {found}{guess} Either its rows are not the batch's (patches that "
             "sequences share, another axis as long as the batch, packed rows without token_counts), or the model mixes "
             "sequences after it (BatchNorm or Dropout in training mode: call model.eval() first), or its spec does not "
-            "say what it computes (axes, a scaled input or output, dequantize). Register its class with the right "
-            "spec, or leave it out: LoRAConfig.exclude_modules"
+            "say what it computes (axes, a scaled input or output; if the columns of the kernel are ordered unlike the "
+            "output, LinearSpec(dequantize=) returns the kernel in the order of the output), or the model multiplies a "
+            "parameter that is derived from its kernel. Register its class with the right spec, or leave it out: "
+            "LoRAConfig.exclude_modules"
         )
 
     def blame(self, sites: Sequence[Site], error: float) -> NoReturn:

@@ -484,3 +484,26 @@ def test_model_in_training_mode_is_named_as_a_cause():
         manager.verify(serve, x)
     model.eval()
     assert manager.verify(serve, x).checked == ("proj",)
+
+
+class Interleaved(nnx.Linear):
+    def __call__(self, x):
+        y = super().__call__(x)
+        return jnp.concatenate([y[..., ::2], y[..., 1::2]], axis=-1)
+
+
+def test_a_kernel_that_is_ordered_unlike_its_output():
+    def in_order(layer):
+        return jnp.concatenate([layer.kernel[...][:, ::2], layer.kernel[...][:, 1::2]], axis=-1)
+
+    for dequantize in (None, in_order):
+        spec = jlora.LinearSpec(6, 6, dequantize=dequantize)
+        register_layer(Interleaved, lambda layer, spec=spec: spec)
+        manager = make_manager(Two(Interleaved(6, 6, use_bias=False, rngs=nnx.Rngs(1))))
+        if dequantize is None:
+            with pytest.raises(
+                LoRAError, match=r"verify: proj \(Interleaved\) is off: .*LinearSpec\(dequantize=\) ret"
+            ):
+                manager.verify(serve, normal(3, 4, 6))
+        else:
+            assert manager.verify(serve, normal(3, 4, 6)).checked == ("first", "proj")

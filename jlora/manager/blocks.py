@@ -194,6 +194,7 @@ class Packing:
           ranks: The rank of each row that the adapter has.
         """
         blocks: list[Block] = []
+        self._dtypes = {site: np.dtype(chunk.spec.dtype) for chunk in chunks for site in chunk.sites}
         self._runs: dict[Row, tuple[int, int, list[_Bits]]] = {}  # (row index, rows until the run ends, blocks)
         for chunk in chunks:
             rows = chunk.rows
@@ -225,6 +226,10 @@ class Packing:
                     if rows[i] in ranks
                 )
         self.blocks = tuple(blocks)
+
+    def dtype(self, site: Site) -> np.dtype:
+        """Return the dtype of the blocks of a site."""
+        return self._dtypes[site]
 
     def runs(self, site: Site, first: int, count: int) -> Iterator[tuple[slice, list[_Bits]]]:
         """Yield the runs of rows that are adjacent in the same blocks. Rows of other processes are skipped.
@@ -319,7 +324,8 @@ def bits_of(dtype: np.dtype) -> np.dtype:
 def unpack(blocks: Iterable[Block], wanted: Collection[Row]) -> dict[Row, tuple[np.ndarray, np.ndarray]]:
     """Return row -> (A [n, r, K], B [r, N]) of the wanted rows, the inverse of `pack`.
 
-    The factors are NumPy arrays, zero-padded to the ranks of the blocks. Rows without a block are left out.
+    The factors are NumPy arrays in the dtype of the blocks (float32 for int8), zero-padded to the ranks of the blocks.
+    Rows without a block are left out.
     """
     stored: dict[Row, list[tuple[int, Any, Any, Any]]] = {}
     for block in blocks:
@@ -335,8 +341,8 @@ def unpack(blocks: Iterable[Block], wanted: Collection[Row]) -> dict[Row, tuple[
         spec = row[0].spec
         rank = max(start for start, *_ in pieces) + rank_step(spec)
         all_steps = np.zeros((2, spec.slices, rank))
-        a = np.zeros((spec.slices, rank, spec.in_features), spec.dtype)
-        b = np.zeros((rank, spec.out_features), spec.dtype)
+        a = np.zeros((spec.slices, rank, spec.in_features), pieces[0][1].dtype)
+        b = np.zeros((rank, spec.out_features), pieces[0][2].dtype)
         for start, own_a, own_b, steps in pieces:
             a[:, start : start + own_a.shape[1]] = as_brought(own_a, spec.in_features, spec.in_runs)
             b[start : start + len(own_b)] = as_brought(own_b, spec.out_features, spec.out_runs)

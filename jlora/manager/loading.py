@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
+import numpy as np
+
 from jlora._memory import page_locked_bytes
 from jlora.adapters import Adapter
 from jlora.adapters.adapter import open_adapter
@@ -23,11 +25,11 @@ from jlora.errors import (
     LoadTimeoutError,
     LoRAError,
 )
-from jlora.manager.blocks import Block
+from jlora.manager.blocks import Block, Row, unpack
 from jlora.manager.extras import check_extras, slot_values
 from jlora.manager.loads import AT_ONCE, Deadline, Load, LoadCancelled
 from jlora.manager.packed_adapter import LifeCycle, PackedAdapter
-from jlora.manager.stage import pack_files, pack_in_memory
+from jlora.manager.stage import pack_exactly, pack_files, pack_in_memory
 from jlora.manager.state import State, in_use
 
 _log = logging.getLogger("jlora")
@@ -310,6 +312,21 @@ def read(state: State, request: LoRARequest) -> PackedAdapter:
         return with_extras(state, _read(state, request))
 
 
+def exact_factors(state: State, packed: PackedAdapter) -> dict[Row, tuple[np.ndarray, np.ndarray]]:
+    """Return row -> (A [n, r, K], B [r, N]) of a loaded adapter, before they were rounded to the slots' dtype.
+
+    They are those of its files or of the arrays given. If these are gone, they are those of the slots, with a warning.
+    """
+    rows = {(p.site, p.row) for p in packed.placements}
+    if all(site.spec.dtype == "float32" for site in packed.sites):
+        return unpack(packed.blocks, rows)
+    found = packed.given or read_again(state, packed)
+    if found is None and packed.request is None:
+        _log.warning("adapter %r: has no files; its values in the dtype of the slots are used", packed.name)
+    blocks = packed.blocks if found is None else pack_exactly(found, state.wrapped, state.index, state.pool)
+    return unpack(blocks, rows)
+
+
 def read_again(state: State, packed: PackedAdapter) -> Adapter | None:
     """Return a loaded adapter as its files have it; None, with a warning, if they are gone or have changed."""
     if packed.request is None:
@@ -318,11 +335,18 @@ def read_again(state: State, packed: PackedAdapter) -> Adapter | None:
         with open_adapter(_find(state, packed.request, None)) as opened:
             adapter = opened.read({}, allow_nonfinite=True)
     except (LoRAError, OSError) as error:
-        _log.warning("adapter %r: its files are gone or damaged: %.500r", packed.name, str(error))
+        _log.warning(
+            "adapter %r: its files are gone or damaged; its values in the dtype of the slots are used: %.500r",
+            packed.name,
+            str(error),
+        )
         return None
     if adapter.fingerprint == packed.key:
         return adapter
-    _log.warning("adapter %r: its files have changed since they were loaded", packed.name)
+    _log.warning(
+        "adapter %r: its files have changed since they were loaded; its values in the dtype of the slots are used",
+        packed.name,
+    )
     return None
 
 

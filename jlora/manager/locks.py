@@ -53,6 +53,16 @@ class _Deferral:
 _sigint = _Deferral()  # one for the process, like the signal handler
 
 
+@contextmanager
+def sigint_deferred() -> Generator[None, None, None]:
+    """Defer SIGINT in the main thread until the end of the context."""
+    _sigint.begin()
+    try:
+        yield
+    finally:
+        _sigint.end()
+
+
 class StateLock:
     """A reentrant lock, which the thread that holds it can release for a while (`released`).
 

@@ -255,11 +255,20 @@ class LoRAManager:
             another thread during the call.
           NoFreeSlotError: the new weights are larger, and the host cache has no room for them.
         """
+        return self._update(name, arrays, timeout)
+
+    def _update(
+        self,
+        name: str,
+        arrays: Mapping[str, Any],
+        timeout: float | None = None,
+        check: Callable[[PackedAdapter], None] | None = None,
+    ) -> int:
         self._check_call("update_adapter", waits=True)
         self._state.wrapped.check()
         deadline = self._deadline(timeout)
         with self._state.peers.turn(f"update_adapter({name!r})"):
-            return update(self._state, name, arrays, deadline)
+            return update(self._state, name, arrays, deadline, check)
 
     def remove_adapter(self, name: str, *, timeout: float | None = None) -> bool:
         """Remove an adapter from its slot and from the host cache, pinned or not.
@@ -709,8 +718,7 @@ class LoRAManager:
         """
         state = self._state
         state.peers.refuse("trainer", "train on the devices of one")
-        calls = state.pool.slot_of, self.prepare, self.update_adapter, self.jit
-        return Trainer(state.wrapped.modules, self.model, *calls, loss, optimizers)
+        return Trainer(state, self.model, self.prepare, self._update, self.jit, loss, optimizers)
 
     # --- life cycle ---------------------------------------------------------------------------------------------
 

@@ -167,6 +167,7 @@ def updated(
         rank=largest_rank(placements),
         request=None,
         key=None,
+        given=None,
         life=LifeCycle(blocks, on_host=not on_device),
         update_plan=plan,
         warnings=(),

@@ -101,6 +101,7 @@ class PackedAdapter:
       in_place: True if it was loaded to replace the current weights. It is then a new version whatever its key.
       update_plan: Plan of the last update from device arrays, reused for the same names and shapes.
       warnings: What the load found about modules without effect (`AdapterInfo.warnings`).
+      given: The adapter from memory, kept for training if the blocks round its values; None else.
     """
 
     name: str
@@ -115,6 +116,7 @@ class PackedAdapter:
     in_place: bool = False
     update_plan: Any = None
     warnings: tuple[str, ...] = ()
+    given: Adapter | None = None
 
     @property
     def version(self) -> int:
@@ -146,7 +148,7 @@ class PackedAdapter:
         """Return a version whose blocks were changed on the device, with the same modules and without a request."""
         new = copy.copy(self)
         # In place of `replace`, which drops the cached sets.
-        vars(new).update(request=None, key=None, warnings=(), life=LifeCycle(blocks, on_host=False))
+        vars(new).update(request=None, key=None, given=None, warnings=(), life=LifeCycle(blocks, on_host=False))
         return new
 
     @property
@@ -164,11 +166,12 @@ class PackedAdapter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the blocks, ranks, scales and extras, in the process that holds most of them.
+        """Bytes of the blocks, ranks, scales, extras and given arrays, in the process that holds most of them.
 
         It is equal in all processes of a model, so that all evict the same adapters.
         """
-        return sum(each.nbytes for each in (*self.blocks, self.ranks, *self.extras.values()))
+        given = () if self.given is None else (self.given,)
+        return sum(each.nbytes for each in (*self.blocks, self.ranks, *self.extras.values(), *given))
 
     def digest(self) -> str:
         """Return a hash that is equal in all processes of a model that read the same adapter.

@@ -187,7 +187,7 @@ def _fill(
     """
     pieces = _pieces(where, name, module, wrapped, site, first, count)
     check_scaling(f"{where}: {pieces[0].names[0]}", module.scaling)
-    dtype = np.dtype(site.spec.dtype)
+    dtype = packing.dtype(site)
     fills = [(target, rows, piece) for target, rows in _targets(module, site, row, shared) for piece in pieces]
     for target, rows, piece in fills:
         slices = slice(piece.first, piece.first + piece.slices)

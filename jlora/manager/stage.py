@@ -8,14 +8,17 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
+
 from jlora.adapters import Adapter
 from jlora.adapters.adapter import open_adapter
-from jlora.adapters.lora import Layer
+from jlora.adapters.lora import Layer, tensors_of
 from jlora.adapters.resolve import AdapterFolder
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterMismatchError
 from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.manager.base_weights import check_base_shapes, check_base_weights
+from jlora.manager.blocks import Block
 from jlora.manager.effect import without_effect
 from jlora.manager.fit import check_finite, describe, find_slices, own_experts, read_as
 from jlora.manager.names import SiteIndex, SiteSlices
@@ -74,7 +77,24 @@ def pack_in_memory(
     index = read_as(where, adapter, index)
     slices_of = find_slices(where, adapter, index)
     warnings = without_effect(adapter, slices_of, wrapped)
-    return _pack(where, adapter, adapter.layers, slices_of, warnings, None, wrapped, index, pool)
+    packed = _pack(where, adapter, adapter.layers, slices_of, warnings, None, wrapped, index, pool)
+    kept = replace(adapter, base_weights={}, config=None) if _is_rounded(adapter, packed) else None
+    return replace(packed, given=kept)
+
+
+def _is_rounded(adapter: Adapter, packed: PackedAdapter) -> bool:
+    """Return True if slots of 16 bits round the values of an adapter that can be trained."""
+    slots = {np.dtype(site.spec.dtype) for site in packed.sites if np.dtype(site.spec.dtype).itemsize == 2}
+    given = {tensor.dtype for layer in adapter.modules.values() for tensor in tensors_of(layer).values()}
+    return not (adapter.heads or adapter.extras) and any(not np.can_cast(g, s) for g in given for s in slots)
+
+
+def pack_exactly(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, pool: SlotArrays) -> tuple[Block, ...]:
+    """Pack an adapter that fits the model into blocks of float32, whatever the dtype of the slots."""
+    where = describe(adapter.name, None)
+    slices_of = find_slices(where, adapter, read_as(where, adapter, index))
+    chunks = [replace(chunk, spec=replace(chunk.spec, dtype="float32")) for chunk in pool.chunks]
+    return pack_modules(where, adapter.layers, slices_of, wrapped, chunks)[1]
 
 
 def check_variant(where: str, config: LoRAConfig, adapter: Adapter) -> None:

@@ -1,8 +1,9 @@
 """Training of several adapters in one step, on copies of their factors that no slot write changes."""
 
 import json
+import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias, cast
@@ -11,23 +12,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Real
 
-from jlora._compat import raw_value
+from jlora._compat import raw_value, to_device
 from jlora.adapters import Adapter
 from jlora.adapters.extras import EXTRAS
 from jlora.errors import LoRAUsageError
 from jlora.layers.forward.batch import LoRABatch
+from jlora.layers.forward.mesh import off_explicit
 from jlora.layers.site import Site, SlotParam, SlotSpec
-from jlora.manager.blocks import unpack
+from jlora.manager.array_placement import ArrayPlacement, auto_axes, everywhere, placement_of, with_auto_axes
 from jlora.manager.export import export_factors
+from jlora.manager.loading import exact_factors
+from jlora.manager.locks import sigint_deferred
 from jlora.manager.new_weights import stored
 from jlora.manager.packed_adapter import LifeCycle, PackedAdapter, Placement
+from jlora.manager.state import State
+from jlora.sharding.rules import names_of
 
 # (model, batch, *inputs) -> the sum of the losses of each sequence, and the number of tokens that it sums (or weights).
-Loss: TypeAlias = Callable[..., tuple[Float[Array, "B"], Float[Array, "B"]]]
+Loss: TypeAlias = Callable[..., tuple[Float[Array, "B"], Real[Array, "B"]]]
 Optimizer: TypeAlias = Any  # optax.GradientTransformation
 Tree: TypeAlias = Any
 
@@ -49,29 +55,37 @@ class _Factor:
         a, b = (spec.slices, spec.max_rank, spec.in_features), (spec.max_rank, spec.out_features)
         return *spec.rows, *(b if self.half else a)
 
-    @property
-    def sharding(self) -> NamedSharding | None:
-        """The sharding of the slots, without that of features in another order; None off meshes."""
+    def placement(self, whole: ArrayPlacement) -> ArrayPlacement:
+        """Return the sharding of the slots, without that of features in another order and of sizes that do not divide.
+
+        Off meshes it is `whole`, the placement of arrays that every device holds.
+        """
         spec, found = self.site.spec, self.site.spec.shardings[self.half]
         if found is None:
-            return None
+            return whole
         axes = [*found.spec, *(None,) * (len(spec.shapes[self.half]) - len(found.spec))]
         del axes[len(spec.stack)]
         if any((spec.in_blocks, spec.out_blocks)[self.half]):
             axes[-1] = None
-        return NamedSharding(found.mesh, P(None, *axes))
+        counts = [math.prod(found.mesh.shape[name] for name in names_of(entry)) for entry in axes]
+        even = [None if size % n else entry for entry, n, size in zip(axes, counts, self.shape, strict=True)]
+        return NamedSharding(found.mesh, P(None, *even))
 
     def put(self, slots: jax.Array, factor: jax.Array, slots_of: jax.Array) -> jax.Array:
         """Return the slot array with the factors of each adapter in its slot. A slot beyond the last drops them."""
         spec, axis = self.site.spec, len(self.site.spec.stack)
-        if not self.half:
-            more = [(0, 0)] * (factor.ndim - 2) + [(0, spec.stored_rank - spec.max_rank), (0, 0)]
-            factor = jnp.pad(factor, more)
-        factor = stored(factor.astype(slots.dtype), (spec.in_blocks, spec.out_blocks)[self.half])
-        own = slots_of - spec.first_slot
-        own = jnp.where((own >= 0) & (own < spec.num_slots), own, spec.num_slots)
-        where = (*(slice(None),) * axis, own)
-        return slots.at[where].set(jnp.moveaxis(factor, 0, axis), mode="drop")
+
+        def write(slots: jax.Array, factor: jax.Array, slots_of: jax.Array) -> jax.Array:
+            if not self.half:
+                more = [(0, 0)] * (factor.ndim - 2) + [(0, spec.stored_rank - spec.max_rank), (0, 0)]
+                factor = jnp.pad(factor, more)
+            factor = stored(factor.astype(slots.dtype), (spec.in_blocks, spec.out_blocks)[self.half])
+            own = slots_of - spec.first_slot
+            own = jnp.where((own >= 0) & (own < spec.num_slots), own, spec.num_slots)
+            where = (*(slice(None),) * axis, own)
+            return slots.at[where].set(jnp.moveaxis(factor, 0, axis), mode="drop")
+
+        return off_explicit(write, jax.typeof(slots).sharding)(slots, factor, slots_of)
 
 
 class Trainer:
@@ -82,22 +96,20 @@ class Trainer:
 
     Attributes:
       names: the adapters.
-      state: pytree of the factors and of the state of each optimizer, with the adapters on the first axis. Save it, for
-        example with Orbax, and set it to continue. A step donates its arrays.
     """
 
     def __init__(
         self,
-        modules: Mapping[Site, nnx.Module],
+        manager: State,
         model: nnx.Module,
-        slot_of: Callable[[PackedAdapter], int | None],
         prepare: Callable[..., LoRABatch],
-        update: Callable[[str, Mapping[str, Any]], int],
+        update: Callable[..., int],
         jit: Callable[..., Callable[..., Any]],
         loss: Loss,
         optimizers: Mapping[str, Optimizer],
     ):
-        self._slot_of, self._update, self._loss = slot_of, update, loss
+        self._manager, self._model, self._update, self._loss = manager, model, update, loss
+        modules = manager.wrapped.modules
         if any(site.spec.dtype == "int8" for site in modules):
             raise LoRAUsageError(
                 "trainer: slots of int8 are constants of the gradients; train with a manager of another "
@@ -115,19 +127,65 @@ class Trainer:
         self._packed = {name: _trainable(name, prepare) for name in self.names}
         self._factors = _factors_of(modules, model)
         self._keys = {(factor.site, factor.half): key for key, factor in self._factors.items()}
+        self._whole = _whole(modules)
+        self._placements = {key: factor.placement(self._whole) for key, factor in self._factors.items()}
         started = {label: self._begin(names) for label, names in self._members.items()}
         self._masks = {label: masks for label, (_, masks) in started.items()}
-        self.state: dict[str, Any] = {
-            label: {"factors": factors, "optimizer": self._initial(label, factors)}
-            for label, (factors, _) in started.items()
-        }
+        self._state = {label: self._initial(label, factors) for label, (factors, _) in started.items()}
         self._packed = {name: replace(packed, life=LifeCycle(())) for name, packed in self._packed.items()}
-        options: dict[str, Any] = {"donate_argnames": "state"}
-        if any(factor.sharding for factor in self._factors.values()):  # so that a step returns what it takes
-            options["out_shardings"] = (jax.tree.map(operator.attrgetter("sharding"), self.state), None)
-        self._jitted = jit(self._advance, **options)
-        self._model = model
+        # A step is two programs: gradients, and an update that donates the state. The first runs the loss, and is
+        # compiled for each shape of a batch. SIGINT is deferred during the second, which is compiled here.
+        of_labels = dict.fromkeys(self._members, self._placements)
+        options = {"out_shardings": (of_labels, self._whole, self._whole)} if self._on_mesh else {}
+        self._gradients = jit(self._differentiated, **options)
+        self._advance = self._compiled()
         self._slices = jax.jit(self._sliced, static_argnums=0)
+
+    @property
+    def _on_mesh(self) -> bool:
+        return isinstance(self._whole, Sharding)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Pytree of the factors and of the state of each optimizer, with the adapters on the first axis.
+
+        Save it, for example with Orbax, and set it to continue, also on another mesh. A step donates its arrays. After
+        an interrupt or an error of the loss it is the state before the step or the one after it.
+
+        Raises:
+          LoRAUsageError: a state that is set is of other adapters or optimizers, was trained with other modules, ranks
+            or scalings, or has other shapes or dtypes. The message names the first difference.
+        """
+        return self._state
+
+    @state.setter
+    def state(self, new: Any) -> None:
+        own, given = _by_path(self._state), _by_path(new)
+        if missing := [path for path in own if path not in given]:
+            others = [path for path in given if path not in own]
+            raise LoRAUsageError(
+                f"Trainer.state lacks {missing[0]}{f' and has {others[0]}' if others else ''}: it is of other adapters "
+                "or optimizers, or was restored without the structure of this trainer's state "
+                "(orbax: StandardRestore(trainer.state))"
+            )
+        if others := [path for path in given if path not in own]:
+            raise LoRAUsageError(f"Trainer.state has {others[0]}: it is of other adapters or optimizers")
+        for path, leaf in own.items():
+            if (found := _described(given[path])) != (expected := _described(leaf)):
+                raise LoRAUsageError(f"Trainer.state{path} is {found}; expected {expected}")
+            if isinstance(given[path], jax.Array) and given[path].is_deleted():
+                raise LoRAUsageError(
+                    f"Trainer.state{path} was donated by a step; keep jax.device_get(trainer.state) to set it again"
+                )
+        for label, names in self._members.items():
+            for name, ranks in zip(names, jax.device_get(new[label]["ranks"]), strict=True):
+                if difference := _difference(self._manager.pool.sites, ranks, self._packed[name].ranks):
+                    raise LoRAUsageError(
+                        f"Trainer.state: adapter {name!r} was trained with other modules, ranks or scalings: "
+                        f"{difference}"
+                    )
+        moved = [_moved(given[path], leaf) for path, leaf in own.items()]
+        self._state = jax.tree.unflatten(cast("Any", jax.tree.structure(self._state)), moved)
 
     def step(self, batch: LoRABatch, *inputs: Any) -> dict[str, jax.Array]:
         """Update the adapters of a batch by one step of their optimizers. Others do not change.
@@ -143,27 +201,25 @@ class Trainer:
           Name -> loss before the step, a float32 scalar on the device, for each trained adapter of the batch.
 
         Raises:
-          LoRAUsageError: the batch is closed, a sequence has several adapters, the batch has two versions of a trained
-            adapter, or an adapter was replaced by one of other modules or ranks.
+          LoRAUsageError: the batch is closed or of another manager, a sequence has several adapters, the batch has two
+            versions of a trained adapter, an adapter was replaced by one of other modules, ranks or scalings, or the
+            loss does not return one floating value and one weight for each sequence.
         """
         lease = batch.lease
         if lease is None or lease.closed:
             raise LoRAUsageError("Trainer.step takes an open batch of its manager, outside jax.jit")
+        if lease not in self._manager.leases.open():
+            raise LoRAUsageError("Trainer.step: the batch is of another manager; prepare it with the trainer's own")
         if any(len(terms) > 1 for terms in lease.terms):
             raise LoRAUsageError("Trainer.step: a sequence has several adapters; train each on sequences of its own")
         slots: dict[str, int] = {}
         for packed in cast("tuple[PackedAdapter, ...]", lease.adapters):
-            if (known := self._packed.get(packed.name)) is None:
+            if packed.name not in self._packed:
                 continue
-            if packed.placements != known.placements:
-                raise LoRAUsageError(
-                    f"adapter {packed.name!r} was replaced by one of other modules or ranks; make a new trainer"
-                )
-            slot = self._slot_of(packed)
+            self._check_same(packed)
+            slot = self._manager.pool.slot_of(packed)
             if slot is None or packed.name in slots:
-                raise LoRAUsageError(
-                    f"adapter {packed.name!r}: the batch has two versions of it, or is of another manager"
-                )
+                raise LoRAUsageError(f"adapter {packed.name!r}: the batch has two versions of it")
             slots[packed.name] = slot
         slots_of = {
             label: np.array([slots.get(name, np.iinfo(np.int32).max) for name in names], np.int32)
@@ -173,14 +229,29 @@ class Trainer:
         owners = np.array(
             [order.get(terms[0][0], len(order)) if terms else len(order) for terms in lease.terms], np.int32
         )
-        self.state, losses = self._jitted(self._model, self.state, batch, slots_of, owners, self._masks, *inputs)
+        factors = {label: own["factors"] for label, own in self._state.items()}
+        gradients, losses, active = self._gradients(self._model, factors, batch, slots_of, owners, *inputs)
+        if not self._on_mesh and next(iter(active.values())).devices() != {self._whole}:  # inputs on a mesh
+            gradients, active = jax.device_put((gradients, active), self._whole)
+        with sigint_deferred():
+            self._state = self._advance(self._state, gradients, self._masks, active)
         return {name: losses[name] for name in self.names if name in slots}
+
+    def _check_same(self, packed: PackedAdapter) -> None:
+        """Raise LoRAUsageError if a version of an adapter differs from that of the trainer in more than its values."""
+        if _kind(packed) != _kind(self._packed[packed.name]):
+            raise LoRAUsageError(
+                f"adapter {packed.name!r} was replaced by one of other modules, ranks, scalings or of another kind; "
+                "make a new trainer"
+            )
 
     def tensors(self, name: str) -> dict[str, jax.Array]:
         """Return PEFT's state dict of a trained adapter: tensor name -> float32 A [r, K] or B [N, r], on the device."""
         label = self._label(name)
         index = self._members[label].index(name)
-        return cast("Tree", self._slices(self._packed[name].placements, self.state[label]["factors"], index))
+        factors = jax.tree.map(with_auto_axes, self._state[label]["factors"])
+        with auto_axes():
+            return cast("Tree", self._slices(self._packed[name].placements, factors, index))
 
     def publish(self, *names: str) -> dict[str, int]:
         """Make the trained weights of adapters (none named: all) those that the manager serves, without a file.
@@ -192,17 +263,22 @@ class Trainer:
           Name -> new version.
 
         Raises:
+          LoRAUsageError: an adapter is not trained here, or was replaced by one of other modules, ranks or scalings.
           LoRAError: see `LoRAManager.update_adapter`.
         """
-        return {name: self._update(name, self.tensors(name)) for name in names or self.names}
+        for name in names:
+            self._label(name)
+        return {name: self._update(name, self.tensors(name), check=self._check_same) for name in names or self.names}
 
     def adapter(self, name: str) -> Adapter:
         """Return a trained adapter on the host in float32, for example to save it as a PEFT folder."""
         label = self._label(name)
-        index, factors = self._members[label].index(name), self.state[label]["factors"]
+        index, factors = self._members[label].index(name), self._state[label]["factors"]
 
         def factors_of(site: Site) -> Callable[[int], list[np.ndarray]]:
-            halves = [jax.device_get(factors[self._keys[site, j]][index]) for j in site.spec.factors]
+            arrays = [with_auto_axes(factors[self._keys[site, j]]) for j in site.spec.factors]
+            with auto_axes():
+                halves = [jax.device_get(array[index]) for array in arrays]
             return lambda row: [half[_row(site.spec, row)] for half in halves]
 
         return export_factors(self._packed[name], {factor.site: None for factor in self._factors.values()}, factors_of)
@@ -214,41 +290,81 @@ class Trainer:
         raise LoRAUsageError(f"adapter {name!r} is not trained here; the trainer has {', '.join(self.names)}")
 
     def _begin(self, names: tuple[str, ...]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-        """Return the factors of adapters on the host as arrays of one label, and masks of the values that they have."""
+        """Return the factors of the adapters of one label, and masks of the values that they have."""
         values = {key: np.zeros((len(names), *each.shape), np.float32) for key, each in self._factors.items()}
         masks = {key: np.zeros(array.shape, bool) for key, array in values.items()}
         for i, name in enumerate(names):
             packed = self._packed[name]
-            unpacked = unpack(packed.blocks, {(p.site, p.row) for p in packed.placements})
+            unpacked = exact_factors(self._manager, packed)
             for p in packed.placements:
                 for j in p.site.spec.factors:
                     key, own = self._keys[p.site, j], _where(p, j)
                     where = (i, *_row(p.site.spec, p.row), *own)
                     values[key][where] = unpacked[p.site, p.row][j][own].astype(np.float32)
                     masks[key][where] = True
-        put = {key: jax.device_put(array, self._factors[key].sharding) for key, array in values.items()}
-        return put, {key: jnp.asarray(mask) for key, mask in masks.items()}
 
-    def _initial(self, label: str, factors: dict[str, jax.Array]) -> Tree:
-        """Return the state of the optimizer of a label, with the adapters on the first axis, sharded as the factors."""
+        def put(arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+            return {key: _put(array, self._placements[key]) for key, array in arrays.items()}
+
+        return put(values), put(masks)
+
+    def _initial(self, label: str, factors: dict[str, jax.Array]) -> dict[str, Any]:
+        """Return the state of a label, with the adapters on the first axis, and the optimizer's sharded as the factors.
+
+        The ranks and scalings are those of `PackedAdapter.ranks`. They are constants, for comparison with other states.
+        """
         init = jax.vmap(self._optimizers[label].init)
-        mesh = next((each.sharding.mesh for each in self._factors.values() if each.sharding is not None), None)
-        if mesh is None:
-            return cast("Tree", jax.jit(init)(factors))
 
         def where(path: Any, leaf: jax.ShapeDtypeStruct) -> Any:
-            like = factors.get(getattr(path[-1], "key", "")) if path else None
-            return NamedSharding(mesh, P()) if like is None or like.shape != leaf.shape else like.sharding
+            key = getattr(path[-1], "key", "") if path else ""
+            same = key in factors and factors[key].shape == leaf.shape
+            return self._placements[key] if same else self._whole
 
         shardings: Tree = jax.tree_util.tree_map_with_path(where, jax.eval_shape(init, factors))
-        return cast("Tree", jax.jit(init, out_shardings=shardings)(factors))
+        made = jax.jit(off_explicit(init, shardings), **({"out_shardings": shardings} if self._on_mesh else {}))
+        ranks = np.stack([self._packed[name].ranks for name in self._members[label]])
+        return {"factors": factors, "optimizer": made(factors), "ranks": _put(ranks, self._whole)}
 
-    def _advance(
-        self, model: Any, state: Any, batch: LoRABatch, slots_of: Any, owners: Int[Array, "B"], masks: Any, *inputs: Any
+    def _compiled(self) -> Callable[..., Any]:
+        """Return the compiled update: (state, gradients, masks, active) -> state."""
+
+        def struct(array: jax.Array) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding if self._on_mesh else None)
+
+        def updated(state: Tree, gradients: Tree, masks: Tree, active: Tree) -> Tree:
+            return {
+                label: jax.vmap(partial(_updated, optimizer))(
+                    state[label], gradients[label], masks[label], active[label]
+                )
+                for label, optimizer in self._optimizers.items()
+            }
+
+        state, masks = jax.tree.map(struct, (self._state, self._masks))
+        gradients = {label: own["factors"] for label, own in state.items()}
+        active = {label: np.zeros(len(names), bool) for label, names in self._members.items()}
+        active = jax.tree.map(struct, jax.tree.map(partial(_put, where=self._whole), active))
+        shardings = jax.tree.map(operator.attrgetter("sharding"), state)
+        jitted = jax.jit(
+            off_explicit(updated, shardings),
+            donate_argnums=0,
+            **({"out_shardings": shardings} if self._on_mesh else {}),
+        )
+        with jax.default_device(None if self._on_mesh else cast("Any", self._whole)), jax.disable_jit(False):
+            return jitted.lower(state, gradients, masks, active).compile()
+
+    def _differentiated(
+        self, model: Any, factors: Any, batch: LoRABatch, slots_of: Any, owners: Int[Array, "B"], *inputs: Any
     ) -> Any:
-        """Return the state after a step, and the loss of each adapter."""
+        """Return the gradients of all factors, the loss of each adapter, and whether it has a loss, by label."""
         graphdef, slots, rest = cast("Any", nnx.split(model, lambda path, _: _key(path) in self._factors, ...))
-        count = len(self.names)
+
+        def means(
+            losses: Float[Array, "B"], weights: Real[Array, "B"], owners: Int[Array, "B"]
+        ) -> tuple[Float[Array, "adapters"], Bool[Array, "adapters"]]:
+            zeros = jnp.zeros(len(self.names), jnp.float32)
+            weight = zeros.at[owners].add(jax.lax.stop_gradient(weights).astype(jnp.float32), mode="drop")
+            summed = zeros.at[owners].add(losses.astype(jnp.float32), mode="drop")
+            return jnp.where(weight > 0, summed / jnp.where(weight > 0, weight, 1), 0), weight > 0
 
         def total(factors: Any) -> Any:
             written: list[Any] = []
@@ -260,22 +376,17 @@ class Trainer:
             # Flax refuses variables of the outer trace inside `nnx.scan`. The copies are of this one.
             arrays, tree = cast("Any", jax.tree.flatten((nnx.from_flat_state(written), rest)))
             own = jax.tree.unflatten(tree, arrays)
-            losses, weights = self._loss(nnx.merge(graphdef, *own), batch, *inputs)
-            zeros = jnp.zeros(count, jnp.float32)
-            weight = zeros.at[owners].add(jax.lax.stop_gradient(weights).astype(jnp.float32), mode="drop")
-            summed = zeros.at[owners].add(losses.astype(jnp.float32), mode="drop")
-            mean = jnp.where(weight > 0, summed / jnp.where(weight > 0, weight, 1), 0)
-            return mean.sum(), (mean, weight > 0)
+            found = _checked(self._loss(nnx.merge(graphdef, *own), batch, *inputs), len(owners))
+            mean, active = off_explicit(means, (self._whole, self._whole))(*found, owners)
+            return mean.sum(), (mean, active)
 
-        trained = {label: own["factors"] for label, own in state.items()}
-        (_, (losses, active)), gradients = jax.value_and_grad(total, has_aux=True)(trained)
-        new: dict[str, Any] = {}
+        (_, (losses, active)), gradients = jax.value_and_grad(total, has_aux=True)(factors)
+        of_labels: dict[str, Any] = {}
         start = 0
-        for label, names in self._members.items():  # JAX sorts the keys of `state`
-            move = jax.vmap(partial(_moved, self._optimizers[label]))
-            new[label] = move(state[label], gradients[label], masks[label], active[start : start + len(names)])
+        for label, names in self._members.items():  # JAX sorts the keys of `factors`
+            of_labels[label] = active[start : start + len(names)]
             start += len(names)
-        return new, dict(zip(self.names, losses, strict=True))
+        return gradients, dict(zip(self.names, losses, strict=True)), of_labels
 
     def _sliced(self, placements: tuple[Placement, ...], factors: dict[str, jax.Array], index: jax.Array) -> Any:
         found: dict[str, jax.Array] = {}
@@ -287,8 +398,23 @@ class Trainer:
         return found
 
 
-def _moved(optimizer: Optimizer, own: Tree, gradients: Tree, masks: Tree, active: jax.Array) -> Tree:
-    """Return the factors and the optimizer state of one adapter after a step, unchanged if it is not active."""
+def _checked(found: Any, count: int) -> tuple[jax.Array, jax.Array]:
+    """Return the losses and weights that a loss returned, one of each for each of `count` sequences."""
+    if not isinstance(found, tuple | list) or len(pair := cast("tuple[Any, ...]", found)) != 2:
+        name = type(cast("Any", found)).__name__
+        raise LoRAUsageError(f"Trainer: the loss returned one {name}; expected the pair (losses [B], weights [B])")
+    losses, weights = (cast("Any", jnp.asarray)(each) for each in pair)
+    kinds = jnp.issubdtype(losses.dtype, jnp.floating), jnp.issubdtype(weights.dtype, jnp.number)
+    if (losses.shape, weights.shape) != ((count,), (count,)) or not all(kinds):
+        raise LoRAUsageError(
+            f"Trainer: the loss returned losses {_described(losses)} and weights {_described(weights)}; expected "
+            f"floating losses [{count}] and weights [{count}]: the sum of each sequence, and the number of its tokens"
+        )
+    return losses, weights
+
+
+def _updated(optimizer: Optimizer, own: Tree, gradients: Tree, masks: Tree, active: Tree) -> Tree:
+    """Return the state of one adapter after a step, unchanged if it is not active."""
     updates, state = optimizer.update(gradients, own["optimizer"], own["factors"])
 
     def added(factor: jax.Array, update: jax.Array, mask: jax.Array) -> jax.Array:
@@ -298,7 +424,51 @@ def _moved(optimizer: Optimizer, own: Tree, gradients: Tree, masks: Tree, active
         return jnp.where(active, after, before)
 
     factors = jax.tree.map(added, own["factors"], updates, masks)
-    return jax.tree.map(chosen, {"factors": factors, "optimizer": state}, own)
+    return jax.tree.map(chosen, {**own, "factors": factors, "optimizer": state}, own)
+
+
+def _kind(packed: PackedAdapter) -> Any:
+    """Return all that training needs to know of an adapter beside its values."""
+    return packed.placements, packed.extras.keys(), packed.invocation_tokens
+
+
+def _by_path(tree: Tree) -> dict[str, Any]:
+    """Return the leaves of a tree by their paths, such as "['a'][0].mu", in the order of the tree."""
+    flat = cast("list[tuple[Any, Any]]", jax.tree_util.tree_flatten_with_path(tree)[0])
+    return {jax.tree_util.keystr(path): leaf for path, leaf in flat}
+
+
+def _described(leaf: Any) -> str:
+    """Return the dtype and shape of an array, as JAX holds it."""
+    dtype = leaf.dtype if isinstance(leaf, jax.Array) else jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype)
+    return f"{dtype}{list(np.shape(leaf))}"
+
+
+def _difference(sites: Sequence[Site], found: np.ndarray, expected: np.ndarray) -> str | None:
+    """Return the first difference between two tables of ranks and scalings (`rank_table`), or None."""
+    start = 0
+    for site in sites:
+        shape = site.spec.slot_shape("ranks")
+        stop = start + math.prod(shape)
+        pairs = [table[start:stop].reshape(-1, 2) for table in (found, expected)]
+        for i in np.flatnonzero((pairs[0] != pairs[1]).any(axis=1)):
+            *row, part = map(int, np.unravel_index(i, shape[:-1]))
+            has, wanted = (f"rank {rank:.0f} and scaling {scaling:g}" for rank, scaling in (pair[i] for pair in pairs))
+            return f"{site.path}{row or ''}, output slice {part}, has {has}; expected {wanted}"
+        start = stop
+    return None
+
+
+def _put(array: np.ndarray, where: ArrayPlacement) -> jax.Array:
+    return jax.device_put(array, where) if isinstance(where, Sharding) else to_device(array, where)
+
+
+def _moved(array: Any, like: jax.Array) -> jax.Array:
+    """Return an array at the placement of another, so that no program is compiled again."""
+    where = placement_of(like)
+    if isinstance(array, jax.Array) and placement_of(array) == where:
+        return array
+    return jax.device_put(array, where) if isinstance(where, Sharding) else to_device(jax.device_get(array), where)
 
 
 def _trainable(name: str, prepare: Callable[..., LoRABatch]) -> PackedAdapter:
@@ -320,6 +490,15 @@ def _trainable(name: str, prepare: Callable[..., LoRABatch]) -> PackedAdapter:
                 "become different; train with one module for each slice"
             )
     return packed
+
+
+def _whole(modules: Mapping[Site, nnx.Module]) -> ArrayPlacement:
+    """Return the placement of arrays that every device of the model holds."""
+    arrays = [(site, raw_value(vars(layer)[site.attributes[0]])) for site, layer in modules.items()]
+    found = next((array for site, array in arrays if site.spec.sharding is not None), arrays[0][1])
+    where, mesh = everywhere(placement_of(found)), jax.sharding.get_mesh()
+    # JAX moves arrays that are not committed to the mesh of the context.
+    return where if isinstance(where, Sharding) or mesh.empty else NamedSharding(mesh, P())
 
 
 def _factors_of(modules: Mapping[Site, nnx.Module], model: nnx.Module) -> dict[str, _Factor]:

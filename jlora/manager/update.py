@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,9 +17,17 @@ from jlora.manager.state import State
 _log = logging.getLogger("jlora")
 
 
-def update(state: State, name: str, arrays: Mapping[str, Any], deadline: Deadline) -> int:
-    """See `LoRAManager.update_adapter`."""
+def update(
+    state: State,
+    name: str,
+    arrays: Mapping[str, Any],
+    deadline: Deadline,
+    check: Callable[[PackedAdapter], None] | None = None,
+) -> int:
+    """See `LoRAManager.update_adapter`. `check` raises if it does not accept the version that is updated."""
     old = recall(state, name)
+    if check is not None:
+        check(old)
     if isinstance(arrays, Mapping) and any(isinstance(array, jax.Array) for array in arrays.values()):
         state.peers.refuse("update_adapter from device arrays", "give it NumPy arrays, the same in each")
     packed, written = updated(old, arrays, state.pool, allow_nonfinite=state.config.allow_nonfinite)

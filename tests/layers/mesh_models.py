@@ -168,6 +168,18 @@ class Small(nnx.Module):
         return self.head(x + self.down(jnp.tanh(self.up(x))))
 
 
+class Written(Small):
+    """A model with every sharding written out, as Explicit axes require."""
+
+    def __call__(self, tokens):
+        lead = ("data",) if tokens.ndim > 1 else (None,)
+        rest = (None,) * (tokens.ndim - 1)
+        x = self.embed(tokens, out_sharding=P(*lead, *rest, None))
+        hidden = jnp.tanh(self.up(x, out_sharding=P(*lead, *rest, "t")))
+        x = x + self.down(hidden, out_sharding=P(*lead, *rest, None))
+        return self.head(x, out_sharding=P(*lead, *rest, "t"))
+
+
 def tokens_of(*shape):
     return np.random.default_rng(1).integers(0, VOCAB, shape).astype(np.int32)
 

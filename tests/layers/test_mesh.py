@@ -39,6 +39,7 @@ from tests.layers.mesh_models import (
     D,
     H,
     Small,
+    Written,
     mesh_of,
     placed,
     tokens_of,
@@ -247,18 +248,6 @@ def test_a_stack_of_layers(spec, fully):
 
 
 # --- Explicit axes ----------------------------------------------------------------------------------------------------
-
-
-class Written(Small):
-    """A model with every sharding written out, as Explicit axes require."""
-
-    def __call__(self, tokens):
-        lead = ("data",) if tokens.ndim > 1 else (None,)
-        rest = (None,) * (tokens.ndim - 1)
-        x = self.embed(tokens, out_sharding=P(*lead, *rest, None))
-        hidden = jnp.tanh(self.up(x, out_sharding=P(*lead, *rest, "t")))
-        x = x + self.down(hidden, out_sharding=P(*lead, *rest, None))
-        return self.head(x, out_sharding=P(*lead, *rest, "t"))
 
 
 @pytest.mark.parametrize("fully", [True, pytest.param(False, marks=pytest.mark.slow)])

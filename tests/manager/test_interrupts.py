@@ -1,8 +1,12 @@
-"""Ctrl-C during loads, swaps, replacements, updates and steps raises soon and leaves the manager intact."""
+"""Ctrl-C during loads, swaps, replacements, updates and steps raises soon and leaves the manager intact.
+
+During steps of a trainer it leaves the state before a step or the one after it.
+"""
 
 import asyncio
 import contextlib
 import gc
+import hashlib
 import json
 import random
 import signal
@@ -20,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jlora
@@ -209,11 +214,11 @@ def run(seed: int, times: int, tasks: bool = False) -> None:
 HOW = ("script", "asyncio")
 
 
-def in_a_process(how: str, seed: int, times: int) -> dict[str, Any]:
-    """Run `run` as a plain script or in tasks of asyncio, and return its figures. A signal that came late would hit
-    the process that sends it.
+def in_a_process(call: str, times: int) -> dict[str, Any]:
+    """Call a function of this module, and return its figures. A signal that came late would hit the process that sends
+    it.
     """
-    code = f"from tests.manager.test_interrupts import run\nrun({seed}, {times}, tasks={how == 'asyncio'})\n"
+    code = f"from tests.manager import test_interrupts\ntest_interrupts.{call}\n"
     command = [sys.executable, "-X", "faulthandler", "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60 + 3 * times, check=False)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
@@ -224,8 +229,64 @@ def in_a_process(how: str, seed: int, times: int) -> dict[str, Any]:
     ("how", "times"), [("asyncio", 15), *(pytest.param(how, 50, marks=pytest.mark.slow) for how in HOW)]
 )
 def test_signals_harm_nothing(how: str, times: int) -> None:
-    figures = in_a_process(how, 1, times)
+    figures = in_a_process(f"run(1, {times}, tasks={how == 'asyncio'})", times)
     assert figures["harm"] == []
     swallowed = figures["swallowed_outside_of_jlora"]
     assert figures["caught"] + swallowed == times
     assert swallowed <= 1 + times // 50
+
+
+def train(times: int) -> None:
+    """For a process of its own: send signals during steps of a trainer, and print the figures as JSON in one line.
+
+    A second trainer, without signals, has the state after each number of steps.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    main, rng, tokens = threading.main_thread().ident, random.Random(0), np.arange(12, dtype=np.int32).reshape(3, 4)
+    assert main is not None
+
+    def loss(model: Any, batch: jlora.LoRABatch, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        with jlora.use(batch):
+            return jnp.square(model(tokens)).mean((1, 2)), jnp.ones(len(tokens))
+
+    manager = make_world(max_loras=2).manager
+    manager.add_adapter(adapter("a"))
+    interrupted, other = (manager.trainer(loss, {"a": optax.adam(1e-3)}) for _ in range(2))
+    batch = manager.prepare(["a", None, "a"])
+    for trainer in (interrupted, other):
+        trainer.step(batch, tokens)
+
+    def digest(trainer: Any) -> str:
+        leaves = jax.device_get(jax.tree.leaves(trainer.state))
+        return hashlib.sha256(b"".join(leaf.tobytes() for leaf in leaves)).hexdigest()
+
+    figures = {"before": 0, "after": 0, "swallowed": 0, "other": 0, "lost": 0}
+    for _ in range(times):
+        timer = threading.Timer(rng.random() * 0.02, signal.pthread_kill, (main, signal.SIGINT))
+        done = 0
+        with swallowed_interrupts() as swallowed, contextlib.suppress(KeyboardInterrupt):
+            timer.start()
+            while not swallowed:
+                interrupted.step(batch, tokens)
+                done += 1
+        figures["swallowed"] += bool(swallowed)
+        for _ in range(done):
+            other.step(batch, tokens)
+        try:
+            found = digest(interrupted)
+        except RuntimeError:  # the arrays were deleted
+            figures["lost"] += 1
+            interrupted.state = jax.device_get(other.state)
+            continue
+        if found == digest(other):
+            figures["before"] += 1
+            continue
+        other.step(batch, tokens)
+        figures["after" if found == digest(other) else "other"] += 1
+    print("\n" + json.dumps(figures), flush=True)
+
+
+@pytest.mark.parametrize("times", [40, pytest.param(300, marks=pytest.mark.slow)])
+def test_signals_leave_the_state_of_a_trainer(times: int) -> None:
+    figures = in_a_process(f"train({times})", times)
+    assert figures["before"] + figures["after"] == times, figures

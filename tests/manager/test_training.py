@@ -1,6 +1,8 @@
 """Training of several adapters in one step, against each adapter trained alone in plain JAX; publication of weights."""
 
 import functools
+import logging
+import shutil
 from dataclasses import replace
 
 import chex
@@ -11,12 +13,14 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jlora
 from jlora.models import Decoder, DecoderConfig, MoEConfig
 from tests.layers.expert_models import HIDDEN, Scanned, Seams, reference
-from tests.layers.merging import Target, assert_close, in_int8, make_dora, serve
-from tests.layers.mesh_models import some_devices
+from tests.layers.merging import Target, assert_close, in_int8, make_dora, make_manager, serve
+from tests.layers.mesh_models import NAMES, ONE, SMALL, TWO, Small, Written, mesh_of, placed, some_devices, tokens_of
 from tests.manager import tiny
 from tests.manager.test_experts import plain
 from tests.manager.test_shared_experts import ADAPTERS
@@ -181,6 +185,49 @@ def test_an_optimizer_moves_only_the_values_of_an_adapter():
         assert moved[name] - before == pytest.approx(values, abs=1e-3)
 
 
+# --- The beginning --------------------------------------------------------------------------------------------------
+
+
+def in_bfloat16(tmp_path, caplog, spoil=lambda manager, folder: None):
+    """Return the modules with which a trainer begins, under slots of bfloat16, for an adapter of a folder and two from
+    memory, and the warnings.
+    """
+    config = jlora.LoRAConfig(max_loras=3, max_lora_rank=4, max_cpu_loras=8)
+    manager = jlora.LoRAManager(tiny.Model(dtype=jnp.bfloat16), config)
+    fresh("wide").save_pretrained(tmp_path / "wide")
+    manager.add_adapter(jlora.LoRARequest("wide", str(tmp_path / "wide")))
+    manager.add_adapter(fresh("query"))
+    manager.add_adapter(fresh("mixed"))
+    spoil(manager, tmp_path / "wide")
+    with caplog.at_level(logging.WARNING, logger="jlora"):
+        trainer = manager.trainer(loss, dict.fromkeys(RANKS, optax.sgd(0.1)))
+    return {name: trainer.adapter(name).modules for name in RANKS}, caplog.messages
+
+
+def test_training_begins_with_the_values_given_not_with_those_of_the_slots(tmp_path, caplog):
+    found, warnings = in_bfloat16(tmp_path, caplog)
+    for name, modules in found.items():
+        for module, want in fresh(name).modules.items():
+            np.testing.assert_array_equal(modules[module].a, want.a)
+            np.testing.assert_array_equal(modules[module].b, want.b)
+    assert warnings == []
+
+
+def test_values_whose_source_is_gone_are_those_of_the_slots_with_a_warning(tmp_path, caplog):
+    def spoil(manager, folder):
+        shutil.rmtree(folder)
+        manager.update_adapter("query", {f"{QUERY}.lora_A.weight": fresh("query").modules[QUERY].a})
+
+    found, warnings = in_bfloat16(tmp_path, caplog, spoil)
+    for name in ("wide", "query"):
+        for module, want in fresh(name).modules.items():
+            np.testing.assert_array_equal(found[name][module].b, want.b.astype(jnp.bfloat16).astype(np.float32))
+    np.testing.assert_array_equal(found["mixed"]["embed"].a, fresh("mixed").modules["embed"].a)
+    assert len(warnings) == 2
+    assert "'wide': its files are gone" in warnings[0]
+    assert "'query': has no files" in warnings[1]
+
+
 # --- Publication ----------------------------------------------------------------------------------------------------
 
 
@@ -240,6 +287,39 @@ def test_a_published_step_is_neither_undone_nor_mixed_with_others(tmp_path):
     np.testing.assert_array_equal(restarted.adapter("query").modules[QUERY].a, latest.modules[QUERY].a)
 
 
+def replaced(name: str, how: str) -> jlora.Adapter:
+    """Return another adapter of the name, with the same factors where it has the same modules."""
+    own = fresh(name)
+    match how:
+        case "alpha":
+            return replace(own, modules={k: replace(m, alpha=2 * m.alpha, scaling=6.0) for k, m in own.modules.items()})
+        case "modules":
+            return replace(fresh("wide"), name=name)
+        case "aLoRA":
+            return replace(own, invocation_tokens=(3,))
+        case _:
+            return replace(own, modules={k: replace(m, magnitude=np.ones(len(m.b))) for k, m in own.modules.items()})
+
+
+@pytest.mark.parametrize("how", ["alpha", "modules", "aLoRA", "DoRA"])
+def test_an_adapter_that_was_replaced_is_neither_published_nor_trained(how):
+    manager = served(["query", "wide"], dora=True, activated=True)
+    trainer = manager.trainer(loss, dict.fromkeys(["wide", "query"], optax.sgd(0.1)))
+    manager.add_adapter(replaced("query", how), load_inplace=True)
+    with pytest.raises(jlora.LoRAUsageError, match="'query' was replaced by one of other modules"):
+        trainer.publish("query")
+    assert manager.list_adapters()["query"].version == 1
+    with pytest.raises(jlora.LoRAUsageError, match="'typo' is not trained here"):
+        trainer.publish("wide", "typo")
+    assert manager.list_adapters()["wide"].version == 0
+    if how != "aLoRA":
+        other = manager.prepare(["query"] * 6)
+        with other as batch, pytest.raises(jlora.LoRAUsageError, match="'query' was replaced by one of other modules"):
+            trainer.step(batch, TOKENS)
+    manager.add_adapter(fresh("query"), load_inplace=True)
+    assert trainer.publish("query") == {"query": 3}
+
+
 # --- Checkpoints ----------------------------------------------------------------------------------------------------
 
 
@@ -266,6 +346,78 @@ def test_a_resumed_run_is_bitwise_an_uninterrupted_one(tmp_path):
         resumed.state = checkpoints.restore(4, args=ocp.args.StandardRestore(resumed.state))
     run(resumed, other, 4)
     jax.tree.map(np.testing.assert_array_equal, resumed.state, trainer.state)
+
+
+PROGRAMS: list[str] = []
+COMPILED, MISSED = "/jax/core/compile/backend_compile_duration", "/jax/compilation_cache/cache_misses"
+jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: PROGRAMS.append(event))
+jax.monitoring.register_event_listener(lambda event, *_, **__: PROGRAMS.append(event))
+
+
+def test_a_restored_state_compiles_nothing():
+    """Restored arrays are committed to their device, which the first ones of a trainer are not."""
+
+    def begin():
+        manager = served(["query"])
+        return manager, manager.trainer(loss, {"query": optax.adam(0.1)})
+
+    def step(manager, trainer):
+        PROGRAMS.clear()
+        with manager.prepare(["query"] * 6) as batch:
+            trainer.step(batch, TOKENS)
+
+    manager, trainer = begin()
+    step(manager, trainer)
+    kept = jax.device_get(trainer.state)
+    trainer.state = jax.device_put(kept, jax.devices()[0])
+    step(manager, trainer)
+    assert COMPILED not in PROGRAMS
+    manager, resumed = begin()  # as in another process, all but the persistent cache is new
+    resumed.state = jax.device_put(kept, jax.devices()[0])
+    step(manager, resumed)
+    assert COMPILED in PROGRAMS
+    assert MISSED not in PROGRAMS
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(resumed.state), jax.device_get(trainer.state))
+
+
+def test_a_state_that_does_not_fit_is_refused():
+    momentum = functools.partial(optax.sgd, momentum=0.9)
+
+    def trainer_of(*adapters, optimizer=momentum, rank=4):
+        manager = jlora.LoRAManager(tiny.Model(), jlora.LoRAConfig(max_loras=3, max_lora_rank=rank))
+        for adapter in adapters:
+            manager.add_adapter(adapter)
+        return manager, manager.trainer(loss, dict.fromkeys([each.name for each in adapters], optimizer(0.1)))
+
+    def state_of(*adapters, **options):
+        return trainer_of(*adapters, **options)[1].state
+
+    own = fresh("query")
+    manager, trainer = trainer_of(own)
+    with manager.prepare(["query"] * 6) as batch:
+        donated = trainer.state
+        trainer.step(batch, TOKENS)
+    kept = jax.device_get(trainer.state)
+    (label,) = kept
+    fewer = replace(own, modules={QUERY: own.modules[QUERY]})
+    wrong = {
+        r"'query' was trained with other modules, ranks or scalings: layers\.0\.qkv_proj, output slice 0, has rank 2 "
+        r"and scaling 6; expected rank 2 and scaling 1\.5": state_of(replaced("query", "alpha")),
+        r"layers\.1\.qkv_proj, output slice 2, has rank 0 and scaling 0; expected rank 1": state_of(fewer),
+        r"lacks \['\[\"query\"\]'\].* and has \['\[\"wide\"\]'\]": state_of(fresh("wide")),
+        r"lacks .*trace.*: it is of other adapters or optimizers": state_of(own, optimizer=optax.sgd),
+        r"is float32\[1, \d, 2, \d+\]; expected float32\[1, \d, 4, \d+\]": state_of(own, rank=2),
+        r"was donated by a step": donated,
+        r"is float16": jax.tree.map(lambda leaf: leaf.astype(np.float16), kept),
+        r"has \['more'\]": {**kept, "more": np.zeros(1)},
+        r"lacks": None,
+        r"lacks .*StandardRestore": {label: {**kept[label], "optimizer": {"trace": np.zeros(1)}}},
+    }
+    for cause, state in wrong.items():
+        with pytest.raises(jlora.LoRAUsageError, match=cause):
+            trainer.state = state
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state), kept)
+    trainer.state = kept
 
 
 # --- Other models ---------------------------------------------------------------------------------------------------
@@ -411,6 +563,45 @@ def test_eight_devices_train_as_one(config, ranks, options):
     check_next_loss(manager, trainer, tokens)
 
 
+@pytest.mark.mesh
+@pytest.mark.parametrize(
+    ("kind", "fully"), [(AxisType.Explicit, False), (AxisType.Explicit, True), (AxisType.Auto, True)]
+)
+def test_axes_of_any_kind(kind, fully):
+    """Two shards do not divide the rank 3. A state of one device continues on the mesh."""
+    tokens, mesh = tokens_of(4, 3), mesh_of(kind, data=2, t=2)
+    options = {"one": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.01)), "two": optax.sgd(0.001)}
+
+    def loss(model, batch, tokens):
+        with jlora.use(batch):
+            return jnp.square(model(tokens)).sum((1, 2)), jnp.ones(len(tokens))
+
+    def run(model, **config):
+        manager = make_manager(model, [ONE, TWO], max_lora_rank=3, **config)
+        return manager, manager.trainer(loss, options)
+
+    def step(manager, trainer, tokens):
+        with manager.prepare(NAMES) as batch:
+            return {name: float(value) for name, value in trainer.step(batch, tokens).items()}
+
+    one, reference = run(Small())
+    with jax.set_mesh(mesh):
+        model = placed((Written if kind == AxisType.Explicit else Small)(), mesh, SMALL | {"embed": P()})
+        manager, trainer = run(model, data_axes=["data"], fully_sharded=fully)
+        on_mesh = jax.device_put(tokens, NamedSharding(mesh, P("data")))
+        for _ in range(2):
+            assert step(manager, trainer, on_mesh) == pytest.approx(step(one, reference, tokens), rel=1e-5)
+        trainer.state = jax.device_get(reference.state)
+        assert step(manager, trainer, on_mesh) == pytest.approx(step(one, reference, tokens), rel=1e-5)
+        assert trainer.publish() == {"one": 1, "two": 1}
+        manager.activate_adapter("one")
+        published, trained = (found.modules for found in (manager.export_adapter("one"), trainer.adapter("one")))
+    for module, want in reference.adapter("one").modules.items():
+        np.testing.assert_allclose(trained[module].a, want.a, atol=1e-4)
+        np.testing.assert_allclose(trained[module].b, want.b, atol=1e-4)
+        np.testing.assert_array_equal(published[module].a, trained[module].a)
+
+
 # --- Refusals -------------------------------------------------------------------------------------------------------
 
 
@@ -448,8 +639,28 @@ def test_batches_that_cannot_be_trained_are_refused():
         both = manager.prepare(["query", handle] * 3)
         with both as batch, pytest.raises(jlora.LoRAUsageError, match="'query': the batch has two versions"):
             trainer.step(batch, TOKENS)
-    manager.add_adapter(replace(fresh("wide"), name="query"), load_inplace=True)
-    other = manager.prepare(["query"] * 6)
-    with other as batch, pytest.raises(jlora.LoRAUsageError, match="'query' was replaced by one of other modules"):
+    with (
+        served(["query"]).prepare(["query"] * 6) as batch,
+        pytest.raises(jlora.LoRAUsageError, match="another manager"),
+    ):
         trainer.step(batch, TOKENS)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state), before)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda losses, weights: (losses.mean(), weights), r"losses float32\[\] and weights float32\[6\]; expected"),
+        (lambda losses, weights: (losses[:1], weights), r"losses float32\[1\]"),
+        (lambda losses, weights: (losses[:, None], weights), r"losses float32\[6, 1\]"),
+        (lambda losses, weights: (losses.astype(int), weights), r"losses int32\[6\]"),
+        (lambda losses, weights: (losses, weights.sum()), r"weights float32\[\]"),
+        (lambda losses, weights: (losses, weights > 0), r"weights bool\[6\]"),
+        (lambda losses, weights: losses, r"returned one .*; expected the pair \(losses \[B\], weights \[B\]\)"),
+    ],
+)
+def test_a_loss_of_another_shape_or_dtype_is_refused(returned, message):
+    manager = served(["query"])
+    trainer = manager.trainer(lambda *args: returned(*loss(*args)), {"query": optax.sgd(0.1)})
+    with manager.prepare(["query", None] * 3) as batch, pytest.raises(jlora.LoRAUsageError, match=message):
+        trainer.step(batch, TOKENS)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jlora.errors import LoRAError
 from jlora.layers.site import Site, SlotSpec
@@ -21,18 +21,22 @@ from jlora.sharding.rules import AxisNames, KernelSharding, names_of, partition
 def across_mesh(compute: Callable[..., Array], base: Array, *args: Any) -> Array:
     """Return `compute(base, *args)`, with the shape and sharding of `base`.
 
-    On Explicit mesh axes JAX requires the sharding of each intermediate value. Inside `compute` these axes are Auto, so
-    the compiler infers the shardings.
+    See `off_explicit`.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    explicit = tuple(name for name in mesh.axis_names if name in explicit_axes(mesh))
+    return off_explicit(compute, jax.typeof(base).sharding)(base, *args)
+
+
+def off_explicit(compute: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
+    """Return `compute` for arrays on a mesh with Explicit axes, with these shardings of its results.
+
+    On Explicit mesh axes JAX requires the sharding of each intermediate value. Inside `compute` these axes are Auto, so
+    the compiler infers the shardings. On other meshes, and on single devices, it is `compute`.
+    """
+    meshes = [leaf.mesh for leaf in jax.tree.leaves(shardings) if isinstance(leaf, NamedSharding)]
+    explicit = tuple(name for mesh in meshes[:1] for name in mesh.axis_names if name in explicit_axes(mesh))
     if not explicit:
-        return compute(base, *args)
-    auto = cast(
-        "Callable[..., Array]",
-        jax.sharding.auto_axes(compute, axes=explicit, out_sharding=jax.typeof(base).sharding),
-    )
-    return auto(base, *args)
+        return compute
+    return cast("Callable[..., Any]", jax.sharding.auto_axes(compute, axes=explicit, out_sharding=shardings))
 
 
 def here(array: Array) -> Array:

@@ -302,8 +302,8 @@ class _Header:
             raise AdapterFormatError(f"{self.at(key)} has shape {shape}; expected {expected}")
         if rank == shape[1 - axis]:
             raise AdapterFormatError(
-                f"{self.at(key)} has shape {shape}: A and B are transposed or exchanged. PEFT stores A as [r, in] and B "
-                f"as [out, r], with r {rank} (r and rank_pattern)"
+                f"{self.at(key)} has shape {shape}: A and B are transposed or exchanged. PEFT stores A as [r, in] and "
+                f"B as [out, r], with r {rank} (r and rank_pattern)"
             )
         raise AdapterFormatError(f"{self.at(key)} has rank {shape[axis]}; expected {rank} (r and rank_pattern)")
 

@@ -54,7 +54,7 @@ def with_b(adapter, names):
          ["weights for 1 of 2 targeted layers; none for 'layers.1.q_proj'"]),
         (["layers.1.q_proj", "layers.0.o_proj"], {"target_modules": [*QKV, "o_proj"]},
          ["weights for 2 of 8 targeted layers; none for 'layers.0.q_proj', 'layers.0.k_proj', 'layers.0.v_proj', ..."]),
-        # An expression does not say which names it meant, so those count of which there are some weights.
+        # Of an expression, those names count of which there are some weights.
         (["layers.1.q_proj"], {"target_modules": "all-linear"}, ["weights for 1 of 2 targeted"]),
         (["layers.1.q_proj"], {"target_modules": r".*\.(q|k)_proj"}, ["weights for 1 of 2 targeted"]),
         (["layers.0.q_proj"], {"target_modules": ["q_proj", "embed"]}, ["1 of 3 targeted layers; none for 'embed'"]),

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 import jlora
 from jlora import active_from
 from jlora.adapters import Adapter, ExpertsLoRA
+from jlora.adapters.extras import VARIANTS
 from jlora.errors import LoRAError
 from tests.adapters.reading import contents
 
@@ -333,3 +334,15 @@ def test_experts_targeted_by_mixtrals_old_names(tmp_path):
     modules = Adapter.from_pretrained(tmp_path).modules
     ranks = {name.rpartition(".")[2]: module.rank for name, module in modules.items()}
     assert ranks == {"gate_up_proj": 6, "down_proj": 3, "gate": 3, "q_proj": 3}
+
+
+def test_variants_are_those_of_peft():
+    """For each set of the fields that jlora serves, and each kind of module, PEFT has a variant where jlora has one."""
+    layer = peft.tuners.lora.layer
+    tables = {"linear": layer.Linear, "embedding": layer.Embedding, "experts": layer.ParamWrapper}
+    fields = {field for combination in VARIANTS for field in combination}
+    for kind, cls in tables.items():
+        table = cls.lora_variants.fget(None)
+        assert {each for each in table if fields.issuperset(each)} == {
+            each for each in VARIANTS if kind in VARIANTS[each]
+        }

@@ -11,9 +11,13 @@ from jax.sharding import PartitionSpec as P
 import jlora
 from jlora.errors import AdapterMismatchError, LoRAError
 from jlora.layers.finish.dora import SCALE_COLUMNS
+from jlora.layers.wrap.discover import register_layer
 from tests.layers.merging import Target, assert_close, make_adapter, make_dora, merge, normal, run, serve
 from tests.layers.mesh_models import K, Split, mesh_of, placed
 from tests.layers.trial_variants import BIAS, IA3, OPTIONS, TrialConfig, TrialLoRA, broken, registered, with_values
+from tests.verify.test_quantized import Int8
+from tests.verify.test_quantized import Model as Quantized
+from tests.verify.test_verify import Transformer, tokens_of
 
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("quickly_compiled")]
 
@@ -117,6 +121,16 @@ def test_verify_on_a_mesh(finisher):
             else:
                 with pytest.raises(LoRAError, match=rf"verify: {cause} \(Linear\) is off"):
                     manager.verify(serve, normal(4, 3, K))
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("build", [Quantized, pytest.param(Transformer, marks=pytest.mark.slow)])
+def test_verify_of_several_finishers(build):
+    """In a quantized layer; and in stacks, einsums and tied logits."""
+    register_layer(Int8, lambda layer: jlora.LinearSpec(12, 12, dtype=jnp.float32, dequantize=lambda own: own.whole()))
+    x = normal(4, 3, 12) if build is Quantized else tokens_of(4, 3)
+    with registered(*FINISHERS):
+        assert managed(build(), *FINISHERS).verify(serve, x).error < 2e-6
 
 
 def test_a_bias_beside_the_output_is_not_left_out():

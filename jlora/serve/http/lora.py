@@ -28,6 +28,7 @@ from jlora.serve.http.errors import (
     no_such_model,
 )
 from jlora.serve.http.log import log
+from jlora.serve.http.responses import displayed
 from jlora.serve.http.service import Service
 
 _LONGEST_PATH = 4096
@@ -234,7 +235,7 @@ def _card(service: Service, name: str, created: int, root: str, parent: str | No
         "object": "model",
         "created": created,
         "owned_by": "jlora",
-        "root": root,
+        "root": displayed(root),
         "parent": parent,
         "max_model_len": service.max_model_len,
         "permission": [permission],

@@ -35,8 +35,8 @@ from examples.ray_serve import app
 
 ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
 serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
-serve.run(app.build(app.Options(model="jlora/demo/model", adapters=sys.argv[2], replicas=1, held=1, max_loras=2,
-                                max_lora_rank=32, max_num_seqs=4)))
+serve.run(app.build(app.Options(model="jlora/demo/model", adapters=sys.argv[2], name="demo", replicas=1, held=1,
+                                max_loras=2, max_lora_rank=32, max_num_seqs=4)))
 print("ready", flush=True)
 sys.stdin.read()
 serve.shutdown()

@@ -11,6 +11,7 @@ from jlora.models.config import RopeConfig as RopeConfig
 from jlora.models.config import quantized_config as quantized_config
 from jlora.models.config import read_config as read_config
 from jlora.models.decoder import Decoder as Decoder
+from jlora.models.files import embedding_files as embedding_files
 from jlora.models.files import model_folder as model_folder
 from jlora.models.generation import cache_size as cache_size
 from jlora.models.generation import check_context as check_context
@@ -18,6 +19,8 @@ from jlora.models.generation import compiled_variants as compiled_variants
 from jlora.models.generation import generate as generate
 from jlora.models.json_file import ModelError as ModelError
 from jlora.models.pooling import Pooling as Pooling
+from jlora.models.pooling import read_pooling as read_pooling
+from jlora.models.pooling import token_weights as token_weights
 from jlora.models.quantized import QuantizedLinear as QuantizedLinear
 from jlora.models.sampling import HOTTEST as HOTTEST
 from jlora.models.sampling import Sampling as Sampling

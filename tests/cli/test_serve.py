@@ -207,6 +207,20 @@ def test_an_embedding_checkpoint(served, tmp_path, capsys):
     assert (status, "add_eos_token is true, and tokenizer.json adds no token at the end" in line) == (1, True)
 
 
+def test_a_pooling_that_is_not_served_is_refused_before_the_model_is_read(capsys, tmp_path):
+    model, odd = tmp_path / "model", tmp_path / "odd"
+    model.mkdir()
+    checkpoints.write(model, checkpoints.DENSE["qwen3-tied"])
+    write_modules(model)
+    (model / "model.safetensors").unlink()
+    arrays = {"model.layers.0.mlp.down_proj": (np.ones((2, 48), "f4"), np.ones((32, 2), "f4"))}
+    jlora.Adapter.from_arrays("odd", arrays, alpha=2).save_pretrained(odd)
+    write_modules(odd, "max")
+    status, line = error_of(capsys, ["serve", str(model), "--port", "0", "--lora-modules", f"odd={odd}"])
+    assert status == 1
+    assert re.search("adapter 'odd': .*1_Pooling/config.json: pooling_mode must be one of .* got 'max'", line)
+
+
 @pytest.mark.slow
 def test_data_expert_and_tensor_sizes_together(served):
     shipped = json.loads((MIXTURE.folder / "prompts.json").read_text())[:12]

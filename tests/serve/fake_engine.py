@@ -222,8 +222,10 @@ def fake_manager(engine):
     stats = Stats(host_loads=5, host_evictions=1, slot_loads=4, slot_evictions=2, slot_hits=30, compilations=1,
                   registered=2, active=2, leased=1, unevictable=0, slot_bytes=1000, host_bytes=2000, open_leases=3,
                   load_seconds=((0.5,), (4, 1), 3.5), swap_seconds=((0.001,), (4, 0), 0.002))  # fmt: skip
-    config = SimpleNamespace(max_loras=4, allow_nonfinite=False)
-    return SimpleNamespace(stats=lambda: stats, config=config, list_adapters=engine.resident)
+    config = SimpleNamespace(max_loras=4, max_cpu_loras=10, allow_nonfinite=False)
+    return SimpleNamespace(
+        stats=lambda: replace(stats, unevictable=len(engine.uploaded)), config=config, list_adapters=engine.resident
+    )
 
 
 BROKEN = AdapterFormatError("adapter 'broken': adapter_model.safetensors: is cut short")

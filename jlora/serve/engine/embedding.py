@@ -12,8 +12,7 @@ import numpy as np
 
 import jlora
 from jlora.errors import LoRAError, LoRAUsageError
-from jlora.models import Pooling
-from jlora.models.pooling import PoolingMode, token_weights
+from jlora.models import Pooling, token_weights
 from jlora.serve.engine.dispatch import Dispatcher, Drawn
 from jlora.serve.engine.model import check_place
 from jlora.serve.engine.request import StepFailedError
@@ -63,14 +62,12 @@ class EmbeddingSteps:
         most = self._most[length]
         return None if len(prompts) > most else (1 if len(prompts) == 1 else most, length)
 
-    def embed(
-        self, batch: jlora.LoRABatch, prompts: list[tuple[Any, PoolingMode]], shape: tuple[int, int]
-    ) -> jax.Array:
+    def embed(self, batch: jlora.LoRABatch, prompts: list[tuple[Any, Pooling]], shape: tuple[int, int]) -> jax.Array:
         """Return the embeddings [R, E] of at most R prompts with their poolings, not normalized, while computed."""
         tokens, lengths, weights = np.zeros(shape, np.int32), np.ones(shape[0], np.int32), np.zeros(shape, np.float32)
-        for row, (prompt, mode) in enumerate(prompts):
+        for row, (prompt, pooling) in enumerate(prompts):
             tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
-            weights[row] = token_weights(mode, lengths[row : row + 1], shape[1], np)[0]
+            weights[row] = token_weights(pooling.mode, lengths[row : row + 1], shape[1], np)[0]
         # Without an adapter in the batch, run the variant that computes the base model alone.
         found = self._embed(self._model, batch if batch.has_adapters else None, tokens, lengths, weights)
         found.copy_to_host_async()
@@ -126,9 +123,7 @@ class EmbeddingDispatcher(Dispatcher):
         try:
             names = [one.handle for one in taken] + [None] * (rows - len(taken))
             with self._manager.prepare(names, **first) as batch:
-                prompts: list[tuple[Any, PoolingMode]] = [
-                    (one.prompt, cast("Pooling", one.of_request.pooling).mode) for one in taken
-                ]
+                prompts = [(one.prompt, cast("Pooling", one.of_request.pooling)) for one in taken]
                 embeddings = self._steps.embed(batch, prompts, shape)
         except Exception as error:  # a model's step may raise anything; other sequences go on
             self._failed(error, taken)

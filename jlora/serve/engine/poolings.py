@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from jlora import AdapterHandle, AdapterInfo, LoRARequest, local_folder
 from jlora._hub import local_folder_of
 from jlora.errors import AdapterMismatchError, LoRAError
-from jlora.models import Pooling
-from jlora.models.files import embedding_files
-from jlora.models.json_file import ModelError
-from jlora.models.pooling import MODULES, PROMPTS, read_pooling
+from jlora.models import ModelError, Pooling, embedding_files, read_pooling
 
 _MOST = 4096  # adapters whose pooling is kept
 
@@ -121,13 +118,13 @@ def read_own_pooling(request: LoRARequest, base: Pooling) -> Pooling:
         own = read_pooling(folder)
     except ModelError as error:
         raise AdapterMismatchError(f"adapter {request.name!r}: {error}") from error
-    if own is None and (folder / MODULES).is_file():
+    if own is None and (folder / "modules.json").is_file():
         raise AdapterMismatchError(
-            f"adapter {request.name!r}: {folder / MODULES} has no Pooling module, and the model embeds texts"
+            f"adapter {request.name!r}: {folder / 'modules.json'} has no Pooling module, and the model embeds texts"
         )
     if own is not None and own.prompt != base.prompt:
         raise AdapterMismatchError(
-            f"adapter {request.name!r}: the default prompt in {folder / PROMPTS} is {own.prompt!r:.80}; expected that "
-            f"of the model, {base.prompt!r:.80}, which precedes every text"
+            f"adapter {request.name!r}: {folder / 'config_sentence_transformers.json'}: the default prompt is "
+            f"{own.prompt!r:.80}; expected that of the model, {base.prompt!r:.80}, which precedes every text"
         )
     return own or base

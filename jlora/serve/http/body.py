@@ -58,11 +58,14 @@ async def read_body(request: Request, limits: Limits, kind: str = BAD_REQUEST) -
     """Read the body of a request with content type application/json.
 
     Raises:
-      ApiError: 400 for another content type, or an error of `receive_body`.
+      ApiError: 400 for another content type or an encoded body, or an error of `receive_body`.
     """
     media = media_type(request)
     if media != "application/json":  # browsers send other types across origins without a preflight
         raise ApiError(400, kind, f"the content type must be application/json, got {media[:80] or 'none'!r}")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise ApiError(400, kind, f"the content encoding {encoding[:80]!r} is not implemented; send the body as it is")
     return await receive_body(request, limits.body_bytes, limits.body_seconds)
 
 

@@ -19,6 +19,11 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
+def displayed(path: str) -> str:
+    """Return a path as UTF-8 can encode it. Python decodes bytes that are not of the locale to lone surrogates."""
+    return path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
 def to_event(content: dict[str, Any]) -> bytes:
     """Encode one server-sent event."""
     return b"data: " + _encode(content).encode() + b"\n\n"

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from jlora import HistogramCounts
+from jlora.serve.http.responses import displayed
 from jlora.serve.http.service import Service
 
 _MOST = 200  # adapters shown
@@ -64,7 +65,7 @@ def _status(service: Service) -> dict[str, Any]:
             "requests": stats.by_lora.get(name, 0),
             "running": stats.running_by_lora.get(name, 0),
             "waiting": stats.waiting_by_lora.get(name, 0),
-            "path": known[name].path if name in known else None,
+            "path": displayed(known[name].path) if name in known else None,
             **({key: getattr(loaded[name], key) for key in ("slot", "rank", "pinned")} if name in loaded else {}),
             "level": loaded[name].level if name in loaded else None,
         }

@@ -1,6 +1,7 @@
 """Refused fields and bodies: each error names its field, and no JSON makes the server fail."""
 
 import asyncio
+import gzip
 import json
 
 import httpx
@@ -137,6 +138,13 @@ def test_malformed_body_is_refused(service):
         assert (answer.status, answer.error["type"]) == (400, "BadRequestError"), body[:60]
 
 
+def test_an_encoded_body_is_refused_by_name(service):
+    body = gzip.compress(json.dumps(COMPLETION).encode())
+    answer = post(service, "/v1/completions", body, content_encoding="gzip")
+    assert (answer.status, "the content encoding 'gzip' is not implemented" in answer.error["message"]) == (400, True)
+    assert post(service, "/v1/completions", COMPLETION, content_encoding="identity").status == 200
+
+
 def test_content_type_must_be_json(service):
     """Browsers send forms and plain text to other origins without a preflight request, but not JSON."""
     for media in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
@@ -218,4 +226,4 @@ def test_unknown_paths_and_methods_are_refused(service):
     assert (answer.status, answer.error["type"]) == (404, "NotFoundError")
     answer = ask(service, "GET", "/v1/completions")
     assert (answer.status, answer.headers["allow"]) == (405, "POST")
-    assert ask(service, "POST", "/v1/completions/", COMPLETION).status == 404
+    assert ask(service, "POST", "/v1/completions//", COMPLETION).status == 404

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from jlora.config import LoRARequest
 from jlora.errors import AdapterAccessError, AdapterNotFoundError, AdapterUnavailableError, NoFreeSlotError
 from jlora.serve.engine.request import EngineClosedError
 from jlora.serve.http.adapters import AllowedSources
@@ -40,6 +41,18 @@ def test_load_adds_an_adapter(service, engine, root):
         assert post(service, LOAD, body).status == 200
         assert engine.loras[f"team/{i}"].is_3d_lora_weight is True
         assert ask(service, "GET", f"/v1/models/team/{i}").json["parent"] == parent
+
+
+def test_paths_that_are_not_utf8_are_displayed(engine, root):
+    """As Python decodes arguments and names of files: bytes of UTF-8 under a C locale, and other bytes."""
+    service = make_service(engine, root=root)
+    for name, path in (("a", "caf\udcc3\udca9"), ("b", "caf\udce9")):
+        service.adapters.load(LoRARequest(name, path), path, None)
+    service.root = "mod\udcc3\udca8le"
+    cards = {card["id"]: card["root"] for card in ask(service, "GET", "/v1/models").json["data"]}
+    assert (cards["a"], cards["b"], cards["base"]) == ("café", "caf\\xe9", "modèle")
+    listed = {one["name"]: one["path"] for one in ask(service, "GET", "/status.json").json["adapters"]}
+    assert (listed["a"], listed["b"]) == ("café", "caf\\xe9")
 
 
 def test_a_slash_after_a_path_has_no_effect(service):

@@ -209,6 +209,13 @@ class State:
         for victim in victims:
             self.evict(victim)
         packed.life.version = self.cache.version(packed) if version is None else version
+        if self.cache.changed(packed):
+            _log.warning(
+                "adapter %r: its files have changed since they were loaded, and it comes back with their content as "
+                "version %d",
+                packed.name,
+                packed.version,
+            )
         self.cache.put(packed)
 
     def evict(self, name: str) -> None:

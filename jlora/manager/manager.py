@@ -516,10 +516,12 @@ class LoRAManager:
           AdapterNotFoundError: the name was not added.
         """
         state = self._state
-        with state.peers.turn(f"unpin_adapter({name!r})", alone=True), state.lock:
+        with state.peers.turn(f"unpin_adapter({name!r})"), state.lock:
             if not state.cache.pinned(name):
                 state.newest(name)  # raises for an unknown name
-            return state.cache.unpin(name)
+            state.peers.agree([state.cache.pinned(name)])
+            with state.peers.change():
+                return state.cache.unpin(name)
 
     @property
     def slots(self) -> nnx.State[Any, Any]:

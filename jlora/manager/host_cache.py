@@ -60,8 +60,14 @@ class HostCache:
         same = self.known.get(packed.name, packed.request) == packed.request is not None and not packed.in_place
         return same and key is not None and packed.key != key
 
-    def put(self, packed: PackedAdapter) -> None:
-        """Store an adapter as the newest version of its name."""
+    def put(self, packed: PackedAdapter) -> str | None:
+        """Store an adapter as the newest version of its name.
+
+        Returns:
+          A warning if adapters that are never evicted now take four fifths of the places, and took less before; else
+          None.
+        """
+        limit, before = -(-self._max_count * 4 // 5), len(self._own)
         old = self.loaded.get(packed.name)
         self.nbytes += packed.nbytes - (0 if old is None else old.nbytes)
         self.last[packed.name] = (packed.version, packed.key)
@@ -74,6 +80,13 @@ class HostCache:
         if packed.name in self.pin_when_loaded:
             self.pin_when_loaded.discard(packed.name)
             self.pins.add(packed.name)
+        if not before < limit <= len(self._own):
+            return None
+        return (
+            f"{len(self._own)} of the {self._max_count} places of the host cache are taken by adapters from memory or "
+            "changed by update_adapter, which are never evicted. Once they take all, no other adapter can be loaded: "
+            "raise max_cpu_loras (--max-cpu-loras), or remove some"
+        )
 
     def pinned(self, name: str) -> bool:
         """Return True if an adapter is pinned, or will be once it is loaded after a restore."""

@@ -216,7 +216,8 @@ class State:
                 packed.name,
                 packed.version,
             )
-        self.cache.put(packed)
+        if (warning := self.cache.put(packed)) is not None:
+            _log.warning("%s", warning)
 
     def evict(self, name: str) -> None:
         """Evict an adapter from the host cache and from its slot."""

@@ -44,6 +44,12 @@ class AdapterFolder:
     name: str
     repo_id: str | None = None
 
+    @property
+    def commit(self) -> str | None:
+        """The commit that names a folder of Hugging Face's cache; None for other folders."""
+        found = self.folder.parent.name == "snapshots" and _COMMIT.fullmatch(self.folder.name)
+        return self.folder.name if found else None
+
 
 def resolve(
     path: str | os.PathLike[str], adapter: str | None = None, revision: str | None = None, *, local_only: bool = False

@@ -26,6 +26,7 @@ class HostCache:
       pins: the names in `loaded` that are pinned.
       nbytes: total size of `loaded` in bytes.
       known: name -> request, for each evicted adapter that was added from a request.
+      commits: name -> commit of the repository that it was read from, for those of `known` that have one.
       last: name -> (last version, key of that version).
       floor: lower bound of the versions of new adapters.
       pin_when_loaded: names that were pinned in the restored state and are not loaded yet.
@@ -36,6 +37,7 @@ class HostCache:
         self.pins: set[str] = set()
         self.nbytes = 0
         self.known: dict[str, LoRARequest] = {}
+        self.commits: dict[str, str] = {}
         self.last: dict[str, tuple[int, str | None]] = {}
         self.floor = 0
         self.pin_when_loaded: set[str] = set()
@@ -52,19 +54,39 @@ class HostCache:
         recalled = packed.key is not None and packed.key == last[1] and not packed.in_place
         return last[0] if recalled else max(last[0] + 1, self.floor)
 
-    def put(self, packed: PackedAdapter) -> None:
-        """Store an adapter as the newest version of its name."""
+    def changed(self, packed: PackedAdapter) -> bool:
+        """Return True if an adapter comes back from its request, and its files are others than those of its load."""
+        _, key = self.last.get(packed.name, (0, None))
+        same = self.known.get(packed.name, packed.request) == packed.request is not None and not packed.in_place
+        return same and key is not None and packed.key != key
+
+    def put(self, packed: PackedAdapter) -> str | None:
+        """Store an adapter as the newest version of its name.
+
+        Returns:
+          A warning if adapters that are never evicted now take four fifths of the places, and took less before; else
+          None.
+        """
+        limit, before = -(-self._max_count * 4 // 5), len(self._own)
         old = self.loaded.get(packed.name)
         self.nbytes += packed.nbytes - (0 if old is None else old.nbytes)
         self.last[packed.name] = (packed.version, packed.key)
         self.loaded[packed.name] = packed
         self.loaded.move_to_end(packed.name)
         self.known.pop(packed.name, None)
+        self.commits.pop(packed.name, None)
         self._sizes[packed.name] = packed.nbytes
         (self._own.add if packed.request is None else self._own.discard)(packed.name)
         if packed.name in self.pin_when_loaded:
             self.pin_when_loaded.discard(packed.name)
             self.pins.add(packed.name)
+        if not before < limit <= len(self._own):
+            return None
+        return (
+            f"{len(self._own)} of the {self._max_count} places of the host cache are taken by adapters from memory or "
+            "changed by update_adapter, which are never evicted. Once they take all, no other adapter can be loaded: "
+            "raise max_cpu_loras (--max-cpu-loras), or remove some"
+        )
 
     def pinned(self, name: str) -> bool:
         """Return True if an adapter is pinned, or will be once it is loaded after a restore."""
@@ -86,6 +108,7 @@ class HostCache:
         for name in tuple(self.loaded):
             self._take_out(name)
         self.known.clear()
+        self.commits.clear()
         self.last.clear()
         self._sizes.clear()
         self.pin_when_loaded.clear()
@@ -97,8 +120,11 @@ class HostCache:
 
     def evict(self, name: str) -> None:
         """Remove an adapter from the cache. Its request is kept in `known`."""
-        if (request := self.loaded[name].request) is not None:
-            self.known[name] = request
+        packed = self.loaded[name]
+        if packed.request is not None:
+            self.known[name] = packed.request
+        if packed.commit is not None:
+            self.commits[name] = packed.commit
         self._take_out(name)
 
     def forget(self, name: str) -> bool:
@@ -110,6 +136,7 @@ class HostCache:
             self.last[name] = (self.last[name][0], None)
         self.pin_when_loaded.discard(name)
         self._sizes.pop(name, None)
+        self.commits.pop(name, None)
         found = self.known.pop(name, None) is not None
         if name in self.loaded:
             self._take_out(name)

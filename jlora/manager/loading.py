@@ -7,15 +7,16 @@ import time
 import zlib
 from collections.abc import Collection, Generator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from jlora._memory import page_locked_bytes
 from jlora.adapters import Adapter
 from jlora.adapters.adapter import open_adapter
-from jlora.adapters.resolve import AdapterFolder, resolve
+from jlora.adapters.files import content_key
+from jlora.adapters.resolve import AdapterFolder, adapter_files, resolve
 from jlora.config import LoRARequest
 from jlora.errors import (
     AdapterFormatError,
@@ -27,12 +28,28 @@ from jlora.errors import (
 )
 from jlora.manager.blocks import Block, Row, unpack
 from jlora.manager.extras import check_extras, slot_values
+from jlora.manager.fit import describe
 from jlora.manager.loads import AT_ONCE, Deadline, Load, LoadCancelled
 from jlora.manager.packed_adapter import LifeCycle, PackedAdapter
 from jlora.manager.stage import pack_exactly, pack_files, pack_in_memory
 from jlora.manager.state import State, in_use
 
 _log = logging.getLogger("jlora")
+_READS = 3  # most reads of files that change meanwhile
+_QUIET = 0.5  # seconds without a change until both files are taken for those of one adapter
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The last load of an adapter that is loaded again; without values for a new adapter.
+
+    Attributes:
+      commit: as in `PackedAdapter`.
+      key: the same.
+    """
+
+    commit: str | None = None
+    key: str | None = None
 
 
 def load(state: State, request: LoRARequest, deadline: Deadline) -> bool:
@@ -172,8 +189,10 @@ def _load(state: State, own: Load) -> bool:
         started = time.monotonic()
         with state.lock:
             known = state.cache.known.get(request.name) == request
+            commit, (_, key) = state.cache.commits.get(request.name), state.cache.last.get(request.name, (0, None))
+        earlier = Earlier(commit, key) if known else Earlier()
         with _logged(request.name, request.path), _reloading(request) if known else nullcontext():
-            packed = agreed(state, _read(state, request, own))
+            packed = agreed(state, _read(state, request, own, earlier))
             own.read = True
             result = admit(state, packed, request.load_inplace, own.deadline, own)
         with state.lock:
@@ -186,18 +205,65 @@ def _load(state: State, own: Load) -> bool:
     return result
 
 
-def _read(state: State, request: LoRARequest, own: Load | None = None) -> PackedAdapter:
-    """Find, read and pack an adapter, as a load if `own` is given. Called without locks."""
-    found = _find(state, request, own)
+def _read(state: State, request: LoRARequest, own: Load | None, earlier: Earlier) -> PackedAdapter:
+    """Find, read and pack an adapter, as a load if `own` is given. Called without locks.
+
+    Files that change during the read are read again. So are files that differ from those of an earlier load and have
+    changed lately: one of the two can be new and the other old.
+
+    Raises:
+      AdapterFormatError: the files changed during several reads.
+    """
+    found = _find(state, request, own, earlier.commit)
+    for _ in range(_READS):
+        before = _stamp(found)
+        try:
+            read = _read_once(state, request, found, own)
+            if earlier.key is None or read.key in earlier.key.split():
+                return read
+        except (AdapterFormatError, AdapterMismatchError) as error:
+            if earlier.key is None and _stamp(found) == before:
+                raise
+            read = error
+        _await_quiet(found)
+        if _stamp(found) == before:
+            if isinstance(read, PackedAdapter):
+                return read
+            raise read
+    raise AdapterFormatError(
+        f"{describe(request.name, request.path)}: its files change again and again while they are read; write an "
+        "adapter to a new folder, and load it when it is complete"
+    )
+
+
+def _read_once(state: State, request: LoRARequest, found: AdapterFolder, own: Load | None) -> PackedAdapter:
     with state.loads.reading:
         if own is not None:
             with state.lock:
                 state.loads.check_wanted(own)
-        return pack_files(request, found, state.wrapped, state.index, state.pool, config=state.config)
+        packed = pack_files(request, found, state.wrapped, state.index, state.pool, config=state.config)
+    return replace(packed, commit=found.commit)
 
 
-def _find(state: State, request: LoRARequest, own: Load | None) -> AdapterFolder:
-    """Return the local folder of a request, downloading it if necessary.
+def _stamp(found: AdapterFolder) -> str:
+    """Return a string that changes whenever the files do; "" while one is missing."""
+    try:
+        return content_key(adapter_files(found))
+    except (AdapterFormatError, OSError):
+        return ""
+
+
+def _await_quiet(found: AdapterFolder) -> None:
+    """Wait until the files have not changed for `_QUIET` seconds, at most once for that time."""
+    with suppress(AdapterFormatError, OSError):
+        stats = [file.stat() for file in adapter_files(found)]
+        age = time.time() - max(max(each.st_mtime, each.st_ctime) for each in stats)
+        if 0 <= age < _QUIET:
+            time.sleep(_QUIET - age)
+
+
+def _find(state: State, request: LoRARequest, own: Load | None, commit: str | None = None) -> AdapterFolder:
+    """Return the local folder of a request, downloading it if necessary, at this commit if the hub still has it.
 
     Raises:
       LoadCancelled: the load was abandoned before the download started.
@@ -206,6 +272,9 @@ def _find(state: State, request: LoRARequest, own: Load | None) -> AdapterFolder
         return resolve(request.path, request.name)
     with nullcontext() if own is None else _fetching(state, own):
         path = request.path if state.resolve is None else state.resolve(request)
+        if commit is not None:
+            with suppress(AdapterNotFoundError):
+                return resolve(path, request.name, commit, local_only=request.local_only)
         return resolve(path, request.name, request.revision, local_only=request.local_only)
 
 
@@ -306,10 +375,10 @@ def admit(state: State, packed: PackedAdapter, replaces: bool, deadline: Deadlin
         return True
 
 
-def read(state: State, request: LoRARequest) -> PackedAdapter:
-    """Read and pack an adapter, without adding it to the host cache or to page-locked memory."""
+def read(state: State, request: LoRARequest, earlier: Earlier) -> PackedAdapter:
+    """Read and pack an adapter again, without adding it to the host cache or to page-locked memory."""
     with _logged(request.name, request.path):
-        return with_extras(state, _read(state, request))
+        return with_extras(state, _read(state, request, None, earlier))
 
 
 def exact_factors(state: State, packed: PackedAdapter) -> dict[Row, tuple[np.ndarray, np.ndarray]]:
@@ -332,7 +401,7 @@ def read_again(state: State, packed: PackedAdapter) -> Adapter | None:
     if packed.request is None:
         return None
     try:
-        with open_adapter(_find(state, packed.request, None)) as opened:
+        with open_adapter(_find(state, packed.request, None, packed.commit)) as opened:
             adapter = opened.read({}, allow_nonfinite=True)
     except (LoRAError, OSError) as error:
         _log.warning(

@@ -58,7 +58,8 @@ class LoRAManager:
     The eligible layers of `model` are wrapped in place. Adapters are kept in a host cache (`max_cpu_loras`) and are
     written into device slots (`max_loras`) when a batch needs them. Both levels evict the least recently used adapter
     that is neither pinned nor held by an open batch. An evicted adapter is loaded again from its request when it is
-    needed. An adapter from memory, or changed by `update_adapter`, has no request. It may leave its slot, and stays in
+    needed, a repository of the hub at the commit of its load. If its files have changed, it is a new version, with a
+    warning. An adapter from memory, or changed by `update_adapter`, has no request. It may leave its slot, and stays in
     the host cache until it is removed or replaced.
 
     Threads: every method may be called from any thread. Loads run on their own threads and never access the slot
@@ -527,10 +528,12 @@ class LoRAManager:
           AdapterNotFoundError: the name was not added.
         """
         state = self._state
-        with state.peers.turn(f"unpin_adapter({name!r})", alone=True), state.lock:
+        with state.peers.turn(f"unpin_adapter({name!r})"), state.lock:
             if not state.cache.pinned(name):
                 state.newest(name)  # raises for an unknown name
-            return state.cache.unpin(name)
+            state.peers.agree([state.cache.pinned(name)])
+            with state.peers.change():
+                return state.cache.unpin(name)
 
     @property
     def slots(self) -> nnx.State[Any, Any]:

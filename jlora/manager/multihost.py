@@ -4,7 +4,7 @@ Each process creates a manager, and all make the same calls in the same order. F
 still differ between processes. Each change of the host cache or the slots is therefore compared first, through JAX's
 coordination service. Either all processes make the same change, or all raise the same error. A process that is
 interrupted inside a call, or that does not respond in time, may have missed a change. All managers then refuse further
-calls.
+calls. Each call reads first whether that has happened, since some exchange nothing.
 """
 
 import itertools
@@ -85,8 +85,9 @@ class Peers:
         if not self._calls.acquire(timeout=self._timeout):
             raise LoRAError(f"{call}: {self._call} of another thread has not ended within {self._timeout:g} s")
         try:
-            self._check()
-            self._call, self._raised = call, alone
+            self._call, self._raised = call, True
+            self._look_for_cut()
+            self._raised = alone
             yield
         except Exception as error:
             if self._cut is None and not self._raised:
@@ -154,7 +155,12 @@ class Peers:
         self._service.key_value_set(f"{self._name}/cut/{self._me}", self._cut, allow_overwrite=True)
 
     def _look_for_cut(self) -> None:
-        for _, call in self._service.key_value_dir_get(f"{self._name}/cut/"):
+        """Raise LoRAError if any process has made all refuse further calls, or the service cannot be reached."""
+        try:
+            found = self._service.key_value_dir_get(f"{self._name}/cut/")
+        except Exception as error:
+            raise LoRAError(f"{self._call}: jax.distributed cannot be reached: {error!s:.300}") from error
+        for _, call in found:
             self._cut = self._cut or call
         self._check()
 

@@ -98,6 +98,7 @@ class PackedAdapter:
       about: The adapter without its arrays, for the metadata of an export.
       request: The request from which it is loaded again after an eviction, or None if it was not loaded from one.
       key: `Adapter.fingerprint` of its files, or None if its weights are from memory.
+      commit: Commit of the Hugging Face repository that it was read from; None for other sources.
       in_place: True if it was loaded to replace the current weights. It is then a new version whatever its key.
       update_plan: Plan of the last update from device arrays, reused for the same names and shapes.
       warnings: What the load found about modules without effect (`AdapterInfo.warnings`).
@@ -113,6 +114,7 @@ class PackedAdapter:
     about: Adapter | None = None
     request: LoRARequest | None = None
     key: str | None = None
+    commit: str | None = None
     in_place: bool = False
     update_plan: Any = None
     warnings: tuple[str, ...] = ()
@@ -148,7 +150,9 @@ class PackedAdapter:
         """Return a version whose blocks were changed on the device, with the same modules and without a request."""
         new = copy.copy(self)
         # In place of `replace`, which drops the cached sets.
-        vars(new).update(request=None, key=None, given=None, warnings=(), life=LifeCycle(blocks, on_host=False))
+        vars(new).update(
+            request=None, key=None, given=None, commit=None, warnings=(), life=LifeCycle(blocks, on_host=False)
+        )
         return new
 
     @property

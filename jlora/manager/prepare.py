@@ -92,7 +92,7 @@ def activate(state: State, name: str, *, pin: bool) -> bool:
                 if not state.slots.copying:
                     raise
                 return None
-            state.peers.agree(_same(plan))
+            state.peers.agree([packed.name, packed.version] if pin else _same(plan))
             with state.peers.change():
                 state.slots.carry_out(plan, [packed])
                 if pin:

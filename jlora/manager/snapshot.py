@@ -1,6 +1,6 @@
 """Save the adapters of a manager to a folder, and restore them into a new manager.
 
-    adapters.json    names, requests, pins, order of use, versions and fingerprints
+    adapters.json    names, requests, commits, pins, order of use, versions and fingerprints
     weights/SHA-256  PEFT folder of one adapter without a request; the name is the digest of its files
     lock             locked by `save`
 
@@ -46,14 +46,14 @@ from jlora.errors import (
 from jlora.layers.site import Site
 from jlora.manager.export import export_blocks
 from jlora.manager.host_cache import HostCache
-from jlora.manager.loading import page_locked, read, read_folder
+from jlora.manager.loading import Earlier, page_locked, read, read_folder
 from jlora.manager.loads import AT_ONCE
 from jlora.manager.packed_adapter import LifeCycle, PackedAdapter
 from jlora.manager.state import State
 
 _log = logging.getLogger("jlora")
 
-_FILE, _WEIGHTS, _FORMAT = "adapters.json", "weights", 4
+_FILE, _WEIGHTS, _FORMAT = "adapters.json", "weights", 5
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class _Entry:
       version: version of the weights.
       fingerprint: fingerprint of the files; None if the weights were not read from files.
       request: the request that loads the adapter again; None if it is saved in `weights`.
+      commit: commit of the Hugging Face repository that the adapter was read from; None for other sources.
       weights: name of its folder in `weights`; None if there is a request.
       warnings: `PackedAdapter.warnings` of an adapter without a request.
       pinned: True if the adapter is pinned.
@@ -75,6 +76,7 @@ class _Entry:
     version: int
     fingerprint: str | None
     request: LoRARequest | None
+    commit: str | None
     weights: str | None
     warnings: tuple[str, ...]
     pinned: bool
@@ -137,8 +139,9 @@ def _take(state: State, base: str, without: Collection[str]) -> tuple[_Snapshot,
     entries: list[_Entry] = []
     for name, request in requests.items():
         version, key = cache.last[name]
+        commit = cached[name].commit if name in cached else cache.commits.get(name)
         warnings = cached[name].warnings if request is None else ()
-        entries.append(_Entry(name, version, key, request, None, warnings, cache.pinned(name), name in cached))
+        entries.append(_Entry(name, version, key, request, commit, None, warnings, cache.pinned(name), name in cached))
     in_slots = (packed.name for packed in state.slots.by_use() if cached.get(packed.name) is packed)
     removed = {name: version for name, (version, _) in cache.last.items() if name not in requests}
     taken = _Snapshot(base, layers_digest(state.pool.sites), tuple(entries), tuple(in_slots), removed)
@@ -394,7 +397,7 @@ def _load(state: State, folder: Path, saved: _Snapshot, same_layers: bool) -> di
         if entry.request is None:
             return _read_weights(state, folder, entry, same_layers)
         try:
-            return read(state, entry.request)
+            return read(state, entry.request, Earlier(entry.commit, entry.fingerprint))
         except Exception as error:
             _log.warning("restore: %r is loaded when it is used: %.500r", entry.name, error)
             return None
@@ -439,6 +442,8 @@ def _fill_cache(state: State, saved: _Snapshot, loaded: Mapping[str, PackedAdapt
             state.counts["host_loads"] += 1
         elif entry.request is not None:
             cache.known[entry.name] = entry.request
+            if entry.commit is not None:
+                cache.commits[entry.name] = entry.commit
 
 
 def _fill_slots(state: State, saved: _Snapshot, loaded: Mapping[str, PackedAdapter]) -> None:

@@ -209,7 +209,15 @@ class State:
         for victim in victims:
             self.evict(victim)
         packed.life.version = self.cache.version(packed) if version is None else version
-        self.cache.put(packed)
+        if self.cache.changed(packed):
+            _log.warning(
+                "adapter %r: its files have changed since they were loaded, and it comes back with their content as "
+                "version %d",
+                packed.name,
+                packed.version,
+            )
+        if (warning := self.cache.put(packed)) is not None:
+            _log.warning("%s", warning)
 
     def evict(self, name: str) -> None:
         """Evict an adapter from the host cache and from its slot."""

@@ -373,6 +373,44 @@ def a_process_that_does_not_come(world: World) -> None:
 
 
 @scenario
+def unequal_calls_of_which_one_sends_no_message(world: World) -> None:
+    manager = world.start("one", "two", process_timeout=2)
+    world.check(["one", "two", None, None])
+    before = world.state()
+    for calls in (("remove_adapter", "pin_adapter"), ("unpin_adapter", "remove_adapter")):  # both send one
+        with pytest.raises(LoRAError, match="must make the same calls in the same order"):
+            getattr(manager, calls[world.me])("one")
+        world.unchanged(before)
+    batch = manager.prepare(["one", None, None, None])
+    if world.me == 0:
+        with pytest.raises(LoRAError, match=r"remove_adapter\('two'\): not all of processes"):
+            manager.remove_adapter("two")
+    else:
+        assert not manager.activate_adapter("two")  # it is in a slot
+    multihost_utils.sync_global_devices("given up")
+    before = world.state()
+    for attempt in (
+        lambda: manager.prepare(["one", "two", None, None]),
+        lambda: manager.prepare([None] * 4),
+        lambda: manager.add_adapter(world.request("one")),
+        lambda: manager.activate_adapter("two"),
+        lambda: manager.pin_adapter("one"),
+        lambda: manager.unpin_adapter("one"),
+        lambda: manager.hold("one"),
+        lambda: manager.handles(batch),
+        lambda: manager.remove_adapter("two"),
+        lambda: manager.deactivate_adapter("two"),
+        lambda: manager.remove_oldest_adapter(),
+        lambda: manager.remove_all_adapters(),
+    ):
+        with pytest.raises(LoRAError, match=r"remove_adapter\('two'\) was cut short in one of the processes"):
+            attempt()
+        world.unchanged(before)
+    batch.close()
+    world.start_again()
+
+
+@scenario
 def a_batch_that_one_process_has_not_closed(world: World) -> None:
     manager = world.start(*world.adapters)
     first, second = manager.prepare(["one"]), manager.prepare(["two"])

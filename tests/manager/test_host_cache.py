@@ -55,6 +55,23 @@ def test_own_weights_outlive_any_number_of_loads(tmp_path):
     assert m.list_adapters()["updated"].request is None
 
 
+@pytest.mark.parametrize("how", ["memory", "updated"])
+def test_one_warning_before_adapters_that_stay_take_all_places(tmp_path, caplog, how):
+    world = make_world(max_loras=1, max_cpu_loras=5)
+    warned = []
+    for name in ("a", "b", "c", "d", "d", "e"):
+        if how == "memory":
+            world.manager.add_adapter(large(name), load_inplace=True)
+        else:
+            world.manager.add_adapter(large_request(tmp_path, name))
+            update(world, name, 1)
+        warned.append([r.getMessage() for r in caplog.records if "never evicted" in r.getMessage()])
+    assert [len(found) for found in warned] == [0, 0, 0, 1, 1, 1]
+    assert warned[-1][0].startswith("4 of the 5 places of the host cache are taken by adapters from memory")
+    with pytest.raises(jlora.NoFreeSlotError, match="max_cpu_loras"):
+        world.manager.add_adapter(large_request(tmp_path, "f"))
+
+
 def test_batch_without_places_loads_nothing(tmp_path):
     """Two adapters in the one place that is left would evict each other without end."""
     world = make_world(max_loras=3, max_cpu_loras=3)

@@ -1,5 +1,6 @@
 """One content of a name is one version: versions of batches, and handles that keep an old version."""
 
+import contextlib
 import dataclasses
 import gc
 import os
@@ -11,13 +12,15 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import huggingface_hub
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jlora
+from jlora.adapters.adapter import open_adapter
 from jlora.manager import loading, stage, update
-from tests.manager.tiny import MODULES, make_adapter, make_world, tensors
+from tests.manager.tiny import MODULES, lora, make_adapter, make_world, tensors
 from tests.records import content_of, slot_names
 
 pytestmark = pytest.mark.device
@@ -102,6 +105,139 @@ def test_other_weights_in_files_of_the_same_size_and_time_are_another_version(wo
         seen.add(versions(world, "a"))
         assert len(seen) == version + 1
         world.check(world.serve(["a", None, "a"]), [twin(version), None, twin(version)])
+
+
+def warnings_of(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_folder_that_changed_since_the_eviction_is_a_new_version_with_one_warning(world, folder, caplog):
+    request = jlora.LoRARequest("a", folder)
+    world.manager.add_adapter(request)
+    (first,) = versions(world, "a")
+    for again, warned in (("evicted", 0), ("rewritten", 1), ("evicted", 1)):
+        if again == "rewritten":
+            write_twin(folder, 1, "rewritten")
+        assert world.manager.remove_oldest_adapter()
+        assert versions(world, request) == (first + warned,)
+        world.check(world.serve(["a", None, None]), [twin(warned), None, None])
+        assert len(warnings_of(caplog)) == warned
+    assert (
+        f"have changed since they were loaded, and it comes back with their content as version {first + 1}"
+        in (warnings_of(caplog)[0])
+    )
+    other = folder.parent / "other"
+    twin(2).save_pretrained(other)
+    assert world.manager.remove_oldest_adapter()
+    world.manager.add_adapter(jlora.LoRARequest("a", other))  # by a call, of other files
+    assert versions(world, "a") == (first + 2,)
+    assert len(warnings_of(caplog)) == 1
+
+
+@pytest.mark.parametrize("rank", [2, 3])  # as before, or of another shape than the old configuration says
+def test_an_evicted_adapter_whose_folder_is_being_rewritten_is_read_when_it_is_whole(world, folder, rank):
+    world.manager.add_adapter(jlora.LoRARequest("a", folder))
+    (first,) = versions(world, "a")
+    modules = {name: lora(name, rank, np.random.default_rng(1), scaling=2.0) for name in MODULES}
+    new = jlora.Adapter(name="a", modules=modules)
+    new.save_pretrained(folder.parent / "new")
+    weights, config = "adapter_model.safetensors", "adapter_config.json"
+    assert world.manager.remove_oldest_adapter()
+    shutil.copy(folder.parent / "new" / weights, folder / weights)
+    later = threading.Timer(0.1, shutil.copy, (folder.parent / "new" / config, folder / config))
+    later.start()
+    assert versions(world, "a") == (first + 1,)
+    world.check(world.serve(["a", None, None]), [new, None, None])
+    later.join()
+
+
+def test_files_that_change_while_they_are_read_are_read_again(world, folder, monkeypatch):
+    """No public call is made during a read."""
+    changes = [2]
+
+    @contextlib.contextmanager
+    def changing(found, **options):
+        with open_adapter(found, **options) as opened:
+            yield opened
+            if changes:
+                write_twin(folder, changes.pop(0), "rewritten")
+
+    monkeypatch.setattr(stage, "open_adapter", changing)
+    world.manager.add_adapter(jlora.LoRARequest("a", folder))
+    world.check(world.serve(["a", None, None]), [twin(2), None, None])
+    changes += range(20)
+    with pytest.raises(jlora.AdapterFormatError, match="change again and again while they are read"):
+        world.manager.add_adapter(jlora.LoRARequest("a", folder, load_inplace=True))
+    world.check(world.serve(["a", None, None]), [twin(2), None, None])
+
+
+class Hub:
+    """A repository with one branch, whose commits are adapters, in a cache as that of Hugging Face."""
+
+    def __init__(self, folder):
+        self.snapshots, self.head, self.lost, self.asked = folder / "models--org--a" / "snapshots", "", set(), []
+
+    def commit(self, version):
+        self.head = f"{version:040x}"
+        twin(version).save_pretrained(self.snapshots / self.head)
+
+    def download(self, repo, file, *, revision, local_files_only):
+        self.asked.append(revision)
+        commit = self.head if revision in (None, "main") else revision
+        if commit in self.lost:
+            raise OSError(f"no commit {commit}")
+        return str(self.snapshots / commit / file)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    found = Hub(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", found.download)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda url: None)
+    found.commit(0)
+    return found
+
+
+@pytest.mark.parametrize("revision", [None, "main"])
+def test_an_evicted_adapter_of_the_hub_comes_back_at_the_commit_of_its_load(world, hub, caplog, revision):
+    request = jlora.LoRARequest("a", "org/a", revision=revision)
+    world.manager.add_adapter(request)
+    (first,) = versions(world, "a")
+    hub.commit(1)
+    for again in ("a", request):
+        assert world.manager.remove_oldest_adapter()
+        assert versions(world, again) == (first,)
+        world.check(world.serve(["a", None, None]), [twin(0), None, None])
+    assert warnings_of(caplog) == []
+    assert world.manager.list_adapters()["a"].request == request
+    world.manager.add_adapter(dataclasses.replace(request, load_inplace=True))
+    assert versions(world, "a") == (first + 1,)
+    world.check(world.serve(["a", None, None]), [twin(1), None, None])
+
+
+def test_a_commit_that_the_hub_lost_is_replaced_by_a_new_version_with_one_warning(world, hub, caplog):
+    world.manager.add_adapter(jlora.LoRARequest("a", "org/a"))
+    (first,) = versions(world, "a")
+    hub.lost.add(hub.head)
+    hub.commit(1)
+    assert world.manager.remove_oldest_adapter()
+    assert versions(world, "a") == (first + 1,)
+    world.check(world.serve(["a", None, None]), [twin(1), None, None])
+    assert len(warnings_of(caplog)) == 1
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_restored_manager_reads_the_commit_of_the_load(world, hub, tmp_path, cached):
+    world.manager.add_adapter(jlora.LoRARequest("a", "org/a"))
+    (first,) = versions(world, "a")
+    if not cached:
+        assert world.manager.remove_oldest_adapter()
+    world.manager.save(tmp_path / "saved")
+    hub.commit(1)
+    restored = make_world()
+    restored.manager.restore(tmp_path / "saved")
+    assert versions(restored, "a") == (first,)
+    restored.check(restored.serve(["a", None, None]), [twin(0), None, None])
 
 
 @pytest.mark.parametrize("again", BY_A_CALL)

@@ -697,15 +697,15 @@ class LoRAManager:
         return Step(step, options, self._flat, self._state)
 
     def trainer(self, loss: Loss, optimizers: Mapping[str, Optimizer]) -> Trainer:
-        """Return a trainer of several adapters, which begins with their weights in the host cache.
+        """Return a trainer of several adapters, which begins with the float32 of their files or of the arrays given.
 
         Each adapter has an optimizer of its own: gradients are clipped, counted and scheduled for it alone. Adapters
         with the same optimizer object share one update, vectorized by `jax.vmap`; each further object adds to the time
         of compilation. Values past the rank of an adapter, and of layers that it lacks, stay zero.
 
         Args:
-          loss: `loss(model, batch, *inputs)` -> (float [B], float [B]), the sum of the losses of each sequence and the
-            number of its tokens, or other weights. It opens `jlora.use(batch)`.
+          loss: `loss(model, batch, *inputs)` -> (float [B], float or int [B]), the sum of the losses of each sequence
+            and the number of its tokens, or other weights. It opens `jlora.use(batch)`.
           optimizers: adapter name -> `optax.GradientTransformation`.
 
         Raises:

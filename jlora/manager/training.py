@@ -449,8 +449,7 @@ def _by_path(tree: Tree) -> dict[str, Any]:
 
 def _described(leaf: Any) -> str:
     """Return the dtype and shape of an array, as JAX holds it."""
-    dtype = leaf.dtype if isinstance(leaf, jax.Array) else jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype)
-    return f"{dtype}{list(np.shape(leaf))}"
+    return f"{jnp.result_type(leaf)}{list(np.shape(leaf))}"
 
 
 def _difference(sites: Sequence[Site], found: np.ndarray, expected: np.ndarray) -> str | None:

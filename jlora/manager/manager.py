@@ -167,7 +167,8 @@ class LoRAManager:
         If a handle holds the old version, the call does not wait, and both versions are served.
 
         Args:
-          adapter: a request for a folder or repository, or an adapter in memory.
+          adapter: a request for a folder or repository, or an adapter in memory. If the slots round the arrays of the
+            latter, they are kept too, since `trainer` begins with them, and count in `max_cpu_bytes`.
           load_inplace: replace an adapter of the same name.
           timeout: seconds to wait for the load and for open batches. None waits without limit, but raises at once if
             the calling thread has a batch with the old version open.
@@ -703,15 +704,15 @@ class LoRAManager:
         return Step(step, options, self._flat, self._state)
 
     def trainer(self, loss: Loss, optimizers: Mapping[str, Optimizer]) -> Trainer:
-        """Return a trainer of several adapters, which begins with their weights in the host cache.
+        """Return a trainer of several adapters, which begins with the float32 of their files or of the arrays given.
 
         Each adapter has an optimizer of its own: gradients are clipped, counted and scheduled for it alone. Adapters
         with the same optimizer object share one update, vectorized by `jax.vmap`; each further object adds to the time
         of compilation. Values past the rank of an adapter, and of layers that it lacks, stay zero.
 
         Args:
-          loss: `loss(model, batch, *inputs)` -> (float [B], float [B]), the sum of the losses of each sequence and the
-            number of its tokens, or other weights. It opens `jlora.use(batch)`.
+          loss: `loss(model, batch, *inputs)` -> (float [B], float or int [B]), the sum of the losses of each sequence
+            and the number of its tokens, or other weights. It opens `jlora.use(batch)`.
           optimizers: adapter name -> `optax.GradientTransformation`.
 
         Raises:

@@ -115,11 +115,20 @@ class Trainer:
                 "trainer: slots of int8 are constants of the gradients; train with a manager of another "
                 "LoRAConfig.dtype, and give Trainer.tensors to update_adapter of this one"
             )
+        if not isinstance(optimizers, Mapping) or not optimizers:
+            raise LoRAUsageError(
+                f"trainer takes adapter names -> optimizers, and at least one; got {optimizers!r:.200}"
+            )
+        if not callable(loss):
+            raise LoRAUsageError(f"trainer: the loss must be a function (model, batch, *inputs), got {loss!r:.200}")
         names_of: dict[Any, list[str]] = {}
         for name, optimizer in optimizers.items():
+            if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+                raise LoRAUsageError(
+                    f"trainer: the optimizer of adapter {name!r} must have `init` and `update`, as optax.adamw(1e-3) "
+                    f"has, got {optimizer!r:.200}"
+                )
             names_of.setdefault(optimizer, []).append(name)
-        if not names_of:
-            raise LoRAUsageError("trainer takes adapter names -> optimizers, and at least one")
         # The label of an optimizer is the names, so that a state of other adapters, or in another order, does not fit.
         self._optimizers = {json.dumps(names): optimizer for optimizer, names in names_of.items()}
         self._members = {json.dumps(names): tuple(names) for names in names_of.values()}
@@ -205,7 +214,7 @@ class Trainer:
             versions of a trained adapter, an adapter was replaced by one of other modules, ranks or scalings, or the
             loss does not return one floating value and one weight for each sequence.
         """
-        lease = batch.lease
+        lease = batch.lease if isinstance(batch, LoRABatch) else None
         if lease is None or lease.closed:
             raise LoRAUsageError("Trainer.step takes an open batch of its manager, outside jax.jit")
         if lease not in self._manager.leases.open():
@@ -440,8 +449,7 @@ def _by_path(tree: Tree) -> dict[str, Any]:
 
 def _described(leaf: Any) -> str:
     """Return the dtype and shape of an array, as JAX holds it."""
-    dtype = leaf.dtype if isinstance(leaf, jax.Array) else jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype)
-    return f"{dtype}{list(np.shape(leaf))}"
+    return f"{jnp.result_type(leaf)}{list(np.shape(leaf))}"
 
 
 def _difference(sites: Sequence[Site], found: np.ndarray, expected: np.ndarray) -> str | None:
@@ -464,11 +472,14 @@ def _put(array: np.ndarray, where: ArrayPlacement) -> jax.Array:
 
 
 def _moved(array: Any, like: jax.Array) -> jax.Array:
-    """Return an array at the placement of another, so that no program is compiled again."""
+    """Return an array in the dtype and at the placement of another, so that no program is compiled again."""
     where = placement_of(like)
-    if isinstance(array, jax.Array) and placement_of(array) == where:
-        return array
-    return jax.device_put(array, where) if isinstance(where, Sharding) else to_device(jax.device_get(array), where)
+    if isinstance(array, jax.Array):
+        if placement_of(array) == where:
+            return array
+        if isinstance(where, Sharding):
+            return jax.device_put(array, where)
+    return _put(np.asarray(jax.device_get(array), like.dtype), where)
 
 
 def _trainable(name: str, prepare: Callable[..., LoRABatch]) -> PackedAdapter:

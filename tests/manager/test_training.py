@@ -417,7 +417,9 @@ def test_a_state_that_does_not_fit_is_refused():
         with pytest.raises(jlora.LoRAUsageError, match=cause):
             trainer.state = state
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state), kept)
-    trainer.state = kept
+    trainer.state = jax.tree.map(lambda leaf: leaf.astype(np.float64), kept)
+    assert {leaf.dtype for leaf in jax.tree.leaves(trainer.state)} == {np.dtype(np.float32)}
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state), kept)
 
 
 # --- Other models ---------------------------------------------------------------------------------------------------
@@ -621,6 +623,20 @@ def test_adapters_that_are_not_trained_are_refused():
     ):
         with pytest.raises(error, match=cause):
             manager.trainer(loss, dict.fromkeys(names, optax.sgd(0.1)))
+
+
+@pytest.mark.usefixtures("unchecked_calls")
+def test_arguments_of_wrong_types_are_refused():
+    manager = served(["query"])
+    for function, optimizers, cause in (
+        (loss, ["query"], r"names -> optimizers, and at least one; got \['query'\]"),
+        (loss, {"query": optax.adam}, "the optimizer of adapter 'query' must have `init` and `update`"),
+        (None, {"query": optax.sgd(0.1)}, "the loss must be a function"),
+    ):
+        with pytest.raises(jlora.LoRAUsageError, match=cause):
+            manager.trainer(function, optimizers)
+    with pytest.raises(jlora.LoRAUsageError, match="open batch"):
+        manager.trainer(loss, {"query": optax.sgd(0.1)}).step(["query"] * 6, TOKENS)
 
 
 def test_batches_that_cannot_be_trained_are_refused():

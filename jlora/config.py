@@ -145,7 +145,8 @@ class LoRAConfig:
       max_adapters_per_sequence: Number of adapters that one sequence can sum (`Mix`). Each above 1 adds two kernel
         launches to every layer. With 1 or more, `Scaled` adapters are served too: each sequence has factors of its
         adapters' deltas. With None, batches have no factors.
-      allow_nonfinite: Accept adapters with NaN or infinity, which are refused otherwise.
+      allow_nonfinite: Accept adapters with NaN or infinity, which are refused otherwise. Without it, slot arrays set by
+        hand must be finite too: on a TPU one that is not may change the rows of other adapters.
       dora: Serve DoRA adapters (arXiv:2402.09353). It takes one more float32 array [slots, N] for each linear layer.
       activated: Serve activated LoRA adapters (aLoRA, arXiv:2504.12397). `prepare` takes `active_from`, the first row
         on which the adapter of each sequence acts.

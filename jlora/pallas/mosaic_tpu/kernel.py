@@ -14,6 +14,8 @@ from jaxtyping import Float, Int, Real
 
 LANES = 128
 NOBODY = -1  # group of a row without an adapter
+MANY_GROUPS = 256  # more groups than this come from experts, which have few rows each
+SMEM_BYTES = 640 << 10  # budget of the scalars of a call; a core has 1 MiB
 VACANT = -2  # group of an empty place in a bundle; differs from every row's group
 
 
@@ -215,7 +217,7 @@ def call(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=s.vmem,
-            disable_bounds_checks=True,  # groups, ranks and tiles are in range by the plan and the grid
+            disable_bounds_checks=True,  # a plan has groups in range only, and no more than R ranks are copied
         ),
         interpret=interpret,
         name="jlora_add_lora",
@@ -294,10 +296,8 @@ def _kernel(s: Sizes, finite: bool, tile, active, fresh, ranks, *refs):
 
     def start(j, v, slot):
         visit = s.visit(c, v, *first)
-
-        @pl.when((v == 0) | (fresh[visit] != 0))
-        def _():
-            _start(s, _Bundle(s, active, ranks, visit), parts(j, slot), j, state, slot, sem)
+        bundle = _Bundle(s, active, ranks, visit)
+        pl.when((v == 0) | (fresh[visit] != 0))(lambda: _start(s, bundle, parts(j, slot), j, state, slot, sem))
 
     # 1. Start the copies of the first step, and always those of the next one.
     @pl.when(begins)
@@ -326,12 +326,12 @@ def _kernel(s: Sizes, finite: bool, tile, active, fresh, ranks, *refs):
         def _():
             state[1] = _has_nonfinite(b_buf.at[slot])
 
+    dtype = min(x.dtype, out.dtype, key=lambda one: one.itemsize) if b.dtype == jnp.int8 else b.dtype
     for when, source in ((opens, base), (jnp.logical_not(opens), out)):
 
         @pl.when((j >= s.k_tiles) & when)
         def _(source=source):
             tainted = None if finite else state[1] != 0
-            dtype = min(x.dtype, out.dtype, key=lambda one: one.itemsize) if b.dtype == jnp.int8 else b.dtype
             _expand(s, bundle, group, h_tile, b_buf.at[slot], source, out, dtype, j - s.k_tiles, tainted)
 
 
@@ -346,11 +346,8 @@ def _parts(s: Sizes, weights, buffers, j, slot):
     columns = slice(None) if s.k_tiles == 1 else pl.ds(pl.multiple_of(j * s.tile_k, LANES), s.tile_k)
     shrinks = j < s.k_tiles, [(i, a.at[:, i, :, columns], a_buf.at[slot, i]) for i in range(len(s.slices))]
     if s.fixed:
-        spans = [slice(None)] if len(s.slices) == 1 else [*map(pl.ds, s.edges, s.slices)]
-        return [
-            shrinks,
-            (j >= s.k_tiles, [(i, b.at[:, :, at], b_buf.at[slot, ..., at]) for i, at in enumerate(spans)]),
-        ]
+        spans = enumerate(map(pl.ds, s.edges, s.slices))
+        return [shrinks, (n_tile >= 0, [(i, b.at[:, :, at], b_buf.at[slot, ..., at]) for i, at in spans])]
     columns = slice(None) if s.n_tiles == 1 else pl.ds(pl.multiple_of(n_tile * s.tile_n, LANES), s.tile_n)
     rest = s.n - (s.n_tiles - 1) * s.tile_n
     aligned, full = rest // LANES * LANES, s.n_tiles - (rest < s.tile_n)
@@ -395,7 +392,7 @@ def _copied(s: Sizes, step: int | None, rank):
     """Return the ranks that are copied for a true rank, or 1 for all of them if R is copied whole."""
     if step is None or step == s.rank:
         return jnp.where(rank > 0, step or 1, 0)
-    return pl.multiple_of((rank.astype(jnp.int32) + step - 1) & -step, step)
+    return pl.multiple_of(jnp.minimum((rank.astype(jnp.int32) + step - 1) & -step, s.rank), step)
 
 
 def _wait(s: Sizes, parts, state, slot, sem):
@@ -413,9 +410,8 @@ def _wait(s: Sizes, parts, state, slot, sem):
 
 def _matrix(factor, dtype):
     """Return the ranks of a bundle [width, columns] as they are, or int8 in `dtype`."""
-    if factor.dtype != jnp.int8:
-        return factor[...].reshape(-1, factor.shape[-1])
-    return factor[...].astype(jnp.float32).reshape(-1, factor.shape[-1]).astype(dtype)
+    values = factor[...].astype(dtype) if factor.dtype == jnp.int8 else factor[...]
+    return values.reshape(-1, factor.shape[-1])
 
 
 def _shrink(s: Sizes, bundle: _Bundle, group, row_scales, x, a, h, opens):
@@ -466,8 +462,7 @@ def _expand(s: Sizes, bundle: _Bundle, group, h, b, source, out, dtype, n_tile, 
             add(i, at, source, range(s.bundle), masked, columns)
 
         def apart():  # NaN and infinities must not reach the other groups of the bundle
-            if source is not out:
-                out[:, at] = source[:, at]
+            out[:, at] = source[:, at]
             jax.lax.fori_loop(0, s.bundle, lambda p, _: add(i, at, out, [p], True, columns), None)
 
         if tainted is None:

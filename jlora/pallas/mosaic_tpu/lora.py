@@ -7,9 +7,12 @@ place of a group in its bundle is its id modulo the bundle's size. A row is thus
 batch.
 
 Visits. A "visit" is a tile of rows with a bundle that occurs in it. Only the groups of visited bundles are read from
-HBM, each up to its true rank, and once for all consecutive row tiles that need the same bundle. The list of visits
-follows from the plan and from sizes that the projections of a model share. XLA therefore makes it once for all layers
-of a plan, and before a loop over layers.
+HBM, each up to its true rank in the slices that it has, and once for all consecutive row tiles that need the same
+bundle. The list of visits follows from the plan and from sizes that the projections of a model share. XLA therefore
+makes it once for all layers of a plan, and before a loop over layers. A call without any adapter has no visits.
+
+VMEM. XLA keeps outputs and prefetches base weights in the VMEM that a kernel leaves, so a call is limited to what its
+tiles take.
 
 int8. The blocks of a and b that a step needs are converted in VMEM to the dtype of the products. The scales of ranks
 reach the kernel as a scale for each row, slice and rank, gathered by XLA. Those of all groups would not fit into SMEM.
@@ -39,7 +42,7 @@ from jaxtyping import Float, Int, Real
 from jlora.errors import LoRAError
 from jlora.pallas import xla
 from jlora.pallas.mosaic_tpu import backward as backward
-from jlora.pallas.mosaic_tpu.kernel import LANES, NOBODY, Sizes, call, overlaps
+from jlora.pallas.mosaic_tpu.kernel import LANES, MANY_GROUPS, NOBODY, SMEM_BYTES, Sizes, call, overlaps
 from jlora.pallas.mosaic_tpu.schedule import visits
 from jlora.pallas.plan import Plan
 
@@ -47,9 +50,7 @@ SEARCHING = "add_lora", "expand"  # functions that search b for NaN and infinity
 
 _VMEM_BYTES = 44 << 20  # budget of the tiles; tpu7x has 64 MiB, and v5e, v5p and v6e have 128 MiB
 _VMEM_MORE = 1 << 20  # for what the compiler adds to small tiles
-_SMEM_BYTES = 640 << 10  # budget of the schedule; a core has 1 MiB
 _INVARIANT_TILE_M = 64  # of `batch_invariant` calls, which are padded to as many rows
-_MANY_GROUPS = 256  # more groups than this come from experts, not from slots alone
 
 
 def add_lora(
@@ -182,10 +183,10 @@ def unsupported_reason(base, x, a, b, *, slice_sizes: tuple[int, ...], batch_inv
             f"cannot tile R={a.shape[2]}, K={a.shape[3]}, N={b.shape[2]} into {_VMEM_BYTES >> 20} MiB of VMEM "
             "(a K that is no multiple of 128 cannot be divided); pad K, or use backend='xla'"
         )
-    if _smem_bytes(s) > _SMEM_BYTES:
+    if _smem_bytes(s) > SMEM_BYTES:
         return (
             f"needs {_smem_bytes(s)} bytes of SMEM for the schedule of {s.rows} rows in {s.groups} groups, of "
-            f"{_SMEM_BYTES}; split the rows, or use backend='xla'"
+            f"{SMEM_BYTES}; split the rows, or use backend='xla'"
         )
     return None
 
@@ -204,10 +205,10 @@ def _sizes(base, x, a, b, slice_sizes, batch_invariant: bool = False) -> Sizes |
 def _choose(rows, k, groups, rank, n, slices, itemsizes, batch_invariant: bool = False) -> Sizes | None:
     bundle = 1 if rank % 8 else max(1, min(LANES // rank, groups, 16))
     if batch_invariant:
-        bundle = 1 if groups > _MANY_GROUPS else bundle
+        bundle = 1 if groups > MANY_GROUPS else bundle
         return _tiled(max(rows, _INVARIANT_TILE_M), k, groups, rank, n, slices, itemsizes, bundle, (_INVARIANT_TILE_M,))
     s = _tiled(rows, k, groups, rank, n, slices, itemsizes, bundle)
-    while s is not None and groups > _MANY_GROUPS and _smem_bytes(s) > _SMEM_BYTES and bundle > 1:
+    while s is not None and groups > MANY_GROUPS and _smem_bytes(s) > SMEM_BYTES and bundle > 1:
         bundle //= 2  # shortens the list of groups of every visit
         s = _tiled(rows, k, groups, rank, n, slices, itemsizes, bundle)
     return s
@@ -217,7 +218,7 @@ def _tiled(rows, k, groups, rank, n, slices, itemsizes, bundle: int, tiles_m=Non
     width, lanes = bundle * rank, -(-bundle * rank // LANES) * LANES
     base_size, x_size, *sizes = itemsizes
     a_size, b_size = (x_size if size == 1 else size for size in sizes)  # int8 is converted to the dtype of x
-    many = groups > _MANY_GROUPS  # few rows each: a bundle seldom fills the 128 rows of the matrix unit
+    many = groups > MANY_GROUPS  # few rows each: a bundle seldom fills the 128 rows of the matrix unit
     for tile_m in tiles_m or ((128, 64, 32, 16) if many else (256, 128, 64, 32, 16)):
         tile_m = min(tile_m, rows)
         tile_k = _tile_k(k, min((4 << 20) // (len(slices) * width * a_size), (4 << 20) // (tile_m * x_size)))
@@ -234,7 +235,7 @@ def _tiled(rows, k, groups, rank, n, slices, itemsizes, bundle: int, tiles_m=Non
                 rows=rows, groups=groups, bundle=bundle, tile_m=tile_m, chunk=chunk, by_group=many, k=k, n=n, rank=rank,
                 slices=slices, tile_k=tile_k, tile_n=tile_n, vmem=fixed + chunk * per_tile + _VMEM_MORE,
             )  # fmt: skip
-            return s if _smem_bytes(s) <= _SMEM_BYTES else replace(s, by_group=True)
+            return s if _smem_bytes(s) <= SMEM_BYTES else replace(s, by_group=True)
     return None
 
 
@@ -250,7 +251,7 @@ def _tile_n(slices: tuple[int, ...], most: int) -> int:
 
     Few steps are best, and few tiles that span several slices, because these are multiplied once for each slice.
     """
-    n = sum(slices)
+    n, most = sum(slices), max(most, LANES)
     if n <= most:
         return n
 
@@ -258,8 +259,7 @@ def _tile_n(slices: tuple[int, ...], most: int) -> int:
         columns = sum(tile for i in range(len(slices)) for j in range(-(-n // tile)) if overlaps(slices, i, j, tile))
         return columns + 1024 * -(-n // tile), -tile
 
-    tiles = [t for t in range(LANES, max(most, LANES) + 1, LANES) if t < n]
-    return min(tiles + [n] * (n <= max(most, LANES)), key=cost)
+    return min(range(LANES, most + 1, LANES), key=cost)
 
 
 def _smem_bytes(s: Sizes) -> int:

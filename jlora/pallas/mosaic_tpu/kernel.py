@@ -100,6 +100,11 @@ class Sizes(Listing):
         return Listing(**{one.name: getattr(self, one.name) for one in fields(Listing)})
 
     @property
+    def buffers(self) -> int:
+        """Number of buffers for weights. Visits of sorted rows are so short that copies start two visits ahead."""
+        return 3 if self.by_group else 2
+
+    @property
     def width(self) -> int:
         """Ranks of a bundle."""
         return self.bundle * self.rank
@@ -205,18 +210,18 @@ def call(
             ],
             out_specs=base_spec,
             scratch_shapes=[
-                pltpu.VMEM((2, len(s.slices), *_places(s, a), s.tile_k), a.dtype),
-                pltpu.VMEM((2, *_places(s, b), s.tile_n), b.dtype),
+                pltpu.VMEM((s.buffers, len(s.slices), *_places(s, a), s.tile_k), a.dtype),
+                pltpu.VMEM((s.buffers, *_places(s, b), s.tile_n), b.dtype),
                 pltpu.VMEM((s.chunk, len(s.slices), s.tile_m, s.width), jnp.float32),
-                pltpu.SMEM((2 + 2 * len(s.slices),), jnp.int32),
-                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SMEM((3 + s.buffers * len(s.slices),), jnp.int32),
+                pltpu.SemaphoreType.DMA((s.buffers,)),
             ],
         ),
         # Rows that no visit has keep the bits of base, which is the output.
         input_output_aliases={len(scalars) + 5 + (row_scales is not None): 0},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=s.vmem,
+            vmem_limit_bytes=s.vmem * s.buffers // 2,
             disable_bounds_checks=True,  # a plan has groups in range only, and no more than R ranks are copied
         ),
         interpret=interpret,
@@ -277,10 +282,10 @@ def _kernel(s: Sizes, finite: bool, tile, active, fresh, ranks, *refs):
 
     The shrink is complete for all visits of the chunk before the expand starts, so h of a whole chunk is kept in VMEM.
     The visits of a tile are consecutive, so a block of `out` stays in VMEM until it is complete. The weights of the
-    next step are copied while the current one computes.
+    next steps are copied while the current one computes.
 
-    `state` holds the index of the weight buffer in use (0 or 1), 1 if the buffer of b holds a non-finite value, else 0,
-    and for each buffer the ranks that each part of its copies brings.
+    `state` holds the index of the weight buffer in use, that of the last one whose copies were started, 1 if the buffer
+    of b holds a non-finite value, else 0, and for each buffer the ranks that each part of its copies brings.
     """
     first, refs = (refs[:1], refs[1:]) if s.by_group else ((), refs)
     group, row_scales, x, a, b, b_loose, base, out, a_buf, b_buf, h, state, sem = refs
@@ -288,27 +293,27 @@ def _kernel(s: Sizes, finite: bool, tile, active, fresh, ranks, *refs):
     visit = s.visit(c, v, *first)
     new = (v == 0) | (fresh[visit] != 0)
     begins = (j == 0) & (v == 0)
-    slot = jnp.where(begins, 0, jnp.where(new, 1 - state[0], state[0]))
-    state[0] = slot
+    slot = state[0] = jnp.where(begins, 0, jnp.where(new, jax.lax.rem(state[0] + 1, s.buffers), state[0]))
+    parts = partial(_parts, s, (a, b, b_loose), (a_buf, b_buf))
 
-    def parts(j, slot):
-        return _parts(s, (a, b, b_loose), (a_buf, b_buf), j, slot)
+    def start(ahead, _):
+        at_j, at_v = j, v + ahead
+        for _ in range(s.buffers - 1):
+            past = at_v >= pl.num_programs(2)
+            at_j, at_v = jnp.where(past, at_j + 1, at_j), jnp.where(past, at_v - pl.num_programs(2), at_v)
+        visit = s.visit(c, at_v, *first)
 
-    def start(j, v, slot):
-        visit = s.visit(c, v, *first)
-        bundle = _Bundle(s, active, ranks, visit)
-        pl.when((v == 0) | (fresh[visit] != 0))(lambda: _start(s, bundle, parts(j, slot), j, state, slot, sem))
+        @pl.when((at_j < pl.num_programs(1)) & ((at_v == 0) | (fresh[visit] != 0)))
+        def _():
+            to = state[1] = jnp.where(begins & (ahead == 0), 0, jax.lax.rem(state[1] + 1, s.buffers))
+            _start(s, _Bundle(s, active, ranks, visit), parts(at_j, to), at_j, state, to, sem)
 
-    # 1. Start the copies of the first step, and always those of the next one.
-    @pl.when(begins)
-    def _():
-        start(j, v, slot)
-        if b.dtype != jnp.int8:  # ranks that are not copied are multiplied by zero, and so must be finite
+        @pl.when(begins & (ahead == 0) & (b.dtype != jnp.int8))
+        def _():  # ranks that are not copied are multiplied by zero, and so must be finite
             b_buf[...] = jnp.zeros_like(b_buf)
 
-    last = v == pl.num_programs(2) - 1
-    next_j, next_v = jnp.where(last, j + 1, j), jnp.where(last, 0, v + 1)
-    pl.when(next_j < pl.num_programs(1))(lambda: start(next_j, next_v, 1 - slot))
+    # 1. Start the copies of the last step that has a free buffer. At first, start those of all steps up to it.
+    jax.lax.fori_loop(jnp.where(begins, 0, s.buffers - 1), s.buffers, start, None)
     pl.when(new)(lambda: _wait(s, parts(j, slot), state, slot, sem))
 
     # 2. Compute.
@@ -324,14 +329,14 @@ def _kernel(s: Sizes, finite: bool, tile, active, fresh, ranks, *refs):
 
         @pl.when((j >= s.k_tiles) & new)
         def _():
-            state[1] = _has_nonfinite(b_buf.at[slot])
+            state[2] = _has_nonfinite(b_buf.at[slot])
 
     dtype = min(x.dtype, out.dtype, key=lambda one: one.itemsize) if b.dtype == jnp.int8 else b.dtype
     for when, source in ((opens, base), (jnp.logical_not(opens), out)):
 
         @pl.when((j >= s.k_tiles) & when)
         def _(source=source):
-            tainted = None if finite else state[1] != 0
+            tainted = None if finite else state[2] != 0
             _expand(s, bundle, group, h_tile, b_buf.at[slot], source, out, dtype, j - s.k_tiles, tainted)
 
 
@@ -375,7 +380,7 @@ def _start(s: Sizes, bundle: _Bundle, parts, j, state, slot, sem):
         for k, ((_, source, target), used) in enumerate(zip(copies, found, strict=True)):
             step = _step(s, source)
             sizes = [_copied(s, step, one) for one in used]
-            state[2 + len(s.slices) * slot + k] = sum(sizes)
+            state[3 + len(s.slices) * slot + k] = sum(sizes)
             for p, (group, size) in enumerate(zip(groups, sizes, strict=True)):
                 if step is None:
                     copy = pltpu.make_async_copy(source.at[group], target.at[p], sem.at[slot])
@@ -400,7 +405,7 @@ def _wait(s: Sizes, parts, state, slot, sem):
 
     def wait(copies):
         for k, (_, _, target) in enumerate(copies):
-            size = pl.multiple_of(state[2 + len(s.slices) * slot + k], _step(s, target) or 1)
+            size = pl.multiple_of(state[3 + len(s.slices) * slot + k], _step(s, target) or 1)
             brought = target.at[pl.ds(0, size)]
             pltpu.make_async_copy(brought, brought, sem.at[slot]).wait()
 
@@ -454,10 +459,9 @@ def _expand(s: Sizes, bundle: _Bundle, group, h, b, source, out, dtype, n_tile, 
         before = source[:, at]
         total = (before.astype(jnp.float32) + dot(h[i].astype(dtype), weights)).astype(out.dtype)
         touched = reduce(or_, [bundle.has(p, i, group[...]) for p in places])
-        touched = touched if columns is None else touched & columns
-        out[:, at] = jnp.where(touched, total, before)
+        out[:, at] = jnp.where(touched & columns, total, before)
 
-    def add_slice(i, at, source, columns=None):
+    def add_slice(i, at, source, columns=True):
         def together():
             add(i, at, source, range(s.bundle), masked, columns)
 

@@ -78,12 +78,8 @@ def add_lora(
       LoRAError: `unsupported_reason` returns a reason.
     """
     if keep_h:
-        options: dict[str, Any] = {
-            "ranks": ranks,
-            "x_rows": x_rows,
-            "batch_invariant": batch_invariant,
-            "interpret": interpret,
-        }
+        options: dict[str, Any] = {"ranks": ranks, "x_rows": x_rows, "interpret": interpret}
+        options["batch_invariant"] = batch_invariant
         h = jnp.moveaxis(shrink(x, a, plan, **options), 0, 1).reshape(1, plan.num_rows, -1)
         h = checkpoint_name(h, xla.H)
         return add_lora(base, x, a, b, plan, slice_sizes=slice_sizes, finite=finite, **options), h

@@ -143,9 +143,9 @@ class LoRAConfig:
       max_cpu_bytes: Bytes of the host cache. None uses half of the machine's memory. On GPUs and TPUs, 4 GiB of it, at
         most an eighth of the machine's memory, are page-locked. Transfers from the rest are several times as slow.
       max_adapters_per_sequence: Number of adapters that one sequence can sum (`Mix`). Each above 1 adds two kernel
-        launches to every layer. With None, batches have no factors: a `Mix` of one
-        adapter needs 1.
-      allow_nonfinite: Accept adapters with NaN or infinity, which are refused otherwise.
+        launches to every layer. With None, batches have no factors: a `Mix` of one adapter needs 1.
+      allow_nonfinite: Accept adapters with NaN or infinity, which are refused otherwise. Without it, slot arrays set by
+        hand must be finite too: on a TPU one that is not may change the rows of other adapters.
       dora: Serve DoRA adapters (arXiv:2402.09353). It takes one more float32 array [slots, N] for each linear layer.
       activated: Serve activated LoRA adapters (aLoRA, arXiv:2504.12397). `prepare` takes `active_from`, the first row
         on which the adapter of each sequence acts.

@@ -307,6 +307,7 @@ class Site:
         its B the biases (one column), and its true rank is the number of outputs, 0 without a head.
       biased: True for a head whose layer has a bias.
       bitwise_base, batch_invariant: the configured options.
+      finite: True if the manager refuses adapters with NaN and infinity.
       row_group: the group of items that its rows belong to, "sequences", "last" or "packed" for rows declared as the
         batch's own, or None.
     """
@@ -325,6 +326,7 @@ class Site:
     biased: bool = False
     bitwise_base: bool = False
     batch_invariant: bool = False
+    finite: bool = False
     row_group: str | None = None
 
     @property

@@ -118,6 +118,7 @@ def expand(
     slice_sizes: Sequence[int],
     base: Float[jax.Array, "M N"] | None = None,
     ranks: Float[jax.Array, "G n s"] | None = None,
+    finite: bool = False,
     batch_invariant: bool = False,
     backend: Backend = "auto",
 ) -> Float[jax.Array, "M N"]:
@@ -133,6 +134,7 @@ def expand(
       ranks: [G, n, 2] or [G, n, 1 + R] as for `shrink`. Entries of b past the rank, rounded up to 16, are never used.
         The scale multiplies h in float32, with that of the row (`Plan.scaled`). None means rank R and scale 1
         everywhere.
+      finite: As for `add_lora`.
       batch_invariant: As for `add_lora`.
       backend: As for `shrink`.
 
@@ -155,7 +157,7 @@ def expand(
     kernels = choose("expand", backend, out, x, a, b, sizes, batch_invariant)
     if rows == 0:
         return xla.expand(h, b, plan, slice_sizes=sizes, base=base, ranks=ranks)
-    run, backward = _pass(kernels, "expand", batch_invariant)
+    run, backward = _pass(kernels, "expand", batch_invariant, finite)
     return gradients.expand(run, backward, sizes, h, b, plan, base, ranks)
 
 
@@ -170,6 +172,7 @@ def add_lora(
     slice_sizes: Sequence[int] | None = None,
     ranks: Float[jax.Array, "G n s"] | None = None,
     x_rows: Int[jax.Array, "M"] | None = None,
+    finite: bool = False,
     batch_invariant: bool = False,
     backend: Backend = "auto",
 ) -> Float[jax.Array, "M N"]:
@@ -189,6 +192,8 @@ def add_lora(
         factors, the true rank and the scale of each of the R rows. A rank of 0 leaves the slice unchanged. Entries of a
         and b past the rank, rounded up to 16, are never used and may be NaN. None means rank R and scale 1 everywhere.
       x_rows: [M] as for `shrink`.
+      finite: True only if b holds no NaN or infinity up to each true rank, rounded up to 16. Kernels then need not
+        search for them; if b holds one, it may reach rows of other groups. A differentiated call does not rely on it.
       batch_invariant: Compute a row's delta with the same bits for any number of rows, mix and slots (see above). The
         plan must be made for it, and the result may take longer.
       backend: "auto" chooses by platform. A named backend is used, or raises with the reason why it cannot be.
@@ -212,7 +217,7 @@ def add_lora(
         return jnp.zeros((0, b.shape[2])) if base is None else base
     out = _like((plan.num_rows, b.shape[2])) if base is None else base
     kernels = choose("add_lora", backend, out, x, a, b, sizes, batch_invariant)
-    run, backward = _pass(kernels, "add_lora", batch_invariant)
+    run, backward = _pass(kernels, "add_lora", batch_invariant, finite)
     return gradients.add_lora(run, backward, sizes, base, x, a, b, plan, ranks, x_rows)
 
 
@@ -280,12 +285,16 @@ def choose(
     return _kernels(backend)
 
 
-def _pass(kernels: ModuleType | None, op: str, batch_invariant: bool) -> tuple[Callable[..., Any], ModuleType]:
+def _pass(
+    kernels: ModuleType | None, op: str, batch_invariant: bool, finite: bool = False
+) -> tuple[Callable[..., Any], ModuleType]:
     """Return the forward function of a backend and the module of its backward pass; None means XLA."""
     if kernels is None:
         return getattr(xla, op), xla
+    options = {"batch_invariant": batch_invariant, "finite": finite and op in getattr(kernels, "SEARCHING", ())}
+    on = {name: True for name, value in options.items() if value}
     run = getattr(kernels, op)
-    return functools.partial(run, batch_invariant=True) if batch_invariant else run, kernels.backward
+    return functools.partial(run, **on) if on else run, kernels.backward
 
 
 def check_invariant(op: str, batch_invariant: bool, plan: Plan) -> None:

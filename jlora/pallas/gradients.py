@@ -52,7 +52,7 @@ def _shrink_backward(run, backward, residuals, dh):
 
 
 def _expand_forward(run, backward, slice_sizes, h, b, plan, base, ranks):
-    out = expand(run, backward, slice_sizes, h, b, plan, base, ranks)
+    out = expand(_searching(run), backward, slice_sizes, h, b, plan, base, ranks)
     return out, (h, b, plan, base is None, ranks)
 
 
@@ -67,7 +67,7 @@ def _expand_backward(run, backward, slice_sizes, residuals, dout):
 
 def _add_lora_forward(run, backward, slice_sizes, base, x, a, b, plan, ranks, x_rows):
     options = {"slice_sizes": slice_sizes, "ranks": ranks, "x_rows": x_rows}
-    out, h = run(base, x, a, b, plan, keep_h=True, **options)
+    out, h = _searching(run)(base, x, a, b, plan, keep_h=True, **options)
     return out, (base is None, h, x, a, b, plan, ranks, x_rows)
 
 
@@ -77,6 +77,11 @@ def _add_lora_backward(run, backward, slice_sizes, residuals, dout):
     dh, db = backward.expand_grads(h, dout, b, plan, ranks, slice_sizes)
     dx, da = backward.shrink_grads(dh, x, a, plan, ranks, x_rows)
     return None if no_base else dout, dx, _of_factor(a, da), _of_factor(b, db), None, None, None
+
+
+def _searching(run):
+    """Return `run` without `finite`, because a step of training may make any factor NaN."""
+    return partial(run, finite=False) if "finite" in getattr(run, "keywords", ()) else run
 
 
 def _of_factor(factor, gradient):

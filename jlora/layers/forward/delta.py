@@ -344,7 +344,7 @@ def _add_adapter(
     if by_itself and merged.sizes is not None and not sharding.a[2] and sharding.b[2] == sharding.outs:
         rows = add_lora(
             rows, x, own.a, own.b, plans[0],
-            slice_sizes=merged.sizes, ranks=own.ranks, x_rows=x_rows, **options(site),
+            slice_sizes=merged.sizes, ranks=own.ranks, x_rows=x_rows, finite=site.finite, **options(site),
         )  # fmt: skip
     else:
         h = _shrink_own(site, site.spec, x, own.first, plans[0], x_rows)
@@ -425,7 +425,7 @@ def _expand_merged(
         table = jnp.asarray(merged.table)
         ids = table[lax.axis_index(split_of(slots).b[2]) if len(table) > 1 else 0]
         h, ranks, sizes = h[ids], ranks[:, ids], (merged.size,) * len(merged.table[0])
-    return expand(h, b, plan, slice_sizes=sizes, base=rows, ranks=ranks, **options(site))
+    return expand(h, b, plan, slice_sizes=sizes, base=rows, ranks=ranks, finite=site.finite, **options(site))
 
 
 def _real(sharding: KernelSharding, axes: AxisNames, blocks: Blocks) -> Bool[Array, "1 own"] | None:

@@ -182,7 +182,8 @@ def _site_or_reason(use: _Use, context: _Context) -> Site | str:
     try:
         config, group = context.config, longest(context.row_groups, use.names)
         group = None if group is None else context.row_groups[group]
-        own = {"bitwise_base": config.bitwise_base, "batch_invariant": config.batch_invariant, "row_group": group}
+        options = {"bitwise_base": config.bitwise_base, "batch_invariant": config.batch_invariant}
+        own = options | {"finite": not config.allow_nonfinite, "row_group": group}
         site = replace(use.make(), **own)
         return site if site.head is None else replace(site, head=replace(site.head, **own))
     except LoRAError as error:

@@ -17,13 +17,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jlora.pallas import xla
-from jlora.pallas.mosaic_tpu.kernel import LANES, dot
+from jlora.pallas.mosaic_tpu.kernel import LANES, MANY_GROUPS, SMEM_BYTES, dot
 from jlora.pallas.plan import Plan, bounds, interval
 
 _MOST_COLUMNS = 1024  # of a block
 _BLOCK_BYTES = 2 << 20  # of a float32 block of a factor
-_MANY_GROUPS = 256  # more groups than this come from experts, which have few rows each
-_SMEM_BYTES = 640 << 10  # budget of visits, bounds and ranks; a core has 1 MiB
 
 
 def expand_grads(h, dout, b, plan: Plan, ranks, slice_sizes, *, interpret=False):
@@ -62,7 +60,7 @@ def shrink_grads(dh, x, a, plan: Plan, ranks, x_rows, *, interpret=False):
 
 def _too_many(plan: Plan, slices: int) -> bool:
     """Return True if the visits and ranks may exceed SMEM."""
-    return 4 * (2 * (plan.num_groups + plan.num_rows // 128 + 2) + (slices + 2) * plan.num_groups) > _SMEM_BYTES
+    return 4 * (2 * (plan.num_groups + plan.num_rows // 128 + 2) + (slices + 2) * plan.num_groups) > SMEM_BYTES
 
 
 def _outer(w, rows, factor, plan: Plan, ranks, index, *, expand: bool, interpret):
@@ -72,7 +70,7 @@ def _outer(w, rows, factor, plan: Plan, ranks, index, *, expand: bool, interpret
     [M] of its rows. `factor` is [G, W, C], and `ranks` are true ranks [G, n].
     """
     (groups, width, columns), size = factor.shape, plan.num_rows
-    tile_m = 128 if groups > _MANY_GROUPS else 256
+    tile_m = 128 if groups > MANY_GROUPS else 256
     tile_m = min(tile_m, -(-size // 16) * 16)
     row_tiles = -(-size // tile_m)
     most = min(_MOST_COLUMNS, max(LANES, _BLOCK_BYTES // (4 * width)))

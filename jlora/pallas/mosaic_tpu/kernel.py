@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, fields
 from functools import partial, reduce
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from operator import or_
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +14,9 @@ from jaxtyping import Float, Int, Real
 
 LANES = 128
 NOBODY = -1  # group of a row without an adapter
+MANY_GROUPS = 256  # more groups than this come from experts, which have few rows each
+SMEM_BYTES = 640 << 10  # budget of the scalars of a call; a core has 1 MiB
 VACANT = -2  # group of an empty place in a bundle; differs from every row's group
-_VMEM_LIMIT = 58 << 20  # limit for the compiler, its own temporaries included; tpu7x has 64 MiB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,22 +82,27 @@ class Sizes(Listing):
     Attributes:
       k, n, rank: K, N and R of the operands.
       slices: Column counts of the n output slices.
-      step: Ranks of one copy.
       tile_k, tile_n: In-features and out-features of a grid step.
+      vmem: Bytes of VMEM that the compiler may use.
     """
 
     k: int
     n: int
     rank: int
     slices: tuple[int, ...]
-    step: int
     tile_k: int
     tile_n: int
+    vmem: int
 
     @property
     def listing(self) -> Listing:
         """The sizes of the list of visits."""
         return Listing(**{one.name: getattr(self, one.name) for one in fields(Listing)})
+
+    @property
+    def buffers(self) -> int:
+        """Number of buffers for weights. Visits of sorted rows are so short that copies start two visits ahead."""
+        return 3 if self.by_group else 2
 
     @property
     def width(self) -> int:
@@ -116,6 +124,16 @@ class Sizes(Listing):
         """Number of tiles of the out-features."""
         return -(-self.n // self.tile_n)
 
+    @property
+    def fixed(self) -> bool:
+        """True if the only N tile holds every slice at columns that can be copied alone."""
+        return self.n_tiles == 1 and (len(self.slices) == 1 or not any(size % LANES for size in self.slices))
+
+    @property
+    def mixed(self) -> bool:
+        """True if an N tile may hold columns of several slices that are not copied alone."""
+        return not self.fixed and any(edge % self.tile_n for edge in self.edges[1:-1])
+
 
 def overlaps(slices, i, tile, tile_n):
     """Return True if slice i has columns in the given N tile."""
@@ -123,7 +141,7 @@ def overlaps(slices, i, tile, tile_n):
     return (start < (tile + 1) * tile_n) & (tile * tile_n < start + slices[i])
 
 
-@partial(jax.jit, static_argnames=("s", "interpret"), inline=True)
+@partial(jax.jit, static_argnames=("s", "finite", "interpret"), inline=True)
 def call(
     s: Sizes,
     base: Float[jax.Array, "M N"],
@@ -135,11 +153,13 @@ def call(
     row_scales: Float[jax.Array, "M"] | None,
     visits: tuple[jax.Array, ...],
     *,
+    finite: bool = False,
     interpret: bool | pltpu.InterpretParams,
 ) -> Float[jax.Array, "M N"]:
     """Compute base + scale (x a[group]ᵀ) b[group], written over base.
 
-    `visits` is the result of `schedule.visits`. A row with group < 0 has no adapter.
+    `visits` is the result of `schedule.visits`. A row with group < 0 has no adapter. `finite` is as for
+    `jlora.ops.add_lora`.
     """
     count, *schedule = visits
     scalars = (*schedule[:3], ranks[..., :2].ravel(), *schedule[3:])
@@ -176,7 +196,7 @@ def call(
         rest = s.row_tiles * s.tile_m - s.rows, s.n_tiles * s.tile_n - s.n
         base = jnp.pad(base, ((0, rest[0]), (0, rest[1])), constant_values=jnp.nan)
     total = pl.pallas_call(
-        partial(_kernel, s),
+        partial(_kernel, s, finite or b.dtype == jnp.int8),
         out_shape=jax.ShapeDtypeStruct(base.shape, base.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -190,16 +210,19 @@ def call(
             ],
             out_specs=base_spec,
             scratch_shapes=[
-                pltpu.VMEM((2, len(s.slices), *_places(s, a), s.tile_k), a.dtype),
-                pltpu.VMEM((2, *_places(s, b), s.tile_n), b.dtype),
+                pltpu.VMEM((s.buffers, len(s.slices), *_places(s, a), s.tile_k), a.dtype),
+                pltpu.VMEM((s.buffers, *_places(s, b), s.tile_n), b.dtype),
                 pltpu.VMEM((s.chunk, len(s.slices), s.tile_m, s.width), jnp.float32),
-                pltpu.SMEM((2,), jnp.int32),
-                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SMEM((3 + s.buffers * len(s.slices),), jnp.int32),
+                pltpu.SemaphoreType.DMA((s.buffers,)),
             ],
         ),
+        # Rows that no visit has keep the bits of base, which is the output.
         input_output_aliases={len(scalars) + 5 + (row_scales is not None): 0},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=_VMEM_LIMIT
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=s.vmem * s.buffers // 2,
+            disable_bounds_checks=True,  # a plan has groups in range only, and no more than R ranks are copied
         ),
         interpret=interpret,
         name="jlora_add_lora",
@@ -207,15 +230,47 @@ def call(
     return total[: s.rows, : s.n] if interpret else total
 
 
-def _places(s: Sizes, factor):
-    """Return the axes of a bundle's ranks in a buffer.
-
-    A place of int8 is an array of its own, because tiles of 8-bit values have up to 32 rows.
-    """
-    return (s.bundle, s.rank) if factor.dtype == jnp.int8 else (s.width,)
+def _step(s: Sizes, factor) -> int | None:
+    """Return the unit of ranks that are copied, the rows of a tile in memory; None if R must be copied whole."""
+    rows = 32 // factor.dtype.itemsize
+    return None if s.rank % rows else rows
 
 
-def _kernel(s: Sizes, tile, active, fresh, ranks, *refs):
+def _places(s: Sizes, factor) -> tuple[int, ...]:
+    """Return the axes of a bundle's ranks in a buffer: all in turn, or an array for each place if R is copied whole."""
+    return (s.bundle, s.rank) if _step(s, factor) is None else (s.width,)
+
+
+@dataclass(frozen=True)
+class _Bundle:
+    """The bundle of a visit: the groups at its places, their ranks and scales, all read from SMEM."""
+
+    s: Sizes
+    active: Any
+    ranks: Any
+    visit: Any
+
+    def group(self, p):
+        """Return the group at place p, `VACANT` at an empty one."""
+        return self.active[self.visit * self.s.bundle + p]
+
+    def rank(self, p, i):
+        """Return the rank of slice i at place p, a float32."""
+        return jnp.where(self.group(p) < 0, 0.0, self.ranks[self._entry(p, i)])
+
+    def scale(self, p, i):
+        """Return the scale of slice i at place p."""
+        return self.ranks[self._entry(p, i) + 1]
+
+    def has(self, p, i, group):
+        """Return True for rows of the group at place p, and False if its rank in slice i is 0."""
+        return group == jnp.where(self.rank(p, i) > 0, self.group(p), VACANT)
+
+    def _entry(self, p, i):
+        return 2 * (jnp.maximum(self.group(p), 0) * len(self.s.slices) + i)
+
+
+def _kernel(s: Sizes, finite: bool, tile, active, fresh, ranks, *refs):
     """Run one grid step: one K tile of the shrink or one N tile of the expand, for one visit.
 
         grid (chunk c, phase j, visit v), v fastest; chunks are independent
@@ -227,194 +282,211 @@ def _kernel(s: Sizes, tile, active, fresh, ranks, *refs):
 
     The shrink is complete for all visits of the chunk before the expand starts, so h of a whole chunk is kept in VMEM.
     The visits of a tile are consecutive, so a block of `out` stays in VMEM until it is complete. The weights of the
-    next step are copied while the current one computes.
+    next steps are copied while the current one computes.
 
-    `state` holds the index of the weight buffer in use (0 or 1), and 1 if the buffer of b holds a non-finite value,
-    else 0.
+    `state` holds the index of the weight buffer in use, that of the last one whose copies were started, 1 if the buffer
+    of b holds a non-finite value, else 0, and for each buffer the ranks that each part of its copies brings.
     """
     first, refs = (refs[:1], refs[1:]) if s.by_group else ((), refs)
     group, row_scales, x, a, b, b_loose, base, out, a_buf, b_buf, h, state, sem = refs
     c, j, v = (pl.program_id(i) for i in range(3))
     visit = s.visit(c, v, *first)
-    place = partial(_place, s, active, ranks, visit)
-
-    @pl.when((j == 0) & (v == 0))
-    def _():
-        state[0] = 1
-        b_buf[...] = jnp.zeros_like(b_buf)  # a stray NaN in an uncopied part would disable the fast expand below
-
     new = (v == 0) | (fresh[visit] != 0)
-    slot = jnp.where(new, 1 - state[0], state[0])
-    state[0] = slot
-    _bring(s, (active, ranks, fresh, *first), (a, b, b_loose), (a_buf, b_buf), sem, slot)
-    row_tile = tile[visit]
+    begins = (j == 0) & (v == 0)
+    slot = state[0] = jnp.where(begins, 0, jnp.where(new, jax.lax.rem(state[0] + 1, s.buffers), state[0]))
+    parts = partial(_parts, s, (a, b, b_loose), (a_buf, b_buf))
+
+    def start(ahead, _):
+        at_j, at_v = j, v + ahead
+        for _ in range(s.buffers - 1):
+            past = at_v >= pl.num_programs(2)
+            at_j, at_v = jnp.where(past, at_j + 1, at_j), jnp.where(past, at_v - pl.num_programs(2), at_v)
+        visit = s.visit(c, at_v, *first)
+
+        @pl.when((at_j < pl.num_programs(1)) & ((at_v == 0) | (fresh[visit] != 0)))
+        def _():
+            to = state[1] = jnp.where(begins & (ahead == 0), 0, jax.lax.rem(state[1] + 1, s.buffers))
+            _start(s, _Bundle(s, active, ranks, visit), parts(at_j, to), at_j, state, to, sem)
+
+        @pl.when(begins & (ahead == 0) & (b.dtype != jnp.int8))
+        def _():  # ranks that are not copied are multiplied by zero, and so must be finite
+            b_buf[...] = jnp.zeros_like(b_buf)
+
+    # 1. Start the copies of the last step that has a free buffer. At first, start those of all steps up to it.
+    jax.lax.fori_loop(jnp.where(begins, 0, s.buffers - 1), s.buffers, start, None)
+    pl.when(new)(lambda: _wait(s, parts(j, slot), state, slot, sem))
+
+    # 2. Compute.
+    row_tile, bundle = tile[visit], _Bundle(s, active, ranks, visit)
+    opens = (v == 0) | (tile[jnp.maximum(visit - 1, 0)] != row_tile)  # the first visit of the tile in this phase
     h_tile = h.at[row_tile - c * s.chunk]
 
     @pl.when(j < s.k_tiles)
     def _():
-        _shrink(s, place, group, row_scales, x, a_buf.at[slot], h_tile, j == 0)
+        _shrink(s, bundle, group, row_scales, x, a_buf.at[slot], h_tile, (j == 0) & opens)
 
-    @pl.when((j >= s.k_tiles) & ((v == 0) | (tile[jnp.maximum(visit - 1, 0)] != row_tile)))
-    def _():
-        out[...] = base[...]
+    if not finite:
 
-    @pl.when((j >= s.k_tiles) & new)
-    def _():
-        state[1] = 0 if b_buf.dtype == jnp.int8 else _has_nonfinite(b_buf.at[slot])
-
-    @pl.when(j >= s.k_tiles)
-    def _():
-        dtype = b.dtype
-        if dtype == jnp.int8:
-            dtype = min(x.dtype, out.dtype, key=lambda one: one.itemsize)
-        _expand(s, place, group, h_tile, b_buf.at[slot], out, dtype, j - s.k_tiles, state[1] != 0)
-
-
-def _place(s: Sizes, active, ranks, visit, p, i):
-    """Return the group at place p of a visit's bundle, and its rank and scale in slice i.
-
-    Group and rank are (VACANT, 0) if the place is empty.
-    """
-    group = active[visit * s.bundle + p]
-    entry = 2 * (jnp.maximum(group, 0) * len(s.slices) + i)
-    rank = jnp.where(group < 0, 0, ranks[entry].astype(jnp.int32))
-    return jnp.where(rank > 0, group, VACANT), rank, ranks[entry + 1]
-
-
-def _bring(s: Sizes, schedule, weights, buffers, sem, slot):
-    """Wait for the copies of this step's weights, and start those of the next step in this chunk.
-
-    The copies of this step were started by the previous one.
-    """
-    active, ranks, fresh, *first = schedule
-    c, j, v = (pl.program_id(i) for i in range(3))
-    phases, visits = pl.num_programs(1), pl.num_programs(2)
-
-    def copies(j, v, slot, verb):
-        visit = s.visit(c, v, *first)
-        member = partial(
-            _copy_member, s, partial(_place, s, active, ranks, visit), weights, buffers, sem, slot, j, verb
-        )
-
-        @pl.when((v == 0) | (fresh[visit] != 0))
+        @pl.when((j >= s.k_tiles) & new)
         def _():
-            jax.lax.fori_loop(0, s.bundle, member, None)
+            state[2] = _has_nonfinite(b_buf.at[slot])
 
-    last = v == visits - 1
-    next_j, next_v = jnp.where(last, j + 1, j), jnp.where(last, 0, v + 1)
-    pl.when((j == 0) & (v == 0))(lambda: copies(j, v, slot, "start"))
-    pl.when(next_j < phases)(lambda: copies(next_j, next_v, 1 - slot, "start"))
-    copies(j, v, slot, "wait")
+    dtype = min(x.dtype, out.dtype, key=lambda one: one.itemsize) if b.dtype == jnp.int8 else b.dtype
+    for when, source in ((opens, base), (jnp.logical_not(opens), out)):
+
+        @pl.when((j >= s.k_tiles) & when)
+        def _(source=source):
+            tainted = None if finite else state[2] != 0
+            _expand(s, bundle, group, h_tile, b_buf.at[slot], source, out, dtype, j - s.k_tiles, tainted)
 
 
-def _copy_member(s: Sizes, place, weights, buffers, sem, slot, j, verb, p, _):
-    """Copy the group at place p: a[g, i, :rank, K tile j] for every slice i, or b[g, :rank, N tile j - k_tiles]."""
+def _parts(s: Sizes, weights, buffers, j, slot):
+    """Return the copies of a step, as pairs of a condition and a list of (slice, source, target).
+
+    A source [G, R, columns] holds all groups, and a target the places of a bundle. A slice of None stands for all that
+    have columns in the tile.
+    """
     (a, b, b_loose), (a_buf, b_buf) = weights, buffers
-    copy = partial(_copy_ranks, s, sem.at[slot], verb, p)
-    places = [place(p, i) for i in range(len(s.slices))]
-
-    @pl.when(j < s.k_tiles)
-    def _():
-        columns = slice(None) if s.k_tiles == 1 else pl.ds(pl.multiple_of(j * s.tile_k, LANES), s.tile_k)
-        for i, (group, rank, _) in enumerate(places):
-            copy(rank, a.at[group, i, :, columns], a_buf.at[slot, i])
-
     n_tile = j - s.k_tiles
-    used = [jnp.where(overlaps(s.slices, i, n_tile, s.tile_n), rank, 0) for i, (_, rank, _) in enumerate(places)]
-    rank = reduce(jnp.maximum, used)
-    group = reduce(jnp.maximum, [group for group, *_ in places])
+    columns = slice(None) if s.k_tiles == 1 else pl.ds(pl.multiple_of(j * s.tile_k, LANES), s.tile_k)
+    shrinks = j < s.k_tiles, [(i, a.at[:, i, :, columns], a_buf.at[slot, i]) for i in range(len(s.slices))]
+    if s.fixed:
+        spans = enumerate(map(pl.ds, s.edges, s.slices))
+        return [shrinks, (n_tile >= 0, [(i, b.at[:, :, at], b_buf.at[slot, ..., at]) for i, at in spans])]
+    columns = slice(None) if s.n_tiles == 1 else pl.ds(pl.multiple_of(n_tile * s.tile_n, LANES), s.tile_n)
     rest = s.n - (s.n_tiles - 1) * s.tile_n
-    aligned = rest // LANES * LANES
-
-    @pl.when((j >= s.k_tiles) & (n_tile < s.n_tiles - (rest < s.tile_n)))
-    def _():
-        columns = slice(None) if s.n_tiles == 1 else pl.ds(pl.multiple_of(n_tile * s.tile_n, LANES), s.tile_n)
-        copy(rank, b.at[group, :, columns], b_buf.at[slot])
-
+    aligned, full = rest // LANES * LANES, s.n_tiles - (rest < s.tile_n)
+    found = [shrinks, ((n_tile >= 0) & (n_tile < full), [(None, b.at[:, :, columns], b_buf.at[slot])])]
     if rest < s.tile_n:
-
-        @pl.when(n_tile == s.n_tiles - 1)
-        def _():
-            if aligned:
-                copy(rank, b.at[group, :, pl.ds(s.n - rest, aligned)], b_buf.at[slot, ..., pl.ds(0, aligned)])
-            if aligned < rest:
-                copy(rank, b_loose.at[group], b_buf.at[slot, ..., pl.ds(aligned, LANES)])
+        ends = [(None, b.at[:, :, pl.ds(s.n - rest, aligned)], b_buf.at[slot, ..., pl.ds(0, aligned)])]
+        ends += [(None, b_loose, b_buf.at[slot, ..., pl.ds(aligned, LANES)])] * (aligned < rest)
+        found.append((n_tile == full, ends[not aligned :]))
+    return found
 
 
-def _copy_ranks(s: Sizes, sem, verb, p, rank, source, target):
-    """Copy rows 0..rank of `source` to place p of `target`, in whole steps."""
-    step, start = s.step, p * s.rank
-    if target.dtype == jnp.int8:
-        step, start, target = 32 if s.rank % 32 == 0 else s.rank, 0, target.at[p]
-    if step == s.rank == target.shape[0]:
-        pl.when(rank > 0)(getattr(pltpu.make_async_copy(source, target, sem), verb))
-        return
+def _start(s: Sizes, bundle: _Bundle, parts, j, state, slot, sem):
+    """Start the copies of a step, each of a place's ranks that may be used, and store how many ranks each part has."""
 
-    def body(r, _):
-        rows = [pl.ds(pl.multiple_of(first + r * step, step), step) for first in (0, start)]
-        getattr(pltpu.make_async_copy(source.at[rows[0]], target.at[rows[1]], sem), verb)()
+    def rank(p, i):
+        if i is not None:
+            return bundle.rank(p, i)
+        here = [overlaps(s.slices, i, j - s.k_tiles, s.tile_n) for i in range(len(s.slices))]
+        return reduce(jnp.maximum, [jnp.where(found, bundle.rank(p, i), 0.0) for i, found in enumerate(here)])
 
-    jax.lax.fori_loop(0, jax.lax.div(rank + step - 1, step), body, None)
+    def start(copies):
+        # All scalars are loaded first, because a load after a copy waits for it to be issued.
+        groups = [bundle.group(p) for p in range(s.bundle)]
+        found = [[rank(p, i) for p in range(s.bundle)] for i, *_ in copies]
+        for k, ((_, source, target), used) in enumerate(zip(copies, found, strict=True)):
+            step = _step(s, source)
+            sizes = [_copied(s, step, one) for one in used]
+            state[3 + len(s.slices) * slot + k] = sum(sizes)
+            for p, (group, size) in enumerate(zip(groups, sizes, strict=True)):
+                if step is None:
+                    copy = pltpu.make_async_copy(source.at[group], target.at[p], sem.at[slot])
+                else:
+                    rows = pl.ds(0, size), pl.ds(p * s.rank, size)
+                    copy = pltpu.make_async_copy(source.at[group, rows[0]], target.at[rows[1]], sem.at[slot])
+                pl.when(used[p] > 0)(copy.start)
+
+    for when, copies in parts:
+        pl.when(when)(partial(start, copies))
+
+
+def _copied(s: Sizes, step: int | None, rank):
+    """Return the ranks that are copied for a true rank, or 1 for all of them if R is copied whole."""
+    if step is None or step == s.rank:
+        return jnp.where(rank > 0, step or 1, 0)
+    return pl.multiple_of(jnp.minimum((rank.astype(jnp.int32) + step - 1) & -step, s.rank), step)
+
+
+def _wait(s: Sizes, parts, state, slot, sem):
+    """Wait for the copies of a step: for the bytes of each part at once."""
+
+    def wait(copies):
+        for k, (_, _, target) in enumerate(copies):
+            size = pl.multiple_of(state[3 + len(s.slices) * slot + k], _step(s, target) or 1)
+            brought = target.at[pl.ds(0, size)]
+            pltpu.make_async_copy(brought, brought, sem.at[slot]).wait()
+
+    for when, copies in parts:
+        pl.when(when)(partial(wait, copies))
 
 
 def _matrix(factor, dtype):
     """Return the ranks of a bundle [width, columns] as they are, or int8 in `dtype`."""
-    if factor.dtype != jnp.int8:
-        return factor[...]
-    return factor[...].astype(jnp.float32).reshape(-1, factor.shape[-1]).astype(dtype)
+    values = factor[...].astype(dtype) if factor.dtype == jnp.int8 else factor[...]
+    return values.reshape(-1, factor.shape[-1])
 
 
-def _shrink(s: Sizes, place, group, row_scales, x, a, h, first):
-    """Add scale * x @ a[i]ᵀ to h[i], masked to the ranks of each row's own group.
-
-    Rows of other bundles keep their h.
-    """
+def _shrink(s: Sizes, bundle: _Bundle, group, row_scales, x, a, h, opens):
+    """Add scale * x @ a[i]ᵀ to h[i], or to zeros if `opens`, masked to the ranks of each row's own group."""
     lane = jax.lax.broadcasted_iota(jnp.int32, (1, s.width), 1)
-    mine = reduce(jnp.logical_or, [group[...] == place(p, i)[0] for p in range(s.bundle) for i in range(len(s.slices))])
+    within, rows = jax.lax.rem(lane, s.rank).astype(jnp.float32), group[...]
+
+    def spread(values):
+        """Return [1, width]: the value of each lane's place."""
+        found = jnp.full((1, s.width), values[0])
+        for p, value in enumerate(values[1:], 1):
+            found = jnp.where(lane >= p * s.rank, value, found)
+        return found
+
+    own = rows == spread([bundle.group(p) for p in range(s.bundle)])
     for i in range(len(s.slices)):
-        owner, scales = jnp.full((1, s.width), VACANT, jnp.int32), jnp.zeros((1, s.width), jnp.float32)
-        for p in range(s.bundle):
-            g, rank, scale = place(p, i)
-            own = (lane >= p * s.rank) & (lane < p * s.rank + rank)
-            owner, scales = jnp.where(own, g, owner), jnp.where(own, scale, scales)
+        scales = spread([bundle.scale(p, i) for p in range(s.bundle)])
         if row_scales is not None:
             scales = scales * row_scales[...] if len(row_scales.shape) == 2 else row_scales[i]
-        part = jnp.where(group[...] == owner, scales * dot(x[...], _matrix(a.at[i], x.dtype), transpose=True), 0.0)
-        before = jnp.where(first & mine, 0.0, h[i])
-        h[i] = before + part
+        below = within < spread([bundle.rank(p, i) for p in range(s.bundle)])
+        part = jnp.where(own & below, scales * dot(x[...], _matrix(a.at[i], x.dtype), transpose=True), 0.0)
+        h[i] = part + jnp.where(opens, 0.0, h[i])
 
 
-def _expand(s: Sizes, place, group, h, b, out, dtype, n_tile, tainted):
-    """Add h[i] in `dtype` @ b to out for each slice i in this N tile, in the rows whose group is in the bundle."""
-    column = n_tile * s.tile_n + jax.lax.broadcasted_iota(jnp.int32, (1, s.tile_n), 1)
+def _expand(s: Sizes, bundle: _Bundle, group, h, b, source, out, dtype, n_tile, tainted):
+    """Add h[i] in `dtype` @ b to `source` for each slice i in this N tile, in the rows whose group is in the bundle.
+
+    `tainted` is None if b is finite.
+    """
     rank_row = jax.lax.broadcasted_iota(jnp.int32, (s.width, 1), 0)
+    # Ranks past the true one, rounded up to 16, may be NaN.
+    masked = b.dtype != jnp.int8 and (s.mixed or (_step(s, b) is None and s.rank > 16))
 
-    def add(i, touched, weights):
-        total = (out[...].astype(jnp.float32) + dot(h[i].astype(dtype), weights)).astype(out.dtype)
-        if any(edge % s.tile_n for edge in s.edges[1:-1]):
-            touched &= (column >= s.edges[i]) & (column < s.edges[i + 1])
-        out[...] = jnp.where(touched, total, out[...])
+    def add(i, at, source, places, own, columns):
+        weights = _matrix(b.at[..., at], dtype)
+        if own:
+            starts = [(p * s.rank, bundle.rank(p, i).astype(jnp.int32)) for p in places]
+            below = [(rank_row >= first) & (rank_row < first + rank) for first, rank in starts]
+            weights = jnp.where(reduce(or_, below), weights, 0)
+        before = source[:, at]
+        total = (before.astype(jnp.float32) + dot(h[i].astype(dtype), weights)).astype(out.dtype)
+        touched = reduce(or_, [bundle.has(p, i, group[...]) for p in places])
+        out[:, at] = jnp.where(touched & columns, total, before)
 
-    def add_slice(i):
-        @pl.when(jnp.logical_not(tainted))
-        def _():
-            touched = [group[...] == place(p, i)[0] for p in range(s.bundle)]
-            add(i, reduce(jnp.logical_or, touched), _matrix(b, dtype))
+    def add_slice(i, at, source, columns=True):
+        def together():
+            add(i, at, source, range(s.bundle), masked, columns)
 
-        if b.dtype == jnp.int8:
-            return
+        def apart():  # NaN and infinities must not reach the other groups of the bundle
+            out[:, at] = source[:, at]
+            jax.lax.fori_loop(0, s.bundle, lambda p, _: add(i, at, out, [p], True, columns), None)
 
-        @pl.when(tainted)  # NaN and infinities must not reach the other groups of the bundle
-        def _():
-            def alone(p, _):
-                g, rank, _ = place(p, i)
-                own = (rank_row >= p * s.rank) & (rank_row < p * s.rank + rank)
-                add(i, group[...] == g, jnp.where(own, b[...], 0))
+        if tainted is None:
+            together()
+        else:
+            pl.when(jnp.logical_not(tainted))(together)
+            pl.when(tainted)(apart)
 
-            jax.lax.fori_loop(0, s.bundle, alone, None)
-
-    for i in range(len(s.slices)):
-        pl.when(overlaps(s.slices, i, n_tile, s.tile_n))(partial(add_slice, i))
+    if s.fixed:
+        for i, (start, stop) in enumerate(pairwise(s.edges)):
+            add_slice(i, slice(start, stop), source)
+    elif not s.mixed:
+        add_slice(sum((n_tile * s.tile_n >= edge).astype(jnp.int32) for edge in s.edges[1:-1]), slice(None), source)
+    else:
+        if source is not out:
+            out[...] = source[...]
+        column = n_tile * s.tile_n + jax.lax.broadcasted_iota(jnp.int32, (1, s.tile_n), 1)
+        for i, (start, stop) in enumerate(pairwise(s.edges)):
+            here = (column >= start) & (column < stop)
+            pl.when(overlaps(s.slices, i, n_tile, s.tile_n))(partial(add_slice, i, slice(None), out, here))
 
 
 def _has_nonfinite(ref):

@@ -7,9 +7,12 @@ place of a group in its bundle is its id modulo the bundle's size. A row is thus
 batch.
 
 Visits. A "visit" is a tile of rows with a bundle that occurs in it. Only the groups of visited bundles are read from
-HBM, each up to its true rank, and once for all consecutive row tiles that need the same bundle. The list of visits
-follows from the plan and from sizes that the projections of a model share. XLA therefore makes it once for all layers
-of a plan, and before a loop over layers.
+HBM, each up to its true rank in the slices that it has, and once for all consecutive row tiles that need the same
+bundle. The list of visits follows from the plan and from sizes that the projections of a model share. XLA therefore
+makes it once for all layers of a plan, and before a loop over layers. A call without any adapter has no visits.
+
+VMEM. XLA keeps outputs and prefetches base weights in the VMEM that a kernel leaves, so a call is limited to what its
+tiles take.
 
 int8. The blocks of a and b that a step needs are converted in VMEM to the dtype of the products. The scales of ranks
 reach the kernel as a scale for each row, slice and rank, gathered by XLA. Those of all groups would not fit into SMEM.
@@ -39,14 +42,15 @@ from jaxtyping import Float, Int, Real
 from jlora.errors import LoRAError
 from jlora.pallas import xla
 from jlora.pallas.mosaic_tpu import backward as backward
-from jlora.pallas.mosaic_tpu.kernel import LANES, NOBODY, Sizes, call, overlaps
+from jlora.pallas.mosaic_tpu.kernel import LANES, MANY_GROUPS, NOBODY, SMEM_BYTES, Sizes, call, overlaps
 from jlora.pallas.mosaic_tpu.schedule import visits
 from jlora.pallas.plan import Plan
 
+SEARCHING = "add_lora", "expand"  # functions that search b for NaN and infinity unless it is `finite`
+
 _VMEM_BYTES = 44 << 20  # budget of the tiles; tpu7x has 64 MiB, and v5e, v5p and v6e have 128 MiB
-_SMEM_BYTES = 640 << 10  # budget of the schedule; a core has 1 MiB
+_VMEM_MORE = 1 << 20  # for what the compiler adds to small tiles
 _INVARIANT_TILE_M = 64  # of `batch_invariant` calls, which are padded to as many rows
-_MANY_GROUPS = 256  # more groups than this come from experts, not from slots alone
 
 
 def add_lora(
@@ -59,6 +63,7 @@ def add_lora(
     slice_sizes: tuple[int, ...],
     ranks: Float[jax.Array, "G n s"] | None,
     x_rows: Int[jax.Array, "M"] | None = None,
+    finite: bool = False,
     batch_invariant: bool = False,
     interpret: bool | pltpu.InterpretParams = False,
     keep_h: bool = False,
@@ -73,15 +78,11 @@ def add_lora(
       LoRAError: `unsupported_reason` returns a reason.
     """
     if keep_h:
-        options: dict[str, Any] = {
-            "ranks": ranks,
-            "x_rows": x_rows,
-            "batch_invariant": batch_invariant,
-            "interpret": interpret,
-        }
+        options: dict[str, Any] = {"ranks": ranks, "x_rows": x_rows, "interpret": interpret}
+        options["batch_invariant"] = batch_invariant
         h = jnp.moveaxis(shrink(x, a, plan, **options), 0, 1).reshape(1, plan.num_rows, -1)
         h = checkpoint_name(h, xla.H)
-        return add_lora(base, x, a, b, plan, slice_sizes=slice_sizes, **options), h
+        return add_lora(base, x, a, b, plan, slice_sizes=slice_sizes, finite=finite, **options), h
     base = jnp.full((plan.num_rows, b.shape[2]), -0.0) if base is None else base
     reason = unsupported_reason(base, x, a, b, slice_sizes=slice_sizes, batch_invariant=batch_invariant)
     if reason is not None:
@@ -95,16 +96,16 @@ def add_lora(
     group, order, row_scales = _row_groups(plan), plan.row_order, plan.row_scales
     if not s.by_group:
         x = x if x_rows is None else x[x_rows]
-        return _call(s, base, x, a, b, group, ranks, row_scales, interpret)
+        return _call(s, base, x, a, b, group, ranks, row_scales, finite, interpret)
     group, x = group[order], x[order if x_rows is None else x_rows[order]]
     row_scales = None if row_scales is None else row_scales[order]
-    total = _call(s, base[order], x, a, b, group, ranks, row_scales, interpret)
+    total = _call(s, base[order], x, a, b, group, ranks, row_scales, finite, interpret)
     # Gather by the inverse permutation, because XLA makes two passes over [M, N] for a scatter.
     inverse = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=jnp.int32), unique_indices=True)
     return total[inverse]
 
 
-def _call(s: Sizes, base, x, a, b, group, ranks, row_scales, interpret):
+def _call(s: Sizes, base, x, a, b, group, ranks, row_scales, finite, interpret):
     """Run the kernel on rows in its order, padded to `s.rows`."""
     rows = len(base)
     if rows < s.rows:
@@ -112,7 +113,8 @@ def _call(s: Sizes, base, x, a, b, group, ranks, row_scales, interpret):
         base, x = (jnp.pad(array, (more, (0, 0))) for array in (base, x))
         group = jnp.pad(group, more, constant_values=NOBODY)
         row_scales = None if row_scales is None else jnp.pad(row_scales, more)
-    out = call(s, base, x, a, b, group, ranks, row_scales, visits(s.listing, group), interpret=interpret)
+    listed = visits(s.listing, group)
+    out = call(s, base, x, a, b, group, ranks, row_scales, listed, finite=finite, interpret=interpret)
     return out[:rows] if rows < s.rows else out
 
 
@@ -133,8 +135,8 @@ def shrink(
     identity = jnp.tile(jnp.eye(rank), (groups, 1, n))
     zeros, sizes = jnp.zeros((plan.num_rows, n * rank)), (rank,) * n
     h = add_lora(
-        zeros, x, a, identity, plan, slice_sizes=sizes, ranks=ranks, x_rows=x_rows, batch_invariant=batch_invariant,
-        interpret=interpret,
+        zeros, x, a, identity, plan, slice_sizes=sizes, ranks=ranks, x_rows=x_rows, finite=True,
+        batch_invariant=batch_invariant, interpret=interpret,
     )  # fmt: skip
     return jnp.moveaxis(h.reshape(-1, n, rank), 1, 0)
 
@@ -147,6 +149,7 @@ def expand(
     slice_sizes: tuple[int, ...],
     base: Float[jax.Array, "M N"] | None,
     ranks: Float[jax.Array, "G n s"] | None,
+    finite: bool = False,
     batch_invariant: bool = False,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[jax.Array, "M N"]:
@@ -160,8 +163,8 @@ def expand(
     x = jnp.moveaxis(h.astype(jnp.float32), 0, 1).reshape(rows, n * rank)
     base = jnp.full((rows, b.shape[2]), -0.0, xla.float_of(b)) if base is None else base
     return add_lora(
-        base, x, identity, b, plan, slice_sizes=slice_sizes, ranks=ranks, batch_invariant=batch_invariant,
-        interpret=interpret,
+        base, x, identity, b, plan, slice_sizes=slice_sizes, ranks=ranks, finite=finite,
+        batch_invariant=batch_invariant, interpret=interpret,
     )  # fmt: skip
 
 
@@ -176,10 +179,10 @@ def unsupported_reason(base, x, a, b, *, slice_sizes: tuple[int, ...], batch_inv
             f"cannot tile R={a.shape[2]}, K={a.shape[3]}, N={b.shape[2]} into {_VMEM_BYTES >> 20} MiB of VMEM "
             "(a K that is no multiple of 128 cannot be divided); pad K, or use backend='xla'"
         )
-    if _smem_bytes(s) > _SMEM_BYTES:
+    if _smem_bytes(s) > SMEM_BYTES:
         return (
             f"needs {_smem_bytes(s)} bytes of SMEM for the schedule of {s.rows} rows in {s.groups} groups, of "
-            f"{_SMEM_BYTES}; split the rows, or use backend='xla'"
+            f"{SMEM_BYTES}; split the rows, or use backend='xla'"
         )
     return None
 
@@ -198,21 +201,20 @@ def _sizes(base, x, a, b, slice_sizes, batch_invariant: bool = False) -> Sizes |
 def _choose(rows, k, groups, rank, n, slices, itemsizes, batch_invariant: bool = False) -> Sizes | None:
     bundle = 1 if rank % 8 else max(1, min(LANES // rank, groups, 16))
     if batch_invariant:
-        bundle = 1 if groups > _MANY_GROUPS else bundle
+        bundle = 1 if groups > MANY_GROUPS else bundle
         return _tiled(max(rows, _INVARIANT_TILE_M), k, groups, rank, n, slices, itemsizes, bundle, (_INVARIANT_TILE_M,))
     s = _tiled(rows, k, groups, rank, n, slices, itemsizes, bundle)
-    while s is not None and groups > _MANY_GROUPS and _smem_bytes(s) > _SMEM_BYTES and bundle > 1:
+    while s is not None and groups > MANY_GROUPS and _smem_bytes(s) > SMEM_BYTES and bundle > 1:
         bundle //= 2  # shortens the list of groups of every visit
         s = _tiled(rows, k, groups, rank, n, slices, itemsizes, bundle)
     return s
 
 
 def _tiled(rows, k, groups, rank, n, slices, itemsizes, bundle: int, tiles_m=None) -> Sizes | None:
-    step = next((step for step in (16, 8) if rank % step == 0), rank)
     width, lanes = bundle * rank, -(-bundle * rank // LANES) * LANES
     base_size, x_size, *sizes = itemsizes
     a_size, b_size = (x_size if size == 1 else size for size in sizes)  # int8 is converted to the dtype of x
-    many = groups > _MANY_GROUPS  # few rows each: a bundle seldom fills the 128 rows of the matrix unit
+    many = groups > MANY_GROUPS  # few rows each: a bundle seldom fills the 128 rows of the matrix unit
     for tile_m in tiles_m or ((128, 64, 32, 16) if many else (256, 128, 64, 32, 16)):
         tile_m = min(tile_m, rows)
         tile_k = _tile_k(k, min((4 << 20) // (len(slices) * width * a_size), (4 << 20) // (tile_m * x_size)))
@@ -227,9 +229,9 @@ def _tiled(rows, k, groups, rank, n, slices, itemsizes, bundle: int, tiles_m=Non
         if chunk >= 1:
             s = Sizes(
                 rows=rows, groups=groups, bundle=bundle, tile_m=tile_m, chunk=chunk, by_group=many, k=k, n=n, rank=rank,
-                slices=slices, step=step, tile_k=tile_k, tile_n=tile_n,
+                slices=slices, tile_k=tile_k, tile_n=tile_n, vmem=fixed + chunk * per_tile + _VMEM_MORE,
             )  # fmt: skip
-            return s if _smem_bytes(s) <= _SMEM_BYTES else replace(s, by_group=True)
+            return s if _smem_bytes(s) <= SMEM_BYTES else replace(s, by_group=True)
     return None
 
 
@@ -245,14 +247,15 @@ def _tile_n(slices: tuple[int, ...], most: int) -> int:
 
     Few steps are best, and few tiles that span several slices, because these are multiplied once for each slice.
     """
-    n = sum(slices)
+    n, most = sum(slices), max(most, LANES)
+    if n <= most:
+        return n
 
     def cost(tile):
         columns = sum(tile for i in range(len(slices)) for j in range(-(-n // tile)) if overlaps(slices, i, j, tile))
         return columns + 1024 * -(-n // tile), -tile
 
-    tiles = [t for t in range(LANES, max(most, LANES) + 1, LANES) if t < n]
-    return min(tiles + [n] * (n <= max(most, LANES)), key=cost)
+    return min(range(LANES, most + 1, LANES), key=cost)
 
 
 def _smem_bytes(s: Sizes) -> int:

@@ -21,7 +21,7 @@ def visits(s: Listing, group: Int[jax.Array, "M"]) -> tuple[jax.Array, ...]:
       group: [M] group of each row, below 0 for none. If `s.by_group`, it is sorted, with rows without a group last.
 
     Returns:
-      count: [] number of visits of the chunk that has most, at least 1.
+      count: [] number of visits of the chunk that has most, 0 if no row has a group.
       tile: [listed] row tile of each visit, rising within a chunk.
       active: [listed * bundle] groups of each visit's bundle, `VACANT` at empty places.
       fresh: [listed] 1 if the bundle differs from that of the previous visit in the chunk.
@@ -52,7 +52,7 @@ def _of_any_order(s: Listing, group):
     active = jnp.max(jnp.where(here, ids.reshape(1, 1, blocks, s.bundle), VACANT), axis=2)
 
     fresh = jnp.any(active != jnp.roll(active, 1, axis=1), axis=2) | (v == 0)[None, :]
-    count = jnp.maximum(jnp.max(end[:, -1]), 1)
+    count = jnp.max(end[:, -1])
     tile = jnp.minimum(tile, s.row_tiles - 1)
     return count, tile.ravel(), active.ravel(), fresh.astype(jnp.int32).ravel()
 
@@ -94,5 +94,5 @@ def _of_sorted_rows(s: Listing, group):
     fresh = jnp.any(active != jnp.roll(active, 1, axis=0), axis=1)
     last = jnp.minimum(jnp.arange(1, s.chunks + 1, dtype=jnp.int32) * s.chunk, s.row_tiles) - 1
     first = jnp.concatenate([jnp.zeros(1, jnp.int32), end[last]])
-    count = jnp.maximum(jnp.max(jnp.diff(first)) - 1, 1)
+    count = jnp.max(jnp.diff(first)) - 1
     return count, tile, active.ravel(), fresh.astype(jnp.int32), first

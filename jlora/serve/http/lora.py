@@ -34,7 +34,6 @@ from jlora.serve.http.responses import displayed
 from jlora.serve.http.service import Service
 
 _LONGEST_PATH = 4096
-_NEARLY_FULL = 0.8  # share of the host cache from which uploads are logged as a warning
 _WEIGHTS, _CONFIG = "adapter_model", "adapter_config"  # parts of an upload: the files of a folder
 
 
@@ -155,14 +154,6 @@ async def _load(
             raise ApiError(400, INVALID_INPUT, f"cannot be loaded: {about}", logged=True) from None
         # The adapter exists but cannot be served; vLLM returns 500 too.
         raise ApiError(500, INTERNAL, f"cannot be loaded: {about}", logged=True) from None
-    most, kept = service.manager.config.max_cpu_loras or 1, service.manager.stats().unevictable
-    if not path and kept >= _NEARLY_FULL * most:
-        log.warning(
-            "%d of the %d adapters that the host may hold are uploaded or pinned, and cannot be evicted; once all are, "
-            "loads get 503: unload some, or raise --max-cpu-loras",
-            kept,
-            most,
-        )
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 

@@ -185,16 +185,6 @@ BAD_URLS = (
 )
 
 
-def test_uploads_that_fill_the_host_are_logged(service, caplog):
-    """The host holds ten adapters here."""
-    for i in range(9):
-        assert upload(service, form(PARTS | {"lora_name": b"new%d" % i})).status == 200
-        warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-        assert len(warnings) == max(0, i - 6)
-    assert warnings[0].startswith("8 of the 10 adapters that the host may hold are uploaded or pinned")
-    assert "--max-cpu-loras" in warnings[0]
-
-
 def test_push(service, engine):
     adapter = Adapter.from_pretrained(FOLDER)
     with on_socket(service) as (host, port):

@@ -88,6 +88,7 @@ EXPERT_PROJECTIONS = {
         Projection("w2", EXPERTS.intermediate, (EXPERTS.hidden,)),
     )
 }
+MOST_COMPARED = 2048  # rows of `compare`; more take a minute each
 FEW_ROWS = 512  # as many are in VMEM before and after a kernel
 
 
@@ -125,6 +126,7 @@ CASES = {
     "64/8": Case(64, 8),
     "64/64": Case(64, 64),
     "8/8": Case(8, 8),
+    "64/8_of_64": Case(64, 64, used=8),  # in slots anywhere
     "one": Case(64, 8, used=1),
     "none": Case(64, 8, used=0),
     "rank_8": Case(64, 8, rank=8),
@@ -314,7 +316,7 @@ def base_us(chip: str, case: Case, projection: Projection) -> float:
 def measure(chip: str, name: str, lines: bool) -> dict[str, Any]:
     """Count a case, and return a row of the table."""
     case, rates = CASES[name], CHIPS[chip]
-    row: dict[str, Any] = {"chip": chip, "case": name, "us": {}, "wait_us": {}, "bytes": 0, "shares": {}}
+    row: dict[str, Any] = {"chip": chip, "case": name, "us": {}, "wait_us": {}, "bytes": 0}
     copied = 0
     for projection in case.projections:
         found = counted(chip, case, projection)
@@ -327,7 +329,9 @@ def measure(chip: str, name: str, lines: bool) -> dict[str, Any]:
             copied += sum(moved for i, moved in count.copied.items() if len(program.operands[i].shape) > 2)
         if lines:
             shares = sum((bundles.cycles_of_lines(*one) for one in found), Counter())
-            row["shares"][projection.name] = {line: round(share / cycles, 4) for line, share in shares.most_common(20)}
+            row.setdefault("shares", {})[projection.name] = {
+                line: round(share / cycles, 4) for line, share in shares.most_common(20)
+            }
     row["layer_us"] = round(sum(row["us"].values()), 3)
     row["floor_us"] = round(sum(floor_bytes(case, one) for one in case.projections) / rates.bandwidth * 1e6, 3)
     row["base_us"] = round(sum(base_us(chip, case, one) for one in case.projections), 3)
@@ -350,14 +354,16 @@ def compare(kernels: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Count the rows of a result of `benchmarks.kernels`, and yield measured and simulated microseconds of each."""
     chip = KINDS[kernels["device"]]
     for row in kernels["rows"]:
-        if row["mix"] == "distinct":
+        if row["mix"] == "distinct" and row["tokens"] <= MOST_COMPARED:
             projection = PROJECTIONS[row["projection"]]
             case = Case(row["tokens"], SLOTS, row["rank"], used=row["adapters"])
             cycles = sum(count.cycles for _, count in counted(chip, case, projection))
             kept = {name: row[name] for name in ("projection", "rank", "tokens", "adapters")}
-            floor = floor_bytes(case, projection) / CHIPS[chip].bandwidth
             times = {"measured_us": row["wall_us"], "simulated_us": cycles / CHIPS[chip].clock * 1e6}
-            yield {"chip": chip, **kept, **times, "floor_us": floor * 1e6}
+            floor = floor_bytes(case, projection) / CHIPS[chip].bandwidth * 1e6
+            found = {"chip": chip, **kept, **times, "floor_us": floor}
+            print("  ".join(f"{name} {value}" for name, value in found.items()), flush=True)
+            yield found
 
 
 def about() -> dict[str, str]:
@@ -373,7 +379,7 @@ def table(chips: Sequence[str], names: Sequence[str], lines: bool) -> Iterator[d
         for name in names:
             row = measure(chip, name, lines)
             print(line_of(row), flush=True)
-            for projection, shares in row["shares"].items():
+            for projection, shares in row.get("shares", {}).items():
                 for line, share in shares.items():
                     print(f"    {projection:8}{share:7.1%}  {line}")
             yield row
@@ -393,11 +399,12 @@ def main() -> None:
         if args.measured is None:
             found = table(args.chips, args.cases, args.lines)
         else:
-            found = compare(json.loads(args.measured.read_text()))
+            measured = json.loads(args.measured.read_text())
+            if measured["device"] not in KINDS:
+                parser.error(f"{args.measured} is of {measured['device']!r}, expected one of {', '.join(KINDS)}")
+            found = compare(measured)
         for row in found:
             rows.append(row)
-            if args.measured is not None:
-                print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
             if args.out is not None:
                 write_rows(args.out, about(), rows)
 

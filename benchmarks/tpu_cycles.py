@@ -145,16 +145,22 @@ CASES = {
 }
 
 
-def start(folder: str) -> None:
-    """Make libtpu dump the bundles of each program into `folder`. It reads its flags once, when it is first used."""
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_enable_compilation_cache", False)  # a program that was kept is not dumped again
+@cache
+def dumps() -> tempfile.TemporaryDirectory:
+    """Make libtpu dump the bundles of each program into the folder that is returned.
+
+    To be called before JAX runs anything: libtpu reads its flags once, and the rest runs on the CPU.
+    """
+    folder = tempfile.TemporaryDirectory()
     os.environ["LIBTPU_INIT_ARGS"] = (
-        f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true "
+        f"--xla_jf_dump_to={folder.name} --xla_jf_dump_llo_text=true "
         "--xla_jf_dump_llo_pass_label_regex=packed-bundles-post-ra "
         # The source lines of kernels in the dump. They do not change the schedule.
         "--xla_mosaic_enable_llo_source_annotations=true --xla_jf_collect_llo_stack_trace=true"
     )
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)  # a program that was kept is not dumped again
+    return folder
 
 
 def sharding(chip: str) -> SingleDeviceSharding:
@@ -163,8 +169,8 @@ def sharding(chip: str) -> SingleDeviceSharding:
 
 @cache
 def compiled(chip: str, case: Case, projection: Projection) -> list[bundles.Program]:
-    """Compile a case's kernels for a chip, and return them in the order of their names. `start` was called."""
-    folder = Path(os.environ["LIBTPU_INIT_ARGS"].partition("dump_to=")[2].partition(" ")[0])
+    """Compile a case's kernels for a chip, and return them in the order of their names."""
+    folder = Path(dumps().name)
     run, arguments = function(case, projection)
     place = sharding(chip)
     shapes = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=place), arguments)
@@ -394,19 +400,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        start(folder)
-        if args.measured is None:
-            found = table(args.chips, args.cases, args.lines)
-        else:
-            measured = json.loads(args.measured.read_text())
-            if measured["device"] not in KINDS:
-                parser.error(f"{args.measured} is of {measured['device']!r}, expected one of {', '.join(KINDS)}")
-            found = compare(measured)
-        for row in found:
-            rows.append(row)
-            if args.out is not None:
-                write_rows(args.out, about(), rows)
+    dumps()
+    if args.measured is None:
+        found = table(args.chips, args.cases, args.lines)
+    else:
+        measured = json.loads(args.measured.read_text())
+        if measured["device"] not in KINDS:
+            parser.error(f"{args.measured} is of {measured['device']!r}, expected one of {', '.join(KINDS)}")
+        found = compare(measured)
+    for row in found:
+        rows.append(row)
+        if args.out is not None:
+            write_rows(args.out, about(), rows)
 
 
 if __name__ == "__main__":

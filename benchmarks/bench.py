@@ -3,8 +3,10 @@
     python -m benchmarks.bench --out FOLDER [--minutes 10] [--only NAME ..]
 
 Runs `kernels`, `decode_step`, `swap` and `prepare`, each in a process of its own, with few rows and few layers. A CPU
-has fewer rows, a small model and no `swap`. A run that fails, or that the minutes do not cover, is named in the report,
-and the others count. FOLDER gets bench.json, report.md and bench.png. Extra `bench`.
+has fewer rows, a small model and no `swap`. On a TPU, `tpu_cycles` counts the cycles of the same kernels from the
+compiler's schedule, and the report has measured and simulated times side by side. A run that fails, or that the minutes
+do not cover, is named in the report, and the others count. FOLDER gets bench.json, report.md and bench.png. Extra
+`bench`.
 """
 
 import argparse
@@ -27,8 +29,14 @@ ACCELERATOR = {
     "decode_step": ["--layers", "4", "--batches", "8", "64", "--rounds", "3"],
     "swap": ["--layers", "4", "--seconds", "5"],
 }
+TPU = {
+    "prepare": [],
+    "kernels": ACCELERATOR["kernels"],
+    "tpu_cycles": ["--measured", "FOLDER/kernels.json"],
+} | ACCELERATOR
 # For each kind of rows, the columns of its table.
 PROJECTION = ("projection", "rank", "tokens", "adapters", "wall_us", "spread_us", "error")
+CYCLES = ("projection", "rank", "tokens", "adapters", "measured_us", "simulated_us", "floor_us")
 STEP = ("step", "batch", "adapters", "base_ms", "ms", "overhead")
 MACHINE = (
     "import json; from benchmarks.timing import machine; import jax;"
@@ -48,6 +56,7 @@ def measure(runs: dict[str, list[str]], minutes: float) -> tuple[dict[str, dict]
     with tempfile.TemporaryDirectory() as folder:
         for name, arguments in runs.items():
             out = Path(folder) / f"{name}.json"
+            arguments = [argument.replace("FOLDER", folder) for argument in arguments]
             command = [sys.executable, "-m", f"benchmarks.{name}", *arguments, "--out", str(out)]
             print(f"{name}: {' '.join(command[1:-2])}", flush=True)
             try:
@@ -87,6 +96,8 @@ def report(about: dict, figures: dict[str, dict], failed: dict[str, str]) -> str
         lines += [f"## {name}", "", f"`python -m {' '.join([f'benchmarks.{name}', *found['arguments']])}`", ""]
         if name == "kernels":
             lines += table(found["rows"], PROJECTION)
+        elif name == "tpu_cycles":
+            lines += table(found["rows"], CYCLES)
         elif name == "decode_step":
             lines += [f"{found['about']['model']}, rank {found['about']['rank']}", "", *table(found["rows"], STEP)]
         else:
@@ -116,11 +127,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--only", nargs="+", choices=ACCELERATOR)
+    parser.add_argument("--only", nargs="+", choices=TPU)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     about = machine()
-    runs = CPU if about["platform"] == "cpu" else ACCELERATOR
+    runs = {"cpu": CPU, "tpu": TPU}.get(about["platform"], ACCELERATOR)
     figures, failed = measure({name: runs[name] for name in args.only or runs}, args.minutes)
     document = {"about": about, "failed": failed, "figures": figures}
     (args.out / "bench.json").write_text(json.dumps(document, indent=1) + "\n")

@@ -123,7 +123,7 @@ def parse(text: str) -> Program:
         address, body = int(mark[1], 16), text[mark.end() : end]
         lines[address] = [f"{path}:{line}" for path, line in _SOURCE.findall(body)]
         body = re.sub(r"/\*.*?\*/", "", body, flags=re.S).rpartition("}")[0]
-        found = (_instruction(one.strip(), allocations) for one in body.split(" ;; "))
+        found = (_instruction(one.strip(), allocations) for one in re.split(r"\s;;\s", body))
         bundles[address] = [one for one in found if one is not None]
     inputs = {
         int(index): Operand(space, dtype, tuple(map(int, filter(None, dims.split(",")))))
@@ -180,6 +180,14 @@ def _register(name: str) -> str:
 
 def _unsigned(value):
     return value + (1 << 32) if value < 0 else value
+
+
+def _operand_at(pointer: int) -> int | None:
+    """Return the operand to which a pointer in any unit refers."""
+    number = pointer >> _OPERAND
+    while number and number % 2 == 0:
+        number >>= 1
+    return number // 2 if number else None
 
 
 # By the name up to the first dot.
@@ -309,7 +317,7 @@ class _Core:
         self.registers.update(written)
         return target
 
-    def read(self, index: int) -> list:
+    def read(self, index) -> list:
         if (value := self.values[index]) is None:
             raise ValueError(f"the path depends on operand {index}, {self.program.operands[index]}, which has no value")
         return value.ravel().tolist()
@@ -326,14 +334,11 @@ class _Core:
     def copy(self, op: str, source, granules, target, semaphore) -> None:
         """Start a copy: granules of 32 bytes between HBM and VMEM, or an operand to SMEM."""
         if op.endswith("_to_smem"):
-            pointer = source
-            while pointer and pointer % 2 == 0:
-                pointer >>= 1
-            self.memory.update({target + i: value for i, value in enumerate(self.read(pointer // 2))})
+            self.memory.update({target + i: value for i, value in enumerate(self.read(_operand_at(source)))})
         arrival = self.now + _ON_CHIP_CYCLES
         if "hbm" in op or op == "dma.general":
             moved = granules * _GRANULE
-            ends = {(end >> _OPERAND) // 2 for end in (source, target) if end >> _OPERAND}
+            ends = {_operand_at(end) for end in (source, target)} - {None}
             self.found.copied.update({i: moved for i in ends if self.program.operands[i].space == "hbm"})
             self.hbm_free = max(self.hbm_free, self.now) + moved / self.chip.bandwidth * self.chip.clock
             arrival = self.hbm_free + LATENCY * self.chip.clock

@@ -88,6 +88,7 @@ EXPERT_PROJECTIONS = {
         Projection("w2", EXPERTS.intermediate, (EXPERTS.hidden,)),
     )
 }
+MOST_COMPARED = 2048  # rows of `compare`; more take a minute each
 FEW_ROWS = 512  # as many are in VMEM before and after a kernel
 
 
@@ -125,6 +126,7 @@ CASES = {
     "64/8": Case(64, 8),
     "64/64": Case(64, 64),
     "8/8": Case(8, 8),
+    "64/8_of_64": Case(64, 64, used=8),  # in slots anywhere
     "one": Case(64, 8, used=1),
     "none": Case(64, 8, used=0),
     "rank_8": Case(64, 8, rank=8),
@@ -143,16 +145,22 @@ CASES = {
 }
 
 
-def start(folder: str) -> None:
-    """Make libtpu dump the bundles of each program into `folder`. It reads its flags once, when it is first used."""
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_enable_compilation_cache", False)  # a program that was kept is not dumped again
+@cache
+def dumps() -> tempfile.TemporaryDirectory:
+    """Make libtpu dump the bundles of each program into the folder that is returned.
+
+    To be called before JAX runs anything: libtpu reads its flags once, and the rest runs on the CPU.
+    """
+    folder = tempfile.TemporaryDirectory()
     os.environ["LIBTPU_INIT_ARGS"] = (
-        f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true "
+        f"--xla_jf_dump_to={folder.name} --xla_jf_dump_llo_text=true "
         "--xla_jf_dump_llo_pass_label_regex=packed-bundles-post-ra "
         # The source lines of kernels in the dump. They do not change the schedule.
         "--xla_mosaic_enable_llo_source_annotations=true --xla_jf_collect_llo_stack_trace=true"
     )
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)  # a program that was kept is not dumped again
+    return folder
 
 
 def sharding(chip: str) -> SingleDeviceSharding:
@@ -161,8 +169,8 @@ def sharding(chip: str) -> SingleDeviceSharding:
 
 @cache
 def compiled(chip: str, case: Case, projection: Projection) -> list[bundles.Program]:
-    """Compile a case's kernels for a chip, and return them in the order of their names. `start` was called."""
-    folder = Path(os.environ["LIBTPU_INIT_ARGS"].partition("dump_to=")[2].partition(" ")[0])
+    """Compile a case's kernels for a chip, and return them in the order of their names."""
+    folder = Path(dumps().name)
     run, arguments = function(case, projection)
     place = sharding(chip)
     shapes = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=place), arguments)
@@ -314,7 +322,7 @@ def base_us(chip: str, case: Case, projection: Projection) -> float:
 def measure(chip: str, name: str, lines: bool) -> dict[str, Any]:
     """Count a case, and return a row of the table."""
     case, rates = CASES[name], CHIPS[chip]
-    row: dict[str, Any] = {"chip": chip, "case": name, "us": {}, "wait_us": {}, "bytes": 0, "shares": {}}
+    row: dict[str, Any] = {"chip": chip, "case": name, "us": {}, "wait_us": {}, "bytes": 0}
     copied = 0
     for projection in case.projections:
         found = counted(chip, case, projection)
@@ -327,7 +335,9 @@ def measure(chip: str, name: str, lines: bool) -> dict[str, Any]:
             copied += sum(moved for i, moved in count.copied.items() if len(program.operands[i].shape) > 2)
         if lines:
             shares = sum((bundles.cycles_of_lines(*one) for one in found), Counter())
-            row["shares"][projection.name] = {line: round(share / cycles, 4) for line, share in shares.most_common(20)}
+            row.setdefault("shares", {})[projection.name] = {
+                line: round(share / cycles, 4) for line, share in shares.most_common(20)
+            }
     row["layer_us"] = round(sum(row["us"].values()), 3)
     row["floor_us"] = round(sum(floor_bytes(case, one) for one in case.projections) / rates.bandwidth * 1e6, 3)
     row["base_us"] = round(sum(base_us(chip, case, one) for one in case.projections), 3)
@@ -350,14 +360,16 @@ def compare(kernels: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Count the rows of a result of `benchmarks.kernels`, and yield measured and simulated microseconds of each."""
     chip = KINDS[kernels["device"]]
     for row in kernels["rows"]:
-        if row["mix"] == "distinct":
+        if row["mix"] == "distinct" and row["tokens"] <= MOST_COMPARED:
             projection = PROJECTIONS[row["projection"]]
             case = Case(row["tokens"], SLOTS, row["rank"], used=row["adapters"])
             cycles = sum(count.cycles for _, count in counted(chip, case, projection))
             kept = {name: row[name] for name in ("projection", "rank", "tokens", "adapters")}
-            floor = floor_bytes(case, projection) / CHIPS[chip].bandwidth
             times = {"measured_us": row["wall_us"], "simulated_us": cycles / CHIPS[chip].clock * 1e6}
-            yield {"chip": chip, **kept, **times, "floor_us": floor * 1e6}
+            floor = floor_bytes(case, projection) / CHIPS[chip].bandwidth * 1e6
+            found = {"chip": chip, **kept, **times, "floor_us": floor}
+            print("  ".join(f"{name} {value}" for name, value in found.items()), flush=True)
+            yield found
 
 
 def about() -> dict[str, str]:
@@ -373,7 +385,7 @@ def table(chips: Sequence[str], names: Sequence[str], lines: bool) -> Iterator[d
         for name in names:
             row = measure(chip, name, lines)
             print(line_of(row), flush=True)
-            for projection, shares in row["shares"].items():
+            for projection, shares in row.get("shares", {}).items():
                 for line, share in shares.items():
                     print(f"    {projection:8}{share:7.1%}  {line}")
             yield row
@@ -388,18 +400,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        start(folder)
-        if args.measured is None:
-            found = table(args.chips, args.cases, args.lines)
-        else:
-            found = compare(json.loads(args.measured.read_text()))
-        for row in found:
-            rows.append(row)
-            if args.measured is not None:
-                print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-            if args.out is not None:
-                write_rows(args.out, about(), rows)
+    dumps()
+    if args.measured is None:
+        found = table(args.chips, args.cases, args.lines)
+    else:
+        measured = json.loads(args.measured.read_text())
+        if measured["device"] not in KINDS:
+            parser.error(f"{args.measured} is of {measured['device']!r}, expected one of {', '.join(KINDS)}")
+        found = compare(measured)
+    for row in found:
+        rows.append(row)
+        if args.out is not None:
+            write_rows(args.out, about(), rows)
 
 
 if __name__ == "__main__":

@@ -389,9 +389,12 @@ def exact_factors(state: State, packed: PackedAdapter) -> dict[Row, tuple[np.nda
     rows = {(p.site, p.row) for p in packed.placements}
     if all(site.spec.dtype == "float32" for site in packed.sites):
         return unpack(packed.blocks, rows)
-    found = packed.given or read_again(state, packed)
+    found = read_again(state, packed) if packed.given is None else packed.given()
     if found is None and packed.request is None:
-        _log.warning("adapter %r: has no files; its values in the dtype of the slots are used", packed.name)
+        _log.warning(
+            "adapter %r: has no files, and its jlora.Adapter is gone; its values in the dtype of the slots are used",
+            packed.name,
+        )
     blocks = packed.blocks if found is None else pack_exactly(found, state.wrapped, state.index, state.pool)
     return unpack(blocks, rows)
 

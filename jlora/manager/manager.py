@@ -167,8 +167,8 @@ class LoRAManager:
         If a handle holds the old version, the call does not wait, and both versions are served.
 
         Args:
-          adapter: a request for a folder or repository, or an adapter in memory. If the slots round the arrays of the
-            latter, they are kept too, since `trainer` begins with them, and count in `max_cpu_bytes`.
+          adapter: a request for a folder or repository, or an adapter in memory. The manager keeps no reference to the
+            latter; while it lives, `trainer` begins with its arrays, not with those rounded for the slots.
           load_inplace: replace an adapter of the same name.
           timeout: seconds to wait for the load and for open batches. None waits without limit, but raises at once if
             the calling thread has a batch with the old version open.

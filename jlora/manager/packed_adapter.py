@@ -3,6 +3,7 @@
 import copy
 import functools
 import hashlib
+import weakref
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -102,7 +103,7 @@ class PackedAdapter:
       in_place: True if it was loaded to replace the current weights. It is then a new version whatever its key.
       update_plan: Plan of the last update from device arrays, reused for the same names and shapes.
       warnings: What the load found about modules without effect (`AdapterInfo.warnings`).
-      given: The adapter from memory, kept for training if the blocks round its values; None else.
+      given: Reference to the adapter from memory, whose values training begins with while it lives; None for files.
     """
 
     name: str
@@ -118,7 +119,7 @@ class PackedAdapter:
     in_place: bool = False
     update_plan: Any = None
     warnings: tuple[str, ...] = ()
-    given: Adapter | None = None
+    given: "weakref.ref[Adapter] | None" = None
 
     @property
     def version(self) -> int:
@@ -170,12 +171,11 @@ class PackedAdapter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the blocks, ranks, scales, extras and given arrays, in the process that holds most of them.
+        """Bytes of the blocks, ranks, scales and extras, in the process that holds most of them.
 
         It is equal in all processes of a model, so that all evict the same adapters.
         """
-        given = () if self.given is None else (self.given,)
-        return sum(each.nbytes for each in (*self.blocks, self.ranks, *self.extras.values(), *given))
+        return sum(each.nbytes for each in (*self.blocks, self.ranks, *self.extras.values()))
 
     def digest(self) -> str:
         """Return a hash that is equal in all processes of a model that read the same adapter.

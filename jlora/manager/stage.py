@@ -5,14 +5,13 @@ It runs on any thread without a lock and does not use the cache. The values of e
 """
 
 import logging
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 
-import numpy as np
-
 from jlora.adapters import Adapter
 from jlora.adapters.adapter import open_adapter
-from jlora.adapters.lora import Layer, tensors_of
+from jlora.adapters.lora import Layer
 from jlora.adapters.resolve import AdapterFolder
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterMismatchError
@@ -78,15 +77,7 @@ def pack_in_memory(
     slices_of = find_slices(where, adapter, index)
     warnings = without_effect(adapter, slices_of, wrapped)
     packed = _pack(where, adapter, adapter.layers, slices_of, warnings, None, wrapped, index, pool)
-    kept = replace(adapter, base_weights={}, config=None) if _is_rounded(adapter, packed) else None
-    return replace(packed, given=kept)
-
-
-def _is_rounded(adapter: Adapter, packed: PackedAdapter) -> bool:
-    """Return True if slots of 16 bits round the values of an adapter that can be trained."""
-    slots = {np.dtype(site.spec.dtype) for site in packed.sites if np.dtype(site.spec.dtype).itemsize == 2}
-    given = {tensor.dtype for layer in adapter.modules.values() for tensor in tensors_of(layer).values()}
-    return not (adapter.heads or adapter.extras) and any(not np.can_cast(g, s) for g in given for s in slots)
+    return replace(packed, given=weakref.ref(adapter))
 
 
 def pack_exactly(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, pool: SlotArrays) -> tuple[Block, ...]:

@@ -196,11 +196,13 @@ def in_bfloat16(tmp_path, caplog, spoil=lambda manager, folder: None):
     manager = jlora.LoRAManager(tiny.Model(dtype=jnp.bfloat16), config)
     fresh("wide").save_pretrained(tmp_path / "wide")
     manager.add_adapter(jlora.LoRARequest("wide", str(tmp_path / "wide")))
-    manager.add_adapter(fresh("query"))
-    manager.add_adapter(fresh("mixed"))
+    held = [fresh("query"), fresh("mixed")]
+    for adapter in held:
+        manager.add_adapter(adapter)
     spoil(manager, tmp_path / "wide")
     with caplog.at_level(logging.WARNING, logger="jlora"):
         trainer = manager.trainer(loss, dict.fromkeys(RANKS, optax.sgd(0.1)))
+    del held  # until here, the arrays given are at hand
     return {name: trainer.adapter(name).modules for name in RANKS}, caplog.messages
 
 

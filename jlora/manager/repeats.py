@@ -44,6 +44,8 @@ def find_repeats(wrapped: WrappedModel) -> dict[str, Site]:
     kernels: list[tuple[Site, jax.Array, tuple[int, ...]]] = []  # with the axes of a line
     held: set[int] = set()
     for site, layer in wrapped.modules.items():
+        if not site.spec.whole:  # the factors that experts share, beside a site of the same kernel
+            continue
         spec = spec_of(layer, site)
         variable = held_by(layer, spec)
         if not isinstance(variable, nnx.Variable) or id(cast("object", variable)) in held:

@@ -296,7 +296,7 @@ def _kernel(s: Sizes, finite: bool, tile, active, fresh, ranks, *refs):
     slot = state[0] = jnp.where(begins, 0, jnp.where(new, jax.lax.rem(state[0] + 1, s.buffers), state[0]))
     parts = partial(_parts, s, (a, b, b_loose), (a_buf, b_buf))
 
-    def start(ahead, _):
+    def start(ahead):
         at_j, at_v = j, v + ahead
         for _ in range(s.buffers - 1):
             past = at_v >= pl.num_programs(2)
@@ -313,7 +313,7 @@ def _kernel(s: Sizes, finite: bool, tile, active, fresh, ranks, *refs):
             b_buf[...] = jnp.zeros_like(b_buf)
 
     # 1. Start the copies of the last step that has a free buffer. At first, start those of all steps up to it.
-    jax.lax.fori_loop(jnp.where(begins, 0, s.buffers - 1), s.buffers, start, None)
+    jax.lax.fori_loop(jnp.where(begins, 0, s.buffers - 1), s.buffers, lambda ahead, _: start(ahead), None)
     pl.when(new)(lambda: _wait(s, parts(j, slot), state, slot, sem))
 
     # 2. Compute.

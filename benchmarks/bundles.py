@@ -52,7 +52,7 @@ _SOURCE = re.compile(r'loc\("[^"]*/(jlora/[^"]*)":(\d+)')
 _INPUT = re.compile(r"inlined_call_operand\.([\w<> ]+?) \[shape: (\w+)\[([\d,]*)\][^\]]*index: (\d+)")
 _OPERANDS = re.compile(r"\[smem:\[[^\]]*\]\]|\[[^\]]*\]|[^\s,]+")
 _PREDICATE = re.compile(r"\((!?)%(\w+)(?:, [^()]*)?\)")
-_IGNORED = ("sphi", "int_to_ptr", "vsync", "sfence")
+_IGNORED = ("sphi", "vsync", "sfence")
 
 
 class Instruction(NamedTuple):
@@ -193,7 +193,7 @@ def _operand_at(pointer: int) -> int | None:
 # By the name up to the first dot.
 _COMPUTE: dict[str, Callable] = {
     "sadd": lambda x, y: x + y,
-    "scalar_lea": lambda *each: sum(each),
+    "scalar_lea": lambda x, y, *allocation: x + y,  # a third operand only names the allocation that has the address
     "ssub": lambda x, y: x - y,
     "smul": lambda x, y: x * y,
     "sshll": lambda x, y: x << y,
@@ -255,7 +255,7 @@ def count(program: Program, chip: Chip, values: Sequence[np.ndarray | None]) -> 
 
     Raises:
       NotImplementedError: An instruction is unknown.
-      ValueError: A wait has no copy, the program does not end, or it reads an operand that is None.
+      ValueError: A wait has no copy or a copy no wait, the program does not end, or it reads an operand that is None.
     """
     core = _Core(program, chip, values)
     address, branch = 0, None  # the bundles up to a jump, and its target
@@ -272,6 +272,8 @@ def count(program: Program, chip: Chip, values: Sequence[np.ndarray | None]) -> 
                 address, branch = branch[1], None
         elif target is not None:
             branch = chip.branch_slots, target
+    if left := sum(granules for queue in core.semaphores.values() for granules, _ in queue):
+        raise ValueError(f"no wait takes the last {left} granules that were copied")
     core.found.cycles = core.now
     return core.found
 
@@ -295,7 +297,7 @@ class _Core:
 
     def issue(self, address: int) -> int | None:
         """Execute a bundle, and return the target of a branch that it takes. Its reads precede its writes."""
-        target, written = None, []
+        target, written, casts = None, [], []
         for one in self.program.bundles[address]:
             if one.predicate is not None and bool(self.registers.get(one.predicate[0], 0)) != one.predicate[1]:
                 continue
@@ -303,6 +305,8 @@ class _Core:
                 target = one.target
             elif one.op == "operand":
                 written.append((one.result, self.argument(one.target)))
+            elif one.op.startswith("int_to_ptr"):  # of a value that the same bundle may write
+                casts.append(one)
             elif one.op == "sst":
                 place, value = map(self.value, one.operands)
                 self.memory[place] = value
@@ -315,6 +319,7 @@ class _Core:
             else:
                 written.append((one.result, compute(one.op, [self.value(each) for each in one.operands])))
         self.registers.update(written)
+        self.registers.update((one.result, self.value(one.operands[0])) for one in casts)
         return target
 
     def read(self, index) -> list:

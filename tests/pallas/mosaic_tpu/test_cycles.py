@@ -57,9 +57,10 @@ def test_a_copy_takes_its_bytes_and_the_latency():
     assert bundles.count(program, CHIP, [None, np.int32([1, 0])]).copied == {}
 
 
-def test_a_wait_without_copy_is_refused():
-    text = COPY.replace("(%p6_p0), [#allocation7], 32", "[#allocation7], 33")
-    with pytest.raises(ValueError, match="no copy"):
+@pytest.mark.parametrize(("granules", "message"), [(33, "no copy"), (31, "no wait takes the last 1 granules")])
+def test_a_wait_without_copy_and_a_copy_without_wait_are_refused(granules, message):
+    text = COPY.replace("(%p6_p0), [#allocation7], 32", f"[#allocation7], {granules}")
+    with pytest.raises(ValueError, match=message):
         bundles.count(bundles.parse(text), CHIP, [None, np.int32([0, 1])])
 
 

@@ -298,7 +298,7 @@ def _kernel(s: Sizes, finite: bool, tile, active, fresh, ranks, *refs):
 
     def start(ahead):
         at_j, at_v = j, v + ahead
-        for _ in range(s.buffers - 1):
+        for _once in range(s.buffers - 1):
             past = at_v >= pl.num_programs(2)
             at_j, at_v = jnp.where(past, at_j + 1, at_j), jnp.where(past, at_v - pl.num_programs(2), at_v)
         visit = s.visit(c, at_v, *first)

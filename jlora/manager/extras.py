@@ -28,6 +28,11 @@ def check_extras(packed: PackedAdapter, wrapped: WrappedModel) -> None:
         computed.check_base(packed, wrapped)
 
 
+def refused_sites(wrapped: WrappedModel) -> frozenset[Site]:
+    """Return the sites that `check_extras` refuses for any adapter that brings extras for them."""
+    return frozenset[Site]().union(*(computed.refused_sites(wrapped) for computed in _COMPUTED.values()))
+
+
 def empty_values(sites: Sequence[Site]) -> dict[str, Float[np.ndarray, "values"]]:
     """Return `Extra.name` -> values of an empty slot, of all sites that hold the extra, one site after the other."""
     found: dict[str, np.ndarray] = {}

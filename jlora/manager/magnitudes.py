@@ -65,6 +65,14 @@ def check_base(packed: PackedAdapter, wrapped: WrappedModel) -> None:
             raise LoRAError(_DONATED.format(path=p.site.path, param=spec.param))
 
 
+def refused_sites(wrapped: WrappedModel) -> frozenset[Site]:
+    """Return the sites with magnitudes that `check_base` refuses, since the bias in their output is not known."""
+    with_magnitudes = ((site, layer) for site, layer in wrapped.modules.items() if MAGNITUDE in site.spec.extras)
+    return frozenset(
+        site for site, layer in with_magnitudes if _unknown_bias(layer, site, _linear(wrapped, site)) is not None
+    )
+
+
 _DONATED = "{path}.{param}: the parameter was donated; give it back to the model before a DoRA adapter is loaded"
 
 

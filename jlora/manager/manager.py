@@ -31,6 +31,7 @@ from jlora.layers.wrap.select import PackedModules
 from jlora.layers.wrap.wrapped import LayerInfo, WrappedModel
 from jlora.manager.batch_arguments import BatchArguments, Given, checked_names, given
 from jlora.manager.export import export, export_blocks
+from jlora.manager.extras import refused_sites
 from jlora.manager.leases import AdapterHandle, LeaseInfo
 from jlora.manager.loading import add, load, prefetch, read_again, recall
 from jlora.manager.loads import Deadline, notify
@@ -825,7 +826,7 @@ class LoRAManager:
         rows = num_sequences, token_counts, pad_to, length, items, batch_axis
         if rederive is None and (repeats := find_repeats(wrapped)):
             raise LoRAError(f"verify: {describe(repeats)}")
-        report, reasons = verify(wrapped, forward, inputs, *rows, seed, rederive)
+        report, reasons = verify(wrapped, forward, inputs, *rows, seed, rederive, refused_sites(wrapped))
         # In a turn, so that a batch on another thread agrees and is made with the same layers.
         with self._state.peers.turn("verify", alone=True), self._state.lock:
             wrapped.set_unserved(reasons)

@@ -8,7 +8,7 @@ plans. Its own product is compared with that of its dequantized weight, which th
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias, cast
 
@@ -95,13 +95,17 @@ def verify(
     batch_axis: int,
     seed: int,
     rederive: Rederive | None,
+    plain: Collection[Site] = (),
 ) -> tuple[VerifyReport, Mapping[Site, str]]:
-    """Return the report of `LoRAManager.verify`, and the reason for each wrapped site that serves no adapter."""
+    """Return the report of `LoRAManager.verify`, and the reason for each wrapped site that serves no adapter.
+
+    The other arguments are its own. `plain` has the sites whose extras no adapter can fill.
+    """
     if num_sequences is None:
         num_sequences = _count(inputs, token_counts, batch_axis)
     shape = shape_of_all("verify", num_sequences, token_counts, pad_to, length, items, wrapped.sites)
     layout = _RowOwners(shape, batch_axis)
-    probe = _Probe(wrapped, forward, inputs, layout, seed, rederive)
+    probe = _Probe(wrapped, forward, inputs, layout, seed, rederive, plain)
     with opening(probe.record):  # layers that serve no adapter are recorded instead of raising
         served, unchecked, unserved = probe.look()
         if not served:
@@ -214,9 +218,10 @@ class _Probe:
         layout: _RowOwners,
         seed: int,
         rederive: Rederive | None,
+        plain: Collection[Site],
     ):
         self.wrapped, self.forward, self.inputs, self.layout = wrapped, forward, inputs, layout
-        self.rederive = rederive
+        self.rederive, self.plain = rederive, plain
         self.rng = np.random.default_rng(seed)
         # The factors that experts share are added to the same rows, so checking the other factors suffices.
         self.sites = tuple(site for site in wrapped.modules if site.spec.whole and site.kind != "head")
@@ -269,7 +274,8 @@ class _Probe:
             dtype = jnp.dtype(spec.float_dtype)
             a, b = (factor.astype(dtype).astype(np.float32) for factor in (a, b))
             size_of_extra = (*spec.stack, spec.out_features)
-            extras = [extra.fill + self.rng.uniform(-0.5, 0.5, size_of_extra) for extra in spec.extras]
+            spread = 0.0 if site in self.plain else 0.5
+            extras = [extra.fill + self.rng.uniform(-spread, spread, size_of_extra) for extra in spec.extras]
             values[site] = a, b, [extra.astype(np.float32) for extra in extras]
             self._steps[self.names[i], site] = steps
         return values

@@ -100,20 +100,21 @@ def test_cache_larger_than_the_memory_is_refused(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "text"),
+    ("file", "text", "problem"),
     [
-        ("tokenizer.json", json.dumps({"model": 3})),
-        ("tokenizer.json", '{"model":' * 100_000),
-        ("config.json", '{"model_type":' * 900 + "1" + "}" * 900),
-        ("config.json", '{"model_type": "llama", "model_type": "llama"}'),
+        ("tokenizer.json", json.dumps({"model": 3}), " is not "),
+        ("tokenizer.json", '{"model":' * 100_000, " is not "),
+        ("config.json", '{"model_type":' * 900 + "1" + "}" * 900, ": model_type "),
+        ("config.json", '{"model_type":' * 100_000 + "1" + "}" * 100_000, " is not JSON"),
+        ("config.json", '{"model_type": "llama", "model_type": "llama"}', " field 'model_type' is given twice"),
     ],
 )
-def test_malformed_model_files_are_errors_of_one_line(capsys, tmp_path, file, text):
+def test_malformed_model_files_are_errors_of_one_line(capsys, tmp_path, file, text, problem):
     shutil.copytree(MODEL, tmp_path / "model")
     (tmp_path / "model" / file).write_text(text)
     status, line = error_of(capsys, ["generate", "--model", str(tmp_path / "model"), "--prompt", ":a"])
     assert status == 1
-    assert f"model/{file} is not " in line
+    assert f"model/{file}{problem}" in line
 
 
 def test_panic_of_the_tokenizer_is_an_error(capsys, monkeypatch):

@@ -348,24 +348,6 @@ def test_a_finisher_that_is_wrong_is_exposed(dtype):
         make_manager(Two(nnx.Linear(6, 6, rngs=nnx.Rngs(1))), dora=True, dtype=dtype).verify(serve, normal(3, 4, 6))
 
 
-def test_a_bias_under_another_name_is_exposed():
-    class Shifted(nnx.Linear):
-        def __init__(self):
-            super().__init__(6, 6, use_bias=False, rngs=nnx.Rngs(0))
-            self.shift = nnx.Param(jnp.asarray(normal(6)))
-
-        def __call__(self, x):
-            return super().__call__(x) + self.shift[...].reshape((1,) * (x.ndim - 1) + (6,))
-
-    for bias in ("bias", "shift"):
-        register_layer(Shifted, lambda layer, bias=bias: jlora.LinearSpec(6, 6, bias=bias))
-        manager = make_manager(Two(Shifted()), dora=True)
-        if bias == "bias":
-            exposed(manager, "proj", normal(3, 4, 6))
-        else:
-            assert manager.verify(serve, normal(3, 4, 6)).checked == ("first", "proj")
-
-
 # --- Guessed specs -------------------------------------------------------------------------------------------------
 
 

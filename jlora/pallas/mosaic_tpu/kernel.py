@@ -105,6 +105,11 @@ class Sizes(Listing):
         return 3 if self.by_group else 2
 
     @property
+    def parts(self) -> int:
+        """Bound on the parts of the copies of a step: slices, or the aligned and the loose columns of the last tile."""
+        return max(2, len(self.slices))
+
+    @property
     def width(self) -> int:
         """Ranks of a bundle."""
         return self.bundle * self.rank
@@ -213,7 +218,7 @@ def call(
                 pltpu.VMEM((s.buffers, len(s.slices), *_places(s, a), s.tile_k), a.dtype),
                 pltpu.VMEM((s.buffers, *_places(s, b), s.tile_n), b.dtype),
                 pltpu.VMEM((s.chunk, len(s.slices), s.tile_m, s.width), jnp.float32),
-                pltpu.SMEM((3 + s.buffers * len(s.slices),), jnp.int32),
+                pltpu.SMEM((3 + s.buffers * s.parts,), jnp.int32),
                 pltpu.SemaphoreType.DMA((s.buffers,)),
             ],
         ),
@@ -293,7 +298,8 @@ def _kernel(s: Sizes, finite: bool, tile, active, fresh, ranks, *refs):
     visit = s.visit(c, v, *first)
     new = (v == 0) | (fresh[visit] != 0)
     begins = (j == 0) & (v == 0)
-    slot = state[0] = jnp.where(begins, 0, jnp.where(new, jax.lax.rem(state[0] + 1, s.buffers), state[0]))
+    after = lambda slot: jnp.where(slot == s.buffers - 1, 0, slot + 1)  # noqa: E731 - a remainder is no scalar instruction
+    slot = state[0] = jnp.where(begins, 0, jnp.where(new, after(state[0]), state[0]))
     parts = partial(_parts, s, (a, b, b_loose), (a_buf, b_buf))
 
     def start(ahead):
@@ -305,7 +311,7 @@ def _kernel(s: Sizes, finite: bool, tile, active, fresh, ranks, *refs):
 
         @pl.when((at_j < pl.num_programs(1)) & ((at_v == 0) | (fresh[visit] != 0)))
         def _():
-            to = state[1] = jnp.where(begins & (ahead == 0), 0, jax.lax.rem(state[1] + 1, s.buffers))
+            to = state[1] = jnp.where(begins & (ahead == 0), 0, after(state[1]))
             _start(s, _Bundle(s, active, ranks, visit), parts(at_j, to), at_j, state, to, sem)
 
         @pl.when(begins & (ahead == 0) & (b.dtype != jnp.int8))
@@ -380,7 +386,7 @@ def _start(s: Sizes, bundle: _Bundle, parts, j, state, slot, sem):
         for k, ((_, source, target), used) in enumerate(zip(copies, found, strict=True)):
             step = _step(s, source)
             sizes = [_copied(s, step, one) for one in used]
-            state[3 + len(s.slices) * slot + k] = sum(sizes)
+            state[3 + s.parts * slot + k] = sum(sizes)
             for p, (group, size) in enumerate(zip(groups, sizes, strict=True)):
                 if step is None:
                     copy = pltpu.make_async_copy(source.at[group], target.at[p], sem.at[slot])
@@ -405,7 +411,7 @@ def _wait(s: Sizes, parts, state, slot, sem):
 
     def wait(copies):
         for k, (_, _, target) in enumerate(copies):
-            size = pl.multiple_of(state[3 + len(s.slices) * slot + k], _step(s, target) or 1)
+            size = pl.multiple_of(state[3 + s.parts * slot + k], _step(s, target) or 1)
             brought = target.at[pl.ds(0, size)]
             pltpu.make_async_copy(brought, brought, sem.at[slot]).wait()
 

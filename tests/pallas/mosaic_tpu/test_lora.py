@@ -110,6 +110,18 @@ def test_every_tiling_matches_the_oracle(slices, tiles, force_tiles, rng):
     check(*arrays, ids, slices, ranks, str(tiles))
 
 
+@pytest.mark.parametrize("by_group", [False, True])
+def test_a_last_tile_that_is_copied_in_two_parts(by_group, force_tiles):
+    """One slice whose last N tile has whole tiles of lanes and others; groups of unequal ranks follow each other."""
+    slices, tiles = (456,), {"tile_m": 16, "tile_n": 256, "bundle": 1, "by_group": by_group}
+    base, x, a, b, ranks = problem(14, 48, 256, slices, 16, 6, "bfloat16")
+    ranks = jnp.array([[16], [1], [9], [0], [16], [3]], ranks.dtype)
+    a = jnp.where(jnp.arange(16)[None, None, :, None] < ranks[:, :, None, None], a, 0)
+    b = jnp.where(jnp.arange(16)[None, :, None] < ranks[:, :, None], b, 0)
+    force_tiles(**tiles)
+    check(base, x, a, b, np.arange(48) % 6, slices, ranks, str(tiles))
+
+
 def test_mixed_dtypes(rng):
     base, x, a, b, ranks = problem(6, 9, 40, (24,), 8, 4)
     ids = rng.integers(0, 5, 9)

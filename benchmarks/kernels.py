@@ -51,7 +51,9 @@ def product(projection: Projection, backend: str):
     """Return one layer of jlora as f(base, x, a, b, plan, ranks)."""
 
     def apply(base, x, a, b, plan, ranks):
-        return ops.add_lora(base, x, a, b, plan, slice_sizes=projection.slices, ranks=ranks, backend=backend, finite=True)
+        return ops.add_lora(
+            base, x, a, b, plan, slice_sizes=projection.slices, ranks=ranks, backend=backend, finite=True
+        )
 
     return apply
 

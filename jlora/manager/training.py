@@ -358,7 +358,9 @@ class Trainer:
             donate_argnums=0,
             **({"out_shardings": shardings} if self._on_mesh else {}),
         )
-        with jax.default_device(None if self._on_mesh else cast("Any", self._whole)), jax.disable_jit(False):
+        where = jax.default_device(None if self._on_mesh else cast("Any", self._whole))
+        promotion = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")  # Optax needs both
+        with where, jax.disable_jit(False), promotion[0], promotion[1]:
             return jitted.lower(state, gradients, masks, active).compile()
 
     def _differentiated(

@@ -54,8 +54,7 @@ class Books:
     def __init__(self, slots: int, host: int):
         self.room = host
         self.slots: list[Item | None] = [None] * slots
-        self.used: list[Item] = []  # names in slots, least recently used first
-        self.host: list[Item] = []  # the same for the host; the newest of each name
+        self.host: list[Item] = []  # the newest of each name, least recently used first, also in slots
         self.pinned: set[str] = set()
         self.known: dict[str, Any] = {}  # evicted, and to be had again: the key
         self.open: list[list[Item]] = []  # of each open batch
@@ -81,16 +80,9 @@ class Books:
             self.host.remove(item)
             self.host.append(item)
 
-    def touch(self, item: Item) -> None:
-        if item in self.used:
-            self.used.remove(item)
-        self.used.append(item)
-        self.touch_host(item)
-
     def vacate(self, item: Item) -> None:
         if not self.leased(item):
             self.slots = [None if held is item else held for held in self.slots]
-            self.used = [held for held in self.used if held is not item]
 
     def evict(self, item: Item) -> None:
         self.host.remove(item)
@@ -129,8 +121,7 @@ class Books:
         self.put(new, old)
         if old in self.slots and not self.alive(old):
             self.slots[self.slots.index(old)] = new
-            self.used.remove(old)
-            self.touch(new)
+            self.touch_host(new)
         return new.version
 
     def stays(self, item: Item) -> bool:
@@ -183,7 +174,6 @@ class Books:
         for slot, item in enumerate(self.slots):
             if item is not None and not self.alive(item) and item.name not in self.pinned:
                 self.slots[slot] = None
-                self.used.remove(item)
 
     def activate(self, wanted: list[Item]) -> Any:
         """The adapters that were written."""
@@ -191,9 +181,10 @@ class Books:
         missing = [item for item in wanted if item not in self.slots]
         reserved = {item.name: i for i, item in enumerate(self.slots) if item is not None and not self.alive(item)}
         free = [i for i, item in enumerate(self.slots) if item is None]
+        by_use = sorted(filter(None, self.slots), key=lambda item: item in self.host and self.host.index(item) + 1)
         victims = [
             self.slots.index(item)
-            for item in self.used
+            for item in by_use
             if self.alive(item) and not self.leased(item) and item not in wanted
             and not (item.name in self.pinned and item in self.host)
         ]  # fmt: skip
@@ -203,11 +194,9 @@ class Books:
         if None in places:
             return jlora.NoFreeSlotError
         for item, place in zip(missing, places, strict=True):
-            if (victim := self.slots[place]) is not None:
-                self.used.remove(victim)
             self.slots[place] = item
         for item in [*(item for item in wanted if item not in missing), *missing]:
-            self.touch(item)
+            self.touch_host(item)
         return missing
 
 

@@ -243,7 +243,7 @@ def test_adapters_bring_their_own_pooling(engine, oracle, hidden_of, folder_of, 
     for kind, request in requests.items():
         until(lambda: engine.stats().waiting < 8)
         found[kind] = engine.embed(prompts, lora=request if with_request else request.name)
-    until(lambda: engine.stats().waiting < 8)
+    until(lambda: engine.stats().waiting == 0)
     plain = [engine.embed(prompts[:1], lora=name) for name in (None, "a")]
     for (mode, normalize), generations in found.items():
         for prompt, result in zip(prompts, results(generations), strict=True):

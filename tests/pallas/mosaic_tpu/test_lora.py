@@ -110,7 +110,7 @@ def test_every_tiling_matches_the_oracle(slices, tiles, force_tiles, rng):
     check(*arrays, ids, slices, ranks, str(tiles))
 
 
-@pytest.mark.parametrize("by_group", [False, True])
+@pytest.mark.parametrize("by_group", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_last_tile_that_is_copied_in_two_parts(by_group, force_tiles):
     """One slice whose last N tile has whole tiles of lanes and others; groups of unequal ranks follow each other."""
     slices, tiles = (456,), {"tile_m": 16, "tile_n": 256, "bundle": 1, "by_group": by_group}
@@ -173,8 +173,8 @@ def test_unread_groups_may_hold_anything(rng):
     [
         (20, (40,), "bfloat16"),
         (20, (128, 256), "float32"),
-        (16, (128, 256), "bfloat16"),
-        (24, (40, 13), "bfloat16"),
+        pytest.param(16, (128, 256), "bfloat16", marks=pytest.mark.slow),
+        pytest.param(24, (40, 13), "bfloat16", marks=pytest.mark.slow),
         pytest.param(48, (256, 128), "bfloat16", marks=pytest.mark.slow),
         pytest.param(40, (72, 60), "float32", marks=pytest.mark.slow),
     ],

@@ -359,8 +359,8 @@ class Trainer:
             **({"out_shardings": shardings} if self._on_mesh else {}),
         )
         where = jax.default_device(None if self._on_mesh else cast("Any", self._whole))
-        promotion = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")  # Optax needs both
-        with where, jax.disable_jit(False), promotion[0], promotion[1]:
+        dtypes, axes = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")  # Optax needs both
+        with where, jax.disable_jit(False), dtypes, axes:
             return jitted.lower(state, gradients, masks, active).compile()
 
     def _differentiated(

@@ -298,7 +298,10 @@ def _kernel(s: Sizes, finite: bool, tile, active, fresh, ranks, *refs):
     visit = s.visit(c, v, *first)
     new = (v == 0) | (fresh[visit] != 0)
     begins = (j == 0) & (v == 0)
-    after = lambda slot: jnp.where(slot == s.buffers - 1, 0, slot + 1)  # noqa: E731 - a remainder is no scalar instruction
+
+    def after(slot):  # no remainder, which is no scalar instruction
+        return jnp.where(slot == s.buffers - 1, 0, slot + 1)
+
     slot = state[0] = jnp.where(begins, 0, jnp.where(new, after(state[0]), state[0]))
     parts = partial(_parts, s, (a, b, b_loose), (a_buf, b_buf))
 

@@ -31,8 +31,8 @@ import jlora
 from benchmarks.decode_step import CONTEXT, llama_3_8b
 from benchmarks.timing import machine
 from jlora._compat import launch_of
-from jlora.manager import programs
 from jlora.models import Decoder, DecoderConfig
+from jlora.slots import programs
 
 SLOTS, ADAPTERS, SEQUENCES = 8, 12, 64
 

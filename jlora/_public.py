@@ -19,6 +19,7 @@ from jlora.errors import LoadTimeoutError as LoadTimeoutError
 from jlora.errors import LoRAError as LoRAError
 from jlora.errors import LoRAUsageError as LoRAUsageError
 from jlora.errors import NoFreeSlotError as NoFreeSlotError
+from jlora.fit.survey import Survey as Survey
 from jlora.layers.einsum import einsum_spec as einsum_spec
 from jlora.layers.forward.batch import LoRABatch as LoRABatch
 from jlora.layers.forward.compiling import compiler_options as compiler_options
@@ -43,8 +44,7 @@ from jlora.manager.report import AdapterInfo as AdapterInfo
 from jlora.manager.report import Histogram as Histogram
 from jlora.manager.report import HistogramCounts as HistogramCounts
 from jlora.manager.report import Stats as Stats
-from jlora.manager.survey import Survey as Survey
-from jlora.manager.training import Trainer as Trainer
 from jlora.presets import Preset as Preset
 from jlora.presets import preset as preset
+from jlora.training.trainer import Trainer as Trainer
 from jlora.verify.verify import VerifyReport as VerifyReport

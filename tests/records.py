@@ -3,7 +3,7 @@
 import jax
 
 import jlora
-from jlora.manager.packed_adapter import PackedAdapter
+from jlora.slots.packed import PackedAdapter
 
 
 def slot_names(manager: jlora.LoRAManager) -> tuple[str | None, ...]:

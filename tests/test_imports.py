@@ -7,17 +7,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-COMMON = {"_json", "_typing", "_memory", "_threads", "_contents", "_hub", "config", "errors", "_compat", "_qwix"}
+HELPERS = {"_json", "_typing", "_memory", "_threads", "_interrupts", "_contents", "_hub", "_compat", "_qwix"}
+COMMON = HELPERS | {"config", "errors"}
 # Part of jlora -> the other parts it may import. A part is a file or folder directly under jlora/.
 MAY_IMPORT = {
-    "_typing": COMMON,
-    "_compat": COMMON,
-    "_json": COMMON,
-    "_memory": COMMON,
-    "_threads": COMMON,
-    "_contents": COMMON,
-    "_hub": COMMON,
-    "_qwix": COMMON,
+    **dict.fromkeys(HELPERS, COMMON),
     "errors": COMMON,
     "config": COMMON,
     "adapters": COMMON,
@@ -26,10 +20,13 @@ MAY_IMPORT = {
     "ops": COMMON | {"pallas"},
     "sharding": COMMON,
     "layers": COMMON | {"adapters", "pallas", "sharding"},
-    "verify": COMMON | {"sharding", "layers"},
-    "manager": COMMON | {"adapters", "sharding", "layers", "verify"},
+    "slots": COMMON | {"adapters", "pallas", "sharding", "layers"},
+    "fit": COMMON | {"adapters", "layers", "slots"},
+    "verify": COMMON | {"adapters", "sharding", "layers", "slots"},
+    "training": COMMON | {"adapters", "sharding", "layers", "slots"},
+    "manager": COMMON | {"adapters", "sharding", "layers", "slots", "fit", "verify", "training"},
     "models": COMMON - {"config"} | {"pallas"},  # a model like any user's, without LoRA
-    "_public": COMMON | {"adapters", "presets", "sharding", "layers", "verify", "manager"},
+    "_public": COMMON | {"adapters", "presets", "sharding", "layers", "fit", "verify", "training", "manager"},
     "__init__": {"_public", "models", "ops"},  # all on first use
     "serve": {"__init__", "errors", "models", "ops", "_hub", "_json", "_threads"},
     "integrations": {"__init__", "serve"},  # public names only, as a user's code

@@ -10,9 +10,9 @@ import numpy as np
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import LoRAUsageError
 from jlora.layers.forward.batch_shape import BatchShape
-from jlora.manager.casting import fits_float32
 from jlora.manager.leases import AdapterHandle
-from jlora.manager.packed_adapter import PackedAdapter
+from jlora.slots.casting import fits_float32
+from jlora.slots.packed import PackedAdapter
 
 Name = str | LoRARequest | AdapterHandle
 

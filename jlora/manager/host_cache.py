@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from jlora.config import LoRARequest
 from jlora.errors import NoFreeSlotError
 from jlora.layers.forward.lease import Served
-from jlora.manager.packed_adapter import PackedAdapter
+from jlora.slots.packed import PackedAdapter
 
 _STAYS = "pinned, held by an open batch, from memory or changed by update_adapter"
 

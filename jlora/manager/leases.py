@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from jlora.layers.forward.lease import Lease, Served
-from jlora.manager.packed_adapter import PackedAdapter
+from jlora.slots.packed import PackedAdapter
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,13 @@ from jlora.errors import (
     LoadTimeoutError,
     LoRAError,
 )
-from jlora.manager.blocks import Block, Row, unpack
-from jlora.manager.extras import check_extras, slot_values
-from jlora.manager.fit import describe
+from jlora.fit.read import pack_exactly, pack_files, pack_in_memory
+from jlora.fit.shapes import describe
 from jlora.manager.loads import AT_ONCE, Deadline, Load, LoadCancelled
-from jlora.manager.packed_adapter import LifeCycle, PackedAdapter
-from jlora.manager.stage import pack_exactly, pack_files, pack_in_memory
 from jlora.manager.state import State, in_use
+from jlora.slots.blocks import Block, Row, unpack
+from jlora.slots.packed import LifeCycle, PackedAdapter
+from jlora.slots.values import check_extras, slot_values
 
 _log = logging.getLogger("jlora")
 _READS = 3  # most reads of files that change meanwhile

@@ -5,62 +5,15 @@ deferred while the main thread holds the state lock, and raised when the lock is
 reads a file, compiles or calls a user's function. It blocks only on the device, if a write requires it.
 """
 
-import signal
 import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from types import FrameType
 
-from jlora._compat import get_handler, set_handler
+from jlora._interrupts import sigint
 
 _MOMENT = 0.05  # seconds to wait for the lock before handling a SIGINT
 _LOOK_AGAIN = 0.05  # longest wait of `Bell.wait`, in seconds
-
-
-class _Deferral:
-    """Defer SIGINT in the main thread. Only Python's default handler is replaced, since others need not raise here."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._noted = False
-
-    def begin(self) -> None:
-        """Record SIGINT instead of raising. Calls may be nested."""
-        if threading.get_ident() != threading.main_thread().ident:
-            return
-        if self._depth == 0:
-            if get_handler(signal.SIGINT) is not signal.default_int_handler:
-                return
-            self._noted = False
-            set_handler(signal.SIGINT, self._note)
-        self._depth += 1
-
-    def end(self) -> None:
-        """Restore the handler at the outermost call, and raise KeyboardInterrupt if a SIGINT was recorded."""
-        if self._depth == 0 or threading.get_ident() != threading.main_thread().ident:
-            return
-        self._depth -= 1
-        if self._depth == 0:
-            set_handler(signal.SIGINT, signal.default_int_handler)
-            if self._noted:
-                raise KeyboardInterrupt
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._noted = True
-
-
-_sigint = _Deferral()  # one for the process, like the signal handler
-
-
-@contextmanager
-def sigint_deferred() -> Generator[None, None, None]:
-    """Defer SIGINT in the main thread until the end of the context."""
-    _sigint.begin()
-    try:
-        yield
-    finally:
-        _sigint.end()
 
 
 class StateLock:
@@ -84,7 +37,7 @@ class StateLock:
     def __enter__(self) -> None:
         me = threading.get_ident()
         if self._owner != me:
-            _sigint.begin()
+            sigint.begin()
             _acquire(self._lock.acquire)
             self._owner = me
         self._depth += 1
@@ -99,7 +52,7 @@ class StateLock:
         """Acquire the step lock, then the state lock; see `writing`."""
         me = threading.get_ident()
         if self._owner != me:
-            _sigint.begin()
+            sigint.begin()
             _acquire(self.step.acquire)
             self._lock.acquire()
             self._owner, self._writes = me, True
@@ -111,7 +64,7 @@ class StateLock:
         self._lock.release()
         if writes:
             self.step.release()
-        _sigint.end()
+        sigint.end()
 
     @contextmanager
     def released(self) -> Generator[None, None, None]:
@@ -149,8 +102,8 @@ def _acquire(acquire: Callable[..., bool]) -> None:
     """Acquire a lock. A SIGINT is raised if it is not free at once."""
     if not acquire(False):
         while not acquire(timeout=_MOMENT):
-            _sigint.end()
-            _sigint.begin()
+            sigint.end()
+            sigint.begin()
 
 
 class Bell:

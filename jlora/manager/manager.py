@@ -21,6 +21,7 @@ from jlora._threads import elapsed
 from jlora.adapters import Adapter
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterInUseError, LoRAError, LoRAUsageError
+from jlora.fit.names import SiteIndex, name_rules
 from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.forward.batch_shape import FirstRows, batch_shape, shape_of_all
 from jlora.layers.forward.context import staged
@@ -30,24 +31,23 @@ from jlora.layers.wrap.apply import wrap_model
 from jlora.layers.wrap.select import PackedModules
 from jlora.layers.wrap.wrapped import LayerInfo, WrappedModel
 from jlora.manager.batch_arguments import BatchArguments, Given, checked_names, given
-from jlora.manager.export import export, export_blocks
-from jlora.manager.extras import refused_sites
 from jlora.manager.leases import AdapterHandle, LeaseInfo
-from jlora.manager.loading import add, load, prefetch, read_again, recall
+from jlora.manager.loading import add, exact_factors, load, prefetch, read_again, recall
 from jlora.manager.loads import Deadline, notify
 from jlora.manager.locks import StateLock
 from jlora.manager.multihost import peers_of
-from jlora.manager.names import SiteIndex, name_rules
-from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.prepare import activate, prepare
-from jlora.manager.repeats import describe, find_repeats
 from jlora.manager.report import AdapterInfo, Level, Stats, records
 from jlora.manager.snapshot import base_digest, restore, save
 from jlora.manager.state import State
 from jlora.manager.step import FlatModel, Step
-from jlora.manager.training import Loss, Optimizer, Trainer
 from jlora.manager.update import update
 from jlora.manager.warmup import warm_up
+from jlora.slots.export import export, export_blocks
+from jlora.slots.packed import PackedAdapter
+from jlora.slots.values import refused_sites
+from jlora.training.trainer import Loss, Optimizer, Served, Trainer
+from jlora.verify.repeats import describe, find_repeats
 from jlora.verify.verify import Forward, VerifyReport, verify
 
 _log = logging.getLogger("jlora")
@@ -723,7 +723,16 @@ class LoRAManager:
         """
         state = self._state
         state.peers.refuse("trainer", "train on the devices of one")
-        return Trainer(state, self.model, self.prepare, self._update, self.jit, loss, optimizers)
+        served = Served(
+            self.model,
+            state.pool,
+            self.prepare,
+            self._update,
+            self.jit,
+            partial(exact_factors, state),
+            lambda lease: lease in state.leases.open(),
+        )
+        return Trainer(served, loss, optimizers)
 
     # --- life cycle ---------------------------------------------------------------------------------------------
 

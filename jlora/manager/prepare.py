@@ -17,8 +17,8 @@ from jlora.manager.batch_arguments import BatchArguments, Name, check_adapters
 from jlora.manager.leases import AdapterHandle
 from jlora.manager.loading import await_loads, recall, start
 from jlora.manager.loads import Deadline, Load
-from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.state import KeptBatch, State, Ticket
+from jlora.slots.packed import PackedAdapter
 
 _log = logging.getLogger("jlora.leases")
 

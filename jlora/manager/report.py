@@ -11,8 +11,8 @@ from jlora.config import LoRARequest
 from jlora.layers.forward.lease import Served
 from jlora.manager.host_cache import HostCache
 from jlora.manager.leases import Leases
-from jlora.manager.packed_adapter import PackedAdapter
-from jlora.manager.slot_arrays import SlotArrays
+from jlora.slots.arrays import SlotArrays
+from jlora.slots.packed import PackedAdapter
 
 Level: TypeAlias = Literal["slot", "host", "evicted"]
 HistogramCounts = tuple[tuple[float, ...], tuple[int, ...], float]  # upper bounds, counts, sum

@@ -44,12 +44,12 @@ from jlora.errors import (
     NoFreeSlotError,
 )
 from jlora.layers.site import Site
-from jlora.manager.export import export_blocks
 from jlora.manager.host_cache import HostCache
 from jlora.manager.loading import Earlier, page_locked, read, read_folder
 from jlora.manager.loads import AT_ONCE
-from jlora.manager.packed_adapter import LifeCycle, PackedAdapter
 from jlora.manager.state import State
+from jlora.slots.export import export_blocks
+from jlora.slots.packed import LifeCycle, PackedAdapter
 
 _log = logging.getLogger("jlora")
 

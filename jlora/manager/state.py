@@ -11,6 +11,7 @@ import jax
 
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterInUseError, AdapterNotFoundError
+from jlora.fit.names import SiteIndex
 from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.manager.host_cache import HostCache
@@ -18,11 +19,10 @@ from jlora.manager.leases import Leases
 from jlora.manager.loads import Deadline, Load, Loads
 from jlora.manager.locks import Bell
 from jlora.manager.multihost import Peers
-from jlora.manager.names import SiteIndex
-from jlora.manager.packed_adapter import PackedAdapter
+from jlora.manager.policy import SlotPolicy
 from jlora.manager.report import Histogram, unknown_name
-from jlora.manager.slot_arrays import SlotArrays
-from jlora.manager.slot_table import SlotTable
+from jlora.slots.arrays import SlotArrays
+from jlora.slots.packed import PackedAdapter
 
 T = TypeVar("T")
 
@@ -106,7 +106,7 @@ class State:
         self.pool = SlotArrays(wrapped.modules, config.max_loras, staging)
         self.leases = Leases()
         self.counts: Counter[str] = Counter()
-        self.slots = SlotTable(self.pool, self.cache, self.leases, self.counts)
+        self.slots = SlotPolicy(self.pool, self.cache, self.leases, self.counts)
         self.loads = Loads()
         self.queue: list[Ticket] = []
         self.kept: OrderedDict[Hashable, KeptBatch] = OrderedDict()

@@ -10,9 +10,9 @@ import jax
 from jlora.errors import AdapterInUseError
 from jlora.manager.loading import page_locked, recall, with_extras
 from jlora.manager.loads import Deadline
-from jlora.manager.new_weights import to_host, updated
-from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.state import State
+from jlora.slots.new_weights import to_host, updated
+from jlora.slots.packed import PackedAdapter
 
 _log = logging.getLogger("jlora")
 

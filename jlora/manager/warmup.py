@@ -11,10 +11,10 @@ from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.forward.batch_shape import BatchShape
 from jlora.layers.forward.lease import Lease
 from jlora.layers.forward.make_batch import make_batch
-from jlora.manager.blocks import Block, Chunk, pack
-from jlora.manager.packed_adapter import LifeCycle, PackedAdapter
-from jlora.manager.packing import rank_table, with_scales
 from jlora.manager.state import State
+from jlora.slots.blocks import Block, Chunk, pack
+from jlora.slots.packed import LifeCycle, PackedAdapter
+from jlora.slots.packing import rank_table, with_scales
 
 
 def warm_up(

@@ -10,8 +10,8 @@ import jax.experimental.pallas.tpu
 import pytest
 
 import jlora
-from jlora.manager import programs, slot_arrays
 from jlora.pallas.triton import write as triton_write
+from jlora.slots import arrays, programs
 from tests.compiled import compiled_programs
 from tests.manager.tiny import World, make_world
 
@@ -69,7 +69,7 @@ def write_programs(request, monkeypatch) -> Iterator[str]:
     On an accelerator one program writes all chunks, and on GPUs it is a Triton kernel.
     """
     ran, kernel = [], triton_write.write_rows
-    monkeypatch.setattr(slot_arrays, "_joins", lambda device: request.param != "each")
+    monkeypatch.setattr(arrays, "_joins", lambda device: request.param != "each")
     if request.param == "kernel":
         monkeypatch.setattr(programs, "takes_kernels", lambda device: True)
         monkeypatch.setattr(triton_write, "write_rows", lambda *args: (ran.append(1), kernel(*args, interpret=True))[1])

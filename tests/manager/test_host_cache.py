@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import jlora
 from jlora.manager.host_cache import HostCache
-from jlora.manager.packed_adapter import LifeCycle, PackedAdapter
+from jlora.slots.packed import LifeCycle, PackedAdapter
 from tests.manager.test_prepare import in_time
 from tests.manager.tiny import MAX_RANK, MODULES, make_adapter, make_world, request, tensors
 from tests.records import on_host, slot_names

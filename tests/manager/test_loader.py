@@ -19,7 +19,7 @@ import pytest
 
 import jlora
 from jlora.adapters.adapter import open_adapter
-from jlora.manager import stage
+from jlora.fit import read as fit_read
 from tests.manager.tiny import MAX_RANK, World, make_adapter, make_world, same
 from tests.records import content_of, evicted, on_host, slot_names, waiting
 from tests.small_device import on_small_device
@@ -84,7 +84,7 @@ def running() -> bool:
 @pytest.fixture
 def store(tmp_path, monkeypatch) -> Iterator[Store]:
     made = Store(tmp_path)
-    monkeypatch.setattr(stage, "open_adapter", made.open_adapter)
+    monkeypatch.setattr(fit_read, "open_adapter", made.open_adapter)
     yield made
     made.closed.clear()
     until(lambda: not running())

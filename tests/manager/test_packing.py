@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jlora
 from jlora.adapters import tensor_data
-from jlora.manager import packing
+from jlora.slots import packing
 from tests.layers.expert_models import EXPERTS, HIDDEN, INNER, Block, Seams
 from tests.small_device import on_small_device
 

@@ -19,7 +19,8 @@ import pytest
 
 import jlora
 from jlora.adapters.adapter import open_adapter
-from jlora.manager import loading, stage, update
+from jlora.fit import read as fit_read
+from jlora.manager import loading, update
 from tests.manager.tiny import MODULES, lora, make_adapter, make_world, tensors
 from tests.records import content_of, slot_names
 
@@ -162,7 +163,7 @@ def test_files_that_change_while_they_are_read_are_read_again(world, folder, mon
             if changes:
                 write_twin(folder, changes.pop(0), "rewritten")
 
-    monkeypatch.setattr(stage, "open_adapter", changing)
+    monkeypatch.setattr(fit_read, "open_adapter", changing)
     world.manager.add_adapter(jlora.LoRARequest("a", folder))
     world.check(world.serve(["a", None, None]), [twin(2), None, None])
     changes += range(20)
@@ -274,7 +275,7 @@ def test_a_replacement_reads_the_files_as_they_are_when_it_is_called(world, fold
     world.manager.add_adapter(jlora.LoRARequest("a", folder))
     request = jlora.LoRARequest("a", folder, load_inplace=True)
     batch = world.manager.prepare(["a", None, None])
-    reads, read = [], stage.pack_files
+    reads, read = [], fit_read.pack_files
     monkeypatch.setattr(loading, "pack_files", lambda *args, **options: (read(*args, **options), reads.append(1))[0])
     first = world.manager.prefetch(request)
     while not reads:

@@ -12,9 +12,9 @@ from flax import nnx
 
 import jlora
 from jlora._compat import triton_gap
-from jlora.layers.slot_write import takes_kernels
 from jlora.pallas import gpus, moe
 from jlora.pallas.tiles import plan_tile_m
+from jlora.slots.slot_write import takes_kernels
 from tests.pallas.test_api import lowered
 
 DEVICE = SimpleNamespace(platform="gpu", compute_capability="9.0")

@@ -5,8 +5,8 @@ import torch
 import transformers
 
 import jlora
+from jlora.fit.names import name_rules
 from jlora.layers.site import is_named
-from jlora.manager.names import name_rules
 
 pytestmark = pytest.mark.parity
 

@@ -1,7 +1,7 @@
 """DoRA (arXiv:2402.09353): the columns of a weight with its LoRA have norms of their own.
 
 The slots hold the quotient of the new norm of each column and that of the weight with its LoRA
-(`jlora.manager.magnitudes`).
+(`jlora.slots.magnitudes`).
 """
 
 from collections.abc import Sequence

@@ -29,7 +29,7 @@ from jlora.layers.base_kernel import held_by
 from jlora.layers.site import Site, SlotParam
 from jlora.layers.specs import EmbedSpec
 from jlora.layers.wrap.wrapped import WrappedModel, spec_of
-from jlora.manager.array_placement import auto_axes, with_auto_axes
+from jlora.slots.placement import auto_axes, with_auto_axes
 
 _SHORTEST = 8  # values of a line; shorter ones could be equal by chance
 _VALUES, _LINES = 16, 8  # that are compared of a line, and of a parameter

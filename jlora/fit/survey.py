@@ -10,13 +10,14 @@ from jlora.adapters.adapter import open_adapter
 from jlora.adapters.problems import Problems
 from jlora.adapters.resolve import resolve
 from jlora.config import LoRAConfig, LoRARequest
+from jlora.fit.base_weights import check_base_shapes, difference
+from jlora.fit.effect import without_effect
+from jlora.fit.names import SiteIndex, name_rules
+from jlora.fit.read import check_variant
+from jlora.fit.shapes import describe, find_slices, read_as, refuse
 from jlora.layers.wrap.apply import survey
 from jlora.layers.wrap.wrapped import LayerInfo
-from jlora.manager.base_weights import check_base_shapes, difference
-from jlora.manager.effect import without_effect
-from jlora.manager.fit import describe, find_slices, read_as, refuse
-from jlora.manager.names import SiteIndex, SiteSlices, name_rules
-from jlora.manager.stage import check_variant
+from jlora.slots.packed import SiteSlices
 
 
 class Survey:

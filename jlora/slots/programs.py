@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jlora._compat import Device, Launch, launch_of, without_graphs
 from jlora.layers.site import SlotSpec
-from jlora.layers.slot_write import takes_kernels, write_block, write_table
-from jlora.manager.array_placement import ArrayPlacement, a_device, as_sharded, everywhere, of_blocks
-from jlora.manager.blocks import rank_step
+from jlora.slots.blocks import rank_step
+from jlora.slots.placement import ArrayPlacement, a_device, as_sharded, everywhere, of_blocks
+from jlora.slots.slot_write import takes_kernels, write_block, write_table
 
 # (spec, rows of the block, number of sites) of each block that a program writes.
 WriteKey: TypeAlias = tuple[tuple[SlotSpec, int, int], ...]

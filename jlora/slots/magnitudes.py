@@ -31,10 +31,10 @@ from jlora.layers.base_kernel import kernel_of
 from jlora.layers.site import Site
 from jlora.layers.specs import EmbedSpec, LinearSpec
 from jlora.layers.wrap.wrapped import WrappedModel, spec_of
-from jlora.manager.array_placement import auto_axes, with_auto_axes
-from jlora.manager.blocks import Block, Row, unpack
-from jlora.manager.packed_adapter import PackedAdapter, Placement
 from jlora.sharding.put import put
+from jlora.slots.blocks import Block, Row, unpack
+from jlora.slots.packed import PackedAdapter, Placement
+from jlora.slots.placement import auto_axes, with_auto_axes
 
 _CANCELLED = 2.0**-10
 _FLOATS = ("bfloat16", "float16", "float32", "float64")

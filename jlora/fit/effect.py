@@ -9,7 +9,7 @@ from jlora.adapters.escaping import listed
 from jlora.adapters.peft_config import PeftConfig
 from jlora.layers.site import Site
 from jlora.layers.wrap.wrapped import WrappedModel
-from jlora.manager.names import SiteSlices
+from jlora.slots.packed import SiteSlices
 
 _Slice: TypeAlias = tuple[str, int, int]  # path of a layer, its index in a stack, output slice
 

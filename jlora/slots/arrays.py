@@ -16,7 +16,10 @@ from flax import nnx
 
 from jlora._compat import Device, Launch, is_ready, raw_value, set_raw_value
 from jlora.layers.site import Site, SlotSpec
-from jlora.manager.array_placement import (
+from jlora.sharding.put import put
+from jlora.slots.blocks import Block, Chunk, cut
+from jlora.slots.packed import PackedAdapter
+from jlora.slots.placement import (
     ArrayPlacement,
     as_sharded,
     everywhere,
@@ -28,11 +31,8 @@ from jlora.manager.array_placement import (
     put_operands,
     refreshed,
 )
-from jlora.manager.blocks import Block, Chunk, cut
-from jlora.manager.extras import empty_values
-from jlora.manager.packed_adapter import PackedAdapter
-from jlora.manager.programs import WriteKey, compiled_table, compiled_write
-from jlora.sharding.put import put
+from jlora.slots.programs import WriteKey, compiled_table, compiled_write
+from jlora.slots.values import empty_values
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +60,7 @@ class SlotArrays:
       dirty: slots whose arrays may differ from `table`.
       writes: number of programs that have written each slot. The stamps have the same counts on the device, to detect
         copies of the model that missed a write.
+      modules: as above.
       sites: the sites, in the order of the variables.
       chunks: how the rows of a slot are divided into blocks.
       page_locks: True if page-locked host memory is available, which the device reads directly.
@@ -73,7 +74,7 @@ class SlotArrays:
         self.table: list[PackedAdapter | None] = [None] * num_slots
         self.dirty: set[int] = set()
         self.writes = [0] * num_slots
-        self.sites = tuple(modules)
+        self.modules, self.sites = modules, tuple(modules)
         # A block is at most a quarter of that size, so that transfers and writes can overlap.
         self.chunks = cut(self.sites, max(1, max_bytes // 4))
         self.slot_nbytes = [0] * num_slots

@@ -9,9 +9,9 @@ from jaxtyping import Float
 from jlora.adapters.extras import EXTRAS, MAGNITUDE, Extra
 from jlora.layers.site import Site
 from jlora.layers.wrap.wrapped import WrappedModel
-from jlora.manager import magnitudes
-from jlora.manager.blocks import Row
-from jlora.manager.packed_adapter import PackedAdapter
+from jlora.slots import magnitudes
+from jlora.slots.blocks import Row
+from jlora.slots.packed import PackedAdapter
 
 # Modules that check and compute the values of a slot, for extras whose slots do not hold what adapters bring.
 _COMPUTED = {MAGNITUDE.name: magnitudes}

@@ -17,20 +17,20 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Real
 
 from jlora._compat import raw_value, to_device
+from jlora._interrupts import sigint_deferred
 from jlora.adapters import Adapter
 from jlora.adapters.extras import EXTRAS
 from jlora.errors import LoRAUsageError
 from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.forward.mesh import off_explicit
 from jlora.layers.site import Site, SlotParam, SlotSpec
-from jlora.manager.array_placement import ArrayPlacement, auto_axes, everywhere, placement_of, with_auto_axes
-from jlora.manager.export import export_factors
-from jlora.manager.loading import exact_factors
-from jlora.manager.locks import sigint_deferred
-from jlora.manager.new_weights import stored
-from jlora.manager.packed_adapter import LifeCycle, PackedAdapter, Placement
-from jlora.manager.state import State
 from jlora.sharding.rules import names_of
+from jlora.slots.arrays import SlotArrays
+from jlora.slots.blocks import Row
+from jlora.slots.export import export_factors
+from jlora.slots.new_weights import stored
+from jlora.slots.packed import LifeCycle, PackedAdapter, Placement
+from jlora.slots.placement import ArrayPlacement, auto_axes, everywhere, placement_of, with_auto_axes
 
 # (model, batch, *inputs) -> the sum of the losses of each sequence, and the number of tokens that it sums (or weights).
 Loss: TypeAlias = Callable[..., tuple[Float[Array, "B"], Real[Array, "B"]]]
@@ -88,6 +88,29 @@ class _Factor:
         return off_explicit(write, jax.typeof(slots).sharding)(slots, factor, slots_of)
 
 
+@dataclass(frozen=True)
+class Served:
+    """The model and the manager whose adapters are trained.
+
+    Attributes:
+      model: the wrapped model.
+      pool: its slots.
+      prepare: `LoRAManager.prepare`.
+      update: `LoRAManager.update_adapter`, with a `check` of the version that it replaces.
+      jit: `LoRAManager.jit`.
+      exact_factors: returns row -> (A [n, r, K], B [r, N]) of a loaded adapter, as its files have them.
+      is_open: returns True for the lease of an open batch of this manager.
+    """
+
+    model: nnx.Module
+    pool: SlotArrays
+    prepare: Callable[..., LoRABatch]
+    update: Callable[..., int]
+    jit: Callable[..., Callable[..., Any]]
+    exact_factors: Callable[[PackedAdapter], Mapping[Row, tuple[np.ndarray, np.ndarray]]]
+    is_open: Callable[[Any], bool]
+
+
 class Trainer:
     """The trained factors of several adapters and the state of their optimizers, made by `LoRAManager.trainer`.
 
@@ -100,16 +123,12 @@ class Trainer:
 
     def __init__(
         self,
-        manager: State,
-        model: nnx.Module,
-        prepare: Callable[..., LoRABatch],
-        update: Callable[..., int],
-        jit: Callable[..., Callable[..., Any]],
+        served: Served,
         loss: Loss,
         optimizers: Mapping[str, Optimizer],
     ):
-        self._manager, self._model, self._update, self._loss = manager, model, update, loss
-        modules = manager.wrapped.modules
+        self._served, self._loss = served, loss
+        modules = served.pool.modules
         if any(site.spec.dtype == "int8" for site in modules):
             raise LoRAUsageError(
                 "trainer: slots of int8 are constants of the gradients; train with a manager of another "
@@ -133,8 +152,8 @@ class Trainer:
         self._optimizers = {json.dumps(names): optimizer for optimizer, names in names_of.items()}
         self._members = {json.dumps(names): tuple(names) for names in names_of.values()}
         self.names = tuple(name for names in names_of.values() for name in names)
-        self._packed = {name: _trainable(name, prepare) for name in self.names}
-        self._factors = _factors_of(modules, model)
+        self._packed = {name: _trainable(name, served.prepare) for name in self.names}
+        self._factors = _factors_of(modules, served.model)
         self._keys = {(factor.site, factor.half): key for key, factor in self._factors.items()}
         self._whole = _whole(modules)
         self._placements = {key: factor.placement(self._whole) for key, factor in self._factors.items()}
@@ -146,7 +165,7 @@ class Trainer:
         # compiled for each shape of a batch. SIGINT is deferred during the second, which is compiled here.
         of_labels = dict.fromkeys(self._members, self._placements)
         options = {"out_shardings": (of_labels, self._whole, self._whole)} if self._on_mesh else {}
-        self._gradients = jit(self._differentiated, **options)
+        self._gradients = served.jit(self._differentiated, **options)
         self._advance = self._compiled()
         self._slices = jax.jit(self._sliced, static_argnums=0)
 
@@ -188,7 +207,7 @@ class Trainer:
                 )
         for label, names in self._members.items():
             for name, ranks in zip(names, jax.device_get(new[label]["ranks"]), strict=True):
-                if difference := _difference(self._manager.pool.sites, ranks, self._packed[name].ranks):
+                if difference := _difference(self._served.pool.sites, ranks, self._packed[name].ranks):
                     raise LoRAUsageError(
                         f"Trainer.state: adapter {name!r} was trained with other modules, ranks or scalings: "
                         f"{difference}"
@@ -217,7 +236,7 @@ class Trainer:
         lease = batch.lease if isinstance(batch, LoRABatch) else None
         if lease is None or lease.closed:
             raise LoRAUsageError("Trainer.step takes an open batch of its manager, outside jax.jit")
-        if lease not in self._manager.leases.open():
+        if not self._served.is_open(lease):
             raise LoRAUsageError("Trainer.step: the batch is of another manager; prepare it with the trainer's own")
         if any(len(terms) > 1 for terms in lease.terms):
             raise LoRAUsageError("Trainer.step: a sequence has several adapters; train each on sequences of its own")
@@ -226,7 +245,7 @@ class Trainer:
             if packed.name not in self._packed:
                 continue
             self._check_same(packed)
-            slot = self._manager.pool.slot_of(packed)
+            slot = self._served.pool.slot_of(packed)
             if slot is None or packed.name in slots:
                 raise LoRAUsageError(f"adapter {packed.name!r}: the batch has two versions of it")
             slots[packed.name] = slot
@@ -239,7 +258,7 @@ class Trainer:
             [order.get(terms[0][0], len(order)) if terms else len(order) for terms in lease.terms], np.int32
         )
         factors = {label: own["factors"] for label, own in self._state.items()}
-        gradients, losses, active = self._gradients(self._model, factors, batch, slots_of, owners, *inputs)
+        gradients, losses, active = self._gradients(self._served.model, factors, batch, slots_of, owners, *inputs)
         if not self._on_mesh and next(iter(active.values())).devices() != {self._whole}:  # inputs on a mesh
             gradients, active = jax.device_put((gradients, active), self._whole)
         with sigint_deferred():
@@ -277,7 +296,9 @@ class Trainer:
         """
         for name in names:
             self._label(name)
-        return {name: self._update(name, self.tensors(name), check=self._check_same) for name in names or self.names}
+        return {
+            name: self._served.update(name, self.tensors(name), check=self._check_same) for name in names or self.names
+        }
 
     def adapter(self, name: str) -> Adapter:
         """Return a trained adapter on the host in float32, for example to save it as a PEFT folder."""
@@ -304,7 +325,7 @@ class Trainer:
         masks = {key: np.zeros(array.shape, bool) for key, array in values.items()}
         for i, name in enumerate(names):
             packed = self._packed[name]
-            unpacked = exact_factors(self._manager, packed)
+            unpacked = self._served.exact_factors(packed)
             for p in packed.placements:
                 for j in p.site.spec.factors:
                     key, own = self._keys[p.site, j], _where(p, j)

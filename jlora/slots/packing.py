@@ -11,15 +11,15 @@ from jaxtyping import Float
 
 from jlora._memory import fresh
 from jlora._threads import on_threads
+from jlora.adapters.expert_formats import decide_exchanged
 from jlora.adapters.extras import extras_of
 from jlora.adapters.lora import ExpertsLoRA, Layer
+from jlora.errors import AdapterMismatchError
 from jlora.layers.site import Site
 from jlora.layers.wrap.wrapped import WrappedModel, own_order_of
-from jlora.manager.blocks import Block, Chunk, Packing, Row, bits_of
-from jlora.manager.casting import check_scaling, in_slot_dtype, row_steps, write
-from jlora.manager.fit import is_exchanged, rows_of
-from jlora.manager.names import SiteSlices
-from jlora.manager.packed_adapter import Placement
+from jlora.slots.blocks import Block, Chunk, Packing, Row, bits_of
+from jlora.slots.casting import check_scaling, in_slot_dtype, row_steps, write
+from jlora.slots.packed import Placement, SiteSlices
 
 
 class _Piece(NamedTuple):
@@ -85,6 +85,27 @@ def pack_modules(
     filled = on_threads(fill, list(slices_of), sum(block.nbytes for block in packing.blocks))
     placements = tuple(itertools.chain(*filled))
     return placements, with_scales(packing.blocks, placements)
+
+
+def rows_of(module: Layer, site: Site, row: int) -> range:
+    """Return the rows that a module fills, beginning at `row`."""
+    return range(row, row + (site.spec.experts or 1)) if module.kind == "experts" else range(row, row + 1)
+
+
+def is_exchanged(where: str, module: ExpertsLoRA, site: Site, first: int, count: int) -> bool:
+    """Return whether the input and output features of a module of all experts are exchanged.
+
+    Raises:
+      AdapterMismatchError: The sizes differ from the model's.
+      AdapterFormatError: Neither the sizes nor the PEFT version determine the order.
+    """
+    sizes = module.a.shape[2], module.b.shape[1]
+    expected = site.spec.in_features, sum(site.spec.out_sizes[first : first + count])
+    if module.exchanged is None:
+        return decide_exchanged(sizes, expected, module.peft_version, where)
+    if sizes != (expected[::-1] if module.exchanged else expected):
+        raise AdapterMismatchError(f"A takes {sizes[0]} and B gives {sizes[1]}; {site.path!r} has {expected}")
+    return module.exchanged
 
 
 def _targets(module: Layer, site: Site, row: int, shared: bool) -> list[tuple[Site, range]]:

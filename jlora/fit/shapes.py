@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 
 from jlora.adapters import Adapter, SavedHead
-from jlora.adapters.expert_formats import decide_exchanged
 from jlora.adapters.extras import brought
 from jlora.adapters.lora import ExpertsLoRA, Layer, LoRA, tensors_of
 from jlora.adapters.tensor_data import all_finite
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
+from jlora.fit.names import SiteIndex
 from jlora.layers.site import Site
-from jlora.manager.names import SiteIndex, SiteSlices
+from jlora.slots.packed import SiteSlices
+from jlora.slots.packing import is_exchanged, rows_of
 
 
 def describe(name: str, path: str | None) -> str:
@@ -89,27 +90,6 @@ def _head_misfit(site: Site, head: SavedHead) -> str | None:
 
 def _kind(site: Site) -> str:
     return "an embedding" if site.kind == "embedding" else "a product of experts"
-
-
-def rows_of(module: Layer, site: Site, row: int) -> range:
-    """Return the rows that a module fills, beginning at `row`."""
-    return range(row, row + (site.spec.experts or 1)) if module.kind == "experts" else range(row, row + 1)
-
-
-def is_exchanged(where: str, module: ExpertsLoRA, site: Site, first: int, count: int) -> bool:
-    """Return whether the input and output features of a module of all experts are exchanged.
-
-    Raises:
-      AdapterMismatchError: The sizes differ from the model's.
-      AdapterFormatError: Neither the sizes nor the PEFT version determine the order.
-    """
-    sizes = module.a.shape[2], module.b.shape[1]
-    expected = site.spec.in_features, sum(site.spec.out_sizes[first : first + count])
-    if module.exchanged is None:
-        return decide_exchanged(sizes, expected, module.peft_version, where)
-    if sizes != (expected[::-1] if module.exchanged else expected):
-        raise AdapterMismatchError(f"A takes {sizes[0]} and B gives {sizes[1]}; {site.path!r} has {expected}")
-    return module.exchanged
 
 
 def too_large_rank(modules: Mapping[str, int], limit: int) -> str:

@@ -4,7 +4,7 @@ import functools
 import itertools
 import re
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from jlora.adapters.wrapped_names import readings
 from jlora.config import LoRAConfig
@@ -13,8 +13,7 @@ from jlora.layers.site import Site, SlotSpec
 from jlora.layers.specs import own_attribute
 from jlora.layers.wrap.select import Nearest
 from jlora.layers.wrap.wrapped import WrappedModel
-
-SiteSlices: TypeAlias = tuple[Site, int, int, int]  # site, row, first slice, number of slices
+from jlora.slots.packed import SiteSlices
 
 
 def name_rules(name_map: Mapping[str, str] | None) -> tuple[tuple[re.Pattern[str], str], ...]:

@@ -14,8 +14,8 @@ from jlora.adapters import Adapter, ExpertsLoRA, ModuleLoRA, SavedHead
 from jlora.adapters.lora import Layer
 from jlora.errors import LoRAError
 from jlora.layers.site import Site, as_brought
-from jlora.manager.blocks import unpack
-from jlora.manager.packed_adapter import PackedAdapter, Placement
+from jlora.slots.blocks import unpack
+from jlora.slots.packed import PackedAdapter, Placement
 
 
 def export(packed: PackedAdapter, slot: int, modules: Mapping[Site, nnx.Module]) -> Adapter:

@@ -10,18 +10,18 @@ from typing import cast
 import jax
 
 from jlora.errors import NoFreeSlotError
-from jlora.manager.blocks import Block
 from jlora.manager.host_cache import HostCache
 from jlora.manager.leases import Leases
 from jlora.manager.locks import StateLock
-from jlora.manager.packed_adapter import PackedAdapter
 from jlora.manager.report import Histogram
-from jlora.manager.slot_arrays import SlotArrays
+from jlora.slots.arrays import SlotArrays
+from jlora.slots.blocks import Block
+from jlora.slots.packed import PackedAdapter
 
 _log = logging.getLogger("jlora")
 
 
-class SlotTable:
+class SlotPolicy:
     """The slots of a manager.
 
     All methods except `stage` are called under the state lock. Methods that write also need the step lock.

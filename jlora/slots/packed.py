@@ -7,7 +7,7 @@ import weakref
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from jaxtyping import Float
@@ -16,7 +16,9 @@ from jlora.adapters import Adapter
 from jlora.adapters.extras import EXTRAS
 from jlora.config import LoRARequest
 from jlora.layers.site import Site
-from jlora.manager.blocks import Block
+from jlora.slots.blocks import Block
+
+SiteSlices: TypeAlias = tuple[Site, int, int, int]  # site, row, first slice, number of slices
 
 
 @functools.lru_cache(maxsize=64)

@@ -23,12 +23,12 @@ from jlora.adapters.peft_config import scaling_of
 from jlora.adapters.tensor_data import all_finite
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageError
 from jlora.layers.site import SlotSpec
-from jlora.manager.array_placement import auto_axes, with_auto_axes
-from jlora.manager.blocks import Block, Chunk, Row, pack, rank_starts, rank_step, unpack
-from jlora.manager.casting import check_scaling, in_slot_dtype
-from jlora.manager.packed_adapter import LifeCycle, PackedAdapter, Placement, largest_rank
-from jlora.manager.packing import rank_table, with_scales
-from jlora.manager.slot_arrays import SlotArrays
+from jlora.slots.arrays import SlotArrays
+from jlora.slots.blocks import Block, Chunk, Row, pack, rank_starts, rank_step, unpack
+from jlora.slots.casting import check_scaling, in_slot_dtype
+from jlora.slots.packed import LifeCycle, PackedAdapter, Placement, largest_rank
+from jlora.slots.packing import rank_table, with_scales
+from jlora.slots.placement import auto_axes, with_auto_axes
 
 _SHOWN = 4  # modules in a message
 _shape_and_dtype = operator.attrgetter("shape", "dtype")

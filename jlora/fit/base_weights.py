@@ -7,10 +7,10 @@ import ml_dtypes
 import numpy as np
 
 from jlora.adapters.lora import HostArray
+from jlora.fit.names import SiteIndex
+from jlora.fit.shapes import refuse
 from jlora.layers.site import Site
 from jlora.layers.wrap.wrapped import WrappedModel, checkpoint_weight, dequantized_weight
-from jlora.manager.fit import refuse
-from jlora.manager.names import SiteIndex
 
 
 def check_base_shapes(where: str, weights: Mapping[str, HostArray], index: SiteIndex) -> None:

@@ -1,7 +1,7 @@
 """Preparation of a `PackedAdapter` from the files of a request or from an adapter in memory.
 
 It runs on any thread without a lock and does not use the cache. The values of extras follow later
-(`jlora.manager.extras`).
+(`jlora.slots.values`).
 """
 
 import logging
@@ -15,15 +15,15 @@ from jlora.adapters.lora import Layer
 from jlora.adapters.resolve import AdapterFolder
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterMismatchError
+from jlora.fit.base_weights import check_base_shapes, check_base_weights
+from jlora.fit.effect import without_effect
+from jlora.fit.names import SiteIndex
+from jlora.fit.shapes import check_finite, describe, find_slices, own_experts, read_as
 from jlora.layers.wrap.wrapped import WrappedModel
-from jlora.manager.base_weights import check_base_shapes, check_base_weights
-from jlora.manager.blocks import Block
-from jlora.manager.effect import without_effect
-from jlora.manager.fit import check_finite, describe, find_slices, own_experts, read_as
-from jlora.manager.names import SiteIndex, SiteSlices
-from jlora.manager.packed_adapter import LifeCycle, PackedAdapter, largest_rank
-from jlora.manager.packing import pack_modules, rank_table
-from jlora.manager.slot_arrays import SlotArrays
+from jlora.slots.arrays import SlotArrays
+from jlora.slots.blocks import Block
+from jlora.slots.packed import LifeCycle, PackedAdapter, SiteSlices, largest_rank
+from jlora.slots.packing import pack_modules, rank_table
 
 _log = logging.getLogger("jlora")
 

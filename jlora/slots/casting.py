@@ -8,7 +8,7 @@ import numpy as np
 from jlora.adapters.int8 import rounded, steps_of
 from jlora.adapters.tensor_data import all_finite
 from jlora.errors import AdapterMismatchError
-from jlora.manager.blocks import bits_of
+from jlora.slots.blocks import bits_of
 
 _LARGEST = float(np.finfo(np.float32).max)
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

@@ -1,0 +1,1 @@
+"""Training of adapters in one step."""

@@ -11,6 +11,7 @@ from jlora.fit.names import SiteIndex
 from jlora.fit.shapes import refuse
 from jlora.layers.site import Site
 from jlora.layers.wrap.wrapped import WrappedModel, checkpoint_weight, dequantized_weight
+from jlora.slots.codec import outputs
 
 
 def check_base_shapes(where: str, weights: Mapping[str, HostArray], index: SiteIndex) -> None:
@@ -83,7 +84,7 @@ def _own(wrapped: WrappedModel, site: Site, row: int, first: int, count: int) ->
     else:
         return None
     if site.kind == "linear":
-        rows = site.spec.columns(first, count)
+        rows = outputs(site.spec, first, count)
         own, known = own[rows], known if known is None else known[rows]
     return own, known, codes
 

@@ -9,7 +9,6 @@ from typing import Literal, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
@@ -484,17 +483,6 @@ def detach(layer: nnx.Module, site: Site) -> None:
     """Remove a site and its slot arrays from a layer. Attributes that are already gone are ignored."""
     for name in (*site.attributes, site.stamps, f"{site.prefix}_site"):
         delete_attribute(layer, name)
-
-
-def as_brought(stored: np.ndarray, total: int, runs: Sequence[tuple[slice, slice]]) -> np.ndarray:
-    """Convert an array [..., stored features] to the adapter's order, [..., total].
-
-    `runs` are the `in_runs` or `out_runs` of a spec.
-    """
-    found = np.zeros((*stored.shape[:-1], total), stored.dtype)
-    for features, place in runs:
-        found[..., features] = stored[..., place]
-    return found
 
 
 def _runs(blocks: Blocks, total: int) -> tuple[tuple[slice, slice], ...]:

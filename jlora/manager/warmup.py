@@ -13,6 +13,7 @@ from jlora.layers.forward.lease import Lease
 from jlora.layers.forward.make_batch import make_batch
 from jlora.manager.state import State
 from jlora.slots.blocks import Block, Chunk, pack
+from jlora.slots.codec import encode
 from jlora.slots.packed import LifeCycle, PackedAdapter
 from jlora.slots.packing import rank_table, with_scales
 
@@ -47,10 +48,7 @@ def warm_up(
 def _blank_blocks(chunks: Sequence[Chunk]) -> tuple[Block, ...]:
     """Return zero blocks for the chunks that all slots have. Expert blocks are left out: they would take gigabytes."""
     rows = {
-        row: (
-            np.zeros((chunk.spec.slices, 1, chunk.spec.in_features), chunk.spec.float_dtype),
-            np.zeros((1, chunk.spec.out_features), chunk.spec.float_dtype),
-        )
+        row: encode(chunk.spec, [(None, ())], 1, np)
         for chunk in chunks
         if chunk.spec.experts is None and chunk.spec.whole
         for row in chunk.rows

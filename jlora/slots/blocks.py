@@ -15,19 +15,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 from jaxtyping import Float
 
 from jlora._memory import fresh
-from jlora.adapters.int8 import restored, rounded, steps_of
-from jlora.layers.site import Site, SlotSpec, as_brought
+from jlora.layers.site import Site, SlotSpec
+from jlora.slots.casting import bits_of
+from jlora.slots.codec import Encoded, decode
 
 RANK_STEP = 16  # ranks of a block: missing ranks are zeros, and the kernels mask them
 MAX_ROWS = 64  # rows of a chunk: dispatch time is negligible, and programs still compile quickly
 
 Row = tuple[Site, int]
-_BFLOAT16, _UINT16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.uint16)
 # First rank of a block, its A and B viewed as `bits_of`, and the steps of int8.
 _Bits = tuple[int, np.ndarray, np.ndarray, np.ndarray | None]
 
@@ -280,45 +279,24 @@ def _shapes(spec: SlotSpec, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]
     return (rows, spec.slices, step, spec.stored_in), (rows, step, spec.stored_out)
 
 
-def pack(chunks: Iterable[Chunk], factors: Mapping[Row, tuple[np.ndarray, np.ndarray]]) -> tuple[Block, ...]:
-    """Pack the factors of an adapter into blocks.
+def pack(chunks: Iterable[Chunk], rows: Mapping[Row, Encoded]) -> tuple[Block, ...]:
+    """Return the blocks of encoded rows of NumPy.
 
     Args:
       chunks: All chunks of the pool.
-      factors: Row -> (A [n, r, K], B [r, N]) in slot dtype, float32 for int8, for each row that the adapter has. Ranks
-        can differ.
+      rows: The rows that the adapter has, each alone. Ranks can differ.
     """
-    packing = Packing(chunks, {row: len(b) for row, (_, b) in factors.items()})
-    for (site, row), (a, b) in factors.items():
-        all_steps = np.zeros(0)
-        if site.spec.dtype == "int8":
-            all_steps = np.stack([steps_of(a), np.stack([steps_of(part) for part in _by_slice(site.spec, b)])])
-            a = rounded(a, all_steps[0])
-            b = np.concatenate(list(map(rounded, _by_slice(site.spec, b), all_steps[1])), axis=1)
+    packing = Packing(chunks, {row: encoded.b.shape[1] for row, encoded in rows.items()})
+    for (site, row), (*halves, all_steps) in rows.items():
         for _, bits in packing.runs(site, row, 1):
-            for start, into_a, into_b, steps in bits:
-                of_b = b[start : start + into_b.shape[1]].view(into_b.dtype)
-                of_a = a[:, start : start + len(of_b)].view(into_a.dtype)
-                for features, stored in site.spec.in_runs:
-                    into_a[0, :, : len(of_b), stored] = of_a[:, :, features]
-                for features, stored in site.spec.out_runs:
-                    into_b[0, : len(of_b), stored] = of_b[:, features]
+            for start, *targets, steps in bits:
+                for target, half in zip(targets, halves, strict=True):
+                    own = half[..., start : start + target.shape[-2], :].view(target.dtype)
+                    target[..., : own.shape[-2], :] = own
                 if steps is not None:
-                    steps[:, 0, :, : len(of_b)] = all_steps[..., start : start + len(of_b)]
+                    own = all_steps[..., start : start + steps.shape[-1]]
+                    steps[..., : own.shape[-1]] = own
     return packing.blocks
-
-
-def _by_slice(spec: SlotSpec, b: np.ndarray) -> list[np.ndarray]:
-    """Return the columns of B [R, N] of each output slice."""
-    return [b[:, spec.columns(i, 1)] for i in range(spec.slices)]
-
-
-def bits_of(dtype: np.dtype) -> np.dtype:
-    """Return the dtype in which to copy arrays of `dtype`: uint16 for bfloat16, else `dtype`.
-
-    NumPy holds the interpreter lock while it copies arrays of dtypes that are not its own.
-    """
-    return _UINT16 if dtype == _BFLOAT16 else dtype
 
 
 def unpack(blocks: Iterable[Block], wanted: Collection[Row]) -> dict[Row, tuple[np.ndarray, np.ndarray]]:
@@ -340,15 +318,16 @@ def unpack(blocks: Iterable[Block], wanted: Collection[Row]) -> dict[Row, tuple[
     for row, pieces in stored.items():
         spec = row[0].spec
         rank = max(start for start, *_ in pieces) + rank_step(spec)
-        all_steps = np.zeros((2, spec.slices, rank))
-        a = np.zeros((spec.slices, rank, spec.in_features), pieces[0][1].dtype)
-        b = np.zeros((rank, spec.out_features), pieces[0][2].dtype)
+        of_a, of_b = ((*half.shape[:-2], rank, half.shape[-1]) for half in pieces[0][1:3])
+        joined = Encoded(
+            np.zeros((1, *of_a), pieces[0][1].dtype),
+            np.zeros((1, *of_b), pieces[0][2].dtype),
+            np.zeros((2, 1, spec.slices, rank)),
+        )
         for start, own_a, own_b, steps in pieces:
-            a[:, start : start + own_a.shape[1]] = as_brought(own_a, spec.in_features, spec.in_runs)
-            b[start : start + len(own_b)] = as_brought(own_b, spec.out_features, spec.out_runs)
-            all_steps[..., start : start + len(own_b)] = 0 if steps is None else steps
-        if spec.dtype == "int8":
-            a = restored(a, all_steps[0])
-            b = np.concatenate(list(map(restored, _by_slice(spec, b), all_steps[1])), axis=1)
-        found[row] = (a, b)
+            ranks = slice(start, start + len(own_b))
+            joined.a[0, :, ranks], joined.b[0, ranks] = own_a, own_b
+            joined.largest[:, 0, :, ranks] = 0 if steps is None else steps
+        a, b = decode(spec, joined)
+        found[row] = a[0], b[0]
     return found

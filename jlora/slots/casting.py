@@ -8,12 +8,20 @@ import numpy as np
 from jlora.adapters.int8 import rounded, steps_of
 from jlora.adapters.tensor_data import all_finite
 from jlora.errors import AdapterMismatchError
-from jlora.slots.blocks import bits_of
 
 _LARGEST = float(np.finfo(np.float32).max)
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _FLOAT32 = np.dtype(np.float32)
+_UINT16 = np.dtype(np.uint16)
 _TILE = 1 << 18  # elements that are cast together, few enough to stay in the cache
+
+
+def bits_of(dtype: np.dtype) -> np.dtype:
+    """Return the dtype in which to copy arrays of `dtype`: uint16 for bfloat16, else `dtype`.
+
+    NumPy holds the interpreter lock while it copies arrays of dtypes that are not its own.
+    """
+    return _UINT16 if dtype == _BFLOAT16 else dtype
 
 
 def write(

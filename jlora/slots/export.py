@@ -13,8 +13,9 @@ from jlora._compat import explicit_transfers
 from jlora.adapters import Adapter, ExpertsLoRA, ModuleLoRA, SavedHead
 from jlora.adapters.lora import Layer
 from jlora.errors import LoRAError
-from jlora.layers.site import Site, as_brought
+from jlora.layers.site import Site
 from jlora.slots.blocks import unpack
+from jlora.slots.codec import A, B, from_stored, place, taken
 from jlora.slots.packed import PackedAdapter, Placement
 
 
@@ -88,36 +89,32 @@ def _slot(site: Site, slot: int, layer: nnx.Module) -> list[np.ndarray]:
         with explicit_transfers():
             array = np.asarray(getattr(layer, attribute)[...][where])
         array = array.reshape(math.prod(spec.rows), *array.shape[len(spec.rows) :])
-        if j == 0:
-            found.append(as_brought(array[:, :, : spec.max_rank], spec.in_features, spec.in_runs))
-        else:
-            found.append(as_brought(array, spec.out_features, spec.out_runs))
+        found.append(from_stored(array[..., : spec.max_rank, :], spec, j))
     return found
 
 
 def _module(name: str, p: Placement, a: Float[np.ndarray, "n R K"], b: Float[np.ndarray, "R N"]) -> Layer:
     if p.site.kind == "head":
-        return SavedHead(_a(p, a), _b(p, b)[0] if p.site.biased else None)
-    covered = a[p.first : p.first + p.count, : p.rank]
+        return SavedHead(_taken(p, A, a), _taken(p, B, b)[0] if p.site.biased else None)
+    covered = a[place(p.site.spec, A, p.first, p.count, p.rank)]
     if not all(np.array_equal(covered[0], other) for other in covered[1:]):
         raise LoRAError(
             f"adapter {name!r}: {p.module} is one factor A for {p.count} slices of {p.site.path!r}, and training made "
             "them differ; train with one module for each slice"
         )
-    return ModuleLoRA(a=_a(p, a), b=_b(p, b), kind=p.site.kind, alpha=p.alpha, scaling=p.scaling, **p.extras)
+    return ModuleLoRA(
+        a=_taken(p, A, a), b=_taken(p, B, b), kind=p.site.kind, alpha=p.alpha, scaling=p.scaling, **p.extras
+    )
 
 
 def _experts(halves: Sequence[_Half]) -> tuple[str, ExpertsLoRA]:
     """Return (name, module) of all experts, which share one of its factors."""
     once = next(p for p, _ in halves if p.site.spec.experts is None)
-    a = np.stack([_a(p, a) for p, a in halves if p.site.spec.in_features])
-    b = np.stack([_b(p, b) for p, b in halves if p.site.spec.out_features])
+    a = np.stack([_taken(p, A, a) for p, a in halves if p.site.spec.in_features])
+    b = np.stack([_taken(p, B, b) for p, b in halves if p.site.spec.out_features])
     return once.module, ExpertsLoRA(a=a, b=b, alpha=once.alpha, scaling=once.scaling)
 
 
-def _a(p: Placement, a: Float[np.ndarray, "n R K"]) -> Float[np.ndarray, "r K"]:
-    return a[p.first, : p.rank].copy()
-
-
-def _b(p: Placement, b: Float[np.ndarray, "R N"]) -> Float[np.ndarray, "out r"]:
-    return b[: p.rank, p.site.spec.columns(p.first, p.count)].T.copy()
+def _taken(p: Placement, half: int, factor: np.ndarray) -> np.ndarray:
+    """Return A [r, K] or B [N', r] of a module."""
+    return taken(p.site.spec, half, factor, p.first, p.count, p.rank).copy()

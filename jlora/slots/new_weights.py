@@ -7,7 +7,7 @@ import collections
 import difflib
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from jlora.layers.site import SlotSpec
 from jlora.slots.arrays import SlotArrays
 from jlora.slots.blocks import Block, Chunk, Row, pack, rank_starts, rank_step, unpack
 from jlora.slots.casting import check_scaling, in_slot_dtype
+from jlora.slots.codec import Part, encode, outputs
 from jlora.slots.packed import LifeCycle, PackedAdapter, Placement, largest_rank
 from jlora.slots.packing import rank_table, with_scales
 from jlora.slots.placement import auto_axes, with_auto_axes
@@ -45,28 +46,17 @@ class _NewFactors:
     keys: tuple[str, ...]  # tensor names of the factors that are given, A first
 
 
-@dataclass(frozen=True)
-class _Module:
-    """Static description of one module in `_assemble`."""
-
-    first: int
-    count: int
-    rank: int
-    has_a: bool
-    has_b: bool
-
-
 @dataclass(frozen=True, eq=False)
 class _Shape:
     """Static argument of `_assemble`. Compared by identity for speed, since `_shape` makes one object of each.
 
     Attributes:
       chunks: (spec, first ranks of the blocks, rows) for each chunk. Each row is (True if its old factors are not
-        needed, its modules).
+        needed, its modules, whose factors are True if they are given).
       order: Indices of the new arrays in the order in which the factors of these modules use them.
     """
 
-    chunks: tuple[tuple[SlotSpec, tuple[int, ...], tuple[tuple[bool, tuple[_Module, ...]], ...]], ...]
+    chunks: tuple[tuple[SlotSpec, tuple[int, ...], tuple[tuple[bool, tuple[Part, ...]], ...]], ...]
     order: tuple[int, ...]
 
 
@@ -231,9 +221,9 @@ def _check(
             found = f"{array.dtype}{list(array.shape)}" if shaped else type(array).__name__
             raise AdapterFormatError(f"{at}: {label} must be a matrix of floats, found {found}")
     rank = placement.rank if a is None or b is None else a.shape[0]
-    columns = site.spec.columns(placement.first, placement.count)
-    outputs = columns.stop - columns.start
-    for label, array, expected in (("A", a, (rank, site.spec.in_features)), ("B", b, (outputs, rank))):
+    columns = outputs(site.spec, placement.first, placement.count)
+    size = columns.stop - columns.start
+    for label, array, expected in (("A", a, (rank, site.spec.in_features)), ("B", b, (size, rank))):
         if array is not None and tuple(array.shape) != expected:
             raise AdapterMismatchError(f"{at}: {label} has shape {tuple(array.shape)}; expected {expected}")
     if not 1 <= rank <= site.spec.max_rank:
@@ -273,28 +263,17 @@ def _assemble_on_host(
     allow_nonfinite: bool,
 ) -> tuple[Block, ...]:
     """Return the blocks of the rows that an update writes, assembled from new and old factors."""
-    factors: dict[Row, tuple[np.ndarray, np.ndarray]] = {}
+    parts: dict[Row, list[Part]] = {}
     for new in news:
-        p, spec = new.placement, new.placement.site.spec
-        row = (p.site, p.row)
-        if row not in factors:
-            zeros = (
-                np.zeros((spec.slices, 0, spec.in_features), spec.float_dtype),
-                np.zeros((0, spec.out_features), spec.float_dtype),
-            )
-            factors[row] = _fitted(old.get(row, zeros), ranks[row])
-        a, b = factors[row]
+        p, dtype, halves = new.placement, np.dtype(new.placement.site.spec.dtype), list[Any]()
         for label, array in (("A", new.a), ("B", new.b)):
             if array is not None and not allow_nonfinite and not all_finite(np.asarray(array)):
                 raise AdapterFormatError(f"{where}: {p.module}: {label} holds NaN or infinity; expected finite numbers")
-        at, dtype = f"{where}: {p.module}", np.dtype(spec.dtype)
-        if new.a is not None:
-            covered = a[p.first : p.first + p.count]
-            covered[:, : p.rank], covered[:, p.rank :] = in_slot_dtype(at, "A", np.asarray(new.a), dtype), 0
-        if new.b is not None:
-            columns = b[:, spec.columns(p.first, p.count)]
-            columns[: p.rank], columns[p.rank :] = in_slot_dtype(at, "B", np.asarray(new.b).T, dtype), 0
-    return pack(pool.chunks, factors)
+            cast = None if array is None else in_slot_dtype(f"{where}: {p.module}", label, np.asarray(array), dtype)
+            halves.append(cast)
+        parts.setdefault((p.site, p.row), []).append(Part(p.first, p.count, p.rank, *halves))
+    rows = {row: encode(row[0].spec, [(old.get(row), of)], ranks[row], np) for row, of in parts.items()}
+    return pack(pool.chunks, rows)
 
 
 def _plan_update(
@@ -331,7 +310,7 @@ def _plan_update(
     chunks: list[Any] = []
     for chunk, i, rows in chosen:
         starts = tuple(rank_starts(chunk.spec, max(ranks[row] for row in rows)))
-        sources: list[tuple[bool, tuple[_Module, ...]]] = []
+        sources: list[tuple[bool, tuple[Part, ...]]] = []
         for row in rows:
             if row in old:
                 kept.append(row)
@@ -352,10 +331,7 @@ def _blocks_on_device(
     Raises:
       AdapterFormatError: The blocks hold NaN or infinity, and `allow_nonfinite` is False.
     """
-    kept: list[Any] = []
-    if plan.old:
-        tops = {row: starts[-1] + rank_step(chunk.spec) for chunk, _, starts in plan.blocks for row in chunk.rows}
-        kept = [_fitted(old[row], tops[row]) for row in plan.old]
+    kept = [old[row] for row in plan.old]
     given = _off_explicit(list(arrays.values()))
     with auto_axes(), explicit_transfers():
         assemble = _assembler(jax.default_backend())
@@ -382,16 +358,9 @@ def _off_explicit(arrays: list[Any]) -> list[Any]:
     return list(map(with_auto_axes, arrays)) if any(issubclass(kind, NamedSharding) for kind in kinds) else arrays
 
 
-def _module(new: _NewFactors) -> _Module:
+def _module(new: _NewFactors) -> Part:
     p = new.placement
-    return _Module(p.first, p.count, p.rank, new.a is not None, new.b is not None)
-
-
-def _fitted(factors: tuple[np.ndarray, np.ndarray], rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return A [n, r, K] and B [r, N], cut or zero-padded to `rank`."""
-    a, b = factors
-    more = max(0, rank - b.shape[0])
-    return np.pad(a[:, :rank], ((0, 0), (0, more), (0, 0))), np.pad(b[:rank], ((0, more), (0, 0)))
+    return Part(p.first, p.count, p.rank, *(None if factor is None else True for factor in (new.a, new.b)))
 
 
 @functools.cache
@@ -409,68 +378,14 @@ def _assemble(shape: _Shape, given: Sequence[jax.Array], old: Sequence[Any]) -> 
     made: list[Any] = []
     finite = jnp.ones((), bool)
     for spec, starts, rows in shape.chunks:
-        size = starts[-1] + rank_step(spec)
-        all_a: list[jax.Array] = []
-        all_b: list[jax.Array] = []
+        step = rank_step(spec)
+        given_rows: list[tuple[Any, list[Part]]] = []
         for whole, modules in rows:
-            if whole:
-                a = jnp.zeros((spec.slices, size, spec.in_features), spec.float_dtype)
-                b = jnp.zeros((size, spec.out_features), spec.float_dtype)
-            else:
-                a, b = (jnp.asarray(factor) for factor in next(kept))
-            for module in modules:
-                a, b = _fill(spec, module, a, b, feed)
-            all_a.append(a)
-            all_b.append(b)
-        stacked_a, stacked_b = jnp.stack(all_a), jnp.stack(all_b)
-        finite &= jnp.isfinite(stacked_a).all() & jnp.isfinite(stacked_b).all()
-        step, largest = rank_step(spec), None
-        if spec.dtype == "int8":
-            stacked_a, stacked_b, largest = _in_int8(spec, stacked_a, stacked_b)
-        stacked_a, stacked_b = stored(stacked_a, spec.in_blocks), stored(stacked_b, spec.out_blocks)
-        factors = [(stacked_a[:, :, s : s + step], stacked_b[:, s : s + step]) for s in starts]
+            parts = [part._replace(a=part.a and next(feed), b=part.b and next(feed)) for part in modules]
+            given_rows.append((None if whole else next(kept), parts))
+        a, b, largest = encode(spec, given_rows, starts[-1] + step, jnp)
+        for values in (a, b) if largest is None else (largest,):
+            finite &= jnp.isfinite(values).all()
+        factors = [(a[:, :, s : s + step], b[:, s : s + step]) for s in starts]
         made.append((factors, [None if largest is None else largest[..., s : s + step] for s in starts]))
     return made, finite
-
-
-def _in_int8(spec: SlotSpec, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the codes of A [rows, n, R, K] and B [rows, R, N], and the largest magnitudes of rows [2, rows, n, R].
-
-    It computes `jlora.adapters.int8` on the device.
-    """
-
-    def rounded(values: jax.Array) -> tuple[jax.Array, jax.Array]:
-        largest = jnp.abs(values).max(axis=-1, initial=0)
-        inverse = 127 / jnp.where(largest > 0, largest, 1)
-        return jnp.rint(values * inverse[..., None]).clip(-127, 127).astype(jnp.int8), largest
-
-    a, of_a = rounded(a)
-    of_slices = [rounded(b[..., spec.columns(i, 1)]) for i in range(spec.slices)]
-    of_b = jnp.stack([own for _, own in of_slices], axis=1)
-    return a, jnp.concatenate([codes for codes, _ in of_slices], axis=-1), jnp.stack([of_a, of_b])
-
-
-def stored(factors: jax.Array, blocks: Sequence[tuple[int, int]]) -> jax.Array:
-    """Return factors [..., features] in the stored order of features (see `SlotSpec.in_blocks`)."""
-    if not blocks:
-        return factors
-    runs = [
-        jnp.zeros((*factors.shape[:-1], count), factors.dtype) if first < 0 else factors[..., first : first + count]
-        for first, count in blocks
-    ]
-    return jnp.concatenate(runs, axis=-1)
-
-
-def _fill(
-    spec: SlotSpec, module: _Module, a: jax.Array, b: jax.Array, feed: Iterator[jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    """Return A [n, R, K] and B [R, N] of a row with the new factors of one module written into them."""
-    if module.has_a:
-        new = next(feed).astype(spec.float_dtype)
-        rows = jnp.zeros((a.shape[1], spec.in_features), spec.float_dtype).at[: module.rank].set(new)
-        a = a.at[module.first : module.first + module.count].set(rows[None])
-    if module.has_b:
-        new = next(feed).T.astype(spec.float_dtype)
-        columns = jnp.zeros((b.shape[0], new.shape[1]), spec.float_dtype).at[: module.rank].set(new)
-        b = b.at[:, spec.columns(module.first, module.count)].set(columns)
-    return a, b

@@ -17,8 +17,9 @@ from jlora.adapters.lora import ExpertsLoRA, Layer
 from jlora.errors import AdapterMismatchError
 from jlora.layers.site import Site
 from jlora.layers.wrap.wrapped import WrappedModel, own_order_of
-from jlora.slots.blocks import Block, Chunk, Packing, Row, bits_of
-from jlora.slots.casting import check_scaling, in_slot_dtype, row_steps, write
+from jlora.slots.blocks import Block, Chunk, Packing, Row
+from jlora.slots.casting import bits_of, check_scaling, in_slot_dtype, row_steps, write
+from jlora.slots.codec import A, B, outputs, places
 from jlora.slots.packed import Placement, SiteSlices
 
 
@@ -213,26 +214,26 @@ def _fill(
     for target, rows, piece in fills:
         slices = slice(piece.first, piece.first + piece.slices)
         # In int8 each slice has steps of its own.
-        spans = [site.spec.columns(i, 1) for i in range(slices.start, slices.stop)]
-        spans = spans if dtype == np.int8 else [site.spec.columns(piece.first, piece.slices)]
+        spans = [(i, 1) for i in range(slices.start, slices.stop)]
+        spans = spans if dtype == np.int8 else [(piece.first, piece.slices)]
+        parts = [_part(piece, site, *span) for span in spans]
         for run, blocks in packing.runs(target, rows.start, len(rows)):
             fits = True
             of_a, of_b = None, [None] * len(spans)
             if dtype == np.int8:
-                of_a, of_b = _steps(piece, run, spans, together=shared and bool(site.spec.experts))
+                of_a, of_b = _steps(piece, run, parts, together=shared and bool(site.spec.experts))
                 for begin, _, _, steps in blocks:
                     assert steps is not None
                     ranks = slice(begin, begin + steps.shape[3])
                     for j, own in enumerate((of_a[:, None, ranks], np.stack(of_b, axis=1)[..., ranks])):
                         steps[j, :, slices, : own.shape[2]] = own
-            for features, stored in target.spec.in_runs if target.spec.in_features else ():
+            for features, stored in places(target.spec, A) if target.spec.in_features else ():
                 into_a = [(begin, a[:, slices, :, stored]) for begin, a, _, _ in blocks]
                 fits &= write(piece.a[:, :, features], run, dtype, into_a, of_a)
-            for columns, steps in zip(spans, of_b, strict=True):
-                own = piece.b[:, :, columns.start - spans[0].start : columns.stop - spans[0].start]
-                for features, stored in _within(target.spec.out_runs, columns) if target.spec.out_features else ():
+            for span, part, steps in zip(spans, parts, of_b, strict=True):
+                for features, stored in places(target.spec, B, *span) if target.spec.out_features else ():
                     into_b = [(begin, b[:, None, :, stored]) for begin, _, b, _ in blocks]
-                    fits &= write(own[:, :, features], run, dtype, into_b, steps)
+                    fits &= write(part[:, :, features], run, dtype, into_b, steps)
             if not fits:
                 _refuse(where, dtype, pieces)
     extras = {
@@ -256,25 +257,23 @@ def _fill(
     ]
 
 
-def _steps(piece: _Piece, run: slice, spans: Sequence[slice], *, together: bool) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return the int8 steps [rows or 1, r] of A, and of each of the `spans` of columns of B, in a run of rows.
+def _part(piece: _Piece, site: Site, first: int, count: int) -> np.ndarray:
+    """Return the columns of B of a piece that belong to some of its output slices."""
+    start = outputs(site.spec, piece.first, piece.slices).start
+    own = outputs(site.spec, first, count)
+    return piece.b[:, :, own.start - start : own.stop - start]
+
+
+def _steps(
+    piece: _Piece, run: slice, parts: Sequence[np.ndarray], *, together: bool
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Return the int8 steps [rows or 1, r] of A, and of each of the `parts` of B, in a run of rows.
 
     If `together` is True and the rows share B, they have one step for A too, because a slot then has one scale for all.
     """
-    a, b = (factor if len(factor) == 1 else factor[run] for factor in piece[-2:])
-    of_a = row_steps(piece.a).max(axis=0, keepdims=True) if together and len(b) == 1 else row_steps(a)
-    return of_a, [row_steps(b[:, :, span.start - spans[0].start : span.stop - spans[0].start]) for span in spans]
-
-
-def _within(runs: Iterable[tuple[slice, slice]], columns: slice) -> list[tuple[slice, slice]]:
-    """Return the shares of runs within `columns`, as (features counted from the first column, stored features)."""
-    found: list[tuple[slice, slice]] = []
-    for features, stored in runs:
-        begin, end = max(features.start, columns.start), min(features.stop, columns.stop)
-        if begin < end:
-            at = stored.start + begin - features.start
-            found.append((slice(begin - columns.start, end - columns.start), slice(at, at + end - begin)))
-    return found
+    a, *parts = (factor if len(factor) == 1 else factor[run] for factor in (piece.a, *parts))
+    shared = together and len(piece.b) == 1
+    return row_steps(piece.a).max(axis=0, keepdims=True) if shared else row_steps(a), list(map(row_steps, parts))
 
 
 def _refuse(where: str, dtype: np.dtype, pieces: Sequence[_Piece]) -> NoReturn:

@@ -27,8 +27,8 @@ from jlora.layers.site import Site, SlotParam, SlotSpec
 from jlora.sharding.rules import names_of
 from jlora.slots.arrays import SlotArrays
 from jlora.slots.blocks import Row
+from jlora.slots.codec import is_reordered, place, taken, to_stored, with_rank
 from jlora.slots.export import export_factors
-from jlora.slots.new_weights import stored
 from jlora.slots.packed import LifeCycle, PackedAdapter, Placement
 from jlora.slots.placement import ArrayPlacement, auto_axes, everywhere, placement_of, with_auto_axes
 
@@ -65,7 +65,7 @@ class _Factor:
             return whole
         axes = [*found.spec, *(None,) * (len(spec.shapes[self.half]) - len(found.spec))]
         del axes[len(spec.stack)]
-        if any((spec.in_blocks, spec.out_blocks)[self.half]):
+        if is_reordered(spec, self.half):
             axes[-1] = None
         counts = [math.prod(found.mesh.shape[name] for name in names_of(entry)) for entry in axes]
         even = [None if size % n else entry for entry, n, size in zip(axes, counts, self.shape, strict=True)]
@@ -76,10 +76,8 @@ class _Factor:
         spec, axis = self.site.spec, len(self.site.spec.stack)
 
         def write(slots: jax.Array, factor: jax.Array, slots_of: jax.Array) -> jax.Array:
-            if not self.half:
-                more = [(0, 0)] * (factor.ndim - 2) + [(0, spec.stored_rank - spec.max_rank), (0, 0)]
-                factor = jnp.pad(factor, more)
-            factor = stored(factor.astype(slots.dtype), (spec.in_blocks, spec.out_blocks)[self.half])
+            factor = factor.astype(slots.dtype)
+            factor = to_stored(factor if self.half else with_rank(factor, spec.stored_rank, jnp), spec, self.half, jnp)
             own = slots_of - spec.first_slot
             own = jnp.where((own >= 0) & (own < spec.num_slots), own, spec.num_slots)
             where = (*(slice(None),) * axis, own)
@@ -328,7 +326,7 @@ class Trainer:
             unpacked = self._served.exact_factors(packed)
             for p in packed.placements:
                 for j in p.site.spec.factors:
-                    key, own = self._keys[p.site, j], _where(p, j)
+                    key, own = self._keys[p.site, j], place(p.site.spec, j, p.first, p.count, p.rank)
                     where = (i, *_row(p.site.spec, p.row), *own)
                     values[key][where] = unpacked[p.site, p.row][j][own].astype(np.float32)
                     masks[key][where] = True
@@ -425,8 +423,9 @@ class Trainer:
         for p in placements:
             name = "lora_embedding_{}" if p.site.kind == "embedding" else "lora_{}.weight"
             for j in p.site.spec.factors:
-                array = factors[self._keys[p.site, j]][index][(*_row(p.site.spec, p.row), *_where(p, j))]
-                found[f"base_model.model.{p.module}.{name.format('AB'[j])}"] = array.T if j else array[0]
+                own = factors[self._keys[p.site, j]][index][_row(p.site.spec, p.row)]
+                array = taken(p.site.spec, j, own, p.first, p.count, p.rank)
+                found[f"base_model.model.{p.module}.{name.format('AB'[j])}"] = array
         return found
 
 
@@ -554,10 +553,3 @@ def _key(path: Any) -> str:
 
 def _row(spec: SlotSpec, row: int) -> tuple[int, ...]:
     return tuple(map(int, np.unravel_index(row, spec.rows))) if spec.rows else ()
-
-
-def _where(p: Placement, half: int) -> tuple[slice, ...]:
-    """Return the indices of a module in A [n, R, K] or B [R, N] of its row."""
-    if half:
-        return slice(p.rank), p.site.spec.columns(p.first, p.count)
-    return slice(p.first, p.first + p.count), slice(p.rank)

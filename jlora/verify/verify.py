@@ -32,6 +32,7 @@ from jlora.layers.site import HEAD, Site, SlotSpec, delete_attribute
 from jlora.layers.specs import LinearSpec
 from jlora.layers.wrap.wrapped import WrappedModel, spec_of
 from jlora.sharding.put import put, whole
+from jlora.slots.codec import to_stored
 from jlora.verify.model_copies import cast_to_float32, in_float32, is_exact, merge, unwrapped_copy, wrapped_copy
 from jlora.verify.quantized import Products
 
@@ -343,12 +344,10 @@ class _Probe:
             for slot, name in enumerate(self.names):
                 a, b, extras = self.values[name][site]
                 rank, (step_a, step_b) = b.shape[-2], self._steps[name, site]
-                for features, stored in site.spec.in_runs:
-                    values[0][(*lead, slot)][..., :rank, stored] = a[..., features] / step_a
-                for features, stored in site.spec.out_runs:
-                    values[1][(*lead, slot)][..., :rank, stored] = b[..., features] / step_b
-                    for array, extra in zip(values[3:], extras, strict=True):
-                        array[(*lead, slot)][..., stored] = extra[..., features]
+                for half, factor in enumerate((a / step_a, b / step_b)):
+                    values[half][(*lead, slot)][..., :rank, :] = to_stored(factor, site.spec, half, np)
+                for array, extra, of in zip(values[3:], extras, site.spec.extras, strict=True):
+                    array[(*lead, slot)] = to_stored(extra, site.spec, 1, np, of.fill)
                 values[2][(*lead, slot)] = rank, *(step_a * step_b,) * (site.spec.rank_columns - 1)
             self._filled[site] = _like(values, site, layer)
         return self._filled[site]

@@ -401,18 +401,14 @@ class Adapter:
         experts = {name: module for name, module in self.modules.items() if isinstance(module, ExpertsLoRA)}
         flat = {name: module for name, module in experts.items() if module.flat}
         stored = stored_names(experts, self.modules.keys() - experts.keys(), flat, where)
-        version = self.peft_fields.get("peft_version")
         for name, module in experts.items():
             if name in flat and (len(module.a) != len(module.b) or len(module.a) < 2):
                 raise LoRAError(f"{where}: {shown(name)} is flat, and must have both factors of each expert")
             exchanged = flat_orientation(name.rpartition(".")[0], flat) if name in flat else False
-            written = version if name in flat and isinstance(version, str) else None
-            for fact, ours, read in (
-                ("exchanged", module.exchanged, exchanged),
-                ("peft_version", module.peft_version, written),
-            ):
-                if ours != read:
-                    raise LoRAError(f"{where}: {shown(name)} has {fact}={ours}, and would be read as {read}")
+            if module.exchanged != exchanged:
+                raise LoRAError(
+                    f"{where}: {shown(name)} has exchanged={module.exchanged}, and would be read as {exchanged}"
+                )
         return stored
 
     def _peft_config(self) -> dict[str, Any]:

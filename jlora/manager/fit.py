@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 from jlora.adapters import Adapter, SavedHead
-from jlora.adapters.expert_formats import decide_exchanged
 from jlora.adapters.extras import brought
 from jlora.adapters.lora import ExpertsLoRA, Layer, LoRA, tensors_of
 from jlora.adapters.tensor_data import all_finite
@@ -101,15 +100,19 @@ def is_exchanged(where: str, module: ExpertsLoRA, site: Site, first: int, count:
 
     Raises:
       AdapterMismatchError: The sizes differ from the model's.
-      AdapterFormatError: Neither the sizes nor the PEFT version determine the order.
+      AdapterFormatError: The file does not determine the order, and neither do the sizes, which are equal.
     """
     sizes = module.a.shape[2], module.b.shape[1]
     expected = site.spec.in_features, sum(site.spec.out_sizes[first : first + count])
-    if module.exchanged is None:
-        return decide_exchanged(sizes, expected, module.peft_version, where)
-    if sizes != (expected[::-1] if module.exchanged else expected):
+    exchanged = sizes != expected if module.exchanged is None else module.exchanged
+    if sizes != (expected[::-1] if exchanged else expected):
         raise AdapterMismatchError(f"A takes {sizes[0]} and B gives {sizes[1]}; {site.path!r} has {expected}")
-    return module.exchanged
+    if module.exchanged is None and expected[0] == expected[1]:
+        raise AdapterFormatError(
+            f"{where}: in and out are both {expected[0]}, and nothing tells whether the file has them exchanged; train "
+            "the block's other parameter too, or save the adapter expert by expert or with three axes"
+        )
+    return exchanged
 
 
 def too_large_rank(modules: Mapping[str, int], limit: int) -> str:

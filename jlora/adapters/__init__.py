@@ -1,7 +1,6 @@
 """Read PEFT adapter folders into NumPy arrays and write them back, without device code or PyTorch."""
 
 from jlora.adapters.adapter import Adapter
-from jlora.adapters.expert_formats import decide_exchanged
 from jlora.adapters.lora import ExpertsLoRA, ModuleLoRA, SavedHead, UnreadArray
 
 __all__ = [
@@ -10,5 +9,4 @@ __all__ = [
     "ModuleLoRA",
     "SavedHead",
     "UnreadArray",
-    "decide_exchanged",
 ]

@@ -29,7 +29,7 @@ from jlora.adapters.peft_config import Kind, PeftConfig, scaling_of
 from jlora.adapters.problems import Problems
 from jlora.adapters.resolve import WEIGHTS_FILE, AdapterFolder, adapter_files, resolve
 from jlora.adapters.state_dict import config_file, weights_file
-from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError, LoRAUsageError, printable
+from jlora.errors import AdapterFormatError, LoRAError, LoRAUsageError, printable
 
 T = TypeVar("T")
 
@@ -168,7 +168,6 @@ class Adapter:
         allow_nonfinite: bool = False,
         local_only: bool = False,
         check: Callable[["Adapter"], None] | None = None,
-        max_bytes: int | None = None,
     ) -> "Adapter":
         """Load a PEFT LoRA adapter.
 
@@ -186,22 +185,18 @@ class Adapter:
           local_only: Use no network. Repos in Hugging Face's local cache are still found.
           check: Called with the adapter before any tensor is read, so that its arrays are `UnreadArray`. Its exceptions
             are passed on. If some of the files' tensors have problems, it is called with the others.
-          max_bytes: Refuse weights of more bytes than this, counted in the file or after conversion.
 
         Raises:
           AdapterNotFoundError: The path does not exist, and no such repo can be reached.
           AdapterFormatError: Files are missing, malformed or changing, or hold NaN or infinity. The message is about
             the first problem, and `LoRAError.problems` has all that were found.
-          AdapterMismatchError: The adapter uses an unserved PEFT feature, named in the message, or is larger than
-            `max_bytes`.
+          AdapterMismatchError: The adapter uses an unserved PEFT feature, named in the message.
           LoRAUsageError: An argument is of the wrong type.
         """
-        if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1):
-            raise LoRAUsageError(f"max_bytes must be None or a positive int, got {max_bytes!r}")
         target = _float_dtype(dtype)
         found = resolve(path, name, revision, local_only=local_only)
         problems = Problems()
-        with open_adapter(found, dtype=target, max_bytes=max_bytes, problems=problems) as opened:
+        with open_adapter(found, dtype=target, problems=problems) as opened:
             if check is not None:
                 problems.attempt(None, check, opened.adapter)
             problems.raise_first()
@@ -401,18 +396,14 @@ class Adapter:
         experts = {name: module for name, module in self.modules.items() if isinstance(module, ExpertsLoRA)}
         flat = {name: module for name, module in experts.items() if module.flat}
         stored = stored_names(experts, self.modules.keys() - experts.keys(), flat, where)
-        version = self.peft_fields.get("peft_version")
         for name, module in experts.items():
             if name in flat and (len(module.a) != len(module.b) or len(module.a) < 2):
                 raise LoRAError(f"{where}: {shown(name)} is flat, and must have both factors of each expert")
             exchanged = flat_orientation(name.rpartition(".")[0], flat) if name in flat else False
-            written = version if name in flat and isinstance(version, str) else None
-            for fact, ours, read in (
-                ("exchanged", module.exchanged, exchanged),
-                ("peft_version", module.peft_version, written),
-            ):
-                if ours != read:
-                    raise LoRAError(f"{where}: {shown(name)} has {fact}={ours}, and would be read as {read}")
+            if module.exchanged != exchanged:
+                raise LoRAError(
+                    f"{where}: {shown(name)} has exchanged={module.exchanged}, and would be read as {exchanged}"
+                )
         return stored
 
     def _peft_config(self) -> dict[str, Any]:
@@ -493,7 +484,6 @@ def open_adapter(
     found: AdapterFolder,
     *,
     dtype: np.dtype | None = None,
-    max_bytes: int | None = None,
     problems: Problems | None = None,
 ) -> Generator[OpenAdapter, None, None]:
     """Open an adapter's files. Leaving the `with` block raises if one of them has changed.
@@ -501,21 +491,15 @@ def open_adapter(
     Args:
       found: The adapter's folder.
       dtype: Convert all but base weights to this dtype. None keeps the file's dtype.
-      max_bytes: Refuse weights of more bytes than this, counted in the file or after conversion.
       problems: Takes the errors of single fields and tensors. None raises them.
 
     Raises:
       AdapterFormatError: Files are missing, malformed or changing.
-      AdapterMismatchError: The adapter uses an unserved PEFT feature or is larger than `max_bytes`.
+      AdapterMismatchError: The adapter uses an unserved PEFT feature.
     """
     files = adapter_files(found)
     content = _content(found, files)
     with _open_files(found.name, *files, dtype=dtype, problems=problems) as opened:
-        if max_bytes is not None and (largest := max(opened.checkpoint.file.size, opened.adapter.nbytes)) > max_bytes:
-            raise AdapterMismatchError(
-                f"adapter {shown(found.name)}: {shown_path(files[1])}: its tensors take {largest} bytes; at most "
-                f"{max_bytes} are allowed"
-            )
         yield opened
     if _content(found, files) != content:  # `StableFile` checks each file only while it is open
         raise AdapterFormatError(f"adapter {shown(found.name)}: {shown_path(found.folder)}: changed while it was read")

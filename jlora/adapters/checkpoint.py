@@ -39,20 +39,6 @@ _BASE = re.compile(r"(?P<module>.+)\.base_layer\.weight|(?P<resized>(.+\.)?(embe
 _SAVED = re.compile(r"(?P<module>.+)\.(?P<part>weight|bias)")
 _TO_SAVE = re.compile(rf"\.modules_to_save{_RAW}(?=\.)")
 
-# Part of a tensor's name -> the unserved PEFT feature that writes it.
-_FEATURES = {
-    "bias": "a trained bias",
-    "lora_diag": "KaSA",
-    "lora_velora_embed": "VeLoRA",
-    "modules_to_save": "a fully trained module",
-    "original_module": "a fully trained module",
-    "token_adapter": "trained token embeddings",
-    "trainable_tokens_delta": "trained token embeddings",
-    "lora_E": "AdaLoRA",
-    "prompt_embeddings": "prompt tuning",
-}
-
-
 # Name in `Adapter.modules` -> ranges of the experts to read. A module of one unwanted expert maps to ().
 OwnExperts: TypeAlias = Mapping[str, tuple[range, ...]]
 
@@ -216,11 +202,9 @@ def sorted_keys(
         elif base := _BASE.fullmatch(name):
             module, part = base["module"] or base["resized"], "base"
         else:
-            feature = next((f for mark, f in _FEATURES.items() if mark in name.split(".")), None)
-            if feature is None and _SAVED.fullmatch(name) and "lora_" not in name:
-                kind = f"a whole weight of a module that modules_to_save in {CONFIG_FILE} does not name"
-            else:
-                kind = f"of {feature or 'a kind'} that jlora does not serve"
+            kind = "of a kind that jlora does not serve"
+            if _SAVED.fullmatch(name) and "lora_" not in name:
+                kind = f"a weight or bias of a module itself, which modules_to_save in {CONFIG_FILE} does not name"
             unserved.setdefault(kind, []).append(key)
             continue
         collected.attempt(None, _add_key, found, module, part, key, where)

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from jlora._json import Json, JSONError, parse_object
+from jlora._json import Json, JSONError, kind_of, parse_object
 from jlora.adapters.activation import check_invocation_tokens
-from jlora.adapters.escaping import kind_of, shown, shown_path, shown_value
+from jlora.adapters.escaping import shown, shown_path, shown_value
 from jlora.adapters.expert_fields import EXPERT_FIELDS, ExpertFields, expert_fields
 from jlora.adapters.extras import EXTRAS
 from jlora.adapters.files import MemoryFile, open_file

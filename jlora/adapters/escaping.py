@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 
-from jlora._json import kind_of as kind_of
+from jlora._json import kind_of
 from jlora.errors import printable
 
 _LONGEST = 200

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
-from jlora._json import Json
-from jlora.adapters.escaping import kind_of, shown, shown_value
+from jlora._json import Json, kind_of
+from jlora.adapters.escaping import shown, shown_value
 from jlora.errors import AdapterFormatError, AdapterMismatchError
 
 EXPERT_FIELDS = ("target_parameters", "lora_B_layout", "unsloth_fused_expert_lora")

@@ -9,13 +9,12 @@ and are modules like any other. The two stacked formats have one A and one B for
               parameter and `experts` the second, or the only one. The rows of A are grouped by expert. The columns of B
               are rank-major, with column j * E + e for rank j of expert e (`reshape(out, r, E)` in
               `ParamWrapper.get_delta_weight`), or grouped by expert if `lora_B_layout` is "grouped_by_expert". Some
-              versions of PEFT exchange in and out; the parameter's delta is then (B A) transposed (`decide_exchanged`).
+              versions of PEFT exchange in and out; the delta is then (B A) transposed (`ExpertsLoRA.exchanged`).
 """
 
-import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import cast
 
 import numpy as np
 
@@ -47,7 +46,6 @@ _ALSO_CALLED = {
     "down_proj": ("w2",),
     "w2": ("down_proj",),
 }
-_RELEASE = re.compile(r"(\d{1,9})\.(\d{1,9})\.(\d{1,9})(?:\.post\d+)?")
 
 
 @dataclass(frozen=True)
@@ -151,56 +149,6 @@ def stacked_pairs(
             raise AdapterFormatError(f"{where}: {error}") from None
         found |= {m: replace(pair, lora=replace(pair.lora, exchanged=exchanged)) for m, pair in flat.items()}
     return found
-
-
-def decide_exchanged(
-    sizes: tuple[int, int],
-    site: tuple[int, int],
-    peft_version: str | None,
-    where: str,
-    *,
-    stored: Literal["out_in", "in_out"] | None = None,
-) -> bool:
-    """Return True if a flat pair has in and out exchanged, given the sizes of the model's projection.
-
-    If in and out of the projection are equal, the version of PEFT that wrote the file decides. These versions exchange
-    them:
-
-      parameter stored as                                                       PEFT versions
-      [E, out, in]                                                              0.19.0 and older
-      [E, in, out], with `is_transposed` (gpt-oss of transformers 5)            0.19.0
-      [E, in, out], without it (gpt-oss of transformers 4)                      0.19.1 and newer
-
-    Args:
-      sizes: Last size of A and first size of B in the file.
-      site: In and out sizes of the model's projection.
-      peft_version: `peft_version` of the configuration; None if absent.
-      where: Adapter and module, for messages.
-      stored: Layout of the trained parameter in transformers: "out_in" for [E, out, in] (Mixtral, Qwen3-MoE), "in_out"
-        for [E, in, out] (gpt-oss), or None if unknown.
-
-    Raises:
-      AdapterMismatchError: The sizes are those of another projection.
-      AdapterFormatError: Neither sizes nor version determine the order.
-    """
-    if sizes != site and sizes != site[::-1]:
-        raise AdapterMismatchError(
-            f"{where}: A takes {sizes[0]} and B gives {sizes[1]}; expected {site[0]} and {site[1]}, or exchanged"
-        )
-    if site[0] != site[1]:
-        return sizes != site
-    version = _RELEASE.fullmatch(peft_version or "")
-    release = tuple(map(int, version.groups())) if version else None
-    if stored is not None and release is not None:
-        if stored == "out_in":
-            return release < (0, 19, 1)
-        if release < (0, 19, 0):  # for newer versions it depends on the version of transformers
-            return False
-    raise AdapterFormatError(
-        f"{where}: in and out are both {site[0]}, and nothing tells whether the file has them exchanged (peft_version "
-        f"is {shown(peft_version) if peft_version else 'not given'}); train the block's other parameter too, or save "
-        "the adapter expert by expert or with three axes"
-    )
 
 
 def flattened(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -390,6 +338,5 @@ def _stacked(
         alpha=alpha,
         scaling=scaling_of(alpha, rank, config.use_rslora),
         flat=flat,
-        peft_version=config.peft_version if flat else None,
     )
     return Stacked(name, lora, grouped)

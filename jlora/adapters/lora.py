@@ -112,9 +112,8 @@ class ExpertsLoRA:
       alpha, scaling: As in `ModuleLoRA`.
       exchanged: True if the file has in and out exchanged, as some versions of PEFT write `target_parameters`. Then `a`
         is [E, r, N], `b` is [E, K, r], and the delta of expert e is `scaling * (x @ b[e]) @ a[e]`. None if the file
-        does not determine it; the model's sizes or `peft_version` then decide (`decide_exchanged`).
+        does not determine it; the model's sizes then decide.
       flat: True if files hold the factors flat, as PEFT's `target_parameters`; False for three axes.
-      peft_version: Version of PEFT that wrote the file; None if unknown or if the factors are not flat.
 
     Raises:
       AdapterFormatError: `a` or `b` is not a float array of three axes, or their ranks or experts differ.
@@ -126,7 +125,6 @@ class ExpertsLoRA:
     scaling: float
     exchanged: bool | None = False
     flat: bool = False
-    peft_version: str | None = None
     kind: Literal["experts"] = "experts"
 
     def __post_init__(self):

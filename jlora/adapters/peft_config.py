@@ -71,12 +71,6 @@ class PeftConfig:
     peft_fields: Mapping[str, Any] = field(compare=False)
     digest: bytes = field(default=b"", compare=False)
 
-    @property
-    def peft_version(self) -> str | None:
-        """Version of PEFT that wrote the configuration; None if absent."""
-        found = self.peft_fields.get("peft_version")
-        return found if isinstance(found, str) else None
-
     def ranks(self, modules: Iterable[str]) -> dict[str, int]:
         """Return module name -> rank. The first pattern that matches the name or a dotted suffix decides, else `r`.
 

@@ -93,31 +93,23 @@ def read_header(file: ReadFile, where: str) -> dict[str, TensorInfo]:
 
 
 def _info(name: str, value: Json, begin: int, where: str) -> TensorInfo:
-    # A file may have tens of thousands of tensors, so the exact fault is determined only after a check fails.
-    if isinstance(value, dict) and value.keys() == _FIELDS:
-        dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-        known = isinstance(dtype, str) and dtype in _BITS and _whole_numbers(shape) and _whole_numbers(offsets)
-        if known and len(offsets) == 2 and len(shape) <= 64:
-            begins, ends = offsets
-            if _BITS[dtype] * math.prod(shape) == 8 * (ends - begins):
-                return TensorInfo(dtype, tuple(shape), begin + begins, begin + ends)
-    raise _malformed(value, f"{where}: tensor {shown(name)}")
-
-
-def _malformed(value: Json, where: str) -> AdapterFormatError:
+    """Return the description of a tensor. Raise AdapterFormatError if it is malformed."""
     if not isinstance(value, dict) or value.keys() != _FIELDS:
-        return AdapterFormatError(f"{where} must have dtype, shape and data_offsets, found {shown_value(value)}")
-    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _BITS:
-        return AdapterFormatError(f"{where} has dtype {shown_value(dtype)}, which is not known")
-    if not (_whole_numbers(shape) and _whole_numbers(offsets)):
-        return AdapterFormatError(f"{where} must have whole numbers for shape and offsets, found {shown_value(value)}")
-    if len(offsets) != 2 or len(shape) > 64:
-        return AdapterFormatError(f"{where} has {len(offsets)} data_offsets and {len(shape)} axes; expected 2 and few")
-    return AdapterFormatError(
-        f"{where} of dtype {dtype} and shape {shown_value(shape)} has data_offsets {shown_value(offsets)}; "
-        f"expected {shown_value(_BITS[dtype] * math.prod(shape) // 8)} bytes"
-    )
+        fault = f"must have dtype, shape and data_offsets, found {shown_value(value)}"
+    elif not isinstance(dtype := value["dtype"], str) or dtype not in _BITS:
+        fault = f"has dtype {shown_value(dtype)}, which is not known"
+    elif not (_whole_numbers(shape := value["shape"]) and _whole_numbers(offsets := value["data_offsets"])):
+        fault = f"must have whole numbers for shape and offsets, found {shown_value(value)}"
+    elif len(offsets) != 2 or len(shape) > 64:
+        fault = f"has {len(offsets)} data_offsets and {len(shape)} axes; expected 2 and few"
+    elif (bits := _BITS[dtype] * math.prod(shape)) != 8 * (offsets[1] - offsets[0]):
+        fault = (
+            f"of dtype {dtype} and shape {shown_value(shape)} has data_offsets {shown_value(offsets)}; expected "
+            f"{shown_value(bits // 8)} bytes"
+        )
+    else:
+        return TensorInfo(dtype, tuple(shape), begin + offsets[0], begin + offsets[1])
+    raise AdapterFormatError(f"{where}: tensor {shown(name)} {fault}")
 
 
 def _whole_numbers(value: Json) -> bool:

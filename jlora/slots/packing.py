@@ -11,10 +11,9 @@ from jaxtyping import Float
 
 from jlora._memory import fresh
 from jlora._threads import on_threads
-from jlora.adapters.expert_formats import decide_exchanged
 from jlora.adapters.extras import extras_of
 from jlora.adapters.lora import ExpertsLoRA, Layer
-from jlora.errors import AdapterMismatchError
+from jlora.errors import AdapterFormatError, AdapterMismatchError
 from jlora.layers.site import Site
 from jlora.layers.wrap.wrapped import WrappedModel, own_order_of
 from jlora.slots.blocks import Block, Chunk, Packing, Row
@@ -98,15 +97,19 @@ def is_exchanged(where: str, module: ExpertsLoRA, site: Site, first: int, count:
 
     Raises:
       AdapterMismatchError: The sizes differ from the model's.
-      AdapterFormatError: Neither the sizes nor the PEFT version determine the order.
+      AdapterFormatError: The file does not determine the order, and neither do the sizes, which are equal.
     """
     sizes = module.a.shape[2], module.b.shape[1]
     expected = site.spec.in_features, sum(site.spec.out_sizes[first : first + count])
-    if module.exchanged is None:
-        return decide_exchanged(sizes, expected, module.peft_version, where)
-    if sizes != (expected[::-1] if module.exchanged else expected):
+    exchanged = sizes != expected if module.exchanged is None else module.exchanged
+    if sizes != (expected[::-1] if exchanged else expected):
         raise AdapterMismatchError(f"A takes {sizes[0]} and B gives {sizes[1]}; {site.path!r} has {expected}")
-    return module.exchanged
+    if module.exchanged is None and expected[0] == expected[1]:
+        raise AdapterFormatError(
+            f"{where}: in and out are both {expected[0]}, and nothing tells whether the file has them exchanged; train "
+            "the block's other parameter too, or save the adapter expert by expert or with three axes"
+        )
+    return exchanged
 
 
 def _targets(module: Layer, site: Site, row: int, shared: bool) -> list[tuple[Site, range]]:

@@ -8,7 +8,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from jlora.adapters import Adapter, ExpertsLoRA, ModuleLoRA, decide_exchanged
+from jlora.adapters import Adapter, ExpertsLoRA, ModuleLoRA
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 from tests.adapters.conftest import PREFIX
 from tests.adapters.reading import contents, load_all_ways
@@ -110,12 +110,12 @@ def parameters(*names):
 def test_fused(load_of, exchanged, marker):
     fields = {} if marker is None else {"lora_B_layout": marker}
     how = {"exchanged": exchanged, "grouped": marker == "grouped_by_expert"}
-    adapter = load_of(fused_file(**how), **parameters(*FUSED), **fields, peft_version="0.19.1")
+    adapter = load_of(fused_file(**how), **parameters(*FUSED), **fields)
     assert list(adapter.modules) == [f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"]
     for name in FUSED:
         module = adapter.modules[f"{EXPERTS}.{name}"]
         assert (module.kind, module.rank, module.alpha, module.scaling) == ("experts", R, 8.0, 4.0)
-        assert (module.exchanged, module.flat, module.peft_version) == (exchanged, True, "0.19.1")
+        assert (module.exchanged, module.flat) == (exchanged, True)
         assert_delta(module, factors(name))
 
 
@@ -139,16 +139,14 @@ def test_layouts_of_each_parameter(load_of, marker):
 @pytest.mark.parametrize(("name", "exchanged"), [(FUSED[0], False), (FUSED[1], True)])
 def test_one_parameter_alone(load_of, name, exchanged):
     """The file does not define whether in and out are exchanged, so the arrays keep their stored order."""
-    adapter = load_of(fused_file(names=[name], exchanged=exchanged), **parameters(name), peft_version="0.18.1")
+    adapter = load_of(fused_file(names=[name], exchanged=exchanged), **parameters(name))
     (found, module), *rest = adapter.modules.items()
     assert not rest
     assert found == f"{EXPERTS}.{name}"
-    assert (module.exchanged, module.peft_version) == (None, "0.18.1")
+    assert module.exchanged is None
     for e, (a, b) in enumerate(factors(name)):
         np.testing.assert_array_equal(module.a[e], b.T if exchanged else a)
         np.testing.assert_array_equal(module.b[e], a.T if exchanged else b)
-    sizes = (module.a.shape[2], module.b.shape[1])
-    assert decide_exchanged(sizes, SIZES[name], None, "here") is exchanged
 
 
 def test_parameters_of_some_layers(load_of):
@@ -375,42 +373,6 @@ def test_shapes_are_checked_before_a_tensor_is_read(load_of):
         load_of(bad, **parameters(*FUSED), load_options={"check": lambda shapes: 1 / 0})
 
 
-# ---- in and out exchanged, undetermined by the file
-
-
-def test_the_models_sizes_decide():
-    assert decide_exchanged((5, 6), (5, 6), None, "here") is False
-    assert decide_exchanged((6, 5), (5, 6), None, "here") is True
-    for sizes in ((5, 5), (6, 6), (5, 7)):
-        with pytest.raises(AdapterMismatchError, match=r"here: A takes . and B gives .; expected 5 and 6, or exchange"):
-            decide_exchanged(sizes, (5, 6), "0.21.0", "here")
-
-
-@pytest.mark.parametrize(
-    ("stored", "version", "expected"),
-    [
-        ("out_in", "0.18.1", True),
-        ("out_in", "0.19.0", True),
-        ("out_in", "0.19.1", False),
-        ("out_in", "0.21.2", False),
-        ("out_in", "1.0.0.post1", False),
-        ("in_out", "0.18.1", False),
-        ("in_out", "0.19.0", None),  # transformers 4 straight, 5 exchanged
-        ("in_out", "0.19.1", None),  # and the reverse
-        ("out_in", None, None),
-        ("out_in", "0.19.1.dev0", None),  # before or after the change
-        ("out_in", "new", None),
-        (None, "0.21.2", None),
-    ],
-)
-def test_the_writer_decides_a_square(stored, version, expected):
-    if expected is None:
-        with pytest.raises(AdapterFormatError, match="here: in and out are both 5, and nothing tells"):
-            decide_exchanged((5, 5), (5, 5), version, "here", stored=stored)
-    else:
-        assert decide_exchanged((5, 5), (5, 5), version, "here", stored=stored) is expected
-
-
 # ---- saved
 
 
@@ -478,7 +440,6 @@ def in_memory(names, shared_a=False, **facts):
         (in_memory([f"{EXPERTS}.w1"], flat=True), "has exchanged=False, and would be read as None"),
         (in_memory([f"{MLP}.gate_up_proj"]), "cannot be saved; expected one of gate_up_proj"),
         (in_memory([f"{EXPERTS}.q_proj"]), "cannot be saved; expected one of gate_up_proj"),
-        (in_memory([f"{EXPERTS}.w1"], peft_version="0.18.0"), "has peft_version=0.18.0, and would be read as None"),
         (in_memory([f"{EXPERTS}.w1", f"{EXPERTS}.gate_up_proj"]), "are of the same projection"),
         (
             in_memory([f"{EXPERTS}.gate_up_proj"], True, flat=True, exchanged=None),

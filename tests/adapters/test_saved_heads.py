@@ -105,11 +105,11 @@ def test_malformed_heads(load, tensors, message):
 @pytest.mark.parametrize(
     ("tensors", "fields", "message"),
     [
-        ({SCORE + "weight": WEIGHT, "base_model.model.other.weight": WEIGHT}, {}, "other.weight' is a whole weight"),
-        ({SCORE + "weight": WEIGHT, "base_model.model.x.modules_to_save.weight": WEIGHT}, {}, "a fully trained module"),
+        ({SCORE + "weight": WEIGHT, "base_model.model.other.weight": WEIGHT}, {}, "other.weight' is a weight or bias"),
+        ({SCORE + "weight": WEIGHT, "base_model.model.x.modules_to_save.weight": WEIGHT}, {}, "does not name"),
         ({SCORE + "weight": BIAS}, {}, r"score.weight.*\(3,\): it is of a fully trained module.*such as a norm"),
         ({SCORE + "weight": WEIGHT[None]}, {}, "score.weight.*is no linear layer.*a convolution"),
-        ({SCORE + "original_module.weight": WEIGHT}, {}, "original_module.weight' is of a fully trained module"),
+        ({SCORE + "original_module.weight": WEIGHT}, {}, "original_module.weight' is a weight or bias"),
         (
             {SCORE + "weight": WEIGHT, SCORE + "lora_A.weight": WEIGHT[:2], SCORE + "lora_B.weight": WEIGHT[:, :2]},
             {},
@@ -118,7 +118,7 @@ def test_malformed_heads(load, tensors, message):
         (
             {SCORE + "weight": WEIGHT},
             {"modules_to_save": None},
-            r"score\.weight' is a whole weight",
+            r"score\.weight' is a weight or bias",
         ),
         ({SCORE + "weight": WEIGHT}, {"modules_to_save": ["scor"]}, r"score\.weight"),  # a beginning is no end
         (

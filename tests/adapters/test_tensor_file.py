@@ -169,7 +169,6 @@ def test_a_sparse_file_is_refused_before_it_is_read(folder_of):
     folder = sparse(folder_of(r=ROWS), ROWS)
     assert (folder / WEIGHTS).stat().st_size > 2.9e9
     refused_unread(AdapterMismatchError, rf"sql: A is \({ROWS}, 6\)", folder, check=check)
-    refused_unread(AdapterMismatchError, r"take \d+ bytes; at most 1000000 are allowed", folder, max_bytes=10**6)
     refused_unread(AdapterFormatError, "has rank 68000000; expected 4", sparse(folder_of(), ROWS))
 
 
@@ -203,19 +202,3 @@ def test_check_receives_the_adapter_with_its_arrays_unread(folder_of, dtype):
         np.asarray(unread.modules[Q].a)
     with pytest.raises(LoRAUsageError, match="has not been read"):
         unread.save_pretrained(folder / "copy")
-
-
-@pytest.mark.usefixtures("unchecked_calls")
-def test_max_bytes(folder_of):
-    folder = folder_of(lora_tensors({Q: 4, V: 4}, k=40))
-    size = (folder / WEIGHTS).stat().st_size
-    assert Adapter.from_pretrained(folder, max_bytes=size).modules
-    with pytest.raises(AdapterMismatchError, match=rf"take {size} bytes; at most {size - 1} are allowed"):
-        Adapter.from_pretrained(folder, max_bytes=size - 1)
-    kept = Adapter.from_pretrained(folder, dtype="float64").nbytes
-    assert kept > size
-    with pytest.raises(AdapterMismatchError, match=rf"take {kept} bytes"):
-        Adapter.from_pretrained(folder, dtype="float64", max_bytes=size)
-    for wrong in (0, -1, 1.5, "1", True):
-        with pytest.raises(LoRAUsageError, match="max_bytes"):
-            Adapter.from_pretrained(folder, max_bytes=wrong)

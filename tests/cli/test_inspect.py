@@ -212,7 +212,7 @@ def test_every_problem_is_listed(capsys, tmp_path):
     tensors[f"base_model.model.{ATTENTION}.k_proj.bias"] = np.ones(3, np.float32)
     tensors[f"base_model.model.{ATTENTION}.v_proj.bias"] = np.ones(3, np.float32)
     save_file(tensors, weights)
-    expected = [*map(repr, fields), "has tensor", "(and 1 more) is of a trained bias"]
+    expected = [*map(repr, fields), "has tensor", "(and 1 more) is a weight or bias"]
     expected += ["side_proj", "down_proj", *(f"mlp.x{i}:" for i in range(12))]
     for arguments, count in (([], 6), (["--model", str(TIED)], len(expected))):
         assert run(["inspect", str(tmp_path / "it"), *arguments]) == 1

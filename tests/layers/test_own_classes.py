@@ -285,9 +285,22 @@ class Gate(nnx.Linear):
         return super().__call__(x).astype(jnp.float32)
 
 
+class Renamed(nnx.Einsum):
+    """An einsum of Flax whose parameter has the name of the checkpoint."""
+
+    def __init__(self):
+        super().__init__("BTD,DF->BTF", (6, 6), rngs=nnx.Rngs(0))
+        self.weight = self.kernel
+        del self.kernel
+
+    def __call__(self, x):
+        return jnp.einsum(self.einsum_str, x, self.weight[...])
+
+
 GUESSED = {
     "einsum by its equation": (lambda: Einsum("BTD,DF->BTF", (6, 6)), "taken for an einsum by its equation"),
     "overridden call": (lambda: Gate(6, 6, rngs=nnx.Rngs(0)), "Gate overrides the __call__ of Linear"),
+    "renamed parameter": (Renamed, "Renamed overrides the __call__ of Einsum"),
 }
 
 
@@ -307,6 +320,23 @@ def test_a_guessed_layer_takes_no_adapter_until_it_is_verified(kind):
         np.testing.assert_array_equal(bits(serve(model, normal(3, 2, 6), batch)), bits(base))
 
 
+class OfItsOwn(nnx.Linear):
+    """A linear layer that has neither the parameters nor the fields of its base class."""
+
+    def __init__(self):
+        self.w = nnx.Param(jnp.asarray(normal(6, 6)))
+
+    def __call__(self, x):
+        return x @ self.w[...]
+
+
+def test_the_reason_of_a_subclass_with_fields_of_its_own_has_the_line_that_serves_it():
+    (info,) = [layer for layer in make_manager(Routed(OfItsOwn())).layers() if layer.path == "router"]
+    line = 'jlora.register_layer(OfItsOwn, lambda layer: jlora.LinearSpec(*layer.w.shape, param="w"))'
+    assert not info.wrapped
+    assert line in (info.reason or "")
+
+
 class TopK(nnx.Linear):
     """A router that does not return its logits."""
 
@@ -315,8 +345,8 @@ class TopK(nnx.Linear):
 
 
 class Routed(nnx.Module):
-    def __init__(self):
-        self.router = TopK(6, 4, rngs=nnx.Rngs(0))
+    def __init__(self, router=None):
+        self.router = TopK(6, 4, rngs=nnx.Rngs(0)) if router is None else router
         self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(1))
 
     def __call__(self, x):

@@ -175,7 +175,8 @@ def _found(module: nnx.Module, aliases: tuple[str, ...]) -> Found:
     except LoRAError as error:
         return Found(module, aliases, str(error))
     except Exception as error:  # `describe` of a layer class may raise any error
-        return Found(module, aliases, f"{type(module).__name__} cannot be described: {error!r}")
+        reason = f"{type(module).__name__} cannot be described: {error!r}{_how_to_register(module)}"
+        return Found(module, aliases, reason)
 
 
 def _described(module: nnx.Module, aliases: tuple[str, ...]) -> Found:
@@ -195,11 +196,12 @@ def _described(module: nnx.Module, aliases: tuple[str, ...]) -> Found:
         spec = _einsum_by_equation(module)
         if isinstance(spec, LinearSpec):
             guess = f"{cls.__name__} was taken for an einsum by its equation and its only parameter"
-    elif issubclass(base, nnx.Embed) or cls.__call__ is base.__call__:
-        spec = _describe[base](module)
     else:
-        spec = _guess(module, base)
-        guess = f"{cls.__name__} overrides the __call__ of {base.__name__}, and was taken for one"
+        spec = _describe[base](module)
+        if not issubclass(base, nnx.Embed) and cls.__call__ is not base.__call__:
+            guess = f"{cls.__name__} overrides the __call__ of {base.__name__}, and was taken for one"
+            if isinstance(spec, LinearSpec) and spec.param not in vars(module):
+                spec = _einsum_by_equation(module)
     if isinstance(spec, EmbedSpec):
         spec, reasons = _kept_methods(spec, cls, base or cls)
     stacks = _stacks(module, spec)
@@ -235,21 +237,6 @@ def _base_of(cls: type[nnx.Module]) -> type[nnx.Module] | None:
 
 def _is_bridged(module: nnx.Module) -> bool:
     return isinstance(module, nnx.bridge.ToNNX)
-
-
-def _guess(module: nnx.Module, base: type[nnx.Module]) -> Spec | str:
-    """Return the spec of a subclass that overrides the call.
-
-    The spec of the base class is used if the subclass has its parameter. Otherwise the spec is that of an einsum, if
-    the module has a suitable equation.
-    """
-    try:
-        spec = _describe[base](module)
-    except Exception as error:  # `describe` of the base class may use attributes that the subclass lacks
-        spec = f"{type(module).__name__} is not the {base.__name__} that it derives from ({error!r})"
-    if isinstance(spec, str | ExpertsSpec) or spec.param in vars(module):
-        return spec
-    return _einsum_by_equation(module)
 
 
 def _einsum_by_equation(module: nnx.Module) -> LinearSpec | str:

@@ -1,5 +1,12 @@
 """Exceptions of jlora. Each message names the adapter, file, tensor or field at fault."""
 
+import difflib
+import re
+from collections.abc import Iterable
+
+_NUMBER = re.compile(r"[0-9]+")
+_MOST_COMPARED = 1000  # names in one search, at about 30 us each
+
 
 class LoRAError(Exception):
     """Base class of all jlora errors.
@@ -64,6 +71,22 @@ def error_of(name: str, message: str) -> LoRAError:
     if isinstance(cls, type) and issubclass(cls, LoRAError):
         return cls(message)
     return LoRAError(f"{name}: {message}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return "; the nearest is 'layers.3.q_proj'" for the end of a message, or "" if no known name is similar.
+
+    Names that differ only in their numbers are compared as one first. Each search compares at most the last 1,000.
+    """
+    name = name[:200]
+    alike: dict[str, list[str]] = {}  # name without its numbers -> names
+    for each in known:
+        alike.setdefault(_NUMBER.sub("#", each), []).append(each)
+    close = difflib.get_close_matches(_NUMBER.sub("#", name), list(alike)[-_MOST_COMPARED:], n=1, cutoff=0.4)
+    if not close:
+        return ""
+    found = difflib.get_close_matches(name, alike[close[0]][-_MOST_COMPARED:], n=1, cutoff=0)
+    return f"; the nearest is {found[0]!r}"
 
 
 # Joiners of emoji, Persian and Indic scripts, and spaces of other scripts.

@@ -327,7 +327,7 @@ ARGUMENTS = {
     "replace what is held": (
         lambda m: m.add_adapter(sound("first"), load_inplace=True), jlora.AdapterInUseError, "'first'", "open batch",
     ),
-    "near": (lambda m: m.prepare(["frist"]), jlora.AdapterNotFoundError, "'frist'", "did you mean 'first'?"),
+    "near": (lambda m: m.prepare(["frist"]), jlora.AdapterNotFoundError, "'frist'", "the nearest is 'first'"),
     "a set": (lambda m: m.prepare({"first"}), jlora.LoRAUsageError, "in a list", "set"),
     "timeout": (lambda m: m.prepare(["first"], timeout=-1), jlora.LoRAUsageError, "timeout", "-1"),
     "prefetch a number": (lambda m: m.prefetch(1), jlora.LoRAUsageError, "LoRARequest", "int"),

@@ -7,7 +7,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from jlora._contents import instead_of_adapter, is_lfs_pointer, names_in
+from jlora._contents import contents, is_lfs_pointer
 from jlora._hub import failure_of, local_folder_of
 from jlora.adapters.config_file import CONFIG_FILE
 from jlora.adapters.escaping import shown, shown_path, shown_value
@@ -171,12 +171,12 @@ def adapter_files(found: AdapterFolder) -> tuple[Path, Path]:
     """
     missing = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if not os.path.lexists(found.folder / name)]
     if missing:
-        names = names_in(found.folder)
-        pickled = next((name for name in _PICKLE_FILES if name in names), None)
+        pickled = next((name for name in _PICKLE_FILES if os.path.isfile(found.folder / name)), None)
         if pickled is not None and WEIGHTS_FILE in missing:
             raise _pickled(found, pickled)
-        instead = instead_of_adapter(names, shown_path(found.folder))
-        if found.repo_id is not None:
+        if found.repo_id is None:
+            instead = contents(found.folder, CONFIG_FILE)
+        else:
             instead = (
                 f"the repository {found.repo_id!r} has no such file. Pickle files (.bin, .pt) are never opened; for an "
                 "adapter in one, load it with PEFT and save it with save_pretrained, which writes safetensors"

@@ -33,9 +33,10 @@ def run_serve(args: argparse.Namespace) -> int:
     for package in ("jinja2", "starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise LoRAError(f'{package} is not installed: pip install "jlora[serve]"')
-    from jlora.serve.http.adapters import Adapters, AllowedSources
+    from jlora.serve.http.lora import load
     from jlora.serve.http.server import address, listen, serve
     from jlora.serve.http.service import Keys, Limits, Service
+    from jlora.serve.http.sources import AllowedSources
     from jlora.serve.http.state import StateFolder
     from jlora.serve.http.template import load_template
 
@@ -127,13 +128,8 @@ def run_serve(args: argparse.Namespace) -> int:
     )
     known = frozenset[str]() if state is None else state.restore(manager)
     engine = Engine(model, manager, tokenizer=tokenizer, options=options, resolve=resolve)
-    adapters = Adapters(engine, AllowedSources(root, tuple(args.lora_hub_repos)), names, state)
-    adapters.adopt()
-    for request, base in modules:
-        if request.name in known:  # the saved state takes precedence over the flag, even if it records an unload
-            logging.getLogger("jlora.serve").info("--lora-modules: %r is as --lora-state has it", request.name)
-        else:
-            adapters.load(request, request.path, None, parent=base if base in names else None)
+    if clash := sorted(set(names) & engine.list_loras().keys()):
+        raise LoRAError(f"--lora-state: an adapter has a name of the base model: {clash[0]!r}")
     service = Service(
         engine=engine,
         manager=manager,
@@ -141,12 +137,19 @@ def run_serve(args: argparse.Namespace) -> int:
         names=names,
         root=str(args.model),
         max_model_len=max_model_len,
-        adapters=adapters,
+        sources=AllowedSources(root, tuple(args.lora_hub_repos)),
+        saved=state,
         chat=chat,
         keys=keys,
         limits=Limits(upload_bytes=args.max_upload_bytes),
         administration=bool(_keys(args.admin_api_key, _ADMIN_KEY)),
     )
+    for request, base in modules:
+        if request.name in known:  # the saved state takes precedence over the flag, even if it records an unload
+            logging.getLogger("jlora.serve").info("--lora-modules: %r is as --lora-state has it", request.name)
+        else:
+            parent = base if base in names else None
+            load(service, request.name, lambda request=request: request, request.path, parent=parent)
 
     def ready() -> None:
         print(f"jlora serves {printable(names[0])} at {address(bound)}", flush=True)

@@ -8,10 +8,9 @@ from typing import Any
 
 from jlora.adapters.wrapped_names import readings
 from jlora.config import LoRAConfig
-from jlora.errors import AdapterMismatchError, LoRAUsageError
+from jlora.errors import AdapterMismatchError, LoRAUsageError, nearest
 from jlora.layers.site import Site, SlotSpec
 from jlora.layers.specs import own_attribute
-from jlora.layers.wrap.select import Nearest
 from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.slots.packed import SiteSlices
 
@@ -63,7 +62,6 @@ class SiteIndex:
         # Adapters have up to tens of thousands of names, and most adapters have the same ones.
         self._hits = functools.lru_cache(maxsize=1 << 15)(self._search)
         self._left_out = frozenset(wrapped.others)
-        self._nearest: dict[tuple[str, bool], Nearest] = {}
         self._aliases: Mapping[str, str] = own_attribute(wrapped.model, "module_aliases", {})
 
     @property
@@ -131,8 +129,10 @@ class SiteIndex:
         """Return whether the module `name` matches a skip pattern, and count it if so."""
         return any(self._wrapped.skips(reading) for reading in readings(name))
 
-    def find(self, kind: str, name: str) -> SiteSlices | str:
+    def find(self, kind: str, name: str, *, hint: bool = False) -> SiteSlices | str:
         """Return the slices that a checkpoint name fills, or a message why there are none.
+
+        With `hint`, the message about a module that the model lacks has the nearest known name, at some milliseconds.
 
         For the kind "experts", the name is that of all experts, and the row is that of the first one. Those of a
         saved head for which no room is configured are of its linear layer.
@@ -148,7 +148,7 @@ class SiteIndex:
             return f"it could belong to any of {paths}; name one of them with name_map"
         if kind == "head" and (linear := self._replaceable(name)) is not None:
             return linear, 0, 0, 1
-        return self._reason(kind, self._read(kind, readings(name)[-1]))
+        return self._reason(kind, self._read(kind, readings(name)[-1]), hint)
 
     @property
     def config(self) -> LoRAConfig:
@@ -176,85 +176,36 @@ class SiteIndex:
                     hits.append((site, row, *site.parts[short]))
         return hits
 
-    def _reason(self, kind: str, name: str) -> str:
+    def _reason(self, kind: str, name: str, hint: bool) -> str:
         """Return the message why a name fills no slices."""
         if kind == "head":
-            for short in (name, *(short for _, short in _without_numbers(name))):
+            for _, short in _without_numbers(name):
                 if short in self._wrapped.headless:
                     reason = self._wrapped.headless[short]
                     return f"a fully trained {name!r} (modules_to_save) cannot be served: {reason}"
             kind = "linear"
+        reasons = self._wrapped.unwrapped
         for alias in (name, f"{name}.attend", *(short for _, short in _without_numbers(name))):
-            if alias in self._wrapped.unwrapped:
-                return f"{name!r} is not wrapped: {self._wrapped.unwrapped[alias]}"
+            if alias in reasons:
+                return f"{name!r} is not wrapped: {reasons[alias]}"
         other = "embedding" if kind == "linear" else "linear"
         if (other, name) in self._sites:
             return f"{name!r} takes {other} weights, and these are {kind} weights"
+        own = "linear" if kind == "experts" else kind
         for _, short in _without_numbers(name):
-            if sites := self._sites.get(("linear" if kind == "experts" else kind, short)):
+            if sites := self._sites.get((own, short)):
                 return _misnumbered(name, sites[0].spec, kind == "experts")
-        if (above := self._above(name)) is not None:
-            return f"the model has no module {name!r}: {above!r} is not wrapped: {self._wrapped.unwrapped[above]}"
-        if (other := self._at_another_layer(kind, name)) is not None:
-            return (
-                f"the model has no module {name!r} beside its {other!r}. If this layer uses the keys and values of "
-                f"another one, these weights change nothing: pass over them with skip, here skip=[{re.escape(name)!r}]"
-            )
-        return (
-            f"the model has no module {name!r} (name_map can map the checkpoint's names to the model's paths, and skip "
-            f"pass over modules that this process lacks){self._hint(kind, name)}"
-        )
-
-    def _at_another_layer(self, kind: str, name: str) -> str | None:
-        """Return a module of keys or values that another layer has, where the layer of the name has only others."""
-        parent, _, last = name[:500].rpartition(".")
-        if not re.match(r"(k|v|kv|key|value)(_|$)", last) or not any(
-            p.startswith(f"{parent}.") for _, p in self._sites
-        ):
-            return None
-        like = re.compile(r"\d+".join(map(re.escape, re.split(r"\d+", name[:500]))))
-        return next((other for own, other in self._sites if own == kind and like.fullmatch(other)), None)
-
-    def _above(self, name: str) -> str | None:
-        """Return the unwrapped layer whose path is a prefix of the name, with or without its indices, or None."""
         keys = name[:500].split(".")
         for path in (keys, [key for key in keys if not _is_index(key)]):
-            for end in range(len(path) - 1, 0, -1):
-                if (above := ".".join(path[:end])) in self._left_out:
-                    return above
-        return None
-
-    def _hint(self, kind: str, name: str) -> str:
-        """Return a hint with the nearest known name, or an empty string.
-
-        Candidates are the names that weights can have and the layers that are not wrapped.
-        """
-        of_experts = kind == "experts" or "experts" in name.split(".")
-        for key in ((kind, True), (kind, False)) if of_experts else ((kind, False),):
-            if key not in self._nearest:
-                self._nearest[key] = Nearest(self._known(*key))
-            if (near := self._nearest[key].find(name)) is None:
-                continue
-            reason = self._wrapped.unwrapped.get(near)
-            return f"; the nearest is {near!r}" + (f", which is not wrapped: {reason}" if reason else "")
-        return ""
-
-    def _known(self, kind: str, of_experts: bool) -> Iterator[str]:
-        """Yield the names that weights of a kind can have. Names of one expert have index 0.
-
-        If `of_experts` is True, yield only names of experts. Otherwise yield unwrapped layers too.
-        """
-        for (other, name), sites in self._sites.items():
-            if other != ("linear" if kind == "experts" else kind):
-                continue
-            if sites[0].spec.experts is None:
-                if not of_experts and kind != "experts":
-                    yield name
-                continue
-            parent, _, last = name.rpartition(".")
-            yield name if kind == "experts" else f"{parent}.0.{last}"
-        if not of_experts:
-            yield from self._left_out
+            for above in (".".join(path[:end]) for end in range(len(path) - 1, 0, -1)):
+                if above in self._left_out:
+                    return f"the model has no module {name!r}: {above!r} is not wrapped: {reasons[above]}"
+        known = (*(known for of, known in self._sites if of == own), *self._wrapped.others) if hint else ()
+        return (
+            f"the model has no module {name!r} (name_map can map the checkpoint's names to the model's paths, and skip "
+            "pass over a module that this process lacks, or that has no effect, such as keys and values which another "
+            f"layer computes){nearest(name, known)}"
+        )
 
 
 def _without_numbers(name: str, counts: Collection[int] = range(3)) -> Iterator[tuple[tuple[int, ...], str]]:

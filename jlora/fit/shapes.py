@@ -12,6 +12,8 @@ from jlora.layers.site import Site
 from jlora.slots.packed import SiteSlices
 from jlora.slots.packing import is_exchanged, rows_of
 
+_SHOWN = 8  # problems in one message
+
 
 def describe(name: str, path: str | None) -> str:
     """Return the prefix of error messages about an adapter."""
@@ -44,7 +46,7 @@ def find_slices(where: str, adapter: Adapter, index: SiteIndex) -> dict[str, Sit
     for name, layer in adapter.layers.items():
         if index.skips(name):
             continue
-        found = index.find(layer.kind, name)
+        found = index.find(layer.kind, name, hint=len(problems) < _SHOWN)
         if isinstance(found, str):
             problems.append(f"{name}: {found}")
             continue
@@ -117,9 +119,9 @@ def too_many_outputs(heads: Mapping[str, int], saved: Mapping[str, int]) -> str:
 
 
 def refuse(where: str, problems: list[str]) -> None:
-    """Raise AdapterMismatchError with the first 8 problems, if there are any."""
+    """Raise AdapterMismatchError with the first `_SHOWN` problems, if there are any."""
     if problems:
-        shown = problems[:8] + ([f"... and {len(problems) - 8} more"] if len(problems) > 8 else [])
+        shown = problems[:_SHOWN] + ([f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else [])
         error = AdapterMismatchError(f"{where} does not fit this model:\n  " + "\n  ".join(shown))
         error.problems = tuple(problems)
         raise error

@@ -184,7 +184,9 @@ class Peers:
         first, *others = messages
         for i in others:
             if messages[i]["same"] != messages[first]["same"]:
-                one, two = _where_they_differ([str(messages[first]["same"]), str(messages[i]["same"])])
+                one, two = (str(messages[k]["same"]) for k in (first, i))
+                start = max(0, next((k for k, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), 0) - 50)
+                one, two = (text[start : start + 300] for text in (one, two))
                 raise LoRAError(
                     f"{call}: process {first} has {one}, and process {i} {two}. Files must be the same everywhere, "
                     "and batches be closed between the same calls"
@@ -247,10 +249,3 @@ def peers_of(model: nnx.Module, timeout: float, lock: StateLock) -> Peers:
             "devices make a manager"
         )
     return Peers(ids, timeout, lock)
-
-
-def _where_they_differ(texts: list[str]) -> list[str]:
-    """Return the beginning of each text, or the part where the texts begin to differ."""
-    at = next((i for i, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1), 0)
-    start = 0 if at < 200 else at - 50
-    return [("..." if start else "") + text[start : start + 300] for text in texts]

@@ -1,13 +1,13 @@
 """Records of adapters, counts and histograms of a manager, and the message for an unknown name."""
 
 import bisect
-import difflib
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from jlora.config import LoRARequest
+from jlora.errors import nearest
 from jlora.layers.forward.lease import Served
 from jlora.manager.host_cache import HostCache
 from jlora.manager.leases import Leases
@@ -163,10 +163,8 @@ def _record(
 
 
 def unknown_name(name: str, cache: HostCache) -> str:
-    """Return the message for a name not in the host cache, with up to three similar names of the last thousand."""
+    """Return the message for a name not in the host cache."""
     if name in cache.known:
         return f"adapter {name!r} was evicted from the host cache; activate_adapter or prepare loads it again"
-    names = [*cache.known, *cache.loaded]
-    near = difflib.get_close_matches(name[:100], names[-1000:], n=3)  # 30 us a name
-    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"{len(names)} others are"
-    return f"adapter {name[:200]!r} is not loaded; call add_adapter first ({hint})"
+    near = nearest(name, [*cache.known, *cache.loaded])
+    return f"adapter {name[:200]!r} is not loaded; call add_adapter first{near}"

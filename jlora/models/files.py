@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jlora._contents import ADAPTER_CONFIG, instead_of_model, is_lfs_pointer, names_in
+from jlora._contents import ADAPTER_CONFIG, contents, is_lfs_pointer
 from jlora._hub import failure_of, local_folder_of
 from jlora.errors import printable
 from jlora.models.config import read_config
@@ -70,7 +70,7 @@ def _checked(folder: Path, given: str) -> Path:
     if not (folder / CONFIG).is_file():
         raise ModelError(
             f"{folder / CONFIG} does not exist; expected the folder of a Hugging Face checkpoint, and "
-            + instead_of_model(names_in(folder))
+            + contents(folder, CONFIG)
         )
     return folder
 

@@ -4,7 +4,6 @@ An update from device arrays is compiled for their names and shapes.
 """
 
 import collections
-import difflib
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from jlora.adapters.checkpoint import sorted_keys
 from jlora.adapters.int8 import steps_for
 from jlora.adapters.peft_config import scaling_of
 from jlora.adapters.tensor_data import all_finite
-from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageError
+from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageError, nearest
 from jlora.layers.site import SlotSpec
 from jlora.slots.arrays import SlotArrays
 from jlora.slots.blocks import Block, Chunk, Row, pack, rank_starts, rank_step, unpack
@@ -175,15 +174,14 @@ def _sorted_keys(names: tuple[str, ...], where: str) -> Mapping[str, Mapping[str
     return sorted_keys(names, where)
 
 
-def _taken(packed: PackedAdapter, module: str = "") -> str:
-    """Return a sentence with the tensor names that an update takes, for the modules whose names are most like one."""
+def _taken(packed: PackedAdapter) -> str:
+    """Return a sentence with the tensor names that an update takes."""
     modules = [placement.module for placement in packed.placements if placement.site.kind != "head"]
-    near = difflib.get_close_matches(module, modules, n=_SHOWN) or modules[:_SHOWN]
-    more = f" and {len(modules) - len(near)} more" if len(modules) > len(near) else ""
+    more = f" and {len(modules) - _SHOWN} more" if len(modules) > _SHOWN else ""
     return (
         "update_adapter takes the tensor names of PEFT's files, MODULE.lora_A.weight and MODULE.lora_B.weight "
         "(MODULE.lora_embedding_A and _B for an embedding), with or without the prefix base_model.model., where MODULE "
-        f"is one of {', '.join(near)}{more}; load_inplace=True replaces all weights"
+        f"is one of {', '.join(modules[:_SHOWN])}{more}; load_inplace=True replaces all weights"
     )
 
 
@@ -201,7 +199,8 @@ def _check(
     """
     at = f"{where}: {module}"
     if placement is None:
-        raise AdapterMismatchError(f"{at}: the adapter has no such module. {_taken(packed, module)}")
+        near = nearest(module, [own.module for own in packed.placements])
+        raise AdapterMismatchError(f"{at}: the adapter has no such module{near}. {_taken(packed)}")
     site = placement.site
     if site.spec.dtype == "int8" and not site.spec.whole:
         raise AdapterMismatchError(

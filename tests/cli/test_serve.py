@@ -91,7 +91,7 @@ def test_command_line_of_vllm(served, monkeypatch, tmp_path):
     assert (given.request_timeout, given.max_waiting, given.max_num_seqs, given.max_model_len) == (7, 5, 32, 48)
     assert (service.names, service.max_model_len) == (("llama", "base"), 48)
     assert (found.drain_seconds, found.log_level) == (9, "info")
-    assert (service.adapters.sources.root, service.adapters.sources.repos) == (tmp_path, ("a/b", "c/*"))
+    assert (service.sources.root, service.sources.repos) == (tmp_path, ("a/b", "c/*"))
     for admin, allowed in ((False, {"one", "two", "admin"}), (True, {"admin"})):
         keys = {key for key in ("one", "two", "other", "admin") if service.keys.admit(f"Bearer {key}", admin=admin)}
         assert keys == allowed

@@ -13,7 +13,6 @@ import transformers
 import jlora
 from jlora.models import from_pretrained
 from jlora.serve import Engine, EngineOptions
-from jlora.serve.http.adapters import Adapters, AllowedSources
 from jlora.serve.http.app import build_app
 from jlora.serve.http.service import Service
 from tests.models.families import SMALL
@@ -47,10 +46,9 @@ def test_embeddings(tmp_path, mode):
     model = from_pretrained(tmp_path / "base")
     manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=3, max_lora_rank=4, dora=True))
     engine = Engine(model, manager, tokenizer=tokenizer(), options=EngineOptions(max_num_batched_tokens=128))
-    adapters = Adapters(engine, AllowedSources(), ("base",))
     for name in ("one", "two", "dora"):
-        adapters.load(jlora.LoRARequest(name, str(tmp_path / name)), name, None)
-    service = Service(engine, manager, tokenizer(), ("base",), "base", engine.max_model_len, adapters)
+        engine.add_lora(jlora.LoRARequest(name, str(tmp_path / name)))
+    service = Service(engine, manager, tokenizer(), ("base",), "base", engine.max_model_len)
     engine.start()
     service.state = "serving"
 

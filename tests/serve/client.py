@@ -14,9 +14,10 @@ import httpx
 
 from jlora.cli.commands import run
 from jlora.config import LoRARequest
-from jlora.serve.http.adapters import Adapters, AllowedSources
 from jlora.serve.http.app import build_app
+from jlora.serve.http.lora import load
 from jlora.serve.http.service import Service
+from jlora.serve.http.sources import AllowedSources
 from tests.serve.fake_engine import FakeEngine, fake_manager
 
 JSON = {"content-type": "application/json"}
@@ -24,15 +25,19 @@ JSON = {"content-type": "application/json"}
 
 def make_service(engine=None, *, root=None, repos=(), state="serving", names=("base", "alias"), **options) -> Service:
     engine = engine or FakeEngine()
-    adapters = Adapters(engine, AllowedSources(root, tuple(repos)), names)
     before, engine.loras = engine.loras, {}
-    for request in before.values():
-        adapters.load(LoRARequest(request.name, request.path), request.path, None)
+    sources = AllowedSources(root, tuple(repos))
     service = Service(
-        engine, fake_manager(engine), engine.tokenizer, names, "models/base", 128, adapters, state=state, **options
+        engine, fake_manager(engine), engine.tokenizer, names, "models/base", 128, sources, state=state, **options
     )
+    for request in before.values():
+        load_into(service, request.name, request.path)
     engine.calls.clear()
     return service
+
+
+def load_into(service, name, path):
+    load(service, name, lambda: LoRARequest(name, path), path)
 
 
 @dataclass

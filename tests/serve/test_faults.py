@@ -12,8 +12,8 @@ import pytest
 from jlora import Adapter
 from jlora.serve import push
 from jlora.serve.engine.request import SamplingParams
-from jlora.serve.http.adapters import Adapters, AllowedSources
 from jlora.serve.http.service import Keys, Service
+from jlora.serve.http.sources import AllowedSources
 from tests.serve.client import on_socket, post
 from tests.serve.conftest import ADAPTERS
 from tests.serve.demo_process import NAMES, RIGHT, DemoServer, recipe
@@ -38,8 +38,9 @@ def root(tmp_path):
 
 @pytest.fixture
 def service(world, root):
-    adapters = Adapters(world.engine, AllowedSources(root), ("demo",))
-    return Service(world.engine, world.manager, world.tokenizer, ("demo",), "demo", 64, adapters, state="serving")
+    return Service(
+        world.engine, world.manager, world.tokenizer, ("demo",), "demo", 64, AllowedSources(root), state="serving"
+    )
 
 
 @pytest.mark.slow
@@ -117,9 +118,8 @@ def test_rounds_of_push_and_sample_under_load(world):
     """Every answer is of the version pushed before it. The fixture checks that nothing compiles."""
     rounds, warm, stop, sizes = 120, 30, threading.Event(), []
     loaded = [Adapter.from_pretrained(path) for path in ADAPTERS.values()]
-    adapters = Adapters(world.engine, AllowedSources(), ("demo",))
     service = Service(
-        world.engine, world.manager, world.tokenizer, ("demo",), "demo", 64, adapters, keys=Keys((), ("secret",)),
+        world.engine, world.manager, world.tokenizer, ("demo",), "demo", 64, keys=Keys((), ("secret",)),
         administration=True, state="serving",
     )  # fmt: skip
 

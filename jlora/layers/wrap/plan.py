@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jlora.config import CONFIG_DTYPES, LoRAConfig, count_expert_slots, slot_dtype
-from jlora.errors import LoRAError, LoRAUsageError
+from jlora.errors import LoRAError, LoRAUsageError, nearest
 from jlora.layers.base_kernel import Kernel, arrays_of, kernel_of
 from jlora.layers.finish import chosen
 from jlora.layers.forward.experts import prefix_of, shared_sites
@@ -19,7 +19,6 @@ from jlora.layers.specs import Doubt, EmbedSpec, ExpertsSpec, LinearSpec, Spec, 
 from jlora.layers.wrap.discover import Found, discover
 from jlora.layers.wrap.select import (
     Heads,
-    Nearest,
     PackedModules,
     check_names,
     exclusion,
@@ -162,7 +161,7 @@ def _check_saved_heads(wrapped: WrappedModel, sites: Sequence[Site]) -> None:
             known = [alias for site in sites if site.kind == "linear" for alias in site.aliases]
             raise LoRAUsageError(
                 f"LoRAConfig.saved_heads names {name!r}, and no wrapped layer of that name can be replaced by a saved "
-                f"head{Nearest(known).hint(name) if why is None else why}"
+                f"head{nearest(name, known) if why is None else why}"
             )
 
 

@@ -1,6 +1,5 @@
 """Select the layers to wrap, their checkpoint names, and the tables of tied heads."""
 
-import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from typing import Any, TypeAlias
 
 from jlora._typing import is_mapping
 from jlora.config import LoRAConfig
-from jlora.errors import LoRAUsageError
+from jlora.errors import LoRAUsageError, nearest
 from jlora.layers.site import is_named
 from jlora.layers.specs import EmbedSpec, own_attribute
 from jlora.layers.wrap.discover import Found
@@ -69,8 +68,7 @@ def check_names(
     missing = {label: [name for name in names if not is_named(name, every)] for label, names in given.items()}
     for label, names in {"target_modules": targets, **missing}.items():
         if names:
-            near = Nearest(known).hint(names[0])
-            raise LoRAUsageError(f"{label} {names} match no layer of {model_name}{near}")
+            raise LoRAUsageError(f"{label} {names} match no layer of {model_name}{nearest(names[0], known)}")
 
 
 def matching(given: Iterable[str], names: Iterable[str]) -> str | None:
@@ -209,48 +207,3 @@ def _entry(aliases: tuple[str, ...], packed: PackedModules) -> Sequence[str] | M
 def _sibling(alias: str, name: str) -> str:
     parent = alias.rpartition(".")[0]
     return f"{parent}.{name}" if parent else name
-
-
-class Nearest:
-    """Suggest known names that are similar to an unknown one, for error messages.
-
-    Names that differ only in their numbers are compared once, so 10,000 layers of one model cost as much as 20. The
-    number of distinct queries is bounded, because an adapter may contain any number of unknown names.
-    """
-
-    _MOST = 1000
-
-    def __init__(self, known: Iterable[str]):
-        self._alike: dict[str, dict[tuple[str, ...], str]] = {}  # pattern -> numbers -> name
-        for name in known:
-            self._alike.setdefault(_numbers_out(name), {})[tuple(_NUMBERS.findall(name))] = name
-        self._answers: dict[str, str | None] = {}
-
-    def hint(self, name: str) -> str:
-        """Return "; the nearest is 'layers.3.q_proj'", or "" if no known name is similar."""
-        found = self.find(name)
-        return "" if found is None else f"; the nearest is {found!r}"
-
-    def find(self, name: str) -> str | None:
-        """Return the most similar known name, or None if none is similar.
-
-        Among names that differ only in their numbers, the one with the numbers of `name` is preferred.
-        """
-        pattern = _numbers_out(name[:500])
-        if pattern not in self._answers:
-            if len(self._answers) == self._MOST:
-                return None
-            close = difflib.get_close_matches(pattern, list(self._alike)[: self._MOST], n=1, cutoff=0.4)
-            self._answers[pattern] = close[0] if close else None
-        found = self._answers[pattern]
-        if found is None:
-            return None
-        alike = self._alike[found]
-        return alike.get(tuple(_NUMBERS.findall(name)), next(iter(alike.values())))
-
-
-_NUMBERS = re.compile(r"[0-9]+")
-
-
-def _numbers_out(name: str) -> str:
-    return _NUMBERS.sub("#", name)

@@ -15,7 +15,7 @@ import jlora
 from jlora.serve.http.errors import BAD_REQUEST, INTERNAL, NOT_FOUND, ApiError
 from jlora.serve.http.generate import chat_completions, completions, embeddings
 from jlora.serve.http.log import log, log_event
-from jlora.serve.http.lora import list_models, load_adapter, pin_adapter, show_model, unload_adapter
+from jlora.serve.http.lora import change_adapter, list_models, load_adapter, show_model
 from jlora.serve.http.prometheus import metrics
 from jlora.serve.http.service import Service
 from jlora.serve.http.status import status_json, status_page
@@ -41,9 +41,9 @@ def build_app(service: Service) -> ASGIApp:
         users("/v1/models", list_models),
         users("/v1/models/{name:path}", show_model),
         admins("/v1/load_lora_adapter", load_adapter),
-        admins("/v1/unload_lora_adapter", unload_adapter),
-        admins("/v1/pin_lora_adapter", partial(pin_adapter, pin=True)),
-        admins("/v1/unpin_lora_adapter", partial(pin_adapter, pin=False)),
+        admins("/v1/unload_lora_adapter", partial(change_adapter, change="removed")),
+        admins("/v1/pin_lora_adapter", partial(change_adapter, change="pinned")),
+        admins("/v1/unpin_lora_adapter", partial(change_adapter, change="unpinned")),
         anybody("/health", _health),
         anybody("/version", _version),
         anybody("/metrics", metrics),

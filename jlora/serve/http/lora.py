@@ -1,8 +1,10 @@
 """vLLM's endpoints for models and adapters: list, load, unload, pin and unpin."""
 
+import os
+import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -16,8 +18,10 @@ from jlora.errors import (
     AdapterUnavailableError,
     LoRAError,
     NoFreeSlotError,
+    printable,
 )
 from jlora.serve.engine.request import AdapterExistsError, EngineClosedError
+from jlora.serve.engine.resolvers import LONGEST_NAME
 from jlora.serve.http.body import Json, RequestFields, media_type, parse_form, read_object, receive_body
 from jlora.serve.http.errors import (
     FORBIDDEN,
@@ -29,11 +33,15 @@ from jlora.serve.http.errors import (
     invalid_input,
     no_such_model,
 )
-from jlora.serve.http.log import log
+from jlora.serve.http.log import log, log_event
 from jlora.serve.http.responses import displayed
 from jlora.serve.http.service import Service
 
+Change: TypeAlias = Literal["removed", "pinned", "unpinned"]
+
 _LONGEST_PATH = 4096
+_OF_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_OF_EMBEDDINGS = "modules.json"  # of sentence-transformers
 _WEIGHTS, _CONFIG = "adapter_model", "adapter_config"  # parts of an upload: the files of a folder
 
 
@@ -57,7 +65,7 @@ async def load_adapter(service: Service, request: Request) -> Response:
     if media_type(request) == "multipart/form-data":
         async with service.uploads:
             return await _upload_adapter(service, request)
-    if not service.adapters.sources:
+    if not service.sources:
         upload = "; an upload in multipart/form-data needs neither" if service.administration else ""
         raise _closed(f"the server was started without --lora-root DIR or --lora-hub-repos REPO{upload}")
     fields = RequestFields(await read_object(request, service.limits, INVALID_INPUT), INVALID_INPUT)
@@ -70,7 +78,7 @@ async def load_adapter(service: Service, request: Request) -> Response:
         raise fields.fail("is_3d_lora_weight", "true or false")
 
     def find() -> LoRARequest:
-        return LoRARequest(name, service.adapters.sources.find(path), is_3d_lora_weight=stacked)
+        return LoRARequest(name, service.sources.find(path), is_3d_lora_weight=stacked)
 
     return await _load(service, fields, name, path, find)
 
@@ -126,24 +134,18 @@ async def _load(
     if based_on not in (None, "", service.root, *service.names):
         raise fields.fail("base_model_name", f"the model that is served, {service.names[0]!r}")
     fields.finish()
-    service.adapters.check_name(name)
-
-    def load() -> None:
-        service.adapters.catch_up()
-        if not inplace and name in service.engine.list_loras():  # checked first, as its folder may be gone
-            raise AdapterExistsError(name)
-        parent = based_on if based_on in service.names else None
-        seconds = service.limits.load_seconds
-        service.adapters.load(find(), path, seconds, parent, load_inplace=inplace)
-
+    if name in service.names:
+        raise invalid_input(f"lora_name {name!r} is a name of the base model", "lora_name")
+    if printable(name) != name or len(name) > LONGEST_NAME:
+        raise invalid_input(f"lora_name {name!r:.80} must be printable, and of at most {LONGEST_NAME} characters")
+    parent = based_on if based_on in service.names else None
+    seconds = service.limits.load_seconds
     try:
-        await service.load(load)
+        await _run(service, partial(load, service, name, find, path, seconds, parent, load_inplace=inplace))
     except AdapterExistsError:
         # production-stack matches "has already been loaded" and continues.
         message = f"adapter '{name}' has already been loaded; load_inplace: true replaces it"
         raise invalid_input(message, "lora_name") from None
-    except (EngineClosedError, NoFreeSlotError, AdapterUnavailableError) as error:
-        raise ApiError(503, UNAVAILABLE, str(error), retry_after=1) from None
     except AdapterNotFoundError as error:
         status, kind = (403, FORBIDDEN) if isinstance(error, AdapterAccessError) else (404, NOT_FOUND)
         raise ApiError(status, kind, f"adapter '{name}' cannot be loaded: {error}", "lora_path") from None
@@ -157,48 +159,81 @@ async def _load(
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 
-async def unload_adapter(service: Service, request: Request) -> Response:
-    """Handle `POST /v1/unload_lora_adapter`."""
-    _check_open(service)
-    name = await _read_name(service, request, "lora_int_id")
-    await _change(service, name, partial(service.adapters.unload, name))
-    return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+def load(
+    service: Service,
+    name: str,
+    find: Callable[[], LoRARequest | Adapter],
+    path: str,
+    timeout: float | None = None,
+    parent: str | None = None,
+    *,
+    load_inplace: bool = False,
+) -> None:
+    """Load an adapter, so that requests may name it. Blocks.
+
+    Args:
+      service: The service.
+      name: Name of the adapter.
+      find: Returns the adapter.
+      path: Displayed as its source.
+      timeout: Seconds to wait; None for no limit.
+      parent: The base model name that it is listed under; None for the first.
+      load_inplace: Replace an adapter of the same name.
+
+    Raises:
+      AdapterExistsError: The name is loaded, and `load_inplace` is not set.
+      LoRAError: It cannot be loaded, and all stays as it was; or the change could not be saved.
+    """
+    engine = service.engine
+    with service.change(name):
+        if not load_inplace and name in engine.list_loras():  # checked first, as its folder may be gone
+            raise AdapterExistsError(name)
+        adapter = find()
+        started = time.monotonic()
+        engine.add_lora(adapter, load_inplace=load_inplace, timeout=timeout, path=path, parent=parent)
+        seconds = time.monotonic() - started
+    log_event("loaded", adapter=name, path=path, seconds=round(seconds, 3))
+    folder = adapter.path if isinstance(adapter, LoRARequest) else None
+    ignored = _OF_TOKENIZERS if engine.embeds else (*_OF_TOKENIZERS, _OF_EMBEDDINGS)
+    if own := [file for file in ignored if folder and os.path.isfile(os.path.join(folder, file))]:
+        log_event("adapter's own tokenizer, template or pooling is ignored", adapter=name, files=own)
 
 
-async def pin_adapter(service: Service, request: Request, *, pin: bool) -> Response:
-    """Handle `POST /v1/pin_lora_adapter` and `/v1/unpin_lora_adapter`."""
-    _check_open(service)
-    name = await _read_name(service, request)
-    await _change(service, name, partial(service.adapters.pin, name, pin))
-    return PlainTextResponse(f"Success: LoRA adapter '{name}' {'pinned' if pin else 'unpinned'} successfully.")
-
-
-def _check_open(service: Service) -> None:
-    if not (service.administration or service.adapters.sources):
+async def change_adapter(service: Service, request: Request, *, change: Change) -> Response:
+    """Handle `POST /v1/unload_lora_adapter`, `/v1/pin_lora_adapter` and `/v1/unpin_lora_adapter`."""
+    if not (service.administration or service.sources):
         raise _closed("the server was started without --lora-root DIR, --lora-hub-repos REPO or --admin-api-key KEY")
+    fields = RequestFields(await read_object(request, service.limits, INVALID_INPUT), INVALID_INPUT)
+    name = fields.required("lora_name", _LONGEST_PATH)
+    if change == "removed":
+        fields.ignore(("lora_int_id",))
+    fields.finish()
+    engine = service.engine
+    apply = {"removed": engine.remove_lora, "pinned": engine.pin_lora, "unpinned": engine.unpin_lora}[change]
+
+    def run() -> None:
+        with service.change(name):
+            apply(name)
+        log_event("unloaded" if change == "removed" else change, adapter=name)
+
+    try:
+        await _run(service, run)
+    except AdapterNotFoundError:
+        raise ApiError(404, NOT_FOUND, f"adapter {name!r:.200} is not loaded", "lora_name") from None
+    except LoRAError as error:  # the change could not be saved
+        raise ApiError(500, INTERNAL, str(error)) from None
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' {change} successfully.")
 
 
 def _closed(why: str) -> ApiError:
     return ApiError(404, NOT_FOUND, f"Not Found: requests cannot change adapters, because {why}")
 
 
-async def _read_name(service: Service, request: Request, *ignored: str) -> str:
-    fields = RequestFields(await read_object(request, service.limits, INVALID_INPUT), INVALID_INPUT)
-    name = fields.required("lora_name", _LONGEST_PATH)
-    fields.ignore(ignored)
-    fields.finish()
-    return name
-
-
-async def _change(service: Service, name: str, call: Callable[[], None]) -> None:
+async def _run(service: Service, change: Callable[[], None]) -> None:
     try:
-        await service.load(call)
+        await service.load(change)
     except (EngineClosedError, NoFreeSlotError, AdapterUnavailableError) as error:
         raise ApiError(503, UNAVAILABLE, str(error), retry_after=1) from None
-    except AdapterNotFoundError:
-        raise ApiError(404, NOT_FOUND, f"adapter {name!r:.200} is not loaded", "lora_name") from None
-    except LoRAError as error:  # the change could not be saved
-        raise ApiError(500, INTERNAL, str(error)) from None
 
 
 def _cards(service: Service) -> dict[str, dict[str, Any]]:

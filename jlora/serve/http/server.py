@@ -131,8 +131,8 @@ class _Life:
                 service.state = "closing"
                 log_event("closing", seconds=self._drain_seconds)
                 drained = await asyncio.to_thread(service.engine.close, self._drain_seconds)
-                if service.adapters.state is not None:
-                    await asyncio.to_thread(service.adapters.state.close)
+                if service.saved is not None:
+                    await asyncio.to_thread(service.saved.close)
             self._server.should_exit = True
             await serving
         finally:

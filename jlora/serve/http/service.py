@@ -4,21 +4,24 @@ import asyncio
 import hashlib
 import hmac
 import os
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
+from weakref import WeakValueDictionary
 
 from jlora import LoRAManager
 from jlora.serve.engine.engine import Engine
 from jlora.serve.engine.generation import Event
-from jlora.serve.http.adapters import Adapters
 from jlora.serve.http.body import Limits
 from jlora.serve.http.errors import UNAVAILABLE, ApiError
 from jlora.serve.http.responses import TokenTexts
+from jlora.serve.http.sources import AllowedSources
+from jlora.serve.http.state import StateFolder
 from jlora.serve.http.template import ChatTemplate
 
 T = TypeVar("T")
@@ -86,12 +89,13 @@ class Service:
       names: Names of the base model, its own first.
       root: The model's folder, as `/v1/models` shows it.
       max_model_len: Positions of a sequence.
-      adapters: Changes of adapters over HTTP.
+      sources: Sources that requests may load adapters from.
+      saved: Persistent state of the adapters; None without one.
       chat: The model's chat template; None without one.
       keys: Keys of clients.
       limits: Limits of client requests.
       administration: True if administrators have a key, so that adapters may be uploaded. They may be loaded from a
-        path if `adapters` has sources, and unloaded and pinned in both cases.
+        path if there are `sources`, and unloaded and pinned in both cases.
       state: Phase of the server.
       progress: (steps done, steps in all) of the warm-up.
       step_started: Start of the current step of the warm-up, `time.monotonic()` in seconds.
@@ -104,7 +108,8 @@ class Service:
     names: tuple[str, ...]
     root: str
     max_model_len: int
-    adapters: Adapters
+    sources: AllowedSources = field(default_factory=AllowedSources)
+    saved: StateFolder | None = None
     chat: ChatTemplate | None = None
     keys: Keys = field(default_factory=Keys)
     limits: Limits = field(default_factory=Limits)
@@ -121,6 +126,10 @@ class Service:
         self._workers = ThreadPoolExecutor(4, thread_name_prefix="jlora-http")
         self._loaders = ThreadPoolExecutor(32, thread_name_prefix="jlora-http-load")
         self.uploads = asyncio.Semaphore(_UPLOADS)
+        self._lock = threading.Lock()
+        self._turns: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()  # locks in use, by name
+        if self.saved is not None:
+            self.saved.unloading = self.engine.unloading_loras
         self._bridge: LoopBridge | None = None
         self._calls: set[Future[Any]] = set()  # queued or running on a thread
 
@@ -162,6 +171,22 @@ class Service:
         self._calls.add(future)
         future.add_done_callback(self._calls.discard)
         return await asyncio.wrap_future(future)
+
+    @contextmanager
+    def change(self, name: str) -> Generator[None, None, None]:
+        """Return the context of a change of one adapter, on any thread. Changes of one name run one at a time.
+
+        A change is saved before the context ends, as is an earlier one that could not be saved before it begins. Raises
+        LoRAError if a change cannot be saved.
+        """
+        with self._lock:
+            turn = self._turns.setdefault(name, threading.Lock())
+        with turn:
+            if self.saved is not None and self.saved.behind:
+                self.saved.changed()
+            yield
+            if self.saved is not None:
+                self.saved.changed()
 
     def close(self) -> bool:
         """Refuse further calls without waiting for running ones. Returns False if some are running."""

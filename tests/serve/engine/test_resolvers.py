@@ -15,8 +15,8 @@ from jlora.errors import AdapterFormatError, AdapterNotFoundError, LoRAError
 from jlora.serve import EngineBusyError, RequestTimeoutError
 from jlora.serve.engine.loras import Loras
 from jlora.serve.engine.resolvers import check_name, in_order, of_folder, of_function, of_hub
-from jlora.serve.http.adapters import Adapters, AllowedSources
 from jlora.serve.http.service import Service
+from jlora.serve.http.sources import AllowedSources
 from tests.serve.client import ask as http
 from tests.serve.client import post, until
 from tests.serve.conftest import ADAPTERS, request_of, sequence_of
@@ -181,8 +181,9 @@ def test_unloaded_name_is_resolved_again(world, store):
 
 
 def test_resolved_names_over_http(world, store, tmp_path):
-    adapters = Adapters(world.engine, AllowedSources(tmp_path), ("demo",))
-    service = Service(world.engine, world.manager, world.tokenizer, ("demo",), "demo", 64, adapters, state="serving")
+    service = Service(
+        world.engine, world.manager, world.tokenizer, ("demo",), "demo", 64, AllowedSources(tmp_path), state="serving"
+    )
 
     def over_http(name, **more):
         body = {"model": name, "prompt": WORD, "temperature": 0, "max_tokens": 10, **more}

@@ -7,12 +7,11 @@ import time
 
 import pytest
 
-from jlora.config import LoRARequest
 from jlora.errors import AdapterAccessError, AdapterNotFoundError, AdapterUnavailableError, NoFreeSlotError
 from jlora.serve.engine.request import EngineClosedError
-from jlora.serve.http.adapters import AllowedSources
 from jlora.serve.http.errors import ApiError
-from tests.serve.client import ask, make_service, post, until
+from jlora.serve.http.sources import AllowedSources
+from tests.serve.client import ask, load_into, make_service, post, until
 from tests.serve.fake_engine import BROKEN
 
 LOAD, UNLOAD, PIN, UNPIN = (f"/v1/{verb}_lora_adapter" for verb in ("load", "unload", "pin", "unpin"))
@@ -47,7 +46,7 @@ def test_paths_that_are_not_utf8_are_displayed(engine, root):
     """As Python decodes arguments and names of files: bytes of UTF-8 under a C locale, and other bytes."""
     service = make_service(engine, root=root)
     for name, path in (("a", "caf\udcc3\udca9"), ("b", "caf\udce9")):
-        service.adapters.load(LoRARequest(name, path), path, None)
+        load_into(service, name, path)
     service.root = "mod\udcc3\udca8le"
     cards = {card["id"]: card["root"] for card in ask(service, "GET", "/v1/models").json["data"]}
     assert (cards["a"], cards["b"], cards["base"]) == ("café", "caf\\xe9", "modèle")

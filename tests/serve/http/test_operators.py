@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jlora.config import LoRARequest
 from jlora.serve.engine.request import EngineStats
-from tests.serve.client import ask, make_service, post
+from tests.serve.client import ask, load_into, make_service, post
 from tests.serve.fake_engine import FakeEngine
 
 STATS = EngineStats(
@@ -111,7 +111,7 @@ def test_number_of_series_is_bounded():
     engine = FakeEngine([])
     service = make_service(engine)
     for i in range(3000):
-        service.adapters.load(LoRARequest(f"tenant-{i}", "x"), "x", None)
+        load_into(service, f"tenant-{i}", "x")
     some = FakeEngine.resident(FakeEngine(["x"]))["x"]
     slots = {f"tenant-{i}": replace(some, name=f"tenant-{i}", level="slot", slot=i) for i in range(4)}
     host = {f"tenant-{i}": replace(some, name=f"tenant-{i}", level="host", slot=None) for i in range(4, 2500)}

@@ -131,7 +131,7 @@ def test_unsaved_change_is_saved_before_a_retry_is_acknowledged(tmp_path, verb, 
     disk, state = Disk(engine), StateFolder(tmp_path / "state")
     state.restore(disk)
     service = make_service(engine, root=tmp_path)
-    service.adapters.state = state
+    service.saved = state
     (tmp_path / "new").mkdir()
     body = {"lora_name": "new", "lora_path": "new"} if verb == "load" else {"lora_name": "sort"}
     disk.full = True

@@ -264,9 +264,9 @@ def batch_of(manager: jlora.LoRAManager, slots: np.ndarray):
 
     The slots were filled without the manager, so the batch leases no adapter.
     """
-    lease = Lease((), (None,) * len(slots), thread=0)
     unserved, none = manager._state.wrapped.unserved.sites, manager.config.max_loras
     shape = BatchShape(len(slots))
+    lease = Lease((), (None,) * len(slots), 0, shape)
     entries = [[(slot, 0, 1.0) for slot in np.atleast_1d(own)] for own in slots]
     index, sites = range(len(slots)), manager._state.wrapped.sites
     return batch_in_slots(entries, index, shape, sites, lease, none=none, unserved=unserved)

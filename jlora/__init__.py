@@ -25,6 +25,7 @@ __all__ = [
     "AdapterMismatchError",
     "AdapterNotFoundError",
     "AdapterUnavailableError",
+    "BatchShape",
     "EmbedSpec",
     "ExpertsLoRA",
     "ExpertsSpec",

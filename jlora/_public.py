@@ -22,6 +22,7 @@ from jlora.errors import NoFreeSlotError as NoFreeSlotError
 from jlora.fit.survey import Survey as Survey
 from jlora.layers.einsum import einsum_spec as einsum_spec
 from jlora.layers.forward.batch import LoRABatch as LoRABatch
+from jlora.layers.forward.batch_shape import BatchShape as BatchShape
 from jlora.layers.forward.compiling import compiler_options as compiler_options
 from jlora.layers.forward.experts import expert_delta as expert_delta
 from jlora.layers.forward.row_groups import Items as Items

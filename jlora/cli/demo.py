@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jlora import LoRAConfig, LoRAManager, LoRARequest
+from jlora import BatchShape, LoRAConfig, LoRAManager, LoRARequest
 from jlora.cli.generate import Request, answer_all, complete
 from jlora.cli.loading import load_model, load_tokenizer, progress
 from jlora.models import compiled_variants
@@ -63,7 +63,7 @@ def run_demo(shipped: Shipped) -> int:
     size, filler = 16, Request(None, "abcdefgh=")
     slots = f"{shipped.slots} slot{'s' * (shipped.slots > 1)}"
     with progress(f"compiling for {slots}"):
-        manager.warmup(lambda batch: complete(manager, tokenizer, [filler] * size, batch, 10), num_sequences=size)
+        manager.warmup(lambda batch: complete(manager, tokenizer, [filler] * size, batch, 10), BatchShape(size))
     compiled, started, tokens = compiled_variants(), time.perf_counter(), 0
     answered: dict[Request, str] = {}
     for batch in schedule(requests, size, shipped.slots):

@@ -173,7 +173,7 @@ def check_adapters(args: BatchArguments, loaded: Mapping[Name, PackedAdapter]) -
             raise LoRAUsageError(f"prepare: {names} of one Mix are aLoRA adapters with different invocation tokens")
         if tokens:
             called.add(given)
-    for group, items in args.shape.items if called else ():
+    for group, items in args.shape.items.items() if called else ():
         for item, owner in enumerate(items.owners):
             if owner is not None and args.names[owner] in called:
                 raise LoRAUsageError(

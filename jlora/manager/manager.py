@@ -23,7 +23,7 @@ from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterInUseError, LoRAError, LoRAUsageError
 from jlora.fit.names import SiteIndex, name_rules
 from jlora.layers.forward.batch import LoRABatch
-from jlora.layers.forward.batch_shape import FirstRows, batch_shape, shape_of_all
+from jlora.layers.forward.batch_shape import BatchShape, FirstRows
 from jlora.layers.forward.context import staged
 from jlora.layers.forward.row_groups import Items
 from jlora.layers.site import SlotParam
@@ -613,7 +613,9 @@ class LoRAManager:
         """
         self._check_call("prepare", waits=True)
         checked, sites = checked_names(names, self.config), self._state.wrapped.sites
-        shape = batch_shape("prepare", len(checked), token_counts, pad_to, length, active_from, items, sites)
+        groups = dict[str, Items]() if items is None else items
+        shape = BatchShape(len(checked), token_counts, pad_to, length, active_from, groups)
+        shape.check(sites)
         args = BatchArguments(checked, shape)
         deadline = self._deadline(timeout).at
         with self._state.peers.turn("prepare"):
@@ -739,12 +741,7 @@ class LoRAManager:
     def warmup(
         self,
         step: Callable[[LoRABatch], Any] | None = None,
-        *,
-        num_sequences: int = 1,
-        token_counts: Sequence[int] | None = None,
-        pad_to: int | None = None,
-        length: int | None = None,
-        items: Mapping[str, Items] | None = None,
+        shape: BatchShape | None = None,
     ) -> None:
         """Compile the slot write, and `step(batch)` for one batch shape, before serving.
 
@@ -756,19 +753,16 @@ class LoRAManager:
 
         Args:
           step: calls the jitted function, such as `lambda batch: forward(model, tokens, batch)`.
-          num_sequences: number of sequences of the batch.
-          token_counts: as in `prepare`.
-          pad_to: as in `prepare`.
-          length: as in `prepare`. With `LoRAConfig(activated=True)`, the batch has first active rows if it has `length`
-            or `token_counts`.
-          items: as in `prepare`. Only the sizes with padding matter.
+          shape: shape of the batch, such as `jlora.BatchShape(64)`, of which only sizes with padding matter; None for
+            one sequence.
+
+        Raises:
+          LoRAUsageError: the manager has no row group of `shape`, or a traced function makes the call.
         """
         self._check_call("warmup")
-        shape = shape_of_all("warmup", num_sequences, token_counts, pad_to, length, items, self._state.wrapped.sites)
-        names, first = [None] * num_sequences, shape.active_from
-        base_only = partial(self.prepare, names, token_counts, pad_to, length=length, active_from=first, items=items)
-        with elapsed(partial(_log.info, "warm-up of %d sequences: %.0f s so far", num_sequences)):
-            warm_up(self._state, step, shape, base_only)
+        shape = (shape or BatchShape(1)).all_active(self._state.wrapped.sites)
+        with elapsed(partial(_log.info, "warm-up of %d sequences: %.0f s so far", shape.num_sequences)):
+            warm_up(self._state, step, shape)
 
     def layers(self) -> tuple[LayerInfo, ...]:
         """Return a `LayerInfo` of each layer: path, sizes, and whether it is wrapped or the reason why not."""
@@ -787,12 +781,8 @@ class LoRAManager:
         self,
         forward: Forward,
         inputs: Any,
+        shape: BatchShape | None = None,
         *,
-        num_sequences: int | None = None,
-        token_counts: Sequence[int] | None = None,
-        pad_to: int | None = None,
-        length: int | None = None,
-        items: Mapping[str, Items] | None = None,
         batch_axis: int = 0,
         seed: int = 0,
         rederive: Callable[[nnx.Module], object] | None = None,
@@ -810,13 +800,9 @@ class LoRAManager:
             arrays, so it must not donate them, and with `batch=None` on an unwrapped copy. It may donate its inputs.
           inputs: the inputs of `forward`. Sequences should differ in content and, if the model allows it, their number
             should differ from the length of all other axes.
-          num_sequences: number of sequences in `inputs`; None reads the first axis of its first array (or
-            `token_counts`).
-          token_counts: as in `prepare`.
-          pad_to: as in `prepare`.
-          length: as in `warmup`.
-          items: as in `prepare`. Rows of items are compared by their effect on the rows of sequences in the outputs, so
-            every item that a sequence reads needs that sequence as its owner.
+          shape: shape of the batch in `inputs`; None reads the number of sequences from `batch_axis` of the first array
+            that has it. Rows of items are compared by their effect on the rows of sequences in the outputs, so every
+            item that a sequence reads needs that sequence as its owner.
           batch_axis: the axis of the outputs (and of `inputs`) for sequences, or for packed or flattened rows.
           seed: seed of the random values.
           rederive: `rederive(model)` computes again, in place, the parameters of a model that are derived from its
@@ -827,15 +813,14 @@ class LoRAManager:
           LoRAError: a row differs from merged weights. The message names the first layer, in call order, that differs
             when only it has values. Or a parameter repeats weights of a wrapped kernel, and `rederive` is None; or
             `rederive` changes the outputs of the base model.
-          LoRAUsageError: `forward` returns no rows of the batch.
+          LoRAUsageError: `forward` returns no rows of the batch, or the manager has no row group of `shape`.
         """
         self._check_call("verify")
         wrapped = self._state.wrapped
         wrapped.check()
-        rows = num_sequences, token_counts, pad_to, length, items, batch_axis
         if rederive is None and (repeats := find_repeats(wrapped)):
             raise LoRAError(f"verify: {describe(repeats)}")
-        report, reasons = verify(wrapped, forward, inputs, *rows, seed, rederive, refused_sites(wrapped))
+        report, reasons = verify(wrapped, forward, inputs, shape, batch_axis, seed, rederive, refused_sites(wrapped))
         # In a turn, so that a batch on another thread agrees and is made with the same layers.
         with self._state.peers.turn("verify", alone=True), self._state.lock:
             wrapped.set_unserved(reasons)

@@ -263,7 +263,7 @@ def _make(state: State, args: BatchArguments, served: dict[Name, PackedAdapter])
     sites, unserved = state.wrapped.sites, state.wrapped.unserved.sites
     batch = make_batch(entries, index, args.shape, sites, lease, none=none, unserved=unserved)
     if not any(isinstance(name, LoRARequest) and name.load_inplace for name in served):
-        closed = Lease((), lease.terms, 0, shape=args.shape)
+        closed = Lease((), lease.terms, 0, args.shape)
         closed.close()
         slots_of = {packed: (slot_of[name], writes[slot_of[name]]) for name, packed in served.items()}
         newest = frozenset(c for name, c in served.items() if not isinstance(name, AdapterHandle))
@@ -275,11 +275,9 @@ def _make(state: State, args: BatchArguments, served: dict[Name, PackedAdapter])
     return batch
 
 
-def _lease(
-    state: State, loaded: Iterable[PackedAdapter], terms: Sequence[ServedTerms], shape: BatchShape | None
-) -> Lease:
+def _lease(state: State, loaded: Iterable[PackedAdapter], terms: Sequence[ServedTerms], shape: BatchShape) -> Lease:
     where = "".join(traceback.format_stack()[:-3]) if _log.isEnabledFor(logging.DEBUG) else None
     distinct = tuple(dict.fromkeys(loaded))
-    lease = Lease(distinct, terms, threading.get_ident(), where, state.changed.ring, shape=shape)
+    lease = Lease(distinct, terms, threading.get_ident(), shape, where, state.changed.ring)
     state.leases.add(lease)
     return lease

@@ -11,6 +11,8 @@ from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.forward.batch_shape import BatchShape
 from jlora.layers.forward.lease import Lease
 from jlora.layers.forward.make_batch import make_batch
+from jlora.manager.batch_arguments import BatchArguments
+from jlora.manager.prepare import prepare
 from jlora.manager.state import State
 from jlora.slots.blocks import Block, Chunk, pack
 from jlora.slots.codec import encode
@@ -18,15 +20,13 @@ from jlora.slots.packed import LifeCycle, PackedAdapter
 from jlora.slots.packing import rank_table, with_scales
 
 
-def warm_up(
-    state: State, step: Callable[[LoRABatch], Any] | None, shape: BatchShape, base_only: Callable[[], LoRABatch]
-) -> None:
-    """See `LoRAManager.warmup`. `base_only` returns a batch of the base model only."""
+def warm_up(state: State, step: Callable[[LoRABatch], Any] | None, shape: BatchShape) -> None:
+    """See `LoRAManager.warmup`."""
     pool, slots, wrapped = state.pool, state.slots, state.wrapped
     pool.compile()
     none = len(pool.table)
     blank = PackedAdapter("(warm-up)", (), rank_table(pool.sites, ()), 0, LifeCycle(_blank_blocks(pool.chunks)))
-    lease = Lease([blank], ((),) * shape.num_sequences, threading.get_ident(), shape=shape)
+    lease = Lease([blank], ((),) * shape.num_sequences, threading.get_ident(), shape)
     try:
         with state.lock.writing:
             wrapped.check()
@@ -39,7 +39,9 @@ def warm_up(
             index, unserved = [0] * shape.num_sequences, wrapped.unserved.sites
             batch = make_batch([[(slot, 0, 1.0)]], index, shape, wrapped.sites, lease, none=none, unserved=unserved)
             jax.block_until_ready(step(batch))
-            with base_only() as batch:
+            with state.peers.turn("warmup"):
+                batch = prepare(state, BatchArguments((None,) * shape.num_sequences, shape), None)
+            with batch:
                 jax.block_until_ready(step(batch))
     finally:
         lease.close()

@@ -21,13 +21,12 @@ from jax import Array
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.base_kernel import can_dequantize, held_by
 from jlora.layers.forward.batch import LoRABatch
-from jlora.layers.forward.batch_shape import BatchShape, shape_of_all
+from jlora.layers.forward.batch_shape import BatchShape
 from jlora.layers.forward.context import opening
 from jlora.layers.forward.experts import has_grouped_products
 from jlora.layers.forward.forward_record import ForwardRecord
 from jlora.layers.forward.lease import Lease
 from jlora.layers.forward.make_batch import make_batch
-from jlora.layers.forward.row_groups import Items
 from jlora.layers.site import HEAD, Site, SlotSpec, delete_attribute
 from jlora.layers.specs import LinearSpec
 from jlora.layers.wrap.wrapped import WrappedModel, spec_of
@@ -88,11 +87,7 @@ def verify(
     wrapped: WrappedModel,
     forward: Forward,
     inputs: Any,
-    num_sequences: int | None,
-    token_counts: Sequence[int] | None,
-    pad_to: int | None,
-    length: int | None,
-    items: Mapping[str, Items] | None,
+    shape: BatchShape | None,
     batch_axis: int,
     seed: int,
     rederive: Rederive | None,
@@ -102,10 +97,8 @@ def verify(
 
     The other arguments are its own. `plain` has the sites whose extras no adapter can fill.
     """
-    if num_sequences is None:
-        num_sequences = _count(inputs, token_counts, batch_axis)
-    shape = shape_of_all("verify", num_sequences, token_counts, pad_to, length, items, wrapped.sites)
-    layout = _RowOwners(shape, batch_axis)
+    shape = shape or BatchShape(_count(inputs, batch_axis))
+    layout = _RowOwners(shape.all_active(wrapped.sites), batch_axis)
     probe = _Probe(wrapped, forward, inputs, layout, seed, rederive, plain)
     with opening(probe.record):  # layers that serve no adapter are recorded instead of raising
         served, unchecked, unserved = probe.look()
@@ -140,12 +133,12 @@ def _copied(leaf: Any) -> Any:
     return leaf.copy() if isinstance(leaf, jax.Array) else leaf
 
 
-def _count(inputs: Any, token_counts: Sequence[int] | None, batch_axis: int) -> int:
-    if token_counts is not None:
-        return len(token_counts)
+def _count(inputs: Any, batch_axis: int) -> int:
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(inputs) if np.ndim(leaf) > batch_axis]
     if not shapes or not shapes[0][batch_axis]:
-        raise LoRAUsageError("verify: no array of `inputs` says how many sequences there are; give num_sequences")
+        raise LoRAUsageError(
+            "verify: no array of `inputs` says how many sequences there are; give jlora.BatchShape(num_sequences)"
+        )
     return shapes[0][batch_axis]
 
 
@@ -173,7 +166,7 @@ class _RowOwners:
             if owner is None:
                 raise LoRAUsageError(
                     f"verify: forward returned an array of shape {array.shape}, whose axis {self.axis} is not that of "
-                    f"{self._expected()}. If rows are packed, give token_counts; if they are flattened, give length; "
+                    f"{self._expected()}. Give BatchShape(token_counts=) for packed rows, length= for flattened ones; "
                     "if sequences are on another axis, give batch_axis; else return rows of sequences alone"
                 )
             array = array[0] if self._is_single(array.shape) else np.moveaxis(array, self.axis, 0)
@@ -314,7 +307,7 @@ class _Probe:
         index = [len(entries) if name is None else self.names.index(name) for name in names]
         # The manager does not use the copy's slots, so the lease holds no adapter. It lasts for this forward.
         shape = self.layout.shape
-        lease = Lease((), ((),) * len(names), thread=0, shape=shape)
+        lease = Lease((), ((),) * len(names), 0, shape)
         batch = make_batch([*entries, []], index, shape, self.wrapped.sites, lease, none=none, unserved=frozenset())
         arrays, self._owners = self._run(copy, self.inputs, batch)
         return arrays
@@ -416,7 +409,7 @@ class _Probe:
         """
         choices = (*self.names, None)
         shape = self.layout.shape
-        unowned = any(None in items.owners for _, items in shape.items)
+        unowned = any(None in items.owners for items in shape.items.values())
         turns = 1
         while len(choices) ** turns < shape.num_sequences + unowned:
             turns += 1

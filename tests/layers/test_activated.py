@@ -159,7 +159,7 @@ def test_first_rows_are_checked_alike(world, first):
 @pytest.mark.usefixtures("unchecked_calls")
 @pytest.mark.parametrize("length", [0, 1.5, True])
 def test_lengths_are_checked_alike(world, length):
-    with pytest.raises(jlora.LoRAUsageError, match="prepare: length must be"):
+    with pytest.raises(jlora.LoRAUsageError, match=r"^length must be"):
         world.manager.prepare(NAMES, active_from=[0] * SEQUENCES, length=length)
     with world.manager.prepare(NAMES) as batch, pytest.raises(jlora.LoRAUsageError, match="activate: length must be"):
         batch.activate([0] * SEQUENCES, length=length)

@@ -166,7 +166,7 @@ def test_items_that_do_not_fit_the_batch_are_refused(world, items, message):
     with pytest.raises(jlora.LoRAUsageError, match=message):
         world.manager.prepare(NAMES, items=items)
     with pytest.raises(jlora.LoRAUsageError, match=message):
-        world.manager.verify(serve, None, num_sequences=3, items=items)
+        world.manager.verify(serve, None, jlora.BatchShape(3, items=items))
 
 
 @pytest.mark.usefixtures("unchecked_calls")
@@ -363,5 +363,5 @@ def test_verify_takes_items():
     model = VisionModel()
     manager = make_manager(model, row_groups=ROW_GROUPS)
     images = image_inputs([8, 8, 8], [2, 0, 1])
-    report = manager.verify(serve, images.inputs, num_sequences=3, items=images.items)
+    report = manager.verify(serve, images.inputs, jlora.BatchShape(3, items=images.items))
     assert set(report.checked) == {target.name for target in TARGETS}

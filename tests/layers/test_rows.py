@@ -122,7 +122,8 @@ def test_rows_of_no_sequence_raise_until_verify_makes_their_layer_unserved(what)
             pytest.raises(jlora.LoRAError, match=rf"other: {reason}"),
         ):
             through_both(world.model, rows, odd, batch)
-    report = world.manager.verify(lambda m, x, b: through_both(m, x, odd, b)[1], rows, num_sequences=3, **options)
+    shape = jlora.BatchShape(3, **options)
+    report = world.manager.verify(lambda m, x, b: through_both(m, x, odd, b)[1], rows, shape)
     assert report.checked == ("proj",)
     assert re.match(reason, world.manager.unserved["other"])
     one = ["one", None, "one"]  # `embed` was not called, and "two" brings weights for it

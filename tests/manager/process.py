@@ -455,7 +455,7 @@ def whole_models(world: World) -> None:
     manager = world.start()
     report = manager.verify(world.step, TOKENS)
     assert report.checked == ("embed", "up", "down", "head")
-    manager.warmup(lambda batch: world.step(world.model, TOKENS, batch), num_sequences=4)
+    manager.warmup(lambda batch: world.step(world.model, TOKENS, batch), jlora.BatchShape(4))
     compiled = world.step._cache_size()
     manager.add_adapter(ONE)
     world.check(["one", None, "one", None])

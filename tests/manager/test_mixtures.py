@@ -178,7 +178,7 @@ def test_unconfigured_features_name_their_switch():
         (Mix({"a": 0.5}), {}, "max_adapters_per_sequence=1"),
         (Mix({"a": 1, "b": 1}), {}, "max_adapters_per_sequence=2"),
         (Mix({"a": 2}), {}, "max_adapters_per_sequence=1"),
-        ("a", {"active_from": [1]}, "activated=True"),
+        ("a", {"active_from": [1], "length": 1}, "activated=True"),
     ):
         with pytest.raises(jlora.LoRAUsageError, match=message):
             manager.prepare([entry], **options)

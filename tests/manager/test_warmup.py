@@ -23,13 +23,13 @@ def test_after_warmup_nothing_compiles():
     world = make_world()
     m = world.manager
     assert m.stats().compilations == 0
-    m.warmup(world.logits, num_sequences=SEQUENCES)
+    m.warmup(world.logits, jlora.BatchShape(SEQUENCES))
     assert m.stats().compilations == len(world.traces) == 1
     assert slot_names(m) == (None, None)
     world.load(*"abc")
     for names in (["a", "b", None], [None, None, None], ["c", "c", "a"]):
         world.check(world.serve(names), [None if n is None else make_adapter(n) for n in names])
-    m.warmup(world.logits, num_sequences=SEQUENCES)
+    m.warmup(world.logits, jlora.BatchShape(SEQUENCES))
     assert m.stats().compilations == len(world.traces) == 1
     assert world.forward._cache_size() == 1
 
@@ -37,7 +37,8 @@ def test_after_warmup_nothing_compiles():
 def test_warmup_for_packed_rows():
     world = make_world()
     seen = []
-    world.manager.warmup(lambda batch: seen.append((batch.slots, batch.token_slots)), token_counts=[3], pad_to=8)
+    shape = jlora.BatchShape(1, token_counts=[3], pad_to=8)
+    world.manager.warmup(lambda batch: seen.append((batch.slots, batch.token_slots)), shape)
     (slots, rows), (none, no_rows) = seen
     assert (slots.tolist(), rows.tolist()) == ([0], [0] * 3 + [2] * 5)
     assert (none.tolist(), no_rows.tolist()) == ([2], [2] * 8)
@@ -53,18 +54,39 @@ def test_a_warmup_that_fails_holds_no_slot(world):
     world.check(world.serve(["a", "b", None]), [make_adapter("a"), make_adapter("b"), None])
 
 
-@pytest.mark.parametrize("call", ["prepare", "warmup", "verify"])
-def test_errors_in_the_shape_of_a_batch_name_the_call(world, call):
-    m = world.manager
-    calls = {
-        "prepare": lambda **rows: m.prepare([None] * SEQUENCES, **rows),
-        "warmup": lambda **rows: m.warmup(num_sequences=SEQUENCES, **rows),
-        "verify": lambda **rows: m.verify(lambda *_: None, world.tokens, num_sequences=SEQUENCES, **rows),
-    }
-    items = {"images": jlora.Items([0])}
-    for rows in ({"pad_to": 8}, {"token_counts": [1]}, {"length": 0}, {"items": items}, {"token_counts": [2, 2, -1]}):
-        with pytest.raises(jlora.LoRAUsageError, match=f"^{call}: "):
-            calls[call](**rows)
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ({"pad_to": 8}, "pad_to is .* needs token_counts"),
+        ({"token_counts": [1]}, "1 token_counts for 3 sequences"),
+        ({"token_counts": [2, 2, -1]}, "token_counts must not be negative, got -1"),
+        ({"token_counts": [2, 2, 2], "pad_to": 5}, r"token_counts sum to 6, and there are 5 packed rows \(pad_to\)"),
+        ({"token_counts": [2, 2, 2], "length": 2}, "length is for rows that are not packed"),
+        ({"length": 0}, "length must be positive, got 0"),
+        ({"length": 2, "active_from": [0, -1, 0]}, "active_from must be one first row"),
+    ],
+    ids=str,
+)
+def test_a_shape_that_disagrees_is_refused(world, rows, message):
+    for make in (jlora.BatchShape, lambda count, **rows: world.manager.prepare([None] * count, **rows)):
+        with pytest.raises(jlora.LoRAUsageError, match=message):
+            make(SEQUENCES, **rows)
+
+
+@pytest.mark.usefixtures("unchecked_calls")
+def test_a_shape_holds_what_a_batch_needs(world):
+    for count in (0, True, 1.5):
+        with pytest.raises(jlora.LoRAUsageError, match="num_sequences"):
+            jlora.BatchShape(count)
+    shape = jlora.BatchShape(2, np.array([3, 1]))
+    assert (shape.token_counts, shape.pad_to) == ((3, 1), 4)
+    assert shape == jlora.BatchShape(2, [3, 1], 4)
+    assert len({shape, jlora.BatchShape(2, [3, 1]), jlora.BatchShape(2, items={"images": jlora.Items([0])})}) == 2
+    for call in (lambda s: world.manager.warmup(None, s), lambda s: world.manager.verify(world.logits, None, s)):
+        with pytest.raises(jlora.LoRAUsageError, match="row groups of this manager are none"):
+            call(jlora.BatchShape(2, items={"images": jlora.Items([0])}))
+        with pytest.raises(jlora.LoRAUsageError, match="activated=True"):
+            call(jlora.BatchShape(2, length=3, active_from=[0, 1]))
 
 
 @pytest.mark.parametrize("active", ["", "a", "ab"])
@@ -77,7 +99,7 @@ def test_warmup_changes_nothing_that_is_loaded(world, active):
     names = [*active, None, None, None][:SEQUENCES]
     first = world.serve(names)
     before, stats = world.held(), m.stats()
-    m.warmup(world.logits, num_sequences=SEQUENCES)
+    m.warmup(world.logits, jlora.BatchShape(SEQUENCES))
     after = world.held()
     assert before[:2] == after[:2]
     for (path, old), (_, new) in zip(before[2], after[2], strict=True):

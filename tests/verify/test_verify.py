@@ -146,7 +146,7 @@ def test_packed_rows_and_one_row_a_sequence():
     counts = [2, 5, 1, 3]
     inputs = (tokens_of(16), jnp.asarray(np.cumsum(counts) - 1))
     manager = make_manager(Model())
-    report = manager.verify(serve, inputs, token_counts=counts, pad_to=16)
+    report = manager.verify(serve, inputs, jlora.BatchShape(4, token_counts=counts, pad_to=16))
     assert report.checked == ("embed", "proj", "lm_head")
 
 
@@ -211,12 +211,12 @@ def test_any_two_exchanged_items_are_exposed():
     for pair in (None, (0, 1), (4, 6)):
         tower = nnx.Linear(6, 6, rngs=nnx.Rngs(1)) if pair is None else Exchanged(7, pair)
         manager = make_manager(Items(tower, of_none), row_groups={"tower": "items"})
-        options = {"num_sequences": 6, "items": {"items": jlora.Items(owners)}}
+        shape = jlora.BatchShape(6, items={"items": jlora.Items(owners)})
         if pair is None:
-            assert manager.verify(serve, inputs, **options).batches == 2
+            assert manager.verify(serve, inputs, shape).batches == 2
             continue
         with pytest.raises(LoRAError, match=r"verify: tower\.proj \("):
-            manager.verify(serve, inputs, **options)
+            manager.verify(serve, inputs, shape)
 
 
 class TimeMajor(nnx.Module):
@@ -308,8 +308,8 @@ def test_an_embedding_with_an_undeclared_scale_is_exposed():
 def test_packed_rows_without_token_counts_are_exposed():
     manager = make_manager(TimeMajor(inside=False))
     with pytest.raises(LoRAError, match="token_counts"):
-        manager.verify(serve, normal(12, 6), num_sequences=3)
-    assert manager.verify(serve, normal(12, 6), token_counts=[5, 0, 7]).checked == ("proj",)
+        manager.verify(serve, normal(12, 6), jlora.BatchShape(3))
+    assert manager.verify(serve, normal(12, 6), jlora.BatchShape(3, token_counts=[5, 0, 7])).checked == ("proj",)
 
 
 def test_the_first_layer_in_call_order_is_named():

@@ -203,7 +203,7 @@ class LoRABatch:
             raise LoRAUsageError(LENGTH_NEEDED.format(call="batch.activate(first_rows"))
         length = checked_length("LoRABatch.activate: length", length)
         lease, groups = self.lease, sorted(self.spaces.keys() - {SEQUENCES})
-        items = None if lease is None else () if lease.shape is None else lease.shape.items
+        items = None if lease is None else lease.shape.items
         first = first_rows_of(first_rows, self.slots.shape, groups, items)
         if lease is None:
             first = jnp.asarray(first)

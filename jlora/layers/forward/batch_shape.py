@@ -1,7 +1,7 @@
 """The rows of a batch: the number of sequences, and the rows of each."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, cast
 
 import jax
@@ -30,32 +30,78 @@ _GROUPS = (
 
 @dataclass(frozen=True)
 class BatchShape:
-    """The checked shape of a batch.
+    """The shape of a batch, for `LoRAManager.warmup` and `verify`. `prepare` takes the same values as arguments.
 
     Attributes:
-      num_sequences: B.
-      token_counts: packed rows of each sequence, in order; None if rows are not packed.
-      num_rows: T, packed rows with padding; 0 if rows are not packed.
-      length: rows of each sequence, if declared, as it must be for `active_from` of rows that are not packed.
-      active_from: the first row of each sequence that takes its adapter; None for all rows.
-      items: row group -> its items, as pairs, for layers whose rows are not those of the sequences.
+      num_sequences: number of sequences B.
+      token_counts: number of rows of each sequence, in order, for packed rows [tokens, features].
+      pad_to: total number of packed rows, at least the sum of `token_counts` (the default).
+      length: number of rows of each sequence, padding included, for rows that are not packed, as in `prepare`.
+      active_from: first row of each sequence that takes its adapter, as in `prepare`; None for all rows. `warmup` and
+        `verify` replace it: by 0 with `LoRAConfig(activated=True)` and `length` or `token_counts`, else by None.
+      items: row group -> its `Items`, as in `prepare`.
+
+    Raises:
+      LoRAUsageError: a value has the wrong type or sign, or the values disagree.
+
+    Example:
+      >>> manager.warmup(decode, jlora.BatchShape(64))
+      >>> manager.warmup(prefill, jlora.BatchShape(2, token_counts=[9, 4], pad_to=16))
     """
 
     num_sequences: int
-    token_counts: tuple[int, ...] | None = None
-    num_rows: int = 0
+    token_counts: Sequence[int] | None = None
+    pad_to: int | None = None
     length: int | None = None
-    active_from: tuple[int, ...] | None = None
-    items: tuple[tuple[str, Items], ...] = ()
+    active_from: FirstRows | None = None
+    items: Mapping[str, Items] = field(default_factory=dict[str, Items], hash=False)
+
+    def __post_init__(self) -> None:
+        if (count := integer("num_sequences", self.num_sequences)) < 1:
+            raise LoRAUsageError(f"a batch needs at least one sequence, got num_sequences={count}")
+        counts = None if self.token_counts is None else integers("token_counts", self.token_counts)
+        length = None if self.length is None else checked_length("length", self.length)
+        if length is not None and counts is not None:
+            raise LoRAUsageError("length is for rows that are not packed; packed rows have token_counts")
+        items, first = checked_items(self.items, count), self.active_from
+        if first is not None:
+            if length is None and counts is None:
+                raise LoRAUsageError(LENGTH_NEEDED.format(call="prepare(names, active_from=first_rows"))
+            first = _checked_first_rows("active_from", first, count, items)
+        checked = {"token_counts": counts, "pad_to": _packed_rows(count, counts, self.pad_to), "active_from": first}
+        vars(self).update(checked, num_sequences=count, length=length, items=items)
+
+    def check(self, sites: ModelSites) -> None:
+        """Raise LoRAUsageError if a model with these sites lacks a row group, or serves no first active rows."""
+        if self.active_from is not None and not sites.config.activated:
+            raise LoRAUsageError("active_from needs LoRAConfig(activated=True)")
+        for name in self.items:
+            if name not in sites.groups:
+                declared = ", ".join(map(repr, sorted(sites.groups))) or "none"
+                raise LoRAUsageError(
+                    f"items has {name!r}, and the row groups of this manager are {declared}; declare it with "
+                    f"LoRAManager(..., row_groups={{module: {name!r}}})"
+                )
+
+    def all_active(self, sites: ModelSites) -> "BatchShape":
+        """Return the shape with all rows active. Raises as `check`.
+
+        If batches have first active rows and this one declares the rows that they count, it has them too. A step that
+        was compiled for it then serves batches with inactive rows.
+        """
+        self.check(sites)
+        counted = sites.config.activated and (self.token_counts, self.length) != (None, None)
+        return replace(self, active_from=(0,) * self.num_sequences if counted else None)
 
     def row_owners(self) -> Int[np.ndarray, "T"] | None:
         """Return the sequence of each packed row, -1 for padding and inactive rows; None if rows are not packed."""
         if self.token_counts is None:
             return None
         counts = np.array(self.token_counts)
-        owners = np.repeat(np.arange(self.num_sequences + 1), (*counts, self.num_rows - counts.sum()))
+        num_rows = cast("int", self.pad_to)
+        owners = np.repeat(np.arange(self.num_sequences + 1), (*counts, num_rows - counts.sum()))
         first = np.array((*(self.active_from or [0] * len(counts)), NOWHERE))
-        position = np.arange(self.num_rows) - np.append(counts.cumsum() - counts, 0)[owners]
+        position = np.arange(num_rows) - np.append(counts.cumsum() - counts, 0)[owners]
         return np.where(position < first[owners], -1, owners)
 
     def last_active(self) -> Bool[np.ndarray, "B"] | None:
@@ -78,63 +124,7 @@ class BatchShape:
     @property
     def one_each(self) -> bool:
         """True if rows are packed and row b is the only one of sequence b."""
-        return self.num_rows == self.num_sequences and self.token_counts == (1,) * self.num_sequences
-
-
-def batch_shape(
-    call: str,
-    num_sequences: int,
-    token_counts: Sequence[int] | None,
-    pad_to: int | None,
-    length: int | None,
-    active_from: FirstRows | None,
-    items: Mapping[str, Items] | None,
-    sites: ModelSites,
-) -> BatchShape:
-    """Check the shape arguments of a call, such as "prepare", and return them as a `BatchShape`.
-
-    Raises:
-      LoRAUsageError: a value has the wrong type or sign, the values disagree, or `sites` have no such row group or no
-        first active rows.
-    """
-    if active_from is not None and not sites.config.activated:
-        raise LoRAUsageError(f"{call}: active_from needs LoRAConfig(activated=True)")
-    if num_sequences < 1:
-        raise LoRAUsageError(f"{call} needs at least one sequence")
-    counts = None if token_counts is None else integers(f"{call}: token_counts", token_counts)
-    num_rows = None if pad_to is None else integer(f"{call}: pad_to", pad_to)
-    if length is not None:
-        if counts is not None:
-            raise LoRAUsageError(f"{call}: length is for rows that are not packed; packed rows have token_counts")
-        length = checked_length(f"{call}: length", length)
-    checked = checked_items(call, items, num_sequences, sites.groups)
-    first = None
-    if active_from is not None:
-        if length is None and counts is None:
-            raise LoRAUsageError(LENGTH_NEEDED.format(call="prepare(names, active_from=first_rows"))
-        first = _checked_first_rows(f"{call}: active_from", active_from, num_sequences, checked)
-    return BatchShape(
-        num_sequences, counts, _packed_rows(call, num_sequences, counts, num_rows), length, first, checked
-    )
-
-
-def shape_of_all(
-    call: str,
-    num_sequences: int,
-    token_counts: Sequence[int] | None,
-    pad_to: int | None,
-    length: int | None,
-    items: Mapping[str, Items] | None,
-    sites: ModelSites,
-) -> BatchShape:
-    """Return the shape of a batch whose rows are all active. Raises as `batch_shape`.
-
-    If batches have first active rows and this one declares the rows that they count, it has them too. A step that was
-    compiled for it then serves batches with inactive rows.
-    """
-    counted = sites.config.activated and (token_counts, length) != (None, None)
-    first = [0] * num_sequences if counted else None
-    return batch_shape(call, num_sequences, token_counts, pad_to, length, first, items, sites)
+        return self.pad_to == self.num_sequences and self.token_counts == (1,) * self.num_sequences
 
 
 def checked_length(option: str, length: Any) -> int:
@@ -152,7 +142,7 @@ def _checked_first_rows(
     option: str,
     values: FirstRows,
     num_sequences: int,
-    items: Sequence[tuple[str, Items]],
+    items: Mapping[str, Items],
 ) -> tuple[int, ...]:
     """Return the first active row of each sequence, at most `NOWHERE`, from a list or an array outside a trace.
 
@@ -166,7 +156,7 @@ def _checked_first_rows(
             f"{option} must be one first row, from 0 on, for each of {num_sequences} sequences, got "
             f"{list(first)!r:.100}"
         )
-    for group, given in items:
+    for group, given in items.items():
         for item, owner in enumerate(given.owners):
             if owner is not None and first[owner]:
                 raise LoRAUsageError(
@@ -178,7 +168,7 @@ def _checked_first_rows(
 
 
 def first_rows_of(
-    given: Any, shape: tuple[int, ...], groups: Sequence[str], items: Sequence[tuple[str, Items]] | None
+    given: Any, shape: tuple[int, ...], groups: Sequence[str], items: Mapping[str, Items] | None
 ) -> Int[Array | np.ndarray, "B"]:
     """Return the first rows of `LoRABatch.activate` as int32 from 0 to `NOWHERE`, on the host unless they are traced.
 
@@ -196,7 +186,7 @@ def first_rows_of(
         raise LoRAUsageError(_GROUPS.format(groups=groups))
     if not is_traced:
         each = given if shape else [given]
-        rows = _checked_first_rows("LoRABatch.activate: first_rows", each, int(np.prod(shape)), items or ())
+        rows = _checked_first_rows("LoRABatch.activate: first_rows", each, int(np.prod(shape)), items or {})
         return np.array(rows, np.int32).reshape(shape)
     if given.shape != shape or not jnp.issubdtype(given.dtype, jnp.integer):
         raise LoRAUsageError(
@@ -206,17 +196,19 @@ def first_rows_of(
     return jnp.clip(wide, 0, NOWHERE).astype(jnp.int32)
 
 
-def _packed_rows(call: str, num_sequences: int, counts: tuple[int, ...] | None, pad_to: int | None) -> int:
+def _packed_rows(num_sequences: int, counts: tuple[int, ...] | None, pad_to: int | None) -> int | None:
+    """Return the number of packed rows with padding; None if rows are not packed."""
+    num_rows = None if pad_to is None else integer("pad_to", pad_to)
     if counts is None:
         if pad_to is not None:
-            raise LoRAUsageError(f"{call}: pad_to is the number of packed rows; it needs token_counts")
-        return 0
+            raise LoRAUsageError("pad_to is the number of packed rows; it needs token_counts")
+        return None
     if len(counts) != num_sequences:
-        raise LoRAUsageError(f"{call}: {len(counts)} token_counts for {num_sequences} sequences")
+        raise LoRAUsageError(f"{len(counts)} token_counts for {num_sequences} sequences")
     if min(counts) < 0:
-        raise LoRAUsageError(f"{call}: token_counts must not be negative, got {min(counts)}")
+        raise LoRAUsageError(f"token_counts must not be negative, got {min(counts)}")
     total = sum(counts)
-    num_rows = total if pad_to is None else pad_to
+    num_rows = total if num_rows is None else num_rows
     if num_rows < total or num_rows == 0:
-        raise LoRAUsageError(f"{call}: token_counts sum to {total}, and there are {num_rows} packed rows (pad_to)")
+        raise LoRAUsageError(f"token_counts sum to {total}, and there are {num_rows} packed rows (pad_to)")
     return num_rows

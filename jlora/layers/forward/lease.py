@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
 from jlora.layers.forward.batch_shape import BatchShape
 
@@ -47,7 +47,7 @@ class Lease:
       adapters: the distinct adapters of the batch.
       terms: for each sequence, (name, version, factor) of its adapters, in the order of their sum; () for the base
         model.
-      shape: the shape of the batch; None if rows are neither packed, of a declared length, nor inactive.
+      shape: the shape of the batch.
       opened: `time.monotonic()` when it was opened, in seconds.
       thread: identifier of the thread that opened it.
       where: the stack trace of the call that opened it, if recorded.
@@ -71,10 +71,9 @@ class Lease:
         adapters: Sequence[Served],
         terms: Sequence[ServedTerms],
         thread: int,
+        shape: BatchShape,
         where: str | None = None,
         on_close: Callable[[], object] | None = None,
-        *,
-        shape: BatchShape | None = None,
     ):
         self.adapters = tuple(adapters)
         self.terms = terms
@@ -94,8 +93,7 @@ class Lease:
     @property
     def needs_first_rows(self) -> bool:
         """True if an adapter acts from a later row on, and first active rows are not given."""
-        given = self.shape is not None and self.shape.active_from is not None
-        return not given and any(each.invocation_tokens for each in self.adapters)
+        return self.shape.active_from is None and any(each.invocation_tokens for each in self.adapters)
 
     def cache_keys(self, length: int | None, first: Sequence[int] | None) -> tuple[CacheKey | None, ...]:
         """Return `LoRABatch.cache_keys`.
@@ -104,13 +102,13 @@ class Lease:
           length: rows of each sequence in this forward, if declared.
           first: the first active row of each sequence; None for those of `shape`.
         """
-        shape = self.shape or BatchShape(len(self.terms))
-        first = shape.active_from if first is None else first
+        shape = self.shape
+        first = cast("Sequence[int] | None", shape.active_from) if first is None else first
         rows = shape.token_counts or (length,) * len(self.terms)
         keys: list[CacheKey | None] = []
         for i, terms in enumerate(self.terms):
             start, count = 0 if first is None else first[i], rows[i]
             inactive = not terms or (count is not None and start >= count > 0)
-            items = tuple((group, owned) for group, given in shape.items if (owned := given.owners.count(i)))
+            items = tuple((group, owned) for group, given in shape.items.items() if (owned := given.owners.count(i)))
             keys.append(None if inactive else CacheKey(terms, start, items))
         return tuple(keys)

@@ -66,7 +66,7 @@ def fill_spaces(
       one_each: True if a packed batch of one row a sequence needs no table of rows.
     """
     spaces: dict[str, RowSpace] = {}
-    for group, items in shape.items:
+    for group, items in shape.items.items():
         spaces[group] = RowSpace(_table_of(items.row_owners(), slots, scales, none), one_each=items.counts is not None)
     owners, one_each = shape.row_owners(), one_each and shape.one_each
     rows = None if owners is None or one_each else _table_of(owners, slots, scales, none)

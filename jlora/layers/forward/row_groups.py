@@ -1,7 +1,7 @@
 """The rows of a row group: items such as images, and the sequence of the batch that each of them belongs to."""
 
 import operator
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -61,32 +61,24 @@ class Items:
         return np.append(owners, np.full(cast("int", self.pad_to) - len(owners), -1, np.intp))
 
 
-def checked_items(
-    call: str, items: Mapping[str, Items] | None, num_sequences: int, known: Collection[str]
-) -> tuple[tuple[str, Items], ...]:
+def checked_items(items: Mapping[str, Items], num_sequences: int) -> Mapping[str, Items]:
     """Return the items of each row group of a batch, in the order of their names.
 
     Raises:
-      LoRAUsageError: a group is not among the `known` ones, has no `Items`, or an owner is outside of the batch.
+      LoRAUsageError: a group has no `Items`, or an owner is outside of the batch.
     """
-    if not isinstance(items, Mapping | None):
-        raise LoRAUsageError(f"{call}: items maps row groups to jlora.Items, got {type(items).__name__}")
-    for name, given in (items or {}).items():
-        if name not in known:
-            declared = ", ".join(map(repr, sorted(known))) or "none"
-            raise LoRAUsageError(
-                f"{call}: items has {name!r}, and the row groups of this manager are {declared}; declare it with "
-                f"LoRAManager(..., row_groups={{module: {name!r}}})"
-            )
+    if not isinstance(items, Mapping):
+        raise LoRAUsageError(f"items maps row groups to jlora.Items, got {type(items).__name__}")
+    for name, given in items.items():
         if not isinstance(given, Items):
-            raise LoRAUsageError(f"{call}: items[{name!r}] must be jlora.Items(owners), got {type(given).__name__}")
+            raise LoRAUsageError(f"items[{name!r}] must be jlora.Items(owners), got {type(given).__name__}")
         for item, owner in enumerate(given.owners):
             if owner is not None and owner >= num_sequences:
                 raise LoRAUsageError(
-                    f"{call}: items[{name!r}] gives item {item} to sequence {owner}, and the batch has "
-                    f"{num_sequences} sequences; give 0 to {num_sequences - 1}, or None for an item without an adapter"
+                    f"items[{name!r}] gives item {item} to sequence {owner}, and the batch has {num_sequences} "
+                    f"sequences; give 0 to {num_sequences - 1}, or None for an item without an adapter"
                 )
-    return tuple(sorted((items or {}).items()))
+    return dict(sorted(items.items()))
 
 
 def integers(option: str, values: Any, *, none: bool = False) -> tuple[Any, ...]:

@@ -84,7 +84,7 @@ class EmbeddingSteps:
         for rows, length in [(rows, length) for length, most in self._most.items() for rows in sorted({1, most})]:
             run = partial(self.embed, prompts=[], shape=(rows, length))
             first = length if self._manager.config.activated else None
-            warmup = partial(self._manager.warmup, run, num_sequences=rows, length=first)
+            warmup = partial(self._manager.warmup, run, jlora.BatchShape(rows, length=first))
             calls.append((f"{rows} embeddings of {length} tokens", warmup))
         run_each(calls, progress, lambda: None)
 

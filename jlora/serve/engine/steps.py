@@ -346,7 +346,8 @@ class Steps:
 
         def warmed(rows: int, tokens: int, step: Callable[..., Any], *args: Any) -> Callable[[], None]:
             length = tokens if self._manager.config.activated else None
-            return lambda: self._manager.warmup(lambda batch: step(batch, *args), num_sequences=rows, length=length)
+            shape = jlora.BatchShape(rows, length=length)
+            return lambda: self._manager.warmup(lambda batch: step(batch, *args), shape)
 
         calls = [
             *(

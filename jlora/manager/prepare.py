@@ -66,7 +66,7 @@ def _attempt(state: State, args: BatchArguments, ticket: Ticket) -> LoRABatch | 
                         return _make(state, args, loaded)
             await_loads(state, loads, ticket.deadline)
     except NoFreeSlotError as error:  # no room now, or another call took it during the loads
-        ticket.reloaded.difference_update(load.request for load in loads if load.error is not None)
+        ticket.reloaded.difference_update(load.request for load in loads if load.outcome is not True)
         if ticket.over:
             if not state.slots.copying:
                 raise
@@ -129,12 +129,11 @@ def _start(state: State, args: BatchArguments, ticket: Ticket, absent: list[LoRA
     absent = absent[:1] if state.peers.several else absent
     state.peers.agree([request.name for request in absent])
     for request in absent:
-        if (error := state.loads.take_error(request)) is not None:
-            raise error
+        state.loads.raise_error(request)
     # A load that replaces an adapter must not wait for batches of this thread, which itself waits for the load.
     deadline = Deadline(None, threading.get_ident())
     ticket.reloaded.update(absent)
-    return [start(state, request, deadline=deadline) for request in absent]
+    return [start(state, request, deadline) for request in absent]
 
 
 def _absent(state: State, args: BatchArguments, ticket: Ticket) -> list[LoRARequest]:

@@ -6,7 +6,7 @@ import threading
 import time
 import zlib
 from collections.abc import Collection, Generator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 
@@ -29,13 +29,14 @@ from jlora.errors import (
 from jlora.manager.blocks import Block, Row, unpack
 from jlora.manager.extras import check_extras, slot_values
 from jlora.manager.fit import describe
-from jlora.manager.loads import AT_ONCE, Deadline, Load, LoadCancelled, notify
+from jlora.manager.loads import AT_ONCE, Deadline, Load, notify
 from jlora.manager.packed_adapter import LifeCycle, PackedAdapter
 from jlora.manager.stage import pack_exactly, pack_files, pack_in_memory
 from jlora.manager.state import State, in_use
 
 _log = logging.getLogger("jlora")
 _READS = 3  # most reads of files that change meanwhile
+_ROUNDED = "adapter %r: %s; its values in the dtype of the slots are used"
 _QUIET = 0.5  # seconds without a change until both files are taken for those of one adapter
 
 
@@ -66,7 +67,6 @@ def prefetch(state: State, request: LoRARequest) -> "Future[bool]":
     future: Future[bool] = Future()
     with state.lock:
         started = start(state, request, Deadline(None), anew=request.load_inplace)
-        started.prefetches = True
         started.futures.add(future)
         future.add_done_callback(started.futures.discard)
         started.calls -= 1  # the future keeps it
@@ -76,13 +76,8 @@ def prefetch(state: State, request: LoRARequest) -> "Future[bool]":
 def start(state: State, request: LoRARequest, deadline: Deadline, *, anew: bool = False) -> Load:
     """Return the running load of a request, or start a new one. `calls` is incremented for the caller.
 
-    Called under the state lock.
-
-    Args:
-      state: the state of the manager.
-      request: the request to load.
-      deadline: deadline of a new load.
-      anew: start a new load even if one is running, which may have read older files.
+    With `anew` a new load is started even if one is running, which may have read older files. Called under the state
+    lock.
     """
     found = None if anew else state.loads.running(request)
     if found is None:
@@ -126,7 +121,7 @@ def _timeout(state: State, late: Sequence[Load]) -> LoRAError:
     """Let loads run on, and return the error of a call that waited for them."""
     for one in late:
         old = state.cache.loaded.get(one.request.name)
-        if one.read and one.request.load_inplace and old is not None and state.in_batch(old):
+        if one.request.load_inplace and old is not None and state.in_batch(old):
             return in_use(one.request.name, "replacing")
         if not one.request.load_inplace:
             one.timed_out = time.monotonic()
@@ -162,7 +157,7 @@ def _await_turn(state: State, own: Load, queue: Sequence[Load], at_once: int) ->
     A quiet load does not count, because it may hang and cannot be stopped.
 
     Raises:
-      LoadCancelled: the load was abandoned while it waited.
+      CancelledError: the load was abandoned while it waited.
     """
 
     def ready() -> bool | None:
@@ -190,11 +185,10 @@ def _load(state: State, own: Load) -> bool:
                 commit, (_, key) = state.cache.commits.get(request.name), state.cache.last.get(request.name, (0, None))
         with _logged(request.name, request.path), _reloading(request) if known else nullcontext():
             packed = agreed(state, _read(state, request, own, commit, key))
-            own.read = True
             result = admit(state, packed, request.load_inplace, own.deadline, own)
         with state.lock:
             state.load_seconds.add(time.monotonic() - started)
-    if own.prefetches:
+    if own.futures:
         with state.lock:
             newest = state.cache.loaded.get(request.name)
         if newest is not None:
@@ -264,7 +258,7 @@ def _find(state: State, request: LoRARequest, own: Load | None, commit: str | No
     """Return the local folder of a request, downloading it if necessary, at this commit if the hub still has it.
 
     Raises:
-      LoadCancelled: the load was abandoned before the download started.
+      CancelledError: the load was abandoned before the download started.
     """
     if state.resolve is None and os.path.exists(os.path.expanduser(request.path)):
         return resolve(request.path, request.name)
@@ -335,7 +329,7 @@ def admit(state: State, packed: PackedAdapter, replaces: bool, deadline: Deadlin
 
     Raises:
       AdapterInUseError: open batches held the old version for too long.
-      LoadCancelled: the load was abandoned.
+      CancelledError: the load was abandoned.
       NoFreeSlotError: the host cache is full of adapters that cannot be evicted.
     """
 
@@ -377,10 +371,7 @@ def exact_factors(state: State, packed: PackedAdapter) -> dict[Row, tuple[np.nda
         return unpack(packed.blocks, rows)
     found = read_again(state, packed) if packed.given is None else packed.given()
     if found is None and packed.request is None:
-        _log.warning(
-            "adapter %r: has no files, and its jlora.Adapter is gone; its values in the dtype of the slots are used",
-            packed.name,
-        )
+        _log.warning(_ROUNDED, packed.name, "has no files, and its jlora.Adapter is gone")
     blocks = packed.blocks if found is None else pack_exactly(found, state.wrapped, state.index, state.pool)
     return unpack(blocks, rows)
 
@@ -392,19 +383,11 @@ def read_again(state: State, packed: PackedAdapter) -> Adapter | None:
     try:
         with open_adapter(_find(state, packed.request, None, packed.commit)) as opened:
             adapter = opened.read({}, allow_nonfinite=True)
+        if adapter.fingerprint == packed.key:
+            return adapter
+        _log.warning(_ROUNDED, packed.name, "its files have changed since they were loaded")
     except (LoRAError, OSError) as error:
-        _log.warning(
-            "adapter %r: its files are gone or damaged; its values in the dtype of the slots are used: %.500r",
-            packed.name,
-            str(error),
-        )
-        return None
-    if adapter.fingerprint == packed.key:
-        return adapter
-    _log.warning(
-        "adapter %r: its files have changed since they were loaded; its values in the dtype of the slots are used",
-        packed.name,
-    )
+        _log.warning(_ROUNDED, packed.name, f"its files are gone or damaged ({str(error)!r:.500})")
     return None
 
 
@@ -424,7 +407,7 @@ def _logged(name: str, path: str | None) -> Generator[None, None, None]:
     try:
         yield
     except Exception as error:
-        what = "gave up" if isinstance(error, LoadCancelled) else "refused"
+        what = "gave up" if isinstance(error, CancelledError) else "refused"
         seconds = time.monotonic() - started
         _log.info(
             "%s %r from %s after %.3f s: %s %.300r", what, name, source, seconds, type(error).__name__, str(error)

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Iterable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -13,10 +13,6 @@ from jlora.errors import AdapterNotFoundError
 AT_ONCE = 4  # largest number of loads that fetch, and of those that read and cast, at the same time
 _FAILED = 64  # failed loads kept for the next caller; bounded, since clients can invent names
 _QUIET = 1.0  # seconds after its last timeout until a load takes no turn of the others; it may hang
-
-
-class LoadCancelled(Exception):
-    """Raised inside a load that was abandoned."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +43,9 @@ class Load:
       outcome: True if the adapter was loaded, False if it was in the host cache, the exception of a failed load, or
         None while it runs. A signal can leave a `Future` locked, so calls wait for this attribute instead.
       calls: number of calls that wait for the load.
-      futures: futures of `prefetch` that are neither set nor cancelled; each removes itself.
+      futures: futures of `prefetch` that are neither set nor cancelled; each removes itself. With one, the adapter is
+        also moved to the device.
       timed_out: `time.monotonic()` of the last call that timed out and left the load running; None if there is none.
-      prefetches: True if the adapter is also moved to the device.
-      read: True once the files are read, so that only open batches can delay a load that replaces an adapter.
     """
 
     request: LoRARequest
@@ -59,8 +54,6 @@ class Load:
     calls: int = 0
     futures: set["Future[bool]"] = field(default_factory=set["Future[bool]"])
     timed_out: float | None = None
-    prefetches: bool = False
-    read: bool = False
 
     @property
     def abandoned(self) -> bool:
@@ -77,9 +70,9 @@ class Load:
         return self.abandoned or not (self.calls or self.futures or recent)
 
     def check_wanted(self) -> None:
-        """Raise LoadCancelled if the load is abandoned."""
+        """Raise CancelledError if the load is abandoned."""
         if self.abandoned:
-            raise LoadCancelled
+            raise CancelledError
 
 
 def notify(loads: Iterable[Load]) -> None:
@@ -120,12 +113,7 @@ class Loads:
         self._failed.pop(load.request, None)
 
     def raise_error(self, request: LoRARequest, *, ran_on: bool = False) -> None:
-        """Raise the error of a load that failed while no call waited. It is raised once.
-
-        Args:
-          request: the request of the load.
-          ran_on: only if a call had timed out.
-        """
+        """Raise the error of a load that failed while no call waited, once. `ran_on`: only if a call had timed out."""
         error, timed_out = self._failed.pop(request, (None, False))
         if error is not None and (timed_out or not ran_on):
             raise error

@@ -7,7 +7,7 @@ import time
 import zlib
 from collections.abc import Collection, Generator, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -79,11 +79,13 @@ def start(state: State, request: LoRARequest, deadline: Deadline, *, anew: bool 
     With `anew` a new load is started even if one is running, which may have read older files. Called under the state
     lock.
     """
-    found = None if anew else state.loads.running(request)
-    if found is None:
-        found = Load(request, deadline)
-        threading.Thread(target=_run, args=(state, found), name="jlora-load", daemon=True).start()
-        state.loads.add(found)
+    queue = state.loads.queues.setdefault(request.name, [])
+    shared = [one for one in queue if one.request == request and not one.abandoned and not anew]
+    found = shared[-1] if shared else Load(request, deadline)
+    if not shared:
+        threading.Thread(target=_run, args=(state, found, queue), name="jlora-load", daemon=True).start()
+        queue.append(found)
+        state.loads.failed.pop(request, None)
     found.calls += 1
     return found
 
@@ -135,11 +137,9 @@ def _timeout(state: State, late: Sequence[Load]) -> LoRAError:
     )
 
 
-def _run(state: State, own: Load) -> None:
-    """Run a load after those of the same name, and set its outcome."""
+def _run(state: State, own: Load, queue: Sequence[Load]) -> None:
+    """Run a load in its turn of a queue, and set its outcome."""
     state.loads.own.load = own
-    with state.lock:
-        queue = state.loads.queues.get(own.request.name, [])
     try:
         _await_turn(state, own, queue, 1)
         outcome = _load(state, own)
@@ -184,7 +184,7 @@ def _load(state: State, own: Load) -> bool:
             if known := state.cache.known.get(request.name) == request:
                 commit, (_, key) = state.cache.commits.get(request.name), state.cache.last.get(request.name, (0, None))
         with _logged(request.name, request.path), _reloading(request) if known else nullcontext():
-            packed = agreed(state, _read(state, request, own, commit, key))
+            packed = agreed(state, _read(state, own, commit, key))
             result = admit(state, packed, request.load_inplace, own.deadline, own)
         with state.lock:
             state.load_seconds.add(time.monotonic() - started)
@@ -196,8 +196,8 @@ def _load(state: State, own: Load) -> bool:
     return result
 
 
-def _read(state: State, request: LoRARequest, own: Load | None, commit: str | None, key: str | None) -> PackedAdapter:
-    """Find, read and pack an adapter, as a load if `own` is given. Called without locks.
+def _read(state: State, own: Load, commit: str | None, key: str | None) -> PackedAdapter:
+    """Find, read and pack an adapter. Called without locks.
 
     Files that change during the read are read again. So are files that differ from those of an earlier load and have
     changed lately: one of the two can be new and the other old. `commit` and `key` are those of the earlier load, as in
@@ -205,12 +205,18 @@ def _read(state: State, request: LoRARequest, own: Load | None, commit: str | No
 
     Raises:
       AdapterFormatError: the files changed during several reads.
+      CancelledError: the load was abandoned before it read.
     """
-    found = _find(state, request, own, commit)
+    request = own.request
+    found = _find(state, request, commit, _fetching(state, own))
     for _ in range(_READS):
         before = _stamp(found)
         try:
-            read = _read_once(state, request, found, own)
+            with state.loads.reading:
+                with state.lock:
+                    own.check_wanted()
+                read = pack_files(request, found, state.wrapped, state.index, state.pool, config=state.config)
+            read = replace(read, commit=found.commit)
             if key is None or read.key in key.split():
                 return read
         except (AdapterFormatError, AdapterMismatchError) as error:
@@ -226,15 +232,6 @@ def _read(state: State, request: LoRARequest, own: Load | None, commit: str | No
         f"{describe(request.name, request.path)}: its files change again and again while they are read; write an "
         "adapter to a new folder, and load it when it is complete"
     )
-
-
-def _read_once(state: State, request: LoRARequest, found: AdapterFolder, own: Load | None) -> PackedAdapter:
-    with state.loads.reading:
-        if own is not None:
-            with state.lock:
-                own.check_wanted()
-        packed = pack_files(request, found, state.wrapped, state.index, state.pool, config=state.config)
-    return replace(packed, commit=found.commit)
 
 
 def _stamp(found: AdapterFolder) -> str:
@@ -254,15 +251,16 @@ def _await_quiet(found: AdapterFolder) -> None:
             time.sleep(_QUIET - age)
 
 
-def _find(state: State, request: LoRARequest, own: Load | None, commit: str | None = None) -> AdapterFolder:
+def _find(
+    state: State, request: LoRARequest, commit: str | None, fetching: AbstractContextManager[None]
+) -> AdapterFolder:
     """Return the local folder of a request, downloading it if necessary, at this commit if the hub still has it.
 
-    Raises:
-      CancelledError: the load was abandoned before the download started.
+    The download or the `resolve` callback runs in the context `fetching`.
     """
     if state.resolve is None and os.path.exists(os.path.expanduser(request.path)):
         return resolve(request.path, request.name)
-    with nullcontext() if own is None else _fetching(state, own):
+    with fetching:
         path = request.path if state.resolve is None else state.resolve(request)
         if commit is not None:
             with suppress(AdapterNotFoundError):
@@ -358,7 +356,7 @@ def admit(state: State, packed: PackedAdapter, replaces: bool, deadline: Deadlin
 def read(state: State, request: LoRARequest, commit: str | None, key: str | None) -> PackedAdapter:
     """Read and pack an adapter again, without adding it to the host cache or to page-locked memory."""
     with _logged(request.name, request.path):
-        return with_extras(state, _read(state, request, None, commit, key))
+        return with_extras(state, _read(state, Load(request, Deadline(None), calls=1), commit, key))
 
 
 def exact_factors(state: State, packed: PackedAdapter) -> dict[Row, tuple[np.ndarray, np.ndarray]]:
@@ -381,7 +379,7 @@ def read_again(state: State, packed: PackedAdapter) -> Adapter | None:
     if packed.request is None:
         return None
     try:
-        with open_adapter(_find(state, packed.request, None, packed.commit)) as opened:
+        with open_adapter(_find(state, packed.request, packed.commit, nullcontext())) as opened:
             adapter = opened.read({}, allow_nonfinite=True)
         if adapter.fingerprint == packed.key:
             return adapter

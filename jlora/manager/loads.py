@@ -94,6 +94,7 @@ class Loads:
       reading: semaphore, acquired while a load reads and casts.
       fetching: loads that use the network or the `resolve` callback, in order of arrival.
       queues: name -> its running loads, in the order of their requests.
+      failed: request -> (error, True if a call had timed out) of a load that failed while no call waited.
     """
 
     def __init__(self) -> None:
@@ -101,20 +102,11 @@ class Loads:
         self.fetching: list[Load] = []
         self.own = threading.local()
         self.queues: dict[str, list[Load]] = {}
-        self._failed: dict[LoRARequest, tuple[BaseException, bool]] = {}  # the error, and whether a call had timed out
-
-    def running(self, request: LoRARequest) -> Load | None:
-        """Return the last load of a request that a further call may wait for; None if there is none."""
-        queue = reversed(self.queues.get(request.name, []))
-        return next((load for load in queue if load.request == request and not load.abandoned), None)
-
-    def add(self, load: Load) -> None:
-        self.queues.setdefault(load.request.name, []).append(load)
-        self._failed.pop(load.request, None)
+        self.failed: dict[LoRARequest, tuple[BaseException, bool]] = {}
 
     def raise_error(self, request: LoRARequest, *, ran_on: bool = False) -> None:
         """Raise the error of a load that failed while no call waited, once. `ran_on`: only if a call had timed out."""
-        error, timed_out = self._failed.pop(request, (None, False))
+        error, timed_out = self.failed.pop(request, (None, False))
         if error is not None and (timed_out or not ran_on):
             raise error
 
@@ -123,13 +115,12 @@ class Loads:
         if load.outcome is not None:
             return
         if isinstance(outcome, BaseException) and not load.calls and not load.abandoned:
-            self._failed[load.request] = outcome, load.timed_out is not None
-            if len(self._failed) > _FAILED:
-                del self._failed[next(iter(self._failed))]
+            self.failed[load.request] = outcome, load.timed_out is not None
+            if len(self.failed) > _FAILED:
+                del self.failed[next(iter(self.failed))]
         load.outcome = outcome
-        queue = self.queues[load.request.name]
-        queue.remove(load)
-        if not queue:
+        self.queues[load.request.name].remove(load)
+        if not self.queues[load.request.name]:
             del self.queues[load.request.name]
 
     def remove(self, name: str | None) -> list[Load]:

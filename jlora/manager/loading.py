@@ -127,14 +127,11 @@ def _timeout(state: State, late: Sequence[Load]) -> LoRAError:
             return in_use(one.request.name, "replacing")
         if not one.request.load_inplace:
             one.timed_out = time.monotonic()
-    names = [
-        f"{one.request.name!r} from {one.request.path!r}"
-        + (" (with load_inplace, so a repeated call starts anew)" if one.request.load_inplace else "")
-        for one in late
-    ]
-    return LoadTimeoutError(
-        f"loading took longer than the timeout: {', '.join(names)}; loads run on, so repeat the call"
+    new = " (with load_inplace, so a repeated call starts anew)"
+    names = ", ".join(
+        f"{one.request.name!r} from {one.request.path!r}{anew * one.request.load_inplace}" for one in late
     )
+    return LoadTimeoutError(f"loading took longer than the timeout: {names}; loads run on, so repeat the call")
 
 
 def _run(state: State, own: Load, queue: Sequence[Load]) -> None:

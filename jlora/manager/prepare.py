@@ -160,34 +160,21 @@ def _check_room(state: State, args: BatchArguments, ticket: Ticket) -> None:
     Raises:
       NoFreeSlotError: the slots that are neither pinned nor leased are too few, or the host cache has no room.
     """
-    loaded = _loaded(state, args)
-    names = {
-        name if isinstance(name, str) else name.name for name in args.adapters if not isinstance(name, AdapterHandle)
-    }
+    loaded, leased, cache = _loaded(state, args), state.leases.leased(), state.cache
     _check_first(state, ticket)
-    _check_slots(state, args, loaded)
-    state.cache.check_room(names, state.leases.leased())
-    for packed in loaded.values():
-        if state.cache.newest(packed):
-            state.cache.loaded.move_to_end(packed.name)
-
-
-def _check_slots(state: State, args: BatchArguments, loaded: Mapping[Name, PackedAdapter]) -> None:
-    """Raise NoFreeSlotError if the slots that are neither pinned nor leased are too few for the batch."""
     wanted = {loaded.get(name, name.name if isinstance(name, LoRARequest) else name) for name in args.adapters}
-    leased, cache = state.leases.leased(), state.cache
-    stay = [
-        packed
-        for packed in state.pool.table
-        if packed is not None and packed not in wanted
-        and (packed in leased or (cache.newest(packed) and packed.name in cache.pins))
-    ]  # fmt: skip
     slots = len(state.pool.table)
+    others = [packed for packed in state.pool.table if packed is not None and packed not in wanted]
+    stay = [c for c in others if c in leased or (cache.newest(c) and c.name in cache.pins)]
     if len(wanted) + len(stay) > slots:
         raise NoFreeSlotError(
             f"{len(wanted)} adapters need a slot, but of {slots} slots {len(stay)} are pinned or held by an open "
             "batch. Raise max_loras, close batches, or wait for them with prepare(..., timeout=)"
         )
+    given = [name for name in args.adapters if not isinstance(name, AdapterHandle)]
+    cache.check_room({name if isinstance(name, str) else name.name for name in given}, leased)
+    for packed in loaded.values():
+        state.slots.touch(packed)
 
 
 def _loaded(state: State, args: BatchArguments) -> dict[Name, PackedAdapter]:

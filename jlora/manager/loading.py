@@ -6,9 +6,9 @@ import threading
 import time
 import zlib
 from collections.abc import Collection, Generator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from concurrent.futures import CancelledError, Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from jlora.errors import (
 )
 from jlora.fit.read import pack_exactly, pack_files, pack_in_memory
 from jlora.fit.shapes import describe
-from jlora.manager.loads import AT_ONCE, Deadline, Load, LoadCancelled
+from jlora.manager.loads import AT_ONCE, Deadline, Load, notify
 from jlora.manager.state import State, in_use
 from jlora.slots.blocks import Block, Row, unpack
 from jlora.slots.packed import LifeCycle, PackedAdapter
@@ -36,31 +36,17 @@ from jlora.slots.values import check_extras, slot_values
 
 _log = logging.getLogger("jlora")
 _READS = 3  # most reads of files that change meanwhile
+_ROUNDED = "adapter %r: %s; its values in the dtype of the slots are used"
 _QUIET = 0.5  # seconds without a change until both files are taken for those of one adapter
-
-
-@dataclass(frozen=True)
-class Earlier:
-    """The last load of an adapter that is loaded again; without values for a new adapter.
-
-    Attributes:
-      commit: as in `PackedAdapter`.
-      key: the same.
-    """
-
-    commit: str | None = None
-    key: str | None = None
 
 
 def load(state: State, request: LoRARequest, deadline: Deadline) -> bool:
     """Load a request and wait for it. Return True if it was loaded, False if the name was in the host cache."""
-    while True:
-        with state.lock:
-            if (error := state.loads.take_error(request, ran_on=True)) is not None:
-                raise error
-            started = start(state, request, anew=request.load_inplace, deadline=deadline)
-        if await_loads(state, [started], deadline.at):
-            return started.result
+    with state.lock:
+        state.loads.raise_error(request, ran_on=True)
+        started = start(state, request, deadline, anew=request.load_inplace)
+        await_loads(state, [started], deadline.at)
+        return started.outcome is True
 
 
 def recall(state: State, name: str) -> PackedAdapter:
@@ -70,110 +56,113 @@ def recall(state: State, name: str) -> PackedAdapter:
       AdapterNotFoundError: the name is unknown.
       AdapterUnavailableError: it cannot be loaded again.
     """
-    while True:
-        with state.lock:
-            if (packed := state.cache.loaded.get(name)) is not None:
-                return packed
-            started = start(state, state.request_of(name))
-        await_loads(state, [started], None)
+    with state.lock:
+        while (packed := state.cache.loaded.get(name)) is None:
+            await_loads(state, [start(state, state.request_of(name), Deadline(None))], None)
+        return packed
 
 
 def prefetch(state: State, request: LoRARequest) -> "Future[bool]":
     """See `LoRAManager.prefetch`."""
+    future: Future[bool] = Future()
     with state.lock:
-        started = start(state, request, anew=request.load_inplace)
-        started.prefetches = True
-        future = started.future()
-        started.wanted -= 1  # the future keeps it
-        return future
+        started = start(state, request, Deadline(None), anew=request.load_inplace)
+        started.futures.add(future)
+        future.add_done_callback(started.futures.discard)
+        started.calls -= 1  # the future keeps it
+    return future
 
 
-def start(state: State, request: LoRARequest, *, anew: bool = False, deadline: Deadline | None = None) -> Load:
-    """Return the running load of a request, or start a new one. `wanted` is incremented for the caller.
+def start(state: State, request: LoRARequest, deadline: Deadline, *, anew: bool = False) -> Load:
+    """Return the running load of a request, or start a new one. `calls` is incremented for the caller.
 
-    Called under the state lock.
-
-    Args:
-      state: the state of the manager.
-      request: the request to load.
-      anew: start a new load even if one is running, which may have read older files.
-      deadline: deadline of a new load.
+    With `anew` a new load is started even if one is running, which may have read older files. Called under the state
+    lock.
     """
-    found = None if anew else state.loads.running(request)
-    if found is None:
-        found = Load(request, deadline or Deadline(None), state.loads.under_way(request.name))
-        threading.Thread(target=_run, args=(state, found), name="jlora-load", daemon=True).start()
-        state.loads.add(found)
-    found.wanted += 1
+    queue = state.loads.queues.setdefault(request.name, [])
+    shared = [one for one in queue if one.request == request and not one.abandoned and not anew]
+    found = shared[-1] if shared else Load(request, deadline)
+    if not shared:
+        threading.Thread(target=_run, args=(state, found, queue), name="jlora-load", daemon=True).start()
+        queue.append(found)
+        state.loads.failed.pop(request, None)
+    found.calls += 1
     return found
 
 
-def await_loads(state: State, loads: Sequence[Load], deadline: float | None) -> bool:
-    """Wait for loads until a deadline, then decrement `wanted` of each, which `start` has incremented.
+def await_loads(state: State, loads: Sequence[Load], deadline: float | None) -> None:
+    """Wait for loads until a deadline, then decrement `calls` of each, which `start` has incremented.
 
     A load that has not finished at the deadline runs on. One that replaces an adapter is abandoned instead, since a
     later call must read the files anew.
 
-    Returns:
-      True if all loads have results. False if one was abandoned, and the caller must start it again.
-
     Raises:
       AdapterInUseError: at the deadline, open batches still held the adapter to replace.
       LoadTimeoutError: at the deadline, a load had not finished.
-      Exception: the error of the first load that failed.
+      Exception: the error of a load that failed.
     """
-    try:
+
+    def ready() -> bool | None:
         for one in loads:
-            if state.wait(lambda one=one: one.done or None, deadline) is None:
-                _time_out(state, loads)
-            if one.error is not None and not isinstance(one.error, LoadCancelled):
-                with state.lock:
-                    state.loads.drop(one)
-                raise one.error
-        return all(one.error is None for one in loads)
+            if isinstance(one.outcome, BaseException):
+                raise one.outcome
+        return all(one.outcome is not None for one in loads) or None
+
+    try:
+        with state.lock:
+            if state.wait(ready, deadline) is None:
+                raise _timeout(state, [one for one in loads if one.outcome is None])
     finally:
         with state.lock:
             for one in loads:
-                one.wanted -= 1
+                one.calls -= 1
         state.changed.ring()
 
 
-def _time_out(state: State, loads: Sequence[Load]) -> None:
-    """Let loads run on, and raise the error of a call that waited for them, unless they have just finished."""
-    with state.lock:
-        late = [one for one in loads if not one.done]
-        for one in late:
-            old = state.cache.loaded.get(one.request.name)
-            if one.read and one.request.load_inplace and old is not None and state.in_batch(old):
-                raise in_use(one.request.name, "replacing")
-            if not one.request.load_inplace:
-                one.timed_out = time.monotonic()
-    if late:
-        names = [
-            f"{one.request.name!r} from {one.request.path!r}"
-            + (" (with load_inplace, so a repeated call starts anew)" if one.request.load_inplace else "")
-            for one in late
-        ]
-        raise LoadTimeoutError(
-            f"loading took longer than the timeout: {', '.join(names)}; loads run on, so repeat the call"
-        )
+def _timeout(state: State, late: Sequence[Load]) -> LoRAError:
+    """Let loads run on, and return the error of a call that waited for them."""
+    for one in late:
+        old = state.cache.loaded.get(one.request.name)
+        if one.request.load_inplace and old is not None and state.in_batch(old):
+            return in_use(one.request.name, "replacing")
+        if not one.request.load_inplace:
+            one.timed_out = time.monotonic()
+    new = " (with load_inplace, so a repeated call starts anew)"
+    names = ", ".join(
+        f"{one.request.name!r} from {one.request.path!r}{anew * one.request.load_inplace}" for one in late
+    )
+    return LoadTimeoutError(f"loading took longer than the timeout: {names}; loads run on, so repeat the call")
 
 
-def _run(state: State, own: Load) -> None:
-    """Run a load after those of the same name, and set its outcome."""
+def _run(state: State, own: Load, queue: Sequence[Load]) -> None:
+    """Run a load in its turn of a queue, and set its outcome."""
     state.loads.own.load = own
-    result, error = False, None
     try:
-        for other in own.before:  # loads of one name run in the order of their requests
-            state.wait(lambda other=other: other.quiet or None)
-        own.before = ()
-        result = _load(state, own)
-    except BaseException as caught:  # every load needs an outcome, or waiting calls hang
-        error = caught
+        _await_turn(state, own, queue, 1)
+        outcome = _load(state, own)
+    except BaseException as error:  # every load needs an outcome, or waiting calls hang
+        outcome = error
     with state.lock:
-        state.loads.finish(own, result, error)
+        state.loads.finish(own, outcome)
     state.changed.ring()
-    own.notify()
+    notify([own])
+
+
+def _await_turn(state: State, own: Load, queue: Sequence[Load], at_once: int) -> None:
+    """Wait until fewer than `at_once` earlier loads of a queue run.
+
+    A quiet load does not count, because it may hang and cannot be stopped.
+
+    Raises:
+      CancelledError: the load was abandoned while it waited.
+    """
+
+    def ready() -> bool | None:
+        own.check_wanted()
+        return sum(not other.quiet for other in queue[: queue.index(own)]) < at_once or None
+
+    with state.lock:
+        state.wait(ready)
 
 
 def _load(state: State, own: Load) -> bool:
@@ -187,17 +176,16 @@ def _load(state: State, own: Load) -> bool:
         result = False
     else:
         started = time.monotonic()
+        commit = key = None
         with state.lock:
-            known = state.cache.known.get(request.name) == request
-            commit, (_, key) = state.cache.commits.get(request.name), state.cache.last.get(request.name, (0, None))
-        earlier = Earlier(commit, key) if known else Earlier()
+            if known := state.cache.known.get(request.name) == request:
+                commit, (_, key) = state.cache.commits.get(request.name), state.cache.last.get(request.name, (0, None))
         with _logged(request.name, request.path), _reloading(request) if known else nullcontext():
-            packed = agreed(state, _read(state, request, own, earlier))
-            own.read = True
+            packed = agreed(state, _read(state, own, commit, key))
             result = admit(state, packed, request.load_inplace, own.deadline, own)
         with state.lock:
             state.load_seconds.add(time.monotonic() - started)
-    if own.prefetches:
+    if own.futures:
         with state.lock:
             newest = state.cache.loaded.get(request.name)
         if newest is not None:
@@ -205,24 +193,31 @@ def _load(state: State, own: Load) -> bool:
     return result
 
 
-def _read(state: State, request: LoRARequest, own: Load | None, earlier: Earlier) -> PackedAdapter:
-    """Find, read and pack an adapter, as a load if `own` is given. Called without locks.
+def _read(state: State, own: Load, commit: str | None, key: str | None) -> PackedAdapter:
+    """Find, read and pack an adapter. Called without locks.
 
     Files that change during the read are read again. So are files that differ from those of an earlier load and have
-    changed lately: one of the two can be new and the other old.
+    changed lately: one of the two can be new and the other old. `commit` and `key` are those of the earlier load, as in
+    `PackedAdapter`.
 
     Raises:
       AdapterFormatError: the files changed during several reads.
+      CancelledError: the load was abandoned before it read.
     """
-    found = _find(state, request, own, earlier.commit)
+    request = own.request
+    found = _find(state, request, commit, _fetching(state, own))
     for _ in range(_READS):
         before = _stamp(found)
         try:
-            read = _read_once(state, request, found, own)
-            if earlier.key is None or read.key in earlier.key.split():
+            with state.loads.reading:
+                with state.lock:
+                    own.check_wanted()
+                read = pack_files(request, found, state.wrapped, state.index, state.pool, config=state.config)
+            read = replace(read, commit=found.commit)
+            if key is None or read.key in key.split():
                 return read
         except (AdapterFormatError, AdapterMismatchError) as error:
-            if earlier.key is None and _stamp(found) == before:
+            if key is None and _stamp(found) == before:
                 raise
             read = error
         _await_quiet(found)
@@ -234,15 +229,6 @@ def _read(state: State, request: LoRARequest, own: Load | None, earlier: Earlier
         f"{describe(request.name, request.path)}: its files change again and again while they are read; write an "
         "adapter to a new folder, and load it when it is complete"
     )
-
-
-def _read_once(state: State, request: LoRARequest, found: AdapterFolder, own: Load | None) -> PackedAdapter:
-    with state.loads.reading:
-        if own is not None:
-            with state.lock:
-                state.loads.check_wanted(own)
-        packed = pack_files(request, found, state.wrapped, state.index, state.pool, config=state.config)
-    return replace(packed, commit=found.commit)
 
 
 def _stamp(found: AdapterFolder) -> str:
@@ -262,15 +248,16 @@ def _await_quiet(found: AdapterFolder) -> None:
             time.sleep(_QUIET - age)
 
 
-def _find(state: State, request: LoRARequest, own: Load | None, commit: str | None = None) -> AdapterFolder:
+def _find(
+    state: State, request: LoRARequest, commit: str | None, fetching: AbstractContextManager[None]
+) -> AdapterFolder:
     """Return the local folder of a request, downloading it if necessary, at this commit if the hub still has it.
 
-    Raises:
-      LoadCancelled: the load was abandoned before the download started.
+    The download or the `resolve` callback runs in the context `fetching`.
     """
     if state.resolve is None and os.path.exists(os.path.expanduser(request.path)):
         return resolve(request.path, request.name)
-    with nullcontext() if own is None else _fetching(state, own):
+    with fetching:
         path = request.path if state.resolve is None else state.resolve(request)
         if commit is not None:
             with suppress(AdapterNotFoundError):
@@ -280,24 +267,12 @@ def _find(state: State, request: LoRARequest, own: Load | None, commit: str | No
 
 @contextmanager
 def _fetching(state: State, own: Load) -> Generator[None, None, None]:
-    """Limit the number of loads that use the network or the `resolve` callback, which may be slow or hang.
-
-    Other loads may read and cast meanwhile. An abandoned or quiet load cannot be stopped, but it does not count.
-
-    Raises:
-      LoadCancelled: the load was abandoned while it waited.
-    """
+    """Limit the number of loads that use the network or the `resolve` callback. Others may read and cast meanwhile."""
     fetching = state.loads.fetching
-
-    def ready() -> bool | None:
-        state.loads.check_wanted(own)
-        return sum(not other.quiet for other in fetching[: fetching.index(own)]) < AT_ONCE or None
-
     with state.lock:
         fetching.append(own)
     try:
-        with state.lock:
-            state.wait(ready)
+        _await_turn(state, own, fetching, AT_ONCE)
         yield
     finally:
         with state.lock:
@@ -349,7 +324,7 @@ def admit(state: State, packed: PackedAdapter, replaces: bool, deadline: Deadlin
 
     Raises:
       AdapterInUseError: open batches held the old version for too long.
-      LoadCancelled: the load was abandoned.
+      CancelledError: the load was abandoned.
       NoFreeSlotError: the host cache is full of adapters that cannot be evicted.
     """
 
@@ -357,7 +332,7 @@ def admit(state: State, packed: PackedAdapter, replaces: bool, deadline: Deadlin
         """Return True to admit the adapter, False if its name is there; None while batches hold the old version."""
         state.wrapped.check()
         if own is not None:
-            state.loads.check_wanted(own)
+            own.check_wanted()
         old = state.cache.loaded.get(packed.name)
         if old is None or not replaces:
             return old is None
@@ -375,10 +350,10 @@ def admit(state: State, packed: PackedAdapter, replaces: bool, deadline: Deadlin
         return True
 
 
-def read(state: State, request: LoRARequest, earlier: Earlier) -> PackedAdapter:
+def read(state: State, request: LoRARequest, commit: str | None, key: str | None) -> PackedAdapter:
     """Read and pack an adapter again, without adding it to the host cache or to page-locked memory."""
     with _logged(request.name, request.path):
-        return with_extras(state, _read(state, request, None, earlier))
+        return with_extras(state, _read(state, Load(request, Deadline(None), calls=1), commit, key))
 
 
 def exact_factors(state: State, packed: PackedAdapter) -> dict[Row, tuple[np.ndarray, np.ndarray]]:
@@ -391,10 +366,7 @@ def exact_factors(state: State, packed: PackedAdapter) -> dict[Row, tuple[np.nda
         return unpack(packed.blocks, rows)
     found = read_again(state, packed) if packed.given is None else packed.given()
     if found is None and packed.request is None:
-        _log.warning(
-            "adapter %r: has no files, and its jlora.Adapter is gone; its values in the dtype of the slots are used",
-            packed.name,
-        )
+        _log.warning(_ROUNDED, packed.name, "has no files, and its jlora.Adapter is gone")
     blocks = packed.blocks if found is None else pack_exactly(found, state.wrapped, state.index, state.pool)
     return unpack(blocks, rows)
 
@@ -404,21 +376,13 @@ def read_again(state: State, packed: PackedAdapter) -> Adapter | None:
     if packed.request is None:
         return None
     try:
-        with open_adapter(_find(state, packed.request, None, packed.commit)) as opened:
+        with open_adapter(_find(state, packed.request, packed.commit, nullcontext())) as opened:
             adapter = opened.read({}, allow_nonfinite=True)
+        if adapter.fingerprint == packed.key:
+            return adapter
+        _log.warning(_ROUNDED, packed.name, "its files have changed since they were loaded")
     except (LoRAError, OSError) as error:
-        _log.warning(
-            "adapter %r: its files are gone or damaged; its values in the dtype of the slots are used: %.500r",
-            packed.name,
-            str(error),
-        )
-        return None
-    if adapter.fingerprint == packed.key:
-        return adapter
-    _log.warning(
-        "adapter %r: its files have changed since they were loaded; its values in the dtype of the slots are used",
-        packed.name,
-    )
+        _log.warning(_ROUNDED, packed.name, f"its files are gone or damaged ({str(error)!r:.500})")
     return None
 
 
@@ -438,7 +402,7 @@ def _logged(name: str, path: str | None) -> Generator[None, None, None]:
     try:
         yield
     except Exception as error:
-        what = "gave up" if isinstance(error, LoadCancelled) else "refused"
+        what = "gave up" if isinstance(error, CancelledError) else "refused"
         seconds = time.monotonic() - started
         _log.info(
             "%s %r from %s after %.3f s: %s %.300r", what, name, source, seconds, type(error).__name__, str(error)

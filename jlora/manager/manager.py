@@ -295,7 +295,7 @@ class LoRAManager:
             packed = state.free(name, "removing", deadline)  # waits; the lock is released meanwhile
             state.peers.agree([packed and packed.version])
             with state.peers.change():
-                loads = state.give_up(name)
+                loads = state.loads.remove(name)
                 found = state.forget([name]) or bool(loads)
         if packed is not None:
             _log.info("removed %r", name)
@@ -339,7 +339,7 @@ class LoRAManager:
             versions = state.wait(ready, deadline.at)
             state.peers.agree(versions)
             with state.peers.change():
-                loads = state.give_up()
+                loads = state.loads.remove(None)
                 state.forget([*state.cache.known, *state.cache.loaded])
         notify(loads)
 

@@ -66,7 +66,7 @@ def _attempt(state: State, args: BatchArguments, ticket: Ticket) -> LoRABatch | 
                         return _make(state, args, loaded)
             await_loads(state, loads, ticket.deadline)
     except NoFreeSlotError as error:  # no room now, or another call took it during the loads
-        ticket.reloaded.difference_update(load.request for load in loads if load.error is not None)
+        ticket.reloaded.difference_update(load.request for load in loads if load.outcome is not True)
         if ticket.over:
             if not state.slots.copying:
                 raise
@@ -129,12 +129,11 @@ def _start(state: State, args: BatchArguments, ticket: Ticket, absent: list[LoRA
     absent = absent[:1] if state.peers.several else absent
     state.peers.agree([request.name for request in absent])
     for request in absent:
-        if (error := state.loads.take_error(request)) is not None:
-            raise error
+        state.loads.raise_error(request)
     # A load that replaces an adapter must not wait for batches of this thread, which itself waits for the load.
     deadline = Deadline(None, threading.get_ident())
     ticket.reloaded.update(absent)
-    return [start(state, request, deadline=deadline) for request in absent]
+    return [start(state, request, deadline) for request in absent]
 
 
 def _absent(state: State, args: BatchArguments, ticket: Ticket) -> list[LoRARequest]:
@@ -161,34 +160,21 @@ def _check_room(state: State, args: BatchArguments, ticket: Ticket) -> None:
     Raises:
       NoFreeSlotError: the slots that are neither pinned nor leased are too few, or the host cache has no room.
     """
-    loaded = _loaded(state, args)
-    names = {
-        name if isinstance(name, str) else name.name for name in args.adapters if not isinstance(name, AdapterHandle)
-    }
+    loaded, leased, cache = _loaded(state, args), state.leases.leased(), state.cache
     _check_first(state, ticket)
-    _check_slots(state, args, loaded)
-    state.cache.check_room(names, state.leases.leased())
-    for packed in loaded.values():
-        if state.cache.newest(packed):
-            state.cache.loaded.move_to_end(packed.name)
-
-
-def _check_slots(state: State, args: BatchArguments, loaded: Mapping[Name, PackedAdapter]) -> None:
-    """Raise NoFreeSlotError if the slots that are neither pinned nor leased are too few for the batch."""
     wanted = {loaded.get(name, name.name if isinstance(name, LoRARequest) else name) for name in args.adapters}
-    leased, cache = state.leases.leased(), state.cache
-    stay = [
-        packed
-        for packed in state.pool.table
-        if packed is not None and packed not in wanted
-        and (packed in leased or (cache.newest(packed) and packed.name in cache.pins))
-    ]  # fmt: skip
     slots = len(state.pool.table)
+    others = [packed for packed in state.pool.table if packed is not None and packed not in wanted]
+    stay = [c for c in others if c in leased or (cache.newest(c) and c.name in cache.pins)]
     if len(wanted) + len(stay) > slots:
         raise NoFreeSlotError(
             f"{len(wanted)} adapters need a slot, but of {slots} slots {len(stay)} are pinned or held by an open "
             "batch. Raise max_loras, close batches, or wait for them with prepare(..., timeout=)"
         )
+    given = [name for name in args.adapters if not isinstance(name, AdapterHandle)]
+    cache.check_room({name if isinstance(name, str) else name.name for name in given}, leased)
+    for packed in loaded.values():
+        state.slots.touch(packed)
 
 
 def _loaded(state: State, args: BatchArguments) -> dict[Name, PackedAdapter]:

@@ -45,7 +45,7 @@ from jlora.errors import (
 )
 from jlora.layers.site import Site
 from jlora.manager.host_cache import HostCache
-from jlora.manager.loading import Earlier, page_locked, read, read_folder
+from jlora.manager.loading import page_locked, read, read_folder
 from jlora.manager.loads import AT_ONCE
 from jlora.manager.state import State
 from jlora.slots.export import export_blocks
@@ -397,7 +397,7 @@ def _load(state: State, folder: Path, saved: _Snapshot, same_layers: bool) -> di
         if entry.request is None:
             return _read_weights(state, folder, entry, same_layers)
         try:
-            return read(state, entry.request, Earlier(entry.commit, entry.fingerprint))
+            return read(state, entry.request, entry.commit, entry.fingerprint)
         except Exception as error:
             _log.warning("restore: %r is loaded when it is used: %.500r", entry.name, error)
             return None

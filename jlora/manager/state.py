@@ -16,7 +16,7 @@ from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.manager.host_cache import HostCache
 from jlora.manager.leases import Leases
-from jlora.manager.loads import Deadline, Load, Loads
+from jlora.manager.loads import Deadline, Loads
 from jlora.manager.locks import Bell
 from jlora.manager.multihost import Peers
 from jlora.manager.policy import SlotPolicy
@@ -236,18 +236,6 @@ class State:
             if packed is not None:
                 self.slots.release(packed)
         return found
-
-    def give_up(self, name: str | None = None) -> list[Load]:
-        """Abandon the running loads of a name, or all running loads if None.
-
-        Returns:
-          The abandoned loads. The caller must call `Load.notify` on each after it releases the lock.
-        """
-        loads = self.loads.under_way(name)
-        for load in loads:
-            load.finish(False, AdapterNotFoundError(f"adapter {load.request.name!r} was removed while it was loaded"))
-            self.loads.drop(load)
-        return loads
 
 
 def in_use(name: str, doing: str) -> AdapterInUseError:

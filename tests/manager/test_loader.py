@@ -223,6 +223,34 @@ def test_concurrent_requests_share_one_load(world, store):
     assert store.reads == ["a"]
 
 
+def test_a_failed_load_is_raised_while_another_of_the_batch_hangs(world, store):
+    store.closed.add("a")
+    requests = [store.request("a"), store.request("b")]
+    store.spoil("b")
+    with pytest.raises(jlora.AdapterFormatError, match="'b'"):
+        world.manager.prepare(requests, timeout=2)
+
+
+def test_a_replacement_is_loaded_again_if_a_load_beside_it_found_no_room(world, store):
+    m = world.manager  # its host cache has room for four
+    m.add_adapter(store.request("a"))
+    m.pin_adapter("a")
+    for name in "cd":
+        m.add_adapter(make_adapter(name))
+    store.closed.update("ab")
+    newer = store.request("a", 1, load_inplace=True)
+    with thread(lambda: m.prepare([store.request("b"), newer, None], timeout=30)) as outcome:
+        store.until_read("a", 2)
+        store.until_read("b")
+        m.add_adapter(make_adapter("e"))
+        store.closed.remove("b")
+        until(lambda: waiting(m) == 1)
+        store.closed.clear()
+        m.remove_adapter("e")
+    with outcome[0] as batch:
+        world.check(world.logits(batch), [make_adapter("b"), make_adapter("a", 1), None])
+
+
 # --- how long ---------------------------------------------------------------------------------------------------------
 
 

@@ -132,13 +132,13 @@ def test_an_unknown_module_raises_with_the_nearest_path(name, near):
         make_manager(Model(), target_modules=["self_attn.q_proj"])
 
 
-def test_thousands_of_unknown_names_get_a_few_hints():
+def test_a_thousand_unknown_names_get_a_few_hints():
     """Every search takes milliseconds, and an adapter can have any number of names."""
-    letters = ["".join(each) for each in itertools.product("abcdefgh", repeat=4)]
+    letters = ["".join(each) for each in itertools.product("abcdefghij", repeat=3)]
     targets = [Target(f"other.{name}_proj", 6, 6, "") for name in letters]
     with pytest.raises(AdapterMismatchError) as caught:
         make_manager(Model()).add_adapter(make_adapter("one", targets, 1))
-    assert len(caught.value.problems) == len(targets) > 4000
+    assert len(caught.value.problems) == len(targets) == 1000
     assert 0 < sum("the nearest is" in problem for problem in caught.value.problems) <= 8
 
 

@@ -128,9 +128,7 @@ def _timeout(state: State, late: Sequence[Load]) -> LoRAError:
         if not one.request.load_inplace:
             one.timed_out = time.monotonic()
     new = " (with load_inplace, so a repeated call starts anew)"
-    names = ", ".join(
-        f"{one.request.name!r} from {one.request.path!r}{anew * one.request.load_inplace}" for one in late
-    )
+    names = ", ".join(f"{one.request.name!r} from {one.request.path!r}{new * one.request.load_inplace}" for one in late)
     return LoadTimeoutError(f"loading took longer than the timeout: {names}; loads run on, so repeat the call")
 
 

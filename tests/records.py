@@ -3,7 +3,7 @@
 import jax
 
 import jlora
-from jlora.slots.packed import PackedAdapter
+from jlora.manager.loaded_adapter import LoadedAdapter
 
 
 def slot_names(manager: jlora.LoRAManager) -> tuple[str | None, ...]:
@@ -25,8 +25,8 @@ def evicted(manager: jlora.LoRAManager) -> dict[str, jlora.LoRARequest]:
     return {name: info.request for name, info in manager.list_adapters(level="evicted").items()}
 
 
-def content_of(manager: jlora.LoRAManager, name: str) -> PackedAdapter:
-    """Return the packed adapter of the newest version of a name."""
+def content_of(manager: jlora.LoRAManager, name: str) -> LoadedAdapter:
+    """Return the adapter of the newest version of a name."""
     with manager.hold(name) as handle:
         return handle.packed
 

@@ -43,6 +43,7 @@ MAY_NOT_MENTION = {
     "jlora": ("torch", "transformers", "peft", "importlib.import_module", "builtins.__import__"),
     "jlora.adapters": ("jax", "jaxlib", "flax"),
     "jlora.layers.forward": ("jlora.layers.wrap",),  # a traced step does not depend on the search for layers
+    "jlora.slots": ("jlora.config.LoRARequest", "jlora.layers.forward.lease"),  # layout and values, without life cycles
 }
 # Names that only one module may mention.
 ONLY_IN = {
@@ -170,6 +171,7 @@ WRONG = {
     "pallas/y.py": ("from jax.experimental.pallas import triton", "only jlora.pallas.triton.parts may mention"),
     "pallas/z.py": ("import jax.experimental.pallas as pl\npl.triton.CompilerParams", "z.py:2: only jlora.pallas"),
     "layers/forward/x.py": ("from jlora.layers.wrap import plan", "jlora.layers.forward may not mention"),
+    "slots/x.py": ("import jlora.config as c\nc.LoRARequest", "x.py:2: jlora.slots may not mention"),
     "models/x.py": ("from jlora.layers.forward.scope import use", "models may not import layers"),
     "cli/x.py": ("from jlora.models import generation", "cli may only import names of jlora.models"),
     "serve/trip.py": ("if TYPE_CHECKING:\n    from jlora.serve.round import x", "a circle of imports: jlora.serve."),

@@ -1,13 +1,13 @@
-"""Preparation of a `PackedAdapter` from the files of a request or from an adapter in memory.
+"""Preparation of a `PackedAdapter` from files or from an adapter in memory.
 
 It runs on any thread without a lock and does not use the cache. The values of extras follow later
 (`jlora.slots.values`).
 """
 
 import logging
-import weakref
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from jlora.adapters import Adapter
 from jlora.adapters.adapter import open_adapter
@@ -22,7 +22,7 @@ from jlora.fit.shapes import check_finite, describe, find_slices, own_experts, r
 from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.slots.arrays import SlotArrays
 from jlora.slots.blocks import Block
-from jlora.slots.packed import LifeCycle, PackedAdapter, SiteSlices, largest_rank
+from jlora.slots.packed import PackedAdapter, SiteSlices, largest_rank
 from jlora.slots.packing import pack_modules, rank_table
 
 _log = logging.getLogger("jlora")
@@ -33,11 +33,11 @@ def pack_files(
     found: AdapterFolder,
     wrapped: WrappedModel,
     index: SiteIndex,
-    pool: SlotArrays,
+    pool: SlotArrays[Any],
     *,
     config: LoRAConfig,
-) -> PackedAdapter:
-    """Read the files of an adapter and pack it.
+) -> tuple[PackedAdapter, tuple[str, ...]]:
+    """Read the files of an adapter, pack it, and return it with the warnings about its modules.
 
     Names and shapes are checked before any tensor is read. If experts are divided over processes, only the experts on
     devices of this process are read (see `own_experts`).
@@ -57,13 +57,13 @@ def pack_files(
         adapter = opened.read(own, allow_nonfinite=config.allow_nonfinite)
     warnings = without_effect(adapter, slices_of, wrapped, own)
     layers, adapter = adapter.layers, adapter.with_layers({})
-    return _pack(where, adapter, layers, slices_of, warnings, request, wrapped, index, pool)
+    return _pack(where, adapter, layers, slices_of, warnings, wrapped, index, pool)
 
 
 def pack_in_memory(
-    adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, pool: SlotArrays, *, config: LoRAConfig
-) -> PackedAdapter:
-    """Check and pack an adapter that is in memory.
+    adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, pool: SlotArrays[Any], *, config: LoRAConfig
+) -> tuple[PackedAdapter, tuple[str, ...]]:
+    """Check and pack an adapter that is in memory, and return it with the warnings about its modules.
 
     Raises:
       AdapterFormatError: A factor holds NaN or infinity, and `config.allow_nonfinite` is False.
@@ -76,11 +76,10 @@ def pack_in_memory(
     index = read_as(where, adapter, index)
     slices_of = find_slices(where, adapter, index)
     warnings = without_effect(adapter, slices_of, wrapped)
-    packed = _pack(where, adapter, adapter.layers, slices_of, warnings, None, wrapped, index, pool)
-    return replace(packed, given=weakref.ref(adapter))
+    return _pack(where, adapter, adapter.layers, slices_of, warnings, wrapped, index, pool)
 
 
-def pack_exactly(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, pool: SlotArrays) -> tuple[Block, ...]:
+def pack_exactly(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, pool: SlotArrays[Any]) -> tuple[Block, ...]:
     """Pack an adapter that fits the model into blocks of float32, whatever the dtype of the slots."""
     where = describe(adapter.name, None)
     slices_of = find_slices(where, adapter, read_as(where, adapter, index))
@@ -120,12 +119,11 @@ def _pack(
     layers: dict[str, Layer],
     slices_of: Mapping[str, SiteSlices],
     warnings: list[str],
-    request: LoRARequest | None,
     wrapped: WrappedModel,
     index: SiteIndex,
-    pool: SlotArrays,
-) -> PackedAdapter:
-    """Cast and pack the layers of an adapter, and log its warnings.
+    pool: SlotArrays[Any],
+) -> tuple[PackedAdapter, tuple[str, ...]]:
+    """Cast and pack the layers of an adapter, and log and return its warnings.
 
     They are removed from `layers`, so that their memory is freed early.
     """
@@ -133,15 +131,6 @@ def _pack(
     placements, blocks = pack_modules(where, layers, slices_of, wrapped, pool.chunks)
     if warnings:
         _log.warning("%s: %s", where, "; ".join(warnings))
-    return PackedAdapter(
-        name=adapter.name,
-        placements=placements,
-        ranks=rank_table(pool.sites, placements),
-        rank=largest_rank(placements),
-        life=LifeCycle(blocks),
-        about=replace(adapter.with_layers({}), base_weights={}, config=None),
-        request=None if request is None else replace(request, load_inplace=False),
-        key=None if request is None else adapter.fingerprint,  # arrays in memory can differ from the files
-        in_place=request is not None and request.load_inplace,
-        warnings=tuple(warnings),
-    )
+    about = replace(adapter.with_layers({}), base_weights={}, config=None)
+    ranks = rank_table(pool.sites, placements)
+    return PackedAdapter(about, placements, ranks, largest_rank(placements), blocks), tuple(warnings)

@@ -11,8 +11,8 @@ from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import LoRAUsageError
 from jlora.layers.forward.batch_shape import BatchShape
 from jlora.manager.leases import AdapterHandle
+from jlora.manager.loaded_adapter import LoadedAdapter
 from jlora.slots.casting import fits_float32
-from jlora.slots.packed import PackedAdapter
 
 Name = str | LoRARequest | AdapterHandle
 
@@ -148,7 +148,7 @@ def _check_served(name: Mix, config: LoRAConfig) -> None:
             raise LoRAUsageError(f"prepare: {adapter!r} is closed")
 
 
-def check_adapters(args: BatchArguments, loaded: Mapping[Name, PackedAdapter]) -> None:
+def check_adapters(args: BatchArguments, loaded: Mapping[Name, LoadedAdapter]) -> None:
     """Check that the adapters of each sequence may be served together, and with their factors.
 
     Raises:
@@ -161,7 +161,7 @@ def check_adapters(args: BatchArguments, loaded: Mapping[Name, PackedAdapter]) -
         for name, scale in terms:
             if (packed := loaded.get(name)) is None:
                 continue
-            if (len(terms) > 1 or scale != 1) and (kind := packed.served_alone) is not None:
+            if (len(terms) > 1 or scale != 1) and (kind := packed.packed.served_alone) is not None:
                 raise LoRAUsageError(
                     f"prepare: {packed.name!r} is {kind}, which is served alone and with the factor 1, and "
                     f"the sequence takes {len(terms)} adapters with the factors {[scale for _, scale in terms]}"

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from jlora.config import LoRARequest
 from jlora.errors import NoFreeSlotError
 from jlora.layers.forward.lease import Served
-from jlora.slots.packed import PackedAdapter
+from jlora.manager.loaded_adapter import LoadedAdapter
 
 _STAYS = "pinned, held by an open batch, from memory or changed by update_adapter"
 
@@ -33,7 +33,7 @@ class HostCache:
     """
 
     def __init__(self, max_count: int, max_bytes: int):
-        self.loaded: OrderedDict[str, PackedAdapter] = OrderedDict()
+        self.loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()
         self.pins: set[str] = set()
         self.nbytes = 0
         self.known: dict[str, LoRARequest] = {}
@@ -46,7 +46,7 @@ class HostCache:
         self._own: set[str] = set()  # names in `loaded` without a request
         self._sizes: dict[str, int] = {}  # bytes of the last version of each name, loaded or evicted
 
-    def version(self, packed: PackedAdapter) -> int:
+    def version(self, packed: LoadedAdapter) -> int:
         """Return the version for a new adapter: the last of its name if the same files are reloaded, else the next."""
         last = self.last.get(packed.name)
         if last is None:
@@ -54,13 +54,13 @@ class HostCache:
         recalled = packed.key is not None and packed.key == last[1] and not packed.in_place
         return last[0] if recalled else max(last[0] + 1, self.floor)
 
-    def changed(self, packed: PackedAdapter) -> bool:
+    def changed(self, packed: LoadedAdapter) -> bool:
         """Return True if an adapter comes back from its request, and its files are others than those of its load."""
         _, key = self.last.get(packed.name, (0, None))
         same = self.known.get(packed.name, packed.request) == packed.request is not None and not packed.in_place
         return same and key is not None and packed.key != key
 
-    def put(self, packed: PackedAdapter) -> str | None:
+    def put(self, packed: LoadedAdapter) -> str | None:
         """Store an adapter as the newest version of its name.
 
         Returns:
@@ -114,7 +114,7 @@ class HostCache:
         self.pin_when_loaded.clear()
         self.floor = 0
 
-    def newest(self, packed: PackedAdapter) -> bool:
+    def newest(self, packed: LoadedAdapter) -> bool:
         """Return True if `packed` is the newest version of its name."""
         return self.loaded.get(packed.name) is packed
 
@@ -167,7 +167,7 @@ class HostCache:
             if name not in own and name not in pins and packed not in leased
         )
 
-    def victims_for(self, new: PackedAdapter, leased: Collection[Served]) -> list[str]:
+    def victims_for(self, new: LoadedAdapter, leased: Collection[Served]) -> list[str]:
         """Return the names to evict, least recently used first, to make room for `new`.
 
         Raises:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from jlora.layers.forward.lease import Lease, Served
-from jlora.slots.packed import PackedAdapter
+from jlora.manager.loaded_adapter import LoadedAdapter
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class AdapterHandle:
       version: version number of the adapter.
     """
 
-    def __init__(self, packed: PackedAdapter, on_close: Callable[[], object]):
-        self._packed: PackedAdapter | None = packed
+    def __init__(self, packed: LoadedAdapter, on_close: Callable[[], object]):
+        self._packed: LoadedAdapter | None = packed
         self._on_close = on_close
         self.name = packed.name
         self.version = packed.version
 
     @property
-    def packed(self) -> PackedAdapter | None:
+    def packed(self) -> LoadedAdapter | None:
         """The packed adapter; None once the handle is closed."""
         return self._packed
 
@@ -76,7 +76,7 @@ class Leases:
     def add(self, lease: Lease) -> None:
         self._leases = {weakref.ref(other) for other in (*self.open(), lease)}
 
-    def hold(self, packed: PackedAdapter, on_close: Callable[[], object]) -> AdapterHandle:
+    def hold(self, packed: LoadedAdapter, on_close: Callable[[], object]) -> AdapterHandle:
         handle = AdapterHandle(packed, on_close)
         self._handles = {ref for ref in self._handles if ref() is not None} | {weakref.ref(handle)}
         return handle
@@ -94,12 +94,12 @@ class Leases:
         """Return the adapters that open batches hold in slots."""
         return {adapter for lease in self.open() for adapter in lease.adapters}
 
-    def handled(self) -> set[PackedAdapter]:
+    def handled(self) -> set[LoadedAdapter]:
         """Return the adapters that open handles hold on the host."""
         handles = [ref() for ref in self._handles]
         return {handle.packed for handle in handles if handle is not None and handle.packed is not None}
 
-    def threads(self, packed: PackedAdapter | None = None) -> set[int]:
+    def threads(self, packed: LoadedAdapter | None = None) -> set[int]:
         """Return the threads that opened the leases which are open (on `packed`, if given)."""
         return {lease.thread for lease in self.open() if packed is None or packed in lease.adapters}
 

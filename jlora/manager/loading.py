@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Collection, Generator, Sequence
 from concurrent.futures import CancelledError, Future
@@ -28,10 +29,11 @@ from jlora.errors import (
 )
 from jlora.fit.read import pack_exactly, pack_files, pack_in_memory
 from jlora.fit.shapes import describe
+from jlora.manager.loaded_adapter import LoadedAdapter
 from jlora.manager.loads import AT_ONCE, Deadline, Load, notify
 from jlora.manager.state import State, in_use
 from jlora.slots.blocks import Block, Row, unpack
-from jlora.slots.packed import LifeCycle, PackedAdapter
+from jlora.slots.packed import PackedAdapter
 from jlora.slots.values import check_extras, slot_values
 
 _log = logging.getLogger("jlora")
@@ -49,7 +51,7 @@ def load(state: State, request: LoRARequest, deadline: Deadline) -> bool:
         return started.outcome is True
 
 
-def recall(state: State, name: str) -> PackedAdapter:
+def recall(state: State, name: str) -> LoadedAdapter:
     """Return the newest version of a name, reloaded into the host cache if it was evicted.
 
     Raises:
@@ -191,12 +193,12 @@ def _load(state: State, own: Load) -> bool:
     return result
 
 
-def _read(state: State, own: Load, commit: str | None, key: str | None) -> PackedAdapter:
+def _read(state: State, own: Load, commit: str | None, key: str | None) -> LoadedAdapter:
     """Find, read and pack an adapter. Called without locks.
 
     Files that change during the read are read again. So are files that differ from those of an earlier load and have
     changed lately: one of the two can be new and the other old. `commit` and `key` are those of the earlier load, as in
-    `PackedAdapter`.
+    `LoadedAdapter`.
 
     Raises:
       AdapterFormatError: the files changed during several reads.
@@ -210,8 +212,17 @@ def _read(state: State, own: Load, commit: str | None, key: str | None) -> Packe
             with state.loads.reading:
                 with state.lock:
                     own.check_wanted()
-                read = pack_files(request, found, state.wrapped, state.index, state.pool, config=state.config)
-            read = replace(read, commit=found.commit)
+                packed, warnings = pack_files(
+                    request, found, state.wrapped, state.index, state.pool, config=state.config
+                )
+            read = LoadedAdapter(
+                packed,
+                request=replace(request, load_inplace=False),
+                key=packed.about.fingerprint,
+                commit=found.commit,
+                in_place=request.load_inplace,
+                warnings=warnings,
+            )
             if key is None or read.key in key.split():
                 return read
         except (AdapterFormatError, AdapterMismatchError) as error:
@@ -220,7 +231,7 @@ def _read(state: State, own: Load, commit: str | None, key: str | None) -> Packe
             read = error
         _await_quiet(found)
         if _stamp(found) == before:
-            if isinstance(read, PackedAdapter):
+            if isinstance(read, LoadedAdapter):
                 return read
             raise read
     raise AdapterFormatError(
@@ -278,16 +289,16 @@ def _fetching(state: State, own: Load) -> Generator[None, None, None]:
         state.changed.ring()
 
 
-def agreed(state: State, packed: PackedAdapter) -> PackedAdapter:
+def agreed(state: State, packed: LoadedAdapter) -> LoadedAdapter:
     """Return an adapter, equal in all processes, with its extras, in page-locked memory if there is room."""
-    keys = state.peers.agree(lambda: [packed.name, packed.digest()], packed.key)
-    packed = with_extras(state, packed)
+    keys = state.peers.agree(lambda: [packed.name, packed.packed.digest()], packed.key)
+    values = with_extras(state, packed.packed)
     key = None if None in keys else " ".join(keys)  # if the files of one process changed, all get a new version
-    return replace(packed, key=key, life=LifeCycle(page_locked(state, packed.blocks)))
+    return replace(packed, key=key, packed=values.with_blocks(page_locked(state, values.blocks)))
 
 
 def with_extras(state: State, packed: PackedAdapter) -> PackedAdapter:
-    """Return an adapter with the values of its extras, checked, and equal in all processes."""
+    """Return a packed adapter with the values of its extras, checked, and equal in all processes."""
     check_extras(packed, state.wrapped)
     if not any(placement.extras for placement in packed.placements):
         return packed
@@ -296,13 +307,13 @@ def with_extras(state: State, packed: PackedAdapter) -> PackedAdapter:
     return replace(packed, extras=extras)
 
 
-def page_locked(state: State, blocks: tuple[Block, ...], others: Collection[PackedAdapter] = ()) -> tuple[Block, ...]:
+def page_locked(state: State, blocks: tuple[Block, ...], others: Collection[LoadedAdapter] = ()) -> tuple[Block, ...]:
     """Return the blocks in page-locked memory, or unchanged if all would exceed `page_locked_bytes`."""
     if not state.pool.page_locks:
         return blocks
     with state.lock:
         loaded = (*state.cache.loaded.values(), *others)
-        taken = sum(packed.nbytes for packed in loaded if packed.life.page_locked)
+        taken = sum(packed.nbytes for packed in loaded if packed.page_locked)
     fits = taken + sum(block.nbytes for block in blocks) <= page_locked_bytes()
     return state.pool.page_lock(blocks) if fits else blocks
 
@@ -310,11 +321,12 @@ def page_locked(state: State, blocks: tuple[Block, ...], others: Collection[Pack
 def add(state: State, adapter: Adapter, replaces: bool, deadline: Deadline) -> bool:
     """Pack an adapter from memory and admit it to the host cache."""
     with _logged(adapter.name, None):
-        packed = pack_in_memory(adapter, state.wrapped, state.index, state.pool, config=state.config)
+        values, warnings = pack_in_memory(adapter, state.wrapped, state.index, state.pool, config=state.config)
+        packed = LoadedAdapter(values, warnings=warnings, given=weakref.ref(adapter))
         return admit(state, agreed(state, packed), replaces, deadline)
 
 
-def admit(state: State, packed: PackedAdapter, replaces: bool, deadline: Deadline, own: Load | None = None) -> bool:
+def admit(state: State, packed: LoadedAdapter, replaces: bool, deadline: Deadline, own: Load | None = None) -> bool:
     """Add an adapter to the host cache, once no open batch holds the version that it replaces.
 
     Returns:
@@ -348,28 +360,30 @@ def admit(state: State, packed: PackedAdapter, replaces: bool, deadline: Deadlin
         return True
 
 
-def read(state: State, request: LoRARequest, commit: str | None, key: str | None) -> PackedAdapter:
+def read(state: State, request: LoRARequest, commit: str | None, key: str | None) -> LoadedAdapter:
     """Read and pack an adapter again, without adding it to the host cache or to page-locked memory."""
     with _logged(request.name, request.path):
-        return with_extras(state, _read(state, Load(request, Deadline(None), calls=1), commit, key))
+        packed = _read(state, Load(request, Deadline(None), calls=1), commit, key)
+        packed.packed = with_extras(state, packed.packed)
+        return packed
 
 
-def exact_factors(state: State, packed: PackedAdapter) -> dict[Row, tuple[np.ndarray, np.ndarray]]:
+def exact_factors(state: State, packed: LoadedAdapter) -> dict[Row, tuple[np.ndarray, np.ndarray]]:
     """Return row -> (A [n, r, K], B [r, N]) of a loaded adapter, before they were rounded to the slots' dtype.
 
     They are those of its files or of the arrays given. If these are gone, they are those of the slots, with a warning.
     """
-    rows = {(p.site, p.row) for p in packed.placements}
-    if all(site.spec.dtype == "float32" for site in packed.sites):
-        return unpack(packed.blocks, rows)
+    rows = {(p.site, p.row) for p in packed.packed.placements}
+    if all(site.spec.dtype == "float32" for site in packed.packed.sites):
+        return unpack(packed.packed.blocks, rows)
     found = read_again(state, packed) if packed.given is None else packed.given()
     if found is None and packed.request is None:
         _log.warning(_ROUNDED, packed.name, "has no files, and its jlora.Adapter is gone")
-    blocks = packed.blocks if found is None else pack_exactly(found, state.wrapped, state.index, state.pool)
+    blocks = packed.packed.blocks if found is None else pack_exactly(found, state.wrapped, state.index, state.pool)
     return unpack(blocks, rows)
 
 
-def read_again(state: State, packed: PackedAdapter) -> Adapter | None:
+def read_again(state: State, packed: LoadedAdapter) -> Adapter | None:
     """Return a loaded adapter as its files have it; None, with a warning, if they are gone or have changed."""
     if packed.request is None:
         return None
@@ -385,11 +399,11 @@ def read_again(state: State, packed: PackedAdapter) -> Adapter | None:
 
 
 def read_folder(state: State, found: AdapterFolder) -> PackedAdapter:
-    """Read and pack a folder as an adapter without a request, without adding it to the host cache."""
+    """Read and pack a folder, without adding the adapter to the host cache."""
     with _logged(found.name, str(found.folder)):
         request = LoRARequest(found.name, str(found.folder))
-        packed = pack_files(request, found, state.wrapped, state.index, state.pool, config=state.config)
-        return with_extras(state, replace(packed, request=None, key=None))
+        packed, _ = pack_files(request, found, state.wrapped, state.index, state.pool, config=state.config)
+        return with_extras(state, packed)
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from jlora.layers.wrap.select import PackedModules
 from jlora.layers.wrap.wrapped import LayerInfo, WrappedModel
 from jlora.manager.batch_arguments import BatchArguments, Given, checked_names, given
 from jlora.manager.leases import AdapterHandle, LeaseInfo
+from jlora.manager.loaded_adapter import LoadedAdapter
 from jlora.manager.loading import add, exact_factors, load, prefetch, read_again, recall
 from jlora.manager.loads import Deadline, notify
 from jlora.manager.locks import StateLock
@@ -392,9 +393,9 @@ class LoRAManager:
             slot = state.pool.slot_of(packed)
             if slot is None:
                 raise LoRAError(f"adapter {name!r} is in no slot; activate_adapter it before training")
-            if all(site.spec.dtype != "int8" for site in packed.sites):
-                return export(packed, slot, state.wrapped.modules)
-        return read_again(state, packed) or export_blocks(packed, state.pool.sites)
+            if all(site.spec.dtype != "int8" for site in packed.packed.sites):
+                return export(packed.packed, slot, state.wrapped.modules)
+        return read_again(state, packed) or export_blocks(packed.packed, state.pool.sites)
 
     # --- save and restore ---------------------------------------------------------------------------------------
 
@@ -654,7 +655,7 @@ class LoRAManager:
             lease = batch.lease
             if lease is None or lease not in state.leases.open():
                 raise LoRAUsageError(f"handles takes an open batch of this manager, got {batch!r}")
-            served = {(packed.name, packed.version): cast("PackedAdapter", packed) for packed in lease.adapters}
+            served = {(packed.name, packed.version): cast("LoadedAdapter", packed) for packed in lease.adapters}
             hold = partial(state.leases.hold, on_close=state.changed.ring)
             return tuple(
                 given([(hold(served[name, version]), scale) for name, version, scale in terms or ()])

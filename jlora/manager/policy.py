@@ -12,11 +12,11 @@ import jax
 from jlora.errors import NoFreeSlotError
 from jlora.manager.host_cache import HostCache
 from jlora.manager.leases import Leases
+from jlora.manager.loaded_adapter import LoadedAdapter
 from jlora.manager.locks import StateLock
 from jlora.manager.report import Histogram
 from jlora.slots.arrays import SlotArrays
 from jlora.slots.blocks import Block
-from jlora.slots.packed import PackedAdapter
 
 _log = logging.getLogger("jlora")
 
@@ -33,16 +33,17 @@ class SlotPolicy:
       seconds: histogram of the durations of writes.
     """
 
-    def __init__(self, pool: SlotArrays, cache: HostCache, leases: Leases, counts: Counter[str]):
+    def __init__(self, pool: SlotArrays[LoadedAdapter], cache: HostCache, leases: Leases, counts: Counter[str]):
         self.pool = pool
         self.takes_turns = False
         self.seconds = Histogram()
         self._cache = cache
         self._leases = leases
         self._counts = counts
-        self._staged: dict[PackedAdapter, None] = {}  # on the device, in no slot yet; oldest first
+        self._staged: dict[LoadedAdapter, None] = {}  # on the device, in no slot yet; oldest first
+        self._spent: list[tuple[jax.Array, ...]] = []  # arrays that writes consumed; see `let_go`
 
-    def alive(self) -> Callable[[PackedAdapter], bool]:
+    def alive(self) -> Callable[[LoadedAdapter], bool]:
         """Return a predicate of adapters: True if a batch may still use the adapter.
 
         This holds for the newest version of a name, and for versions that an open batch or a handle holds.
@@ -53,7 +54,7 @@ class SlotPolicy:
     @property
     def copying(self) -> bool:
         """True if an adapter in a slot is being copied to the host; its slot can be evicted afterwards."""
-        return any(packed is not None and packed.life.copying for packed in self.pool.table)
+        return any(packed is not None and packed.copying for packed in self.pool.table)
 
     @property
     def active(self) -> int:
@@ -61,23 +62,23 @@ class SlotPolicy:
         alive = self.alive()
         return sum(packed is not None and alive(packed) for packed in self.pool.table)
 
-    def by_use(self) -> list[PackedAdapter]:
+    def by_use(self) -> list[LoadedAdapter]:
         """Return the adapters in slots, least recently used first; older versions of a name come before all others."""
         order = {packed: i for i, packed in enumerate(self._cache.loaded.values())}
         return sorted(filter(None, self.pool.table), key=lambda packed: order.get(packed, -1))
 
-    def touch(self, packed: PackedAdapter) -> None:
+    def touch(self, packed: LoadedAdapter) -> None:
         """Mark a use of an adapter. Slots and the host cache share one order."""
         if self._cache.newest(packed):
             self._cache.loaded.move_to_end(packed.name)
 
-    def hit(self, loaded: Iterable[PackedAdapter]) -> None:
+    def hit(self, loaded: Iterable[LoadedAdapter]) -> None:
         """Mark a use of adapters that were found in slots, and count the hits."""
         for packed in loaded:
             self.touch(packed)
             self._counts["slot_hits"] += 1
 
-    def release(self, packed: PackedAdapter) -> None:
+    def release(self, packed: LoadedAdapter) -> None:
         """Remove an adapter from its slot, unless an open batch holds it there."""
         self._unstage(packed)
         if packed in self._leases.leased():
@@ -86,10 +87,15 @@ class SlotPolicy:
             if other is packed:
                 self.pool.clear(slot)
 
-    def _unstage(self, packed: PackedAdapter) -> None:
+    def _unstage(self, packed: LoadedAdapter) -> None:
         """Free the blocks of an adapter that were moved to the device before they were needed."""
-        packed.life.staged = None
+        packed.staged = None
         self._staged.pop(packed, None)
+
+    def let_go(self) -> None:
+        """Free the arrays and blocks that writes have consumed. Called on threads that no step waits for."""
+        self._spent.clear()
+        self.pool.let_go()
 
     def _may_donate(self) -> bool:
         """Return True if no step can be using the slot arrays. Another thread with an open batch may be in its step."""
@@ -98,7 +104,8 @@ class SlotPolicy:
     def _heal(self) -> None:
         """Repair the slots if necessary."""
         if not self.pool.intact():
-            self.pool.heal(self.alive(), donate=self._may_donate())
+            alive = self.alive()
+            self.pool.heal(lambda packed: packed.to_write() if alive(packed) else None, donate=self._may_donate())
             for packed in self.pool.table:
                 if packed is not None:
                     self._unstage(packed)
@@ -115,7 +122,7 @@ class SlotPolicy:
         # A pinned name keeps its slot until the new version is written there.
         return [slot for slot, c in enumerate(table) if c is not None and not alive(c) and c.name not in pins]
 
-    def plan(self, wanted: Sequence[PackedAdapter]) -> dict[PackedAdapter, int]:
+    def plan(self, wanted: Sequence[LoadedAdapter]) -> dict[LoadedAdapter, int]:
         """Return adapter -> slot to write, so that distinct adapters are all in slots. Nothing is changed.
 
         Raises:
@@ -131,7 +138,7 @@ class SlotPolicy:
             raise NoFreeSlotError(self._no_room(missing, wanted))
         return dict(zip(missing, cast("list[int]", slots_of), strict=True))
 
-    def carry_out(self, plan: Mapping[PackedAdapter, int], wanted: Sequence[PackedAdapter]) -> None:
+    def carry_out(self, plan: Mapping[LoadedAdapter, int], wanted: Sequence[LoadedAdapter]) -> None:
         """Repair the slots, write those of a plan, and mark a use of all wanted adapters."""
         self.sweep()
         for packed, slot in plan.items():
@@ -140,7 +147,7 @@ class SlotPolicy:
         for packed in plan:
             self.touch(packed)
 
-    def _slots_for(self, missing: Sequence[PackedAdapter], wanted: Sequence[PackedAdapter]) -> list[int | None]:
+    def _slots_for(self, missing: Sequence[LoadedAdapter], wanted: Sequence[LoadedAdapter]) -> list[int | None]:
         """Return a slot for each missing adapter; None if no slot is left.
 
         An adapter takes the slot of its own older version, else a free slot (smallest first, then lowest index), else
@@ -152,23 +159,23 @@ class SlotPolicy:
             for slot, c in enumerate(self.pool.table)
             if c is not None and not alive(c) and c.name in self._cache.pins
         }
-        slots_of: dict[PackedAdapter, int | None] = {}
+        slots_of: dict[LoadedAdapter, int | None] = {}
         for packed in missing:
             slot = stale.get(packed.name) if self._cache.newest(packed) else None
-            if slot is not None and slot in packed.slots:
+            if slot is not None and slot in packed.packed.slots:
                 slots_of[packed] = stale.pop(packed.name)
         rest = sorted(self._free(), key=self.pool.slot_nbytes.__getitem__) + self._evictable(wanted)
-        for packed in sorted(missing, key=lambda c: len(c.slots)):
+        for packed in sorted(missing, key=lambda c: len(c.packed.slots)):
             if packed not in slots_of:
-                slot = next((s for s in rest if s in packed.slots), None)
+                slot = next((s for s in rest if s in packed.packed.slots), None)
                 slots_of[packed] = slot
                 if slot is not None:
                     rest.remove(slot)
         return [slots_of[packed] for packed in missing]
 
     def _make_room(
-        self, missing: list[PackedAdapter], slots_of: list[int | None], wanted: Sequence[PackedAdapter]
-    ) -> tuple[list[PackedAdapter], list[int | None]]:
+        self, missing: list[LoadedAdapter], slots_of: list[int | None], wanted: Sequence[LoadedAdapter]
+    ) -> tuple[list[LoadedAdapter], list[int | None]]:
         """Move wanted adapters to other slots if more missing adapters fit then.
 
         Only adapters that fit into more slots are moved.
@@ -177,18 +184,20 @@ class SlotPolicy:
           The adapters to write, with the moved ones, and their slots; `missing` and `slots_of` if moving does not help.
         """
         table, leased = self.pool.table, self._leases.leased()
-        left = [packed.slots for packed, slot in zip(missing, slots_of, strict=True) if slot is None]
+        left = [packed.packed.slots for packed, slot in zip(missing, slots_of, strict=True) if slot is None]
         present = {table.index(c): c for c in wanted if c in table and c not in leased}
-        movable = [c for at, c in present.items() if any(at in slots and len(slots) < len(c.slots) for slots in left)]
+        movable = [
+            c for at, c in present.items() if any(at in slots and len(slots) < len(c.packed.slots) for slots in left)
+        ]
         more = [*missing, *movable]
         others = self._slots_for(more, [c for c in wanted if c not in movable])
         return (missing, slots_of) if others.count(None) >= slots_of.count(None) else (more, others)
 
-    def _no_room(self, missing: Sequence[PackedAdapter], wanted: Sequence[PackedAdapter]) -> str:
+    def _no_room(self, missing: Sequence[LoadedAdapter], wanted: Sequence[LoadedAdapter]) -> str:
         total, limits = len(self.pool.table), ["max_loras"]
         free, evictable = self._free(), self._evictable(wanted)
         names, these = ", ".join(repr(c.name) for c in missing[:8]), ""
-        for slots, count in Counter(c.slots for c in missing if len(c.slots) < total).items():
+        for slots, count in Counter(c.packed.slots for c in missing if len(c.packed.slots) < total).items():
             which, key = ("experts that share factors", "shared") if slots.start else ("experts", "per_expert")
             these += f", {count} of them one of the {len(slots)} for {which}"
             limits.append(f"expert_slots[{key!r}]")
@@ -201,17 +210,17 @@ class SlotPolicy:
     def _free(self) -> list[int]:
         return sorted([slot for slot, packed in enumerate(self.pool.table) if packed is None] + self._dead())
 
-    def _evictable(self, wanted: Sequence[PackedAdapter]) -> list[int]:
+    def _evictable(self, wanted: Sequence[LoadedAdapter]) -> list[int]:
         """Return the slots whose adapters may be evicted, least recently used first."""
         alive, busy = self.alive(), self._leases.leased() | set(wanted)
         return [
             self.pool.table.index(packed)
             for packed in self.by_use()
-            if alive(packed) and packed not in busy and packed.life.on_host
+            if alive(packed) and packed not in busy and packed.on_host
             and not (packed.name in self._cache.pins and self._cache.newest(packed))
         ]  # fmt: skip
 
-    def replace(self, old: PackedAdapter, new: PackedAdapter, changed: Sequence[Block]) -> None:
+    def replace(self, old: LoadedAdapter, new: LoadedAdapter, changed: tuple[Block, ...]) -> None:
         """Write a new version into the slot of the old one, if the old one is in a slot and is no longer held.
 
         Only the blocks in `changed` differ between `new` and `old`.
@@ -222,7 +231,7 @@ class SlotPolicy:
             self.write(slot, new, changed)
             self.touch(new)
 
-    def write(self, slot: int, packed: PackedAdapter, only: Sequence[Block] | None = None) -> None:
+    def write(self, slot: int, packed: LoadedAdapter, only: tuple[Block, ...] | None = None) -> None:
         """Write an adapter into a slot, replacing the adapter there.
 
         Args:
@@ -232,7 +241,9 @@ class SlotPolicy:
         """
         started = time.monotonic()
         victim = self.pool.table[slot]
-        self.pool.write(slot, packed, donate=self._may_donate(), only=only)
+        # Arrays are freed on a loading thread, or on the thread that copies an update to the host, if there is one.
+        later = packed.staged is not None or packed.copying
+        self.pool.write(slot, packed, packed.to_write(only), self._spent if later else [], donate=self._may_donate())
         self._unstage(packed)
         for other, old in enumerate(self.pool.table):
             if old is packed and other != slot:  # it was moved to make room
@@ -241,32 +252,32 @@ class SlotPolicy:
             self._counts["slot_evictions"] += 1
             _log.info("evicted %r from slot %d", victim.name, slot)
         seconds = time.monotonic() - started
-        if packed.placements:
+        if packed.packed.placements:
             self._counts["slot_loads"] += 1
             self.seconds.add(seconds)
         _log.info("wrote %r (version %d) into slot %d in %.4f s", packed.name, packed.version, slot, seconds)
         if _log.isEnabledFor(logging.DEBUG):
-            brought = {placement.site for placement in packed.placements}
+            brought = {placement.site for placement in packed.packed.placements}
             for site in self.pool.sites:
                 _log.debug("slot %d: %s %r", slot, "filled" if site in brought else "cleared", site.path)
 
-    def stage(self, packed: PackedAdapter, lock: StateLock) -> None:
+    def stage(self, packed: LoadedAdapter, lock: StateLock) -> None:
         """Move an adapter to the device before it is needed. Called on a loading thread, without locks.
 
         At most `SlotArrays.max_bytes` of such adapters are on the device; the oldest are dropped first.
         """
-        size, most = sum(block.nbytes for block in packed.blocks), self.pool.max_bytes
+        size, most = sum(block.nbytes for block in packed.packed.blocks), self.pool.max_bytes
         with lock:
             if size > most or packed in self.pool.table or packed in self._staged:
                 return
             self._staged[packed] = None
             while sum(other.nbytes for other in self._staged) > most and len(self._staged) > 1:
                 self._unstage(next(iter(self._staged)))
-            self.pool.let_go()  # freed here, because no step waits for this thread
-        moved, _ = self.pool.move(packed.blocks)
+            self.let_go()  # freed here, because no step waits for this thread
+        moved, _ = self.pool.move(packed.packed.blocks)
         jax.block_until_ready([array for block in moved for array in (block.a, block.b)])
         with lock:
             if packed in self._staged and packed not in self.pool.table:
-                packed.life.staged = moved
+                packed.staged = moved
             else:
                 self._unstage(packed)

@@ -15,10 +15,10 @@ from jlora.layers.forward.lease import Lease, ServedTerms
 from jlora.layers.forward.make_batch import make_batch, renewed
 from jlora.manager.batch_arguments import BatchArguments, Name, check_adapters
 from jlora.manager.leases import AdapterHandle
+from jlora.manager.loaded_adapter import LoadedAdapter
 from jlora.manager.loading import await_loads, recall, start
 from jlora.manager.loads import Deadline, Load
 from jlora.manager.state import KeptBatch, State, Ticket
-from jlora.slots.packed import PackedAdapter
 
 _log = logging.getLogger("jlora.leases")
 
@@ -104,7 +104,7 @@ def activate(state: State, name: str, *, pin: bool) -> bool:
     return written
 
 
-def _same(plan: Mapping[PackedAdapter, int]) -> list[tuple[str, int, int]] | None:
+def _same(plan: Mapping[LoadedAdapter, int]) -> list[tuple[str, int, int]] | None:
     """Return the value that all processes compare before they write slots; None if no slot is written."""
     return [(packed.name, packed.version, slot) for packed, slot in plan.items()] or None
 
@@ -177,14 +177,14 @@ def _check_room(state: State, args: BatchArguments, ticket: Ticket) -> None:
         state.slots.touch(packed)
 
 
-def _loaded(state: State, args: BatchArguments) -> dict[Name, PackedAdapter]:
-    """Return the packed adapter of each name, request or handle of a batch. Adapters not loaded are left out.
+def _loaded(state: State, args: BatchArguments) -> dict[Name, LoadedAdapter]:
+    """Return the loaded adapter of each name, request or handle of a batch. Adapters not loaded are left out.
 
     Raises:
       LoRAUsageError: a handle is closed, or belongs to another manager.
       AdapterMismatchError: an adapter has weights for a layer that serves no adapter.
     """
-    found: dict[Name, PackedAdapter] = {}
+    found: dict[Name, LoadedAdapter] = {}
     for name in args.adapters:
         if isinstance(name, AdapterHandle):
             packed = name.packed
@@ -201,10 +201,10 @@ def _loaded(state: State, args: BatchArguments) -> dict[Name, PackedAdapter]:
     return found
 
 
-def _check_served(state: State, packed: PackedAdapter) -> None:
+def _check_served(state: State, packed: LoadedAdapter) -> None:
     unserved = state.wrapped.unserved
-    if not packed.sites.isdisjoint(unserved.sites):
-        site = next(placement.site for placement in packed.placements if placement.site in unserved.sites)
+    if not packed.packed.sites.isdisjoint(unserved.sites):
+        site = next(placement.site for placement in packed.packed.placements if placement.site in unserved.sites)
         raise AdapterMismatchError(
             f"adapter {packed.name!r}: brings weights for {site.path!r}, which takes no adapter: "
             f"{unserved.reasons[site.path]}"
@@ -234,7 +234,7 @@ def _again(state: State, args: BatchArguments) -> LoRABatch | None:
     return renewed(kept.batch, _lease(state, kept.slots, old.terms, old.shape))
 
 
-def _make(state: State, args: BatchArguments, served: dict[Name, PackedAdapter]) -> LoRABatch:
+def _make(state: State, args: BatchArguments, served: dict[Name, LoadedAdapter]) -> LoRABatch:
     """Return a batch of adapters that are in slots."""
     slot_of = {name: state.pool.table.index(packed) for name, packed in served.items()}
     none, writes = state.config.max_loras, state.pool.writes
@@ -261,7 +261,7 @@ def _make(state: State, args: BatchArguments, served: dict[Name, PackedAdapter])
     return batch
 
 
-def _lease(state: State, loaded: Iterable[PackedAdapter], terms: Sequence[ServedTerms], shape: BatchShape) -> Lease:
+def _lease(state: State, loaded: Iterable[LoadedAdapter], terms: Sequence[ServedTerms], shape: BatchShape) -> Lease:
     where = "".join(traceback.format_stack()[:-3]) if _log.isEnabledFor(logging.DEBUG) else None
     distinct = tuple(dict.fromkeys(loaded))
     lease = Lease(distinct, terms, threading.get_ident(), shape, where, state.changed.ring)

@@ -11,8 +11,8 @@ from jlora.errors import nearest
 from jlora.layers.forward.lease import Served
 from jlora.manager.host_cache import HostCache
 from jlora.manager.leases import Leases
+from jlora.manager.loaded_adapter import LoadedAdapter
 from jlora.slots.arrays import SlotArrays
-from jlora.slots.packed import PackedAdapter
 
 Level: TypeAlias = Literal["slot", "host", "evicted"]
 HistogramCounts = tuple[tuple[float, ...], tuple[int, ...], float]  # upper bounds, counts, sum
@@ -118,7 +118,11 @@ class Stats:
 
 
 def records(
-    names: Collection[str] | None, level: Level | None, cache: HostCache, pool: SlotArrays, leases: Leases
+    names: Collection[str] | None,
+    level: Level | None,
+    cache: HostCache,
+    pool: SlotArrays[LoadedAdapter],
+    leases: Leases,
 ) -> dict[str, AdapterInfo]:
     """See `LoRAManager.list_adapters`. Called under the state lock."""
     if names is None:
@@ -131,7 +135,7 @@ def records(
 
 
 def _record(
-    name: str, cache: HostCache, slots: Mapping[PackedAdapter, int], leased: Mapping[Served, int]
+    name: str, cache: HostCache, slots: Mapping[LoadedAdapter, int], leased: Mapping[Served, int]
 ) -> AdapterInfo:
     packed = cache.loaded.get(name)
     if packed is None:
@@ -151,13 +155,13 @@ def _record(
         version=packed.version,
         pinned=cache.pinned(name),
         leases=leased.get(packed, 0),
-        rank=packed.rank,
-        modules=len(packed.placements),
+        rank=packed.packed.rank,
+        modules=len(packed.packed.placements),
         nbytes=packed.nbytes,
         request=packed.request,
-        base_model_name=None if packed.about is None else packed.about.base_model_name,
+        base_model_name=packed.packed.about.base_model_name,
         invocation_tokens=packed.invocation_tokens,
-        saved_outputs=packed.saved_outputs,
+        saved_outputs=packed.packed.saved_outputs,
         warnings=packed.warnings,
     )
 

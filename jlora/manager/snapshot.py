@@ -45,11 +45,11 @@ from jlora.errors import (
 )
 from jlora.layers.site import Site
 from jlora.manager.host_cache import HostCache
+from jlora.manager.loaded_adapter import LoadedAdapter
 from jlora.manager.loading import page_locked, read, read_folder
 from jlora.manager.loads import AT_ONCE
 from jlora.manager.state import State
 from jlora.slots.export import export_blocks
-from jlora.slots.packed import LifeCycle, PackedAdapter
 
 _log = logging.getLogger("jlora")
 
@@ -67,7 +67,7 @@ class _Entry:
       request: the request that loads the adapter again; None if it is saved in `weights`.
       commit: commit of the Hugging Face repository that the adapter was read from; None for other sources.
       weights: name of its folder in `weights`; None if there is a request.
-      warnings: `PackedAdapter.warnings` of an adapter without a request.
+      warnings: `LoadedAdapter.warnings` of an adapter without a request.
       pinned: True if the adapter is pinned.
       cached: True if the adapter is in the host cache, False if it was evicted.
     """
@@ -130,7 +130,7 @@ def save(state: State, folder: Path, base: str, without: Collection[str]) -> Non
         raise LoRAError(f"{folder}: adapters could not be saved: {error}") from error
 
 
-def _take(state: State, base: str, without: Collection[str]) -> tuple[_Snapshot, list[PackedAdapter]]:
+def _take(state: State, base: str, without: Collection[str]) -> tuple[_Snapshot, list[LoadedAdapter]]:
     """Return the current state, and its adapters without requests. Called under the state lock."""
     cache = state.cache
     cached = {name: packed for name, packed in cache.loaded.items() if name not in without}
@@ -148,7 +148,7 @@ def _take(state: State, base: str, without: Collection[str]) -> tuple[_Snapshot,
     return taken, [packed for packed in cached.values() if packed.request is None]
 
 
-def _save_adapter(packed: PackedAdapter, sites: Sequence[Site], weights: Path) -> str:
+def _save_adapter(packed: LoadedAdapter, sites: Sequence[Site], weights: Path) -> str:
     """Write an adapter as a PEFT folder in `weights`, and return the name of the folder, the digest of its files.
 
     Raises:
@@ -159,7 +159,7 @@ def _save_adapter(packed: PackedAdapter, sites: Sequence[Site], weights: Path) -
     shutil.rmtree(part, ignore_errors=True)
     where = f"adapter {packed.name!r} cannot be saved"
     try:
-        adapter = export_blocks(packed, sites)
+        adapter = export_blocks(packed.packed, sites)
         adapter.save_pretrained(part)
         config = read_config(part / CONFIG_FILE, packed.name)
         with open_checkpoint(part / WEIGHTS_FILE, packed.name, config) as opened:
@@ -363,7 +363,7 @@ def _decoded(kind: Any, found: Any, where: str) -> Any:
     return values
 
 
-def _read_weights(state: State, folder: Path, entry: _Entry, same_layers: bool) -> PackedAdapter:
+def _read_weights(state: State, folder: Path, entry: _Entry, same_layers: bool) -> LoadedAdapter:
     """Read a saved adapter without a request, and pack it into the blocks of this manager."""
     path = folder / _WEIGHTS / (entry.weights or "")
     where = f"adapter {entry.name!r}: {path}"
@@ -378,22 +378,22 @@ def _read_weights(state: State, folder: Path, entry: _Entry, same_layers: bool) 
         raise AdapterFormatError(f"{where}: cannot be read: {error}") from error
     if digest != entry.weights:
         raise AdapterFormatError(f"{where}: its SHA-256 is not the one that it is named by; it was changed since")
-    return replace(read_folder(state, AdapterFolder(path, entry.name)), warnings=entry.warnings)
+    return LoadedAdapter(read_folder(state, AdapterFolder(path, entry.name)), warnings=entry.warnings)
 
 
-def _load(state: State, folder: Path, saved: _Snapshot, same_layers: bool) -> dict[str, PackedAdapter]:
+def _load(state: State, folder: Path, saved: _Snapshot, same_layers: bool) -> dict[str, LoadedAdapter]:
     """Load adapters until the host cache is full: adapters without requests, pinned ones, then the most recently used.
 
     An adapter that cannot be loaded from its request is left out. Its error is raised when it is used.
 
     Returns:
-      name -> packed adapter.
+      name -> adapter.
 
     Raises:
       NoFreeSlotError: there is no room for a pinned adapter or for an adapter without a request.
     """
 
-    def read_one(entry: _Entry) -> PackedAdapter | None:
+    def read_one(entry: _Entry) -> LoadedAdapter | None:
         if entry.request is None:
             return _read_weights(state, folder, entry, same_layers)
         try:
@@ -404,7 +404,7 @@ def _load(state: State, folder: Path, saved: _Snapshot, same_layers: bool) -> di
 
     wanted = [entry for entry in reversed(saved.adapters) if entry.cached or entry.pinned]
     wanted.sort(key=lambda entry: (entry.request is not None, not entry.pinned))
-    loaded: dict[str, PackedAdapter] = {}
+    loaded: dict[str, LoadedAdapter] = {}
     nbytes = 0
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="jlora-restore") as threads:
         for start in range(0, len(wanted), AT_ONCE):
@@ -414,8 +414,9 @@ def _load(state: State, folder: Path, saved: _Snapshot, same_layers: bool) -> di
                     continue
                 nbytes += packed.nbytes
                 if state.cache.has_room(len(loaded) + 1, nbytes):
-                    blocks = page_locked(state, packed.blocks, loaded.values())
-                    loaded[entry.name] = replace(packed, life=LifeCycle(blocks))
+                    blocks = page_locked(state, packed.packed.blocks, loaded.values())
+                    packed.packed = packed.packed.with_blocks(blocks)
+                    loaded[entry.name] = packed
                 elif entry.pinned or entry.request is None:
                     raise NoFreeSlotError(
                         f"{folder}: the host cache has no room for adapter {entry.name!r}, which is pinned or came "
@@ -426,7 +427,7 @@ def _load(state: State, folder: Path, saved: _Snapshot, same_layers: bool) -> di
     return loaded
 
 
-def _fill_cache(state: State, saved: _Snapshot, loaded: Mapping[str, PackedAdapter], same_layers: bool) -> None:
+def _fill_cache(state: State, saved: _Snapshot, loaded: Mapping[str, LoadedAdapter], same_layers: bool) -> None:
     """Add the loaded adapters to the host cache, and the requests and versions of all names."""
     cache = state.cache
     # Versions served after the save, such as before a crash, are unknown, but all are below the clock.
@@ -446,7 +447,7 @@ def _fill_cache(state: State, saved: _Snapshot, loaded: Mapping[str, PackedAdapt
                 cache.commits[entry.name] = entry.commit
 
 
-def _fill_slots(state: State, saved: _Snapshot, loaded: Mapping[str, PackedAdapter]) -> None:
+def _fill_slots(state: State, saved: _Snapshot, loaded: Mapping[str, LoadedAdapter]) -> None:
     """Write all pinned adapters into slots, then as many others as fit, from the most recently used one on."""
     slots = state.slots
     fit = [loaded[entry.name] for entry in saved.adapters if entry.pinned and entry.name in loaded]

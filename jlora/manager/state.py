@@ -16,13 +16,13 @@ from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.manager.host_cache import HostCache
 from jlora.manager.leases import Leases
+from jlora.manager.loaded_adapter import LoadedAdapter
 from jlora.manager.loads import Deadline, Loads
 from jlora.manager.locks import Bell
 from jlora.manager.multihost import Peers
 from jlora.manager.policy import SlotPolicy
 from jlora.manager.report import Histogram, unknown_name
 from jlora.slots.arrays import SlotArrays
-from jlora.slots.packed import PackedAdapter
 
 T = TypeVar("T")
 
@@ -43,8 +43,8 @@ class KeptBatch:
 
     batch: LoRABatch
     arrays: tuple[jax.Array, ...]
-    slots: dict[PackedAdapter, tuple[int, int]]
-    newest: frozenset[PackedAdapter]
+    slots: dict[LoadedAdapter, tuple[int, int]]
+    newest: frozenset[LoadedAdapter]
 
 
 @dataclass(eq=False)
@@ -103,7 +103,7 @@ class State:
         self.config, self.wrapped, self.index, self.resolve = config, wrapped, index, resolve
         self.peers, self.lock, self.changed = peers, peers.lock, Bell()
         self.cache = HostCache(config.max_cpu_loras or config.max_loras, memory)
-        self.pool = SlotArrays(wrapped.modules, config.max_loras, staging)
+        self.pool: SlotArrays[LoadedAdapter] = SlotArrays(wrapped.modules, config.max_loras, staging)
         self.leases = Leases()
         self.counts: Counter[str] = Counter()
         self.slots = SlotPolicy(self.pool, self.cache, self.leases, self.counts)
@@ -134,7 +134,7 @@ class State:
             with self.lock.released():
                 self.changed.wait(seen, deadline)
 
-    def free(self, name: str, doing: str, deadline: Deadline, *, of_handles: bool = False) -> PackedAdapter | None:
+    def free(self, name: str, doing: str, deadline: Deadline, *, of_handles: bool = False) -> LoadedAdapter | None:
         """Return the newest version of a name, once no open batch holds it; None if it is not in the host cache.
 
         See `is_free`. Called under the state lock, which is released during the wait.
@@ -147,7 +147,7 @@ class State:
         self.wait(ready, deadline.at)
         return self.cache.loaded.get(name)
 
-    def is_free(self, packed: PackedAdapter, doing: str, deadline: Deadline, *, of_handles: bool = False) -> bool:
+    def is_free(self, packed: LoadedAdapter, doing: str, deadline: Deadline, *, of_handles: bool = False) -> bool:
         """Return True if no open batch holds an adapter that a call changes, and False if the call must wait.
 
         Args:
@@ -167,13 +167,13 @@ class State:
             raise in_use(packed.name, doing)
         return False
 
-    def in_batch(self, packed: PackedAdapter) -> bool:
+    def in_batch(self, packed: LoadedAdapter) -> bool:
         """Return True if an open batch holds the adapter and no handle does."""
         return packed in self.leases.leased() and packed not in self.leases.handled()
 
     # --- lookup -----------------------------------------------------------------------------------------------------
 
-    def newest(self, name: str) -> PackedAdapter:
+    def newest(self, name: str) -> LoadedAdapter:
         """Return the newest version of a name in the host cache.
 
         Raises:
@@ -204,11 +204,11 @@ class State:
 
     # --- changes ----------------------------------------------------------------------------------------------------
 
-    def put(self, packed: PackedAdapter, victims: Iterable[str] = (), version: int | None = None) -> None:
+    def put(self, packed: LoadedAdapter, victims: Iterable[str] = (), version: int | None = None) -> None:
         """Evict the victims, and store an adapter in the host cache as a version of its name (None: the next)."""
         for victim in victims:
             self.evict(victim)
-        packed.life.version = self.cache.version(packed) if version is None else version
+        packed.version = self.cache.version(packed) if version is None else version
         if self.cache.changed(packed):
             _log.warning(
                 "adapter %r: its files have changed since they were loaded, and it comes back with their content as "

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jlora.errors import AdapterInUseError
+from jlora.manager.loaded_adapter import LoadedAdapter
 from jlora.manager.loading import page_locked, recall, with_extras
 from jlora.manager.loads import Deadline
 from jlora.manager.state import State
@@ -27,12 +28,16 @@ def update(
     """See `LoRAManager.update_adapter`. `check` raises if it does not accept the version that is updated."""
     old = recall(state, name)
     if check is not None:
-        check(old)
-    if isinstance(arrays, Mapping) and any(isinstance(array, jax.Array) for array in arrays.values()):
+        check(old.packed)
+    on_device = isinstance(arrays, Mapping) and any(isinstance(array, jax.Array) for array in arrays.values())
+    if on_device:
         state.peers.refuse("update_adapter from device arrays", "give it NumPy arrays, the same in each")
-    packed, written = updated(old, arrays, state.pool, allow_nonfinite=state.config.allow_nonfinite)
-    state.peers.agree(lambda: [name, packed.digest()])
-    packed = with_extras(state, packed)
+    on_host = old.on_host  # read before the blocks, because a finished copy replaces them first
+    values, written = updated(old.packed, arrays, state.pool, allow_nonfinite=state.config.allow_nonfinite)
+    if not (on_device or on_host):
+        values = values.with_blocks(to_host(values.blocks))
+    state.peers.agree(lambda: [name, values.digest()])
+    packed = LoadedAdapter(with_extras(state, values), on_host=not on_device)
     state.pool.compile()
 
     def ready() -> bool | None:
@@ -48,31 +53,31 @@ def update(
         victims = state.cache.victims_for(packed, state.leases.leased())
         state.peers.agree(victims)
         with state.peers.change():
-            if not packed.life.on_host:
+            if not packed.on_host:
                 # Start the thread before the cache changes: if it cannot start, the slot could never be evicted.
                 # The thread blocks on the state lock, which this thread holds.
                 copying = threading.Thread(target=_copy_back, args=(state, packed), name="jlora-copy-back")
                 copying.daemon = True
                 copying.start()
-                packed.life.copying = True
+                packed.copying = True
             state.put(packed, victims)
             state.slots.replace(old, packed, written)
     _log.info("updated %r to version %d", name, packed.version)
     return packed.version
 
 
-def _copy_back(state: State, packed: PackedAdapter) -> None:
+def _copy_back(state: State, packed: LoadedAdapter) -> None:
     """Copy the blocks of a device update to host memory. Runs on its own thread, after the update."""
     try:
         with state.lock:
-            blocks = packed.blocks
+            blocks = packed.packed.blocks
         locked = page_locked(state, blocks)  # directly from the device
         blocks = to_host(blocks) if locked is blocks else locked
         with state.lock:
-            packed.life.blocks = blocks
-            packed.life.on_host = True
+            packed.packed = packed.packed.with_blocks(blocks)
+            packed.on_host = True
     finally:
         with state.lock:
-            packed.life.copying = False
-            state.pool.let_go()
+            packed.copying = False
+            state.slots.let_go()
         state.changed.ring()

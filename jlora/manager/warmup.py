@@ -7,16 +7,18 @@ from typing import Any
 import jax
 import numpy as np
 
+from jlora.adapters import Adapter
 from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.forward.batch_shape import BatchShape
 from jlora.layers.forward.lease import Lease
 from jlora.layers.forward.make_batch import make_batch
 from jlora.manager.batch_arguments import BatchArguments
+from jlora.manager.loaded_adapter import LoadedAdapter
 from jlora.manager.prepare import prepare
 from jlora.manager.state import State
 from jlora.slots.blocks import Block, Chunk, pack
 from jlora.slots.codec import encode
-from jlora.slots.packed import LifeCycle, PackedAdapter
+from jlora.slots.packed import PackedAdapter
 from jlora.slots.packing import rank_table, with_scales
 
 
@@ -25,7 +27,8 @@ def warm_up(state: State, step: Callable[[LoRABatch], Any] | None, shape: BatchS
     pool, slots, wrapped = state.pool, state.slots, state.wrapped
     pool.compile()
     none = len(pool.table)
-    blank = PackedAdapter("(warm-up)", (), rank_table(pool.sites, ()), 0, LifeCycle(_blank_blocks(pool.chunks)))
+    about, ranks = Adapter(name="(warm-up)", modules={}), rank_table(pool.sites, ())
+    blank = LoadedAdapter(PackedAdapter(about, (), ranks, 0, _blank_blocks(pool.chunks)))
     lease = Lease([blank], ((),) * shape.num_sequences, threading.get_ident(), shape)
     try:
         with state.lock.writing:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,8 @@ from jlora.slots.placement import (
 from jlora.slots.programs import WriteKey, compiled_table, compiled_write
 from jlora.slots.values import empty_values
 
+T = TypeVar("T")  # an adapter
+
 
 @dataclass(frozen=True, eq=False)
 class _Job:
@@ -44,7 +46,7 @@ class _Job:
     program: Launch
 
 
-class SlotArrays:
+class SlotArrays(Generic[T]):
     """The slot arrays on the device.
 
     An interrupted write is detectable: a slot is marked dirty before its first array is written and clean after its
@@ -56,7 +58,7 @@ class SlotArrays:
       max_bytes: largest size of the blocks that are moved to the device at a time.
 
     Attributes:
-      table: adapter in each slot; None for an empty slot.
+      table: adapter in each slot, any object that is compared by identity; None for an empty slot.
       dirty: slots whose arrays may differ from `table`.
       writes: number of programs that have written each slot. The stamps have the same counts on the device, to detect
         copies of the model that missed a write.
@@ -71,7 +73,7 @@ class SlotArrays:
     """
 
     def __init__(self, modules: Mapping[Site, nnx.Module], num_slots: int, max_bytes: int):
-        self.table: list[PackedAdapter | None] = [None] * num_slots
+        self.table: list[T | None] = [None] * num_slots
         self.dirty: set[int] = set()
         self.writes = [0] * num_slots
         self.modules, self.sites = modules, tuple(modules)
@@ -102,7 +104,6 @@ class SlotArrays:
         self._renumbering = False  # True while stamps and `writes` may disagree
         self._jobs: dict[tuple[tuple[Chunk, int | None], ...] | str, _Job] = {}
         self._in_flight: list[Block] = []
-        self._spent: list[tuple[jax.Array, ...]] = []  # arrays that writes consumed; see `let_go`
         self._written = self._variables[0]  # a variable of the last write
         self._empty = empty_values(self.sites)  # extras of an adapter that brings none
         # Values of the ranks and of each extra last written to each slot; None if unknown.
@@ -128,14 +129,14 @@ class SlotArrays:
         moved = put(arrays, list(map(page_locked, targets)))
         jax.block_until_ready(moved)
         moved = iter(moved)
-        # JAX releases the arrays that it copied from at a collection, in any thread. Collect here, not during a step.
+        # JAX frees the arrays that it copied from at a collection, in any thread. Collect here, not during a step.
         gc.collect(0)
         return tuple(block.with_arrays(moved) for block in blocks)
 
-    def slot_of(self, packed: PackedAdapter) -> int | None:
+    def slot_of(self, adapter: T) -> int | None:
         """Return the clean slot that holds an adapter; None if there is none."""
         for slot, other in enumerate(self.table):
-            if other is packed:
+            if other is adapter:
                 return None if slot in self.dirty else slot
         return None
 
@@ -149,14 +150,14 @@ class SlotArrays:
             and not any(map(_is_deleted, self._known))
         )
 
-    def heal(self, alive: Callable[[PackedAdapter], bool], *, donate: bool) -> None:
+    def heal(self, packed_of: Callable[[T], PackedAdapter | None], *, donate: bool) -> None:
         """Rewrite dirty slots, and all slots if arrays were lost, from the packed adapters.
 
         Slots of adapters that no batch can use are cleared. Slots that were not dirty keep their write counts, because
         open batches have these counts in their stamps.
 
         Args:
-          alive: returns True for an adapter that a batch may still use.
+          packed_of: returns the values of an adapter that a batch may still use; None for others.
           donate: as in `write`.
         """
         lost = {
@@ -164,7 +165,7 @@ class SlotArrays:
             for i, (variable, known) in enumerate(zip(self._variables, self._known, strict=True))
             if raw_value(variable) is not known or known.is_deleted()
         }
-        whole = {slot for slot, packed in enumerate(self.table) if packed is not None} - self.dirty
+        whole = {slot for slot, adapter in enumerate(self.table) if adapter is not None} - self.dirty
         numbers = {slot: self.writes[slot] for slot in whole}
         if lost:
             self.dirty |= whole
@@ -176,11 +177,11 @@ class SlotArrays:
             for i in sorted(lost):
                 self._renew(i)
         for slot in sorted(self.dirty):
-            packed = self.table[slot]
-            if packed is None or not alive(packed):
+            adapter = self.table[slot]
+            if adapter is None or (packed := packed_of(adapter)) is None:
                 self.clear(slot)
             else:
-                self.write(slot, packed, donate=donate)
+                self.write(slot, adapter, packed, [], donate=donate)
         if self._renumbering:
             self.writes = [numbers.get(slot, count) for slot, count in enumerate(self.writes)]
             self._renew(len(self._variables) - 1)
@@ -227,29 +228,29 @@ class SlotArrays:
         return tuple(block.with_arrays(moved) if arrays else block for block in blocks), list(moved)
 
     def write(
-        self, slot: int, packed: PackedAdapter, *, donate: bool = True, only: Sequence[Block] | None = None
+        self, slot: int, adapter: T, packed: PackedAdapter, spent: list[tuple[jax.Array, ...]], *, donate: bool = True
     ) -> None:
         """Write an adapter into a slot of all layers. After an exception the slot is unchanged or dirty.
 
         Args:
           slot: index of the slot.
-          packed: the adapter. Only its own blocks are moved; the ranks mark the other rows as unused.
+          adapter: the entry of `table`.
+          packed: its values. Only the blocks are moved, and may be left out if the slot already holds them; the ranks
+            mark the other rows as unused.
+          spent: list that keeps the arrays which the write consumes, since freeing these hundreds of buffers takes
+            0.2 ms.
           donate: donate the old arrays. If False, they are copied first and stay valid.
-          only: blocks to write, if the slot already holds the others; None writes all.
         """
         self.compile()
-        waves = self._waves(only or packed.life.staged or packed.blocks)
+        waves = self._waves(packed.blocks)
         # Most adapters of a deployment have the same ranks, so the slot often has them already.
         values = {"ranks": packed.ranks, **self._empty, **packed.extras}
         new = [table for table in self._tables if not self._holds(slot, table, values[table])]
         ready, tables = self.move(waves[0] if waves else [], [values[table] for table in new])
-        # Freeing these hundreds of buffers takes 0.2 ms. Defer it to a loading thread, or to the thread that copies an
-        # update to the host, if there is one.
-        spent = self._spent if packed.life.staged is not None or packed.life.copying else []
         self.dirty.add(slot)
         for table in new:
             self._tables[table][slot] = None
-        self.table[slot] = packed
+        self.table[slot] = adapter
         for wave in itertools.count():
             for blocks in self._together(ready):
                 operands = [operand for block in blocks for operand in (*block.operands, self._where(slot, block))]
@@ -257,13 +258,13 @@ class SlotArrays:
             if wave + 1 >= len(waves):
                 break
             jax.block_until_ready(self._last())
-            ready = blocks = operands = ()  # release this wave before the next is moved
+            ready = blocks = operands = ()  # free this wave before the next is moved
             ready, _ = self.move(waves[wave + 1])
         for table, moved in zip(new, tables, strict=True):
             self._run(slot, self._table_job(table), [moved, self._index(slot, 0, 0, 0)], donate)
             self._tables[table][slot] = values[table]
         self.dirty.discard(slot)
-        # Keep the blocks until the write is done, because releasing arrays in use takes longer.
+        # Keep the blocks until the write is done, because freeing arrays in use takes longer.
         self._in_flight.extend(ready)
 
     def _holds(self, slot: int, table: str, values: np.ndarray) -> bool:
@@ -289,15 +290,10 @@ class SlotArrays:
         full = sum(block.nbytes for block in self._in_flight) + first > self.max_bytes
         if full and self._in_flight:
             jax.block_until_ready(self._last())
-        self._let_blocks_go()
+        self.let_go()
         return waves
 
     def let_go(self) -> None:
-        """Free the arrays and blocks that writes have consumed. Called on threads that no step waits for."""
-        self._spent.clear()
-        self._let_blocks_go()
-
-    def _let_blocks_go(self) -> None:
         """Free the blocks in flight if the last write is done."""
         if self._in_flight and _is_done(self._last()):
             self._in_flight.clear()

@@ -48,7 +48,6 @@ def export_factors(
 
     `factors_of(site)(row)` are A [n, R, K] and B [R, N], or the only one that the site holds.
     """
-    about = packed.about or Adapter(name=packed.name, modules={})
     by_site: dict[Site, list[Placement]] = {}
     for p in packed.placements:
         by_site.setdefault(p.site, []).append(p)
@@ -67,7 +66,7 @@ def export_factors(
     read |= dict(_experts(of_one) for of_one in halves.values())
     names = dict.fromkeys(p.module for p in packed.placements)
     ordered = {name: read[name] for name in names if name in read}
-    return replace(about.with_layers(ordered), fingerprint=None)
+    return replace(packed.about.with_layers(ordered), fingerprint=None)
 
 
 class _Half(NamedTuple):

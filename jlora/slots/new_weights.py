@@ -26,7 +26,7 @@ from jlora.slots.arrays import SlotArrays
 from jlora.slots.blocks import Block, Chunk, Row, pack, rank_starts, rank_step, unpack
 from jlora.slots.casting import check_scaling, in_slot_dtype
 from jlora.slots.codec import Part, encode, outputs
-from jlora.slots.packed import LifeCycle, PackedAdapter, Placement, largest_rank
+from jlora.slots.packed import PackedAdapter, Placement, largest_rank
 from jlora.slots.packing import rank_table, with_scales
 from jlora.slots.placement import auto_axes, with_auto_axes
 
@@ -86,7 +86,7 @@ class _UpdatePlan:
 
 
 def updated(
-    packed: PackedAdapter, arrays: Mapping[str, Any], pool: SlotArrays, *, allow_nonfinite: bool
+    packed: PackedAdapter, arrays: Mapping[str, Any], pool: SlotArrays[Any], *, allow_nonfinite: bool
 ) -> tuple[PackedAdapter, tuple[Block, ...]]:
     """Return (packed adapter with new weights, its blocks that changed). `packed` is not changed.
 
@@ -116,7 +116,7 @@ def updated(
     plan: _UpdatePlan | None = packed.update_plan
     if on_device and plan is not None and plan.names == names and plan.shapes == shapes:
         written = with_scales(_blocks_on_device(where, plan, arrays, {}, allow_nonfinite), packed.placements)
-        return packed.with_values((*_untouched(packed.blocks, plan.rows), *written)), written
+        return packed.with_blocks((*_untouched(packed.blocks, plan.rows), *written)), written
     had = {placement.module: placement for placement in packed.placements if placement.site.kind != "head"}
     try:
         keys_of = _sorted_keys(names, where)
@@ -144,22 +144,13 @@ def updated(
     else:
         written = _assemble_on_host(where, news, old, ranks, pool, allow_nonfinite)
     written = with_scales(written, placements)
-    on_host = packed.life.on_host  # read before `blocks`, because a finished copy replaces `blocks` first
-    kept: Sequence[Block] = _untouched(packed.blocks, rows)
-    if not (on_device or on_host):
-        kept = to_host(kept)
-    blocks = (*kept, *written)
     new = replace(
         packed,
         placements=placements,
         ranks=rank_table(pool.sites, placements),
         rank=largest_rank(placements),
-        request=None,
-        key=None,
-        given=None,
-        life=LifeCycle(blocks, on_host=not on_device),
+        blocks=(*_untouched(packed.blocks, rows), *written),
         update_plan=plan,
-        warnings=(),
     )
     return new, written
 
@@ -228,7 +219,7 @@ def _check(
     if not 1 <= rank <= site.spec.max_rank:
         raise AdapterMismatchError(f"{at}: rank {rank} is not from 1 to max_lora_rank={site.spec.max_rank}")
     if rank != placement.rank:
-        scaling = scaling_of(placement.alpha, rank, packed.about is not None and packed.about.use_rslora)
+        scaling = scaling_of(placement.alpha, rank, packed.about.use_rslora)
         check_scaling(at, scaling)
         placement = replace(placement, rank=rank, scaling=scaling)
     return _NewFactors(placement, a, b, tuple(keys[name] for name in names if name in keys))
@@ -258,7 +249,7 @@ def _assemble_on_host(
     news: Sequence[_NewFactors],
     old: Mapping[Row, Any],
     ranks: Mapping[Row, int],
-    pool: SlotArrays,
+    pool: SlotArrays[Any],
     allow_nonfinite: bool,
 ) -> tuple[Block, ...]:
     """Return the blocks of the rows that an update writes, assembled from new and old factors."""
@@ -281,7 +272,7 @@ def _plan_update(
     news: Sequence[_NewFactors],
     old: Mapping[Row, Any],
     ranks: Mapping[Row, int],
-    pool: SlotArrays,
+    pool: SlotArrays[Any],
 ) -> _UpdatePlan:
     """Return the plan of an update.
 

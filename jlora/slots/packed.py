@@ -1,9 +1,8 @@
-"""The host copy of one version of an adapter: checked against the model, cast, packed and ready to transfer."""
+"""The packed form of an adapter: checked against the model, cast, and ready to be written into a slot."""
 
 import copy
 import functools
 import hashlib
-import weakref
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ from jaxtyping import Float
 
 from jlora.adapters import Adapter
 from jlora.adapters.extras import EXTRAS
-from jlora.config import LoRARequest
 from jlora.layers.site import Site
 from jlora.slots.blocks import Block
 
@@ -62,76 +60,33 @@ def largest_rank(placements: Iterable[Placement]) -> int:
     return max((p.rank for p in placements if p.site.kind != "head"), default=0)
 
 
-@dataclass(eq=False)
-class LifeCycle:
-    """The state of a packed adapter that changes while it is served. It is set under the state lock.
-
-    Attributes:
-      blocks: The factors, packed in the layout in which slots are written. The tuple is replaced, never mutated.
-        Experts on devices of other processes are zeros, which take no memory.
-      version: Version of the weights under the adapter's name, counted from 0; set when the host cache stores it.
-      on_host: False until the blocks of an update from device arrays are copied to the host.
-      copying: True during that copy. If the copy fails, the blocks stay on the device and the adapter in its slot.
-      staged: The blocks if they are already on the device, for the next write.
-    """
-
-    blocks: tuple[Block, ...]
-    version: int = 0
-    on_host: bool = True
-    copying: bool = False
-    staged: tuple[Block, ...] | None = None
-
-    @property
-    def page_locked(self) -> bool:
-        """True if the blocks are in page-locked host memory."""
-        return self.on_host and bool(self.blocks) and not isinstance(self.blocks[0].a, np.ndarray)
-
-
 @dataclass(frozen=True, eq=False)
 class PackedAdapter:
-    """One version of one adapter. Compared by identity.
+    """The values that an adapter has in a slot.
 
     Attributes:
-      name: Name of the adapter.
+      about: The adapter without its arrays.
       placements: Destinations of its modules.
       ranks: true rank and scale of each output slice of every site, in the order of the pool (`rank_table`).
       rank: The largest rank of a LoRA module.
-      life: Its blocks and version, and where the blocks are.
+      blocks: The factors, packed in the layout in which slots are written, on the host or on the device. Experts on
+        devices of other processes are zeros, which take no memory.
       extras: `Extra.name` -> values of a slot (`slot_values`), for the extras that its modules bring.
-      about: The adapter without its arrays, for the metadata of an export.
-      request: The request from which it is loaded again after an eviction, or None if it was not loaded from one.
-      key: `Adapter.fingerprint` of its files, or None if its weights are from memory.
-      commit: Commit of the Hugging Face repository that it was read from; None for other sources.
-      in_place: True if it was loaded to replace the current weights. It is then a new version whatever its key.
       update_plan: Plan of the last update from device arrays, reused for the same names and shapes.
-      warnings: What the load found about modules without effect (`AdapterInfo.warnings`).
-      given: Reference to the adapter from memory, whose values training begins with while it lives; None for files.
     """
 
-    name: str
+    about: Adapter
     placements: tuple[Placement, ...]
     ranks: Float[np.ndarray, "scales"]
     rank: int
-    life: LifeCycle
+    blocks: tuple[Block, ...]
     extras: Mapping[str, Float[np.ndarray, "values"]] = field(default_factory=dict[str, np.ndarray])
-    about: Adapter | None = None
-    request: LoRARequest | None = None
-    key: str | None = None
-    commit: str | None = None
-    in_place: bool = False
     update_plan: Any = None
-    warnings: tuple[str, ...] = ()
-    given: "weakref.ref[Adapter] | None" = None
 
     @property
-    def version(self) -> int:
-        """Version of the weights."""
-        return self.life.version
-
-    @property
-    def blocks(self) -> tuple[Block, ...]:
-        """The factors."""
-        return self.life.blocks
+    def name(self) -> str:
+        """Name of the adapter."""
+        return self.about.name
 
     @functools.cached_property
     def saved_outputs(self) -> dict[str, int]:
@@ -149,19 +104,16 @@ class PackedAdapter:
         of_sites = {site.spec.slots for site in self.sites}
         return range(max((s.start for s in of_sites), default=0), min((s.stop for s in of_sites), default=0))
 
-    def with_values(self, blocks: tuple[Block, ...]) -> "PackedAdapter":
-        """Return a version whose blocks were changed on the device, with the same modules and without a request."""
-        new = copy.copy(self)
-        # In place of `replace`, which drops the cached sets.
-        vars(new).update(
-            request=None, key=None, given=None, commit=None, warnings=(), life=LifeCycle(blocks, on_host=False)
-        )
+    def with_blocks(self, blocks: tuple[Block, ...]) -> "PackedAdapter":
+        """Return a packed adapter with other blocks for the same modules."""
+        new = copy.copy(self)  # in place of `replace`, which drops the cached sets
+        vars(new).update(blocks=blocks)
         return new
 
     @property
     def invocation_tokens(self) -> tuple[int, ...]:
         """Invocation tokens of an aLoRA adapter; () for others."""
-        return () if self.about is None else self.about.invocation_tokens
+        return self.about.invocation_tokens
 
     @property
     def served_alone(self) -> str | None:

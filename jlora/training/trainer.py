@@ -4,9 +4,9 @@ import json
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from jlora.slots.arrays import SlotArrays
 from jlora.slots.blocks import Row
 from jlora.slots.codec import is_reordered, place, taken, to_stored, with_rank
 from jlora.slots.export import export_factors
-from jlora.slots.packed import LifeCycle, PackedAdapter, Placement
+from jlora.slots.packed import PackedAdapter, Placement
 from jlora.slots.placement import ArrayPlacement, auto_axes, everywhere, placement_of, with_auto_axes
 
 # (model, batch, *inputs) -> the sum of the losses of each sequence, and the number of tokens that it sums (or weights).
@@ -86,6 +86,13 @@ class _Factor:
         return off_explicit(write, jax.typeof(slots).sharding)(slots, factor, slots_of)
 
 
+class Loaded(Protocol):
+    """A version of an adapter that the manager serves."""
+
+    @property
+    def packed(self) -> PackedAdapter: ...
+
+
 @dataclass(frozen=True)
 class Served:
     """The model and the manager whose adapters are trained.
@@ -101,11 +108,11 @@ class Served:
     """
 
     model: nnx.Module
-    pool: SlotArrays
+    pool: SlotArrays[Any]
     prepare: Callable[..., LoRABatch]
     update: Callable[..., int]
     jit: Callable[..., Callable[..., Any]]
-    exact_factors: Callable[[PackedAdapter], Mapping[Row, tuple[np.ndarray, np.ndarray]]]
+    exact_factors: Callable[[Any], Mapping[Row, tuple[np.ndarray, np.ndarray]]]
     is_open: Callable[[Any], bool]
 
 
@@ -150,15 +157,15 @@ class Trainer:
         self._optimizers = {json.dumps(names): optimizer for optimizer, names in names_of.items()}
         self._members = {json.dumps(names): tuple(names) for names in names_of.values()}
         self.names = tuple(name for names in names_of.values() for name in names)
-        self._packed = {name: _trainable(name, served.prepare) for name in self.names}
+        loaded = {name: _trainable(name, served.prepare) for name in self.names}
+        self._packed = {name: each.packed.with_blocks(()) for name, each in loaded.items()}
         self._factors = _factors_of(modules, served.model)
         self._keys = {(factor.site, factor.half): key for key, factor in self._factors.items()}
         self._whole = _whole(modules)
         self._placements = {key: factor.placement(self._whole) for key, factor in self._factors.items()}
-        started = {label: self._begin(names) for label, names in self._members.items()}
+        started = {label: self._begin([loaded[name] for name in names]) for label, names in self._members.items()}
         self._masks = {label: masks for label, (_, masks) in started.items()}
         self._state = {label: self._initial(label, factors) for label, (factors, _) in started.items()}
-        self._packed = {name: replace(packed, life=LifeCycle(())) for name, packed in self._packed.items()}
         # A step is two programs: gradients, and an update that donates the state. The first runs the loss, and is
         # compiled for each shape of a batch. SIGINT is deferred during the second, which is compiled here.
         of_labels = dict.fromkeys(self._members, self._placements)
@@ -239,11 +246,12 @@ class Trainer:
         if any(len(terms) > 1 for terms in lease.terms):
             raise LoRAUsageError("Trainer.step: a sequence has several adapters; train each on sequences of its own")
         slots: dict[str, int] = {}
-        for packed in cast("tuple[PackedAdapter, ...]", lease.adapters):
+        for adapter in cast("tuple[Loaded, ...]", lease.adapters):
+            packed = adapter.packed
             if packed.name not in self._packed:
                 continue
             self._check_same(packed)
-            slot = self._served.pool.slot_of(packed)
+            slot = self._served.pool.slot_of(adapter)
             if slot is None or packed.name in slots:
                 raise LoRAUsageError(f"adapter {packed.name!r}: the batch has two versions of it")
             slots[packed.name] = slot
@@ -317,14 +325,13 @@ class Trainer:
                 return label
         raise LoRAUsageError(f"adapter {name!r} is not trained here; the trainer has {', '.join(self.names)}")
 
-    def _begin(self, names: tuple[str, ...]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    def _begin(self, adapters: Sequence[Loaded]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         """Return the factors of the adapters of one label, and masks of the values that they have."""
-        values = {key: np.zeros((len(names), *each.shape), np.float32) for key, each in self._factors.items()}
+        values = {key: np.zeros((len(adapters), *each.shape), np.float32) for key, each in self._factors.items()}
         masks = {key: np.zeros(array.shape, bool) for key, array in values.items()}
-        for i, name in enumerate(names):
-            packed = self._packed[name]
-            unpacked = self._served.exact_factors(packed)
-            for p in packed.placements:
+        for i, adapter in enumerate(adapters):
+            unpacked = self._served.exact_factors(adapter)
+            for p in adapter.packed.placements:
                 for j in p.site.spec.factors:
                     key, own = self._keys[p.site, j], place(p.site.spec, j, p.first, p.count, p.rank)
                     where = (i, *_row(p.site.spec, p.row), *own)
@@ -504,7 +511,7 @@ def _moved(array: Any, like: jax.Array) -> jax.Array:
     return _put(np.asarray(jax.device_get(array), like.dtype), where)
 
 
-def _trainable(name: str, prepare: Callable[..., LoRABatch]) -> PackedAdapter:
+def _trainable(name: str, prepare: Callable[..., LoRABatch]) -> Loaded:
     """Return the newest version of an adapter, loaded if necessary.
 
     Raises:
@@ -512,8 +519,8 @@ def _trainable(name: str, prepare: Callable[..., LoRABatch]) -> PackedAdapter:
     """
     with prepare([name]) as batch:
         assert batch.lease is not None
-        packed = cast("PackedAdapter", batch.lease.adapters[0])
-    for p in packed.placements:
+        adapter = cast("Loaded", batch.lease.adapters[0])
+    for p in adapter.packed.placements:
         if p.site.kind == "head" or p.extras:
             title = ", ".join(extra.title for extra in EXTRAS if extra.name in p.extras) or "a saved head"
             raise LoRAUsageError(f"adapter {name!r}: {p.module} has {title}, and only A and B are trained")
@@ -522,7 +529,7 @@ def _trainable(name: str, prepare: Callable[..., LoRABatch]) -> PackedAdapter:
                 f"adapter {name!r}: {p.module} is one factor A for {p.count} slices of {p.site.path!r}, which would "
                 "become different; train with one module for each slice"
             )
-    return packed
+    return adapter
 
 
 def _whole(modules: Mapping[Site, nnx.Module]) -> ArrayPlacement:

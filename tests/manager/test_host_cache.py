@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import jlora
 from jlora.manager.host_cache import HostCache
-from jlora.slots.packed import LifeCycle, PackedAdapter
+from jlora.manager.loaded_adapter import LoadedAdapter
+from jlora.slots.packed import PackedAdapter
 from tests.manager.test_prepare import in_time
 from tests.manager.tiny import MAX_RANK, MODULES, make_adapter, make_world, request, tensors
 from tests.records import on_host, slot_names
@@ -131,17 +132,18 @@ ENTRIES = st.lists(
 )
 
 
-def packed(name: str, size: int, with_request: bool = True) -> PackedAdapter:
+def loaded(name: str, size: int, with_request: bool = True) -> LoadedAdapter:
     """Return an adapter of 8 * `size` bytes."""
     source = jlora.LoRARequest(name, name) if with_request else None
-    return PackedAdapter(name, (), np.zeros(2 * size, np.float32), 0, LifeCycle(()), request=source)
+    packed = PackedAdapter(jlora.Adapter(name=name, modules={}), (), np.zeros(2 * size, np.float32), 0, ())
+    return LoadedAdapter(packed, source)
 
 
 def cache_of(entries: list[Entry], max_count: int, max_bytes: int) -> tuple[HostCache, set[Any]]:
     """Return a cache with these entries, oldest use first, and its leased adapters."""
     cache = HostCache(max_count, max_bytes)
     for entry in entries:
-        cache.put(packed(entry.name, entry.size, entry.request))
+        cache.put(loaded(entry.name, entry.size, entry.request))
         if entry.pinned:
             cache.pins.add(entry.name)
     return cache, {cache.loaded[entry.name] for entry in entries if entry.leased}
@@ -165,9 +167,9 @@ def test_victims_are_the_fewest_oldest_that_make_room(entries, name, size, spare
     want = next((evictable[:n] for n in range(len(evictable) + 1) if fits(evictable[:n])), None)
     if want is None:
         with pytest.raises(jlora.NoFreeSlotError, match="max_cpu_"):
-            cache.victims_for(packed(name, size), leased)
+            cache.victims_for(loaded(name, size), leased)
     else:
-        assert cache.victims_for(packed(name, size), leased) == [entry.name for entry in want]
+        assert cache.victims_for(loaded(name, size), leased) == [entry.name for entry in want]
 
 
 @given(entries=ENTRIES, sizes=st.dictionaries(st.sampled_from(NAMES), st.integers(1, 4), min_size=1), data=st.data())
@@ -193,7 +195,7 @@ def test_batch_with_room_is_loaded_whole_and_another_never(entries, sizes, data)
             cache.loaded.move_to_end(name)
     for name in data.draw(st.permutations(sorted(batch))):
         if name not in cache.loaded:
-            new = packed(name, batch[name])
+            new = loaded(name, batch[name])
             for victim in cache.victims_for(new, leased):
                 cache.evict(victim)
             cache.put(new)

@@ -121,8 +121,8 @@ def test_files_and_prefetch(tmp_path, twins):
     world.manager.remove_adapter("four")
     world.manager.prefetch(jlora.LoRARequest("four", path=str(tmp_path / "four"))).result()
     content = content_of(world.manager, "four")
-    assert content.life.staged is not None
-    for block in content.life.staged:
+    assert content.staged is not None
+    for block in content.staged:
         for array, want in zip(block.arrays, block.chunk.spec.block_shardings, strict=False):
             assert array.sharding == want
     assert_close(world.serve(MIXES[1]), expected_rows(twins, MIXES[1], TOKENS))

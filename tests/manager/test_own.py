@@ -105,7 +105,7 @@ class World:
     def staged(self, adapter):
         """Return the packed adapter that the host cache holds after a load."""
         self.manager.add_adapter(adapter)
-        content = content_of(self.manager, adapter.name)
+        content = content_of(self.manager, adapter.name).packed
         self.manager.remove_adapter(adapter.name)
         return content
 

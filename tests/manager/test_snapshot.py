@@ -256,7 +256,7 @@ def test_weights_of_layers_of_every_kind(tmp_path, what):
         manager.activate_adapter("x")
     one.save(tmp_path)
     restored.restore(tmp_path)
-    known, found = (content_of(manager, "x") for manager in (want, restored))
+    known, found = (content_of(manager, "x").packed for manager in (want, restored))
     np.testing.assert_array_equal(found.ranks, known.ranks)
     found, known = ({(p.module, p.site.path, p.row, p.rank) for p in each.placements} for each in (found, known))
     assert found == known

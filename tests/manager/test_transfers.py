@@ -68,7 +68,7 @@ def test_updates(world, how):
         new = jlora.Adapter(name="a", modules=mixed)
     world.manager.update_adapter("a", arrays)
     served(world, [new, None, new])
-    while not content_of(world.manager, "a").life.on_host:  # copied back, by another thread
+    while not content_of(world.manager, "a").on_host:  # copied back, by another thread
         threading.Event().wait(0.01)
     found = world.manager.export_adapter("a")
     for name, lora in new.modules.items():

@@ -33,7 +33,7 @@ def warm_up(
         with state.lock.writing:
             wrapped.check()
             slots.sweep()
-            slot = next((slot for slot, packed in enumerate(pool.table) if packed is None), none)
+            slot = next((slot for slot, adapter in enumerate(pool.table) if adapter is None), none)
             state.leases.add(lease)
             if slot < none:
                 slots.write(slot, blank)

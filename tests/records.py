@@ -28,7 +28,7 @@ def evicted(manager: jlora.LoRAManager) -> dict[str, jlora.LoRARequest]:
 def content_of(manager: jlora.LoRAManager, name: str) -> LoadedAdapter:
     """Return the adapter of the newest version of a name."""
     with manager.hold(name) as handle:
-        return handle.packed
+        return handle.adapter
 
 
 def waiting(manager: jlora.LoRAManager) -> int:

@@ -110,7 +110,7 @@ class BatchArguments:
 def _key(name: Given | None) -> Hashable:
     # Another thread may have closed a handle. Its adapter is then None, which must not become the base model.
     if isinstance(name, AdapterHandle):
-        return name.packed or name
+        return name.adapter or name
     if isinstance(name, Mix):
         return Mix, tuple((_key(adapter), scale) for adapter, scale in name.terms)
     return name
@@ -132,7 +132,7 @@ def checked_names(names: Sequence[Given | None], config: LoRAConfig) -> tuple[Gi
             _check_served(name, config)
         elif not isinstance(name, Name):
             raise LoRAUsageError(f"prepare takes adapter names, LoRARequests, handles, Mix and None, got {name!r:.100}")
-        if isinstance(name, AdapterHandle) and name.packed is None:
+        if isinstance(name, AdapterHandle) and name.adapter is None:
             raise LoRAUsageError(f"prepare: {name!r} is closed")
     return tuple(names)
 
@@ -143,9 +143,9 @@ def _check_served(name: Mix, config: LoRAConfig) -> None:
         raise LoRAUsageError(
             f"prepare: {name!r:.200} needs LoRAConfig(max_adapters_per_sequence={count}) or more, found {most}"
         )
-    for adapter, _ in name.terms:
-        if isinstance(adapter, AdapterHandle) and adapter.packed is None:
-            raise LoRAUsageError(f"prepare: {adapter!r} is closed")
+    for given, _ in name.terms:
+        if isinstance(given, AdapterHandle) and given.adapter is None:
+            raise LoRAUsageError(f"prepare: {given!r} is closed")
 
 
 def check_adapters(args: BatchArguments, loaded: Mapping[Name, LoadedAdapter]) -> None:
@@ -159,15 +159,15 @@ def check_adapters(args: BatchArguments, loaded: Mapping[Name, LoadedAdapter]) -
     for given, terms in args.terms.items():
         tokens: dict[tuple[int, ...], str] = {}
         for name, scale in terms:
-            if (packed := loaded.get(name)) is None:
+            if (adapter := loaded.get(name)) is None:
                 continue
-            if (len(terms) > 1 or scale != 1) and (kind := packed.packed.served_alone) is not None:
+            if (len(terms) > 1 or scale != 1) and (kind := adapter.packed.served_alone) is not None:
                 raise LoRAUsageError(
-                    f"prepare: {packed.name!r} is {kind}, which is served alone and with the factor 1, and "
+                    f"prepare: {adapter.name!r} is {kind}, which is served alone and with the factor 1, and "
                     f"the sequence takes {len(terms)} adapters with the factors {[scale for _, scale in terms]}"
                 )
-            if packed.invocation_tokens:
-                tokens[packed.invocation_tokens] = packed.name
+            if adapter.invocation_tokens:
+                tokens[adapter.invocation_tokens] = adapter.name
         if len(tokens) > 1:
             names = ", ".join(map(repr, tokens.values()))
             raise LoRAUsageError(f"prepare: {names} of one Mix are aLoRA adapters with different invocation tokens")

@@ -46,21 +46,21 @@ class HostCache:
         self._own: set[str] = set()  # names in `loaded` without a request
         self._sizes: dict[str, int] = {}  # bytes of the last version of each name, loaded or evicted
 
-    def version(self, packed: LoadedAdapter) -> int:
+    def version(self, adapter: LoadedAdapter) -> int:
         """Return the version for a new adapter: the last of its name if the same files are reloaded, else the next."""
-        last = self.last.get(packed.name)
+        last = self.last.get(adapter.name)
         if last is None:
             return self.floor
-        recalled = packed.key is not None and packed.key == last[1] and not packed.in_place
+        recalled = adapter.key is not None and adapter.key == last[1] and not adapter.in_place
         return last[0] if recalled else max(last[0] + 1, self.floor)
 
-    def changed(self, packed: LoadedAdapter) -> bool:
+    def changed(self, adapter: LoadedAdapter) -> bool:
         """Return True if an adapter comes back from its request, and its files are others than those of its load."""
-        _, key = self.last.get(packed.name, (0, None))
-        same = self.known.get(packed.name, packed.request) == packed.request is not None and not packed.in_place
-        return same and key is not None and packed.key != key
+        _, key = self.last.get(adapter.name, (0, None))
+        same = self.known.get(adapter.name, adapter.request) == adapter.request is not None and not adapter.in_place
+        return same and key is not None and adapter.key != key
 
-    def put(self, packed: LoadedAdapter) -> str | None:
+    def put(self, adapter: LoadedAdapter) -> str | None:
         """Store an adapter as the newest version of its name.
 
         Returns:
@@ -68,18 +68,18 @@ class HostCache:
           None.
         """
         limit, before = -(-self._max_count * 4 // 5), len(self._own)
-        old = self.loaded.get(packed.name)
-        self.nbytes += packed.nbytes - (0 if old is None else old.nbytes)
-        self.last[packed.name] = (packed.version, packed.key)
-        self.loaded[packed.name] = packed
-        self.loaded.move_to_end(packed.name)
-        self.known.pop(packed.name, None)
-        self.commits.pop(packed.name, None)
-        self._sizes[packed.name] = packed.nbytes
-        (self._own.add if packed.request is None else self._own.discard)(packed.name)
-        if packed.name in self.pin_when_loaded:
-            self.pin_when_loaded.discard(packed.name)
-            self.pins.add(packed.name)
+        old = self.loaded.get(adapter.name)
+        self.nbytes += adapter.nbytes - (0 if old is None else old.nbytes)
+        self.last[adapter.name] = (adapter.version, adapter.key)
+        self.loaded[adapter.name] = adapter
+        self.loaded.move_to_end(adapter.name)
+        self.known.pop(adapter.name, None)
+        self.commits.pop(adapter.name, None)
+        self._sizes[adapter.name] = adapter.nbytes
+        (self._own.add if adapter.request is None else self._own.discard)(adapter.name)
+        if adapter.name in self.pin_when_loaded:
+            self.pin_when_loaded.discard(adapter.name)
+            self.pins.add(adapter.name)
         if not before < limit <= len(self._own):
             return None
         return (
@@ -114,17 +114,17 @@ class HostCache:
         self.pin_when_loaded.clear()
         self.floor = 0
 
-    def newest(self, packed: LoadedAdapter) -> bool:
-        """Return True if `packed` is the newest version of its name."""
-        return self.loaded.get(packed.name) is packed
+    def newest(self, adapter: LoadedAdapter) -> bool:
+        """Return True if `adapter` is the newest version of its name."""
+        return self.loaded.get(adapter.name) is adapter
 
     def evict(self, name: str) -> None:
         """Remove an adapter from the cache. Its request is kept in `known`."""
-        packed = self.loaded[name]
-        if packed.request is not None:
-            self.known[name] = packed.request
-        if packed.commit is not None:
-            self.commits[name] = packed.commit
+        adapter = self.loaded[name]
+        if adapter.request is not None:
+            self.known[name] = adapter.request
+        if adapter.commit is not None:
+            self.commits[name] = adapter.commit
         self._take_out(name)
 
     def forget(self, name: str) -> bool:
@@ -163,8 +163,8 @@ class HostCache:
         own, pins = self._own, self.pins  # not `unevictable()`, which copies both at each call
         return (
             name
-            for name, packed in self.loaded.items()
-            if name not in own and name not in pins and packed not in leased
+            for name, adapter in self.loaded.items()
+            if name not in own and name not in pins and adapter not in leased
         )
 
     def victims_for(self, new: LoadedAdapter, leased: Collection[Served]) -> list[str]:
@@ -204,7 +204,7 @@ class HostCache:
         Raises:
           NoFreeSlotError: there is too little room.
         """
-        held = {packed.name for packed in leased if self.loaded.get(packed.name) is packed}
+        held = {adapter.name for adapter in leased if self.loaded.get(adapter.name) is adapter}
         stay = (self.unevictable() | held).difference(names)
         nbytes = sum(self._sizes.get(name, 0) for name in (*names, *stay))
         full: list[str] = []

@@ -36,20 +36,20 @@ class AdapterHandle:
       version: version number of the adapter.
     """
 
-    def __init__(self, packed: LoadedAdapter, on_close: Callable[[], object]):
-        self._packed: LoadedAdapter | None = packed
+    def __init__(self, adapter: LoadedAdapter, on_close: Callable[[], object]):
+        self._adapter: LoadedAdapter | None = adapter
         self._on_close = on_close
-        self.name = packed.name
-        self.version = packed.version
+        self.name = adapter.name
+        self.version = adapter.version
 
     @property
-    def packed(self) -> LoadedAdapter | None:
-        """The packed adapter; None once the handle is closed."""
-        return self._packed
+    def adapter(self) -> LoadedAdapter | None:
+        """The loaded adapter; None once the handle is closed."""
+        return self._adapter
 
     def close(self) -> None:
         """Release the version. Further calls have no effect."""
-        self._packed = None
+        self._adapter = None
         self._on_close()
 
     def __enter__(self) -> "AdapterHandle":
@@ -76,8 +76,8 @@ class Leases:
     def add(self, lease: Lease) -> None:
         self._leases = {weakref.ref(other) for other in (*self.open(), lease)}
 
-    def hold(self, packed: LoadedAdapter, on_close: Callable[[], object]) -> AdapterHandle:
-        handle = AdapterHandle(packed, on_close)
+    def hold(self, adapter: LoadedAdapter, on_close: Callable[[], object]) -> AdapterHandle:
+        handle = AdapterHandle(adapter, on_close)
         self._handles = {ref for ref in self._handles if ref() is not None} | {weakref.ref(handle)}
         return handle
 
@@ -97,11 +97,11 @@ class Leases:
     def handled(self) -> set[LoadedAdapter]:
         """Return the adapters that open handles hold on the host."""
         handles = [ref() for ref in self._handles]
-        return {handle.packed for handle in handles if handle is not None and handle.packed is not None}
+        return {handle.adapter for handle in handles if handle is not None and handle.adapter is not None}
 
-    def threads(self, packed: LoadedAdapter | None = None) -> set[int]:
-        """Return the threads that opened the leases which are open (on `packed`, if given)."""
-        return {lease.thread for lease in self.open() if packed is None or packed in lease.adapters}
+    def threads(self, adapter: LoadedAdapter | None = None) -> set[int]:
+        """Return the threads that opened the leases which are open (on `adapter`, if given)."""
+        return {lease.thread for lease in self.open() if adapter is None or adapter in lease.adapters}
 
     def infos(self) -> tuple[LeaseInfo, ...]:
         now = time.monotonic()

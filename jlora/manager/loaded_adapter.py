@@ -48,7 +48,7 @@ class LoadedAdapter:
     invocation_tokens: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.name, self.invocation_tokens = self.packed.name, self.packed.invocation_tokens
+        self.name, self.invocation_tokens = self.packed.name, self.packed.about.invocation_tokens
 
     @property
     def nbytes(self) -> int:

@@ -59,9 +59,9 @@ def recall(state: State, name: str) -> LoadedAdapter:
       AdapterUnavailableError: it cannot be loaded again.
     """
     with state.lock:
-        while (packed := state.cache.loaded.get(name)) is None:
+        while (adapter := state.cache.loaded.get(name)) is None:
             await_loads(state, [start(state, state.request_of(name), Deadline(None))], None)
-        return packed
+        return adapter
 
 
 def prefetch(state: State, request: LoRARequest) -> "Future[bool]":
@@ -181,8 +181,8 @@ def _load(state: State, own: Load) -> bool:
             if known := state.cache.known.get(request.name) == request:
                 commit, (_, key) = state.cache.commits.get(request.name), state.cache.last.get(request.name, (0, None))
         with _logged(request.name, request.path), _reloading(request) if known else nullcontext():
-            packed = agreed(state, _read(state, own, commit, key))
-            result = admit(state, packed, request.load_inplace, own.deadline, own)
+            adapter = agreed(state, _read(state, own, commit, key))
+            result = admit(state, adapter, request.load_inplace, own.deadline, own)
         with state.lock:
             state.load_seconds.add(time.monotonic() - started)
     if own.futures:
@@ -289,12 +289,12 @@ def _fetching(state: State, own: Load) -> Generator[None, None, None]:
         state.changed.ring()
 
 
-def agreed(state: State, packed: LoadedAdapter) -> LoadedAdapter:
+def agreed(state: State, adapter: LoadedAdapter) -> LoadedAdapter:
     """Return an adapter, equal in all processes, with its extras, in page-locked memory if there is room."""
-    keys = state.peers.agree(lambda: [packed.name, packed.packed.digest()], packed.key)
-    values = with_extras(state, packed.packed)
+    keys = state.peers.agree(lambda: [adapter.name, adapter.packed.digest()], adapter.key)
+    packed = with_extras(state, adapter.packed)
     key = None if None in keys else " ".join(keys)  # if the files of one process changed, all get a new version
-    return replace(packed, key=key, packed=values.with_blocks(page_locked(state, values.blocks)))
+    return replace(adapter, key=key, packed=packed.with_blocks(page_locked(state, packed.blocks)))
 
 
 def with_extras(state: State, packed: PackedAdapter) -> PackedAdapter:
@@ -313,7 +313,7 @@ def page_locked(state: State, blocks: tuple[Block, ...], others: Collection[Load
         return blocks
     with state.lock:
         loaded = (*state.cache.loaded.values(), *others)
-        taken = sum(packed.nbytes for packed in loaded if packed.page_locked)
+        taken = sum(adapter.nbytes for adapter in loaded if adapter.page_locked)
     fits = taken + sum(block.nbytes for block in blocks) <= page_locked_bytes()
     return state.pool.page_lock(blocks) if fits else blocks
 
@@ -321,12 +321,12 @@ def page_locked(state: State, blocks: tuple[Block, ...], others: Collection[Load
 def add(state: State, adapter: Adapter, replaces: bool, deadline: Deadline) -> bool:
     """Pack an adapter from memory and admit it to the host cache."""
     with _logged(adapter.name, None):
-        values, warnings = pack_in_memory(adapter, state.wrapped, state.index, state.pool, config=state.config)
-        packed = LoadedAdapter(values, warnings=warnings, given=weakref.ref(adapter))
-        return admit(state, agreed(state, packed), replaces, deadline)
+        packed, warnings = pack_in_memory(adapter, state.wrapped, state.index, state.pool, config=state.config)
+        loaded = LoadedAdapter(packed, warnings=warnings, given=weakref.ref(adapter))
+        return admit(state, agreed(state, loaded), replaces, deadline)
 
 
-def admit(state: State, packed: LoadedAdapter, replaces: bool, deadline: Deadline, own: Load | None = None) -> bool:
+def admit(state: State, adapter: LoadedAdapter, replaces: bool, deadline: Deadline, own: Load | None = None) -> bool:
     """Add an adapter to the host cache, once no open batch holds the version that it replaces.
 
     Returns:
@@ -343,19 +343,19 @@ def admit(state: State, packed: LoadedAdapter, replaces: bool, deadline: Deadlin
         state.wrapped.check()
         if own is not None:
             own.check_wanted()
-        old = state.cache.loaded.get(packed.name)
+        old = state.cache.loaded.get(adapter.name)
         if old is None or not replaces:
             return old is None
         return state.is_free(old, "replacing", deadline) or None
 
     with state.lock:
         if not state.wait(ready, deadline.at):
-            state.touch(packed.name)
+            state.touch(adapter.name)
             return False
-        victims = state.cache.victims_for(packed, state.leases.leased())
+        victims = state.cache.victims_for(adapter, state.leases.leased())
         state.peers.agree(victims)
         with state.peers.change():
-            state.put(packed, victims)
+            state.put(adapter, victims)
             state.counts["host_loads"] += 1
         return True
 
@@ -363,38 +363,38 @@ def admit(state: State, packed: LoadedAdapter, replaces: bool, deadline: Deadlin
 def read(state: State, request: LoRARequest, commit: str | None, key: str | None) -> LoadedAdapter:
     """Read and pack an adapter again, without adding it to the host cache or to page-locked memory."""
     with _logged(request.name, request.path):
-        packed = _read(state, Load(request, Deadline(None), calls=1), commit, key)
-        packed.packed = with_extras(state, packed.packed)
-        return packed
+        adapter = _read(state, Load(request, Deadline(None), calls=1), commit, key)
+        adapter.packed = with_extras(state, adapter.packed)
+        return adapter
 
 
-def exact_factors(state: State, packed: LoadedAdapter) -> dict[Row, tuple[np.ndarray, np.ndarray]]:
+def exact_factors(state: State, adapter: LoadedAdapter) -> dict[Row, tuple[np.ndarray, np.ndarray]]:
     """Return row -> (A [n, r, K], B [r, N]) of a loaded adapter, before they were rounded to the slots' dtype.
 
     They are those of its files or of the arrays given. If these are gone, they are those of the slots, with a warning.
     """
-    rows = {(p.site, p.row) for p in packed.packed.placements}
-    if all(site.spec.dtype == "float32" for site in packed.packed.sites):
-        return unpack(packed.packed.blocks, rows)
-    found = read_again(state, packed) if packed.given is None else packed.given()
-    if found is None and packed.request is None:
-        _log.warning(_ROUNDED, packed.name, "has no files, and its jlora.Adapter is gone")
-    blocks = packed.packed.blocks if found is None else pack_exactly(found, state.wrapped, state.index, state.pool)
+    rows = {(p.site, p.row) for p in adapter.packed.placements}
+    if all(site.spec.dtype == "float32" for site in adapter.packed.sites):
+        return unpack(adapter.packed.blocks, rows)
+    found = read_again(state, adapter) if adapter.given is None else adapter.given()
+    if found is None and adapter.request is None:
+        _log.warning(_ROUNDED, adapter.name, "has no files, and its jlora.Adapter is gone")
+    blocks = adapter.packed.blocks if found is None else pack_exactly(found, state.wrapped, state.index, state.pool)
     return unpack(blocks, rows)
 
 
-def read_again(state: State, packed: LoadedAdapter) -> Adapter | None:
+def read_again(state: State, adapter: LoadedAdapter) -> Adapter | None:
     """Return a loaded adapter as its files have it; None, with a warning, if they are gone or have changed."""
-    if packed.request is None:
+    if adapter.request is None:
         return None
     try:
-        with open_adapter(_find(state, packed.request, packed.commit, nullcontext())) as opened:
-            adapter = opened.read({}, allow_nonfinite=True)
-        if adapter.fingerprint == packed.key:
-            return adapter
-        _log.warning(_ROUNDED, packed.name, "its files have changed since they were loaded")
+        with open_adapter(_find(state, adapter.request, adapter.commit, nullcontext())) as opened:
+            found = opened.read({}, allow_nonfinite=True)
+        if found.fingerprint == adapter.key:
+            return found
+        _log.warning(_ROUNDED, adapter.name, "its files have changed since they were loaded")
     except (LoRAError, OSError) as error:
-        _log.warning(_ROUNDED, packed.name, f"its files are gone or damaged ({str(error)!r:.500})")
+        _log.warning(_ROUNDED, adapter.name, f"its files are gone or damaged ({str(error)!r:.500})")
     return None
 
 

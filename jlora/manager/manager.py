@@ -293,12 +293,12 @@ class LoRAManager:
         """
         state, deadline = self._state, self._deadline(timeout)
         with state.peers.turn(f"remove_adapter({name!r})"), state.lock:
-            packed = state.free(name, "removing", deadline)  # waits; the lock is released meanwhile
-            state.peers.agree([packed and packed.version])
+            adapter = state.free(name, "removing", deadline)  # waits; the lock is released meanwhile
+            state.peers.agree([adapter and adapter.version])
             with state.peers.change():
                 loads = state.loads.remove(name)
                 found = state.forget([name]) or bool(loads)
-        if packed is not None:
+        if adapter is not None:
             _log.info("removed %r", name)
         notify(loads)
         return found
@@ -333,8 +333,8 @@ class LoRAManager:
 
         def ready() -> list[int] | None:
             loaded = [*state.cache.loaded.values()]
-            free = all(state.is_free(packed, "removing", deadline) for packed in loaded)
-            return [packed.version for packed in loaded] if free else None
+            free = all(state.is_free(adapter, "removing", deadline) for adapter in loaded)
+            return [adapter.version for adapter in loaded] if free else None
 
         with state.peers.turn("remove_all_adapters()"), state.lock:
             versions = state.wait(ready, deadline.at)
@@ -389,13 +389,13 @@ class LoRAManager:
             "(jax.experimental.multihost_utils)",
         )
         with state.lock.writing:
-            packed = state.newest(name)
-            slot = state.pool.slot_of(packed)
+            adapter = state.newest(name)
+            slot = state.pool.slot_of(adapter)
             if slot is None:
                 raise LoRAError(f"adapter {name!r} is in no slot; activate_adapter it before training")
-            if all(site.spec.dtype != "int8" for site in packed.packed.sites):
-                return export(packed.packed, slot, state.wrapped.modules)
-        return read_again(state, packed) or export_blocks(packed.packed, state.pool.sites)
+            if all(site.spec.dtype != "int8" for site in adapter.packed.sites):
+                return export(adapter.packed, slot, state.wrapped.modules)
+        return read_again(state, adapter) or export_blocks(adapter.packed, state.pool.sites)
 
     # --- save and restore ---------------------------------------------------------------------------------------
 
@@ -495,15 +495,15 @@ class LoRAManager:
         """
         state, deadline = self._state, self._deadline(timeout)
         with state.peers.turn(f"deactivate_adapter({name!r})"), state.lock:
-            packed = state.free(name, "deactivating", deadline, of_handles=True)
-            if packed not in state.pool.table:
-                packed = None
-            state.peers.agree([packed and packed.version])
+            adapter = state.free(name, "deactivating", deadline, of_handles=True)
+            if adapter not in state.pool.table:
+                adapter = None
+            state.peers.agree([adapter and adapter.version])
             with state.peers.change():
-                if packed is not None:
+                if adapter is not None:
                     state.cache.pins.discard(name)
-                    state.slots.release(packed)
-            return packed is not None
+                    state.slots.release(adapter)
+            return adapter is not None
 
     def pin_adapter(self, name: str) -> bool:
         """Pin an adapter, so that it is evicted neither from its slot nor from the host cache.
@@ -655,7 +655,7 @@ class LoRAManager:
             lease = batch.lease
             if lease is None or lease not in state.leases.open():
                 raise LoRAUsageError(f"handles takes an open batch of this manager, got {batch!r}")
-            served = {(packed.name, packed.version): cast("LoadedAdapter", packed) for packed in lease.adapters}
+            served = {(adapter.name, adapter.version): cast("LoadedAdapter", adapter) for adapter in lease.adapters}
             hold = partial(state.leases.hold, on_close=state.changed.ring)
             return tuple(
                 given([(hold(served[name, version]), scale) for name, version, scale in terms or ()])

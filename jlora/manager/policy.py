@@ -49,48 +49,48 @@ class SlotPolicy:
         This holds for the newest version of a name, and for versions that an open batch or a handle holds.
         """
         held = self._leases.leased() | self._leases.handled()
-        return lambda packed: self._cache.newest(packed) or packed in held
+        return lambda adapter: self._cache.newest(adapter) or adapter in held
 
     @property
     def copying(self) -> bool:
         """True if an adapter in a slot is being copied to the host; its slot can be evicted afterwards."""
-        return any(packed is not None and packed.copying for packed in self.pool.table)
+        return any(adapter is not None and adapter.copying for adapter in self.pool.table)
 
     @property
     def active(self) -> int:
         """The number of slots that hold an adapter which a batch may still use."""
         alive = self.alive()
-        return sum(packed is not None and alive(packed) for packed in self.pool.table)
+        return sum(adapter is not None and alive(adapter) for adapter in self.pool.table)
 
     def by_use(self) -> list[LoadedAdapter]:
         """Return the adapters in slots, least recently used first; older versions of a name come before all others."""
-        order = {packed: i for i, packed in enumerate(self._cache.loaded.values())}
-        return sorted(filter(None, self.pool.table), key=lambda packed: order.get(packed, -1))
+        order = {adapter: i for i, adapter in enumerate(self._cache.loaded.values())}
+        return sorted(filter(None, self.pool.table), key=lambda adapter: order.get(adapter, -1))
 
-    def touch(self, packed: LoadedAdapter) -> None:
+    def touch(self, adapter: LoadedAdapter) -> None:
         """Mark a use of an adapter. Slots and the host cache share one order."""
-        if self._cache.newest(packed):
-            self._cache.loaded.move_to_end(packed.name)
+        if self._cache.newest(adapter):
+            self._cache.loaded.move_to_end(adapter.name)
 
     def hit(self, loaded: Iterable[LoadedAdapter]) -> None:
         """Mark a use of adapters that were found in slots, and count the hits."""
-        for packed in loaded:
-            self.touch(packed)
+        for adapter in loaded:
+            self.touch(adapter)
             self._counts["slot_hits"] += 1
 
-    def release(self, packed: LoadedAdapter) -> None:
+    def release(self, adapter: LoadedAdapter) -> None:
         """Remove an adapter from its slot, unless an open batch holds it there."""
-        self._unstage(packed)
-        if packed in self._leases.leased():
+        self._unstage(adapter)
+        if adapter in self._leases.leased():
             return
         for slot, other in enumerate(self.pool.table):
-            if other is packed:
+            if other is adapter:
                 self.pool.clear(slot)
 
-    def _unstage(self, packed: LoadedAdapter) -> None:
+    def _unstage(self, adapter: LoadedAdapter) -> None:
         """Free the blocks of an adapter that were moved to the device before they were needed."""
-        packed.staged = None
-        self._staged.pop(packed, None)
+        adapter.staged = None
+        self._staged.pop(adapter, None)
 
     def let_go(self) -> None:
         """Free the arrays and blocks that writes have consumed. Called on threads that no step waits for."""
@@ -105,10 +105,10 @@ class SlotPolicy:
         """Repair the slots if necessary."""
         if not self.pool.intact():
             alive = self.alive()
-            self.pool.heal(lambda packed: packed.to_write() if alive(packed) else None, donate=self._may_donate())
-            for packed in self.pool.table:
-                if packed is not None:
-                    self._unstage(packed)
+            self.pool.heal(lambda adapter: adapter.to_write() if alive(adapter) else None, donate=self._may_donate())
+            for adapter in self.pool.table:
+                if adapter is not None:
+                    self._unstage(adapter)
 
     def sweep(self) -> None:
         """Repair the slots if necessary, and clear slots of adapters that no batch can use."""
@@ -128,7 +128,7 @@ class SlotPolicy:
         Raises:
           NoFreeSlotError: the adapters do not fit.
         """
-        missing = [packed for packed in wanted if packed not in self.pool.table]
+        missing = [adapter for adapter in wanted if adapter not in self.pool.table]
         if not missing:
             return {}
         slots_of = self._slots_for(missing, wanted)
@@ -141,11 +141,11 @@ class SlotPolicy:
     def carry_out(self, plan: Mapping[LoadedAdapter, int], wanted: Sequence[LoadedAdapter]) -> None:
         """Repair the slots, write those of a plan, and mark a use of all wanted adapters."""
         self.sweep()
-        for packed, slot in plan.items():
-            self.write(slot, packed)
-        self.hit(packed for packed in wanted if packed not in plan)
-        for packed in plan:
-            self.touch(packed)
+        for adapter, slot in plan.items():
+            self.write(slot, adapter)
+        self.hit(adapter for adapter in wanted if adapter not in plan)
+        for adapter in plan:
+            self.touch(adapter)
 
     def _slots_for(self, missing: Sequence[LoadedAdapter], wanted: Sequence[LoadedAdapter]) -> list[int | None]:
         """Return a slot for each missing adapter; None if no slot is left.
@@ -160,18 +160,18 @@ class SlotPolicy:
             if c is not None and not alive(c) and c.name in self._cache.pins
         }
         slots_of: dict[LoadedAdapter, int | None] = {}
-        for packed in missing:
-            slot = stale.get(packed.name) if self._cache.newest(packed) else None
-            if slot is not None and slot in packed.packed.slots:
-                slots_of[packed] = stale.pop(packed.name)
+        for adapter in missing:
+            slot = stale.get(adapter.name) if self._cache.newest(adapter) else None
+            if slot is not None and slot in adapter.packed.slots:
+                slots_of[adapter] = stale.pop(adapter.name)
         rest = sorted(self._free(), key=self.pool.slot_nbytes.__getitem__) + self._evictable(wanted)
-        for packed in sorted(missing, key=lambda c: len(c.packed.slots)):
-            if packed not in slots_of:
-                slot = next((s for s in rest if s in packed.packed.slots), None)
-                slots_of[packed] = slot
+        for adapter in sorted(missing, key=lambda c: len(c.packed.slots)):
+            if adapter not in slots_of:
+                slot = next((s for s in rest if s in adapter.packed.slots), None)
+                slots_of[adapter] = slot
                 if slot is not None:
                     rest.remove(slot)
-        return [slots_of[packed] for packed in missing]
+        return [slots_of[adapter] for adapter in missing]
 
     def _make_room(
         self, missing: list[LoadedAdapter], slots_of: list[int | None], wanted: Sequence[LoadedAdapter]
@@ -184,11 +184,9 @@ class SlotPolicy:
           The adapters to write, with the moved ones, and their slots; `missing` and `slots_of` if moving does not help.
         """
         table, leased = self.pool.table, self._leases.leased()
-        left = [packed.packed.slots for packed, slot in zip(missing, slots_of, strict=True) if slot is None]
+        left = [adapter.packed.slots for adapter, slot in zip(missing, slots_of, strict=True) if slot is None]
         present = {table.index(c): c for c in wanted if c in table and c not in leased}
-        movable = [
-            c for at, c in present.items() if any(at in slots and len(slots) < len(c.packed.slots) for slots in left)
-        ]
+        movable = [c for at, c in present.items() if any(at in s and len(s) < len(c.packed.slots) for s in left)]
         more = [*missing, *movable]
         others = self._slots_for(more, [c for c in wanted if c not in movable])
         return (missing, slots_of) if others.count(None) >= slots_of.count(None) else (more, others)
@@ -208,16 +206,16 @@ class SlotPolicy:
         )
 
     def _free(self) -> list[int]:
-        return sorted([slot for slot, packed in enumerate(self.pool.table) if packed is None] + self._dead())
+        return sorted([slot for slot, adapter in enumerate(self.pool.table) if adapter is None] + self._dead())
 
     def _evictable(self, wanted: Sequence[LoadedAdapter]) -> list[int]:
         """Return the slots whose adapters may be evicted, least recently used first."""
         alive, busy = self.alive(), self._leases.leased() | set(wanted)
         return [
-            self.pool.table.index(packed)
-            for packed in self.by_use()
-            if alive(packed) and packed not in busy and packed.on_host
-            and not (packed.name in self._cache.pins and self._cache.newest(packed))
+            self.pool.table.index(adapter)
+            for adapter in self.by_use()
+            if alive(adapter) and adapter not in busy and adapter.on_host
+            and not (adapter.name in self._cache.pins and self._cache.newest(adapter))
         ]  # fmt: skip
 
     def replace(self, old: LoadedAdapter, new: LoadedAdapter, changed: tuple[Block, ...]) -> None:
@@ -231,53 +229,53 @@ class SlotPolicy:
             self.write(slot, new, changed)
             self.touch(new)
 
-    def write(self, slot: int, packed: LoadedAdapter, only: tuple[Block, ...] | None = None) -> None:
+    def write(self, slot: int, adapter: LoadedAdapter, only: tuple[Block, ...] | None = None) -> None:
         """Write an adapter into a slot, replacing the adapter there.
 
         Args:
           slot: index of the slot.
-          packed: the adapter.
+          adapter: the adapter.
           only: blocks to write, if the slot already holds the others; None writes all.
         """
         started = time.monotonic()
         victim = self.pool.table[slot]
         # Arrays are freed on a loading thread, or on the thread that copies an update to the host, if there is one.
-        later = packed.staged is not None or packed.copying
-        self.pool.write(slot, packed, packed.to_write(only), self._spent if later else [], donate=self._may_donate())
-        self._unstage(packed)
+        later = adapter.staged is not None or adapter.copying
+        self.pool.write(slot, adapter, adapter.to_write(only), self._spent if later else [], donate=self._may_donate())
+        self._unstage(adapter)
         for other, old in enumerate(self.pool.table):
-            if old is packed and other != slot:  # it was moved to make room
+            if old is adapter and other != slot:  # it was moved to make room
                 self.pool.clear(other)
-        if victim is not None and victim.name != packed.name:
+        if victim is not None and victim.name != adapter.name:
             self._counts["slot_evictions"] += 1
             _log.info("evicted %r from slot %d", victim.name, slot)
         seconds = time.monotonic() - started
-        if packed.packed.placements:
+        if adapter.packed.placements:
             self._counts["slot_loads"] += 1
             self.seconds.add(seconds)
-        _log.info("wrote %r (version %d) into slot %d in %.4f s", packed.name, packed.version, slot, seconds)
+        _log.info("wrote %r (version %d) into slot %d in %.4f s", adapter.name, adapter.version, slot, seconds)
         if _log.isEnabledFor(logging.DEBUG):
-            brought = {placement.site for placement in packed.packed.placements}
+            brought = {placement.site for placement in adapter.packed.placements}
             for site in self.pool.sites:
                 _log.debug("slot %d: %s %r", slot, "filled" if site in brought else "cleared", site.path)
 
-    def stage(self, packed: LoadedAdapter, lock: StateLock) -> None:
+    def stage(self, adapter: LoadedAdapter, lock: StateLock) -> None:
         """Move an adapter to the device before it is needed. Called on a loading thread, without locks.
 
         At most `SlotArrays.max_bytes` of such adapters are on the device; the oldest are dropped first.
         """
-        size, most = sum(block.nbytes for block in packed.packed.blocks), self.pool.max_bytes
+        size, most = sum(block.nbytes for block in adapter.packed.blocks), self.pool.max_bytes
         with lock:
-            if size > most or packed in self.pool.table or packed in self._staged:
+            if size > most or adapter in self.pool.table or adapter in self._staged:
                 return
-            self._staged[packed] = None
+            self._staged[adapter] = None
             while sum(other.nbytes for other in self._staged) > most and len(self._staged) > 1:
                 self._unstage(next(iter(self._staged)))
             self.let_go()  # freed here, because no step waits for this thread
-        moved, _ = self.pool.move(packed.packed.blocks)
+        moved, _ = self.pool.move(adapter.packed.blocks)
         jax.block_until_ready([array for block in moved for array in (block.a, block.b)])
         with lock:
-            if packed in self._staged and packed not in self.pool.table:
-                packed.staged = moved
+            if adapter in self._staged and adapter not in self.pool.table:
+                adapter.staged = moved
             else:
-                self._unstage(packed)
+                self._unstage(adapter)

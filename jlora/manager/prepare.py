@@ -57,7 +57,7 @@ def _attempt(state: State, args: BatchArguments, ticket: Ticket) -> LoRABatch | 
                 else:
                     loaded = _loaded(state, args)
                     wanted = list(dict.fromkeys(loaded.values()))
-                    if state.queue and any(packed not in state.pool.table for packed in wanted):
+                    if state.queue and any(adapter not in state.pool.table for adapter in wanted):
                         _check_first(state, ticket)
                     plan = state.slots.plan(wanted)
                     state.peers.agree(_same(plan))
@@ -85,16 +85,16 @@ def activate(state: State, name: str, *, pin: bool) -> bool:
     def attempt() -> bool | None:
         with state.lock.writing:
             state.wrapped.check()
-            packed = recall(state, name)
+            adapter = recall(state, name)
             try:
-                plan = state.slots.plan([packed])
+                plan = state.slots.plan([adapter])
             except NoFreeSlotError:
                 if not state.slots.copying:
                     raise
                 return None
-            state.peers.agree([packed.name, packed.version] if pin else _same(plan))
+            state.peers.agree([adapter.name, adapter.version] if pin else _same(plan))
             with state.peers.change():
-                state.slots.carry_out(plan, [packed])
+                state.slots.carry_out(plan, [adapter])
                 if pin:
                     state.cache.pins.add(name)
             return bool(plan)
@@ -106,7 +106,7 @@ def activate(state: State, name: str, *, pin: bool) -> bool:
 
 def _same(plan: Mapping[LoadedAdapter, int]) -> list[tuple[str, int, int]] | None:
     """Return the value that all processes compare before they write slots; None if no slot is written."""
-    return [(packed.name, packed.version, slot) for packed, slot in plan.items()] or None
+    return [(adapter.name, adapter.version, slot) for adapter, slot in plan.items()] or None
 
 
 def _check_first(state: State, ticket: Ticket) -> None:
@@ -187,26 +187,26 @@ def _loaded(state: State, args: BatchArguments) -> dict[Name, LoadedAdapter]:
     found: dict[Name, LoadedAdapter] = {}
     for name in args.adapters:
         if isinstance(name, AdapterHandle):
-            packed = name.packed
-            if packed is None:
+            adapter = name.adapter
+            if adapter is None:
                 raise LoRAUsageError(f"prepare: {name!r} is closed")
             if not state.leases.gave(name):
                 raise LoRAUsageError(f"prepare: {name!r} is of another manager")
         else:
-            packed = state.cache.loaded.get(name.name if isinstance(name, LoRARequest) else name)
-        if packed is not None:
-            _check_served(state, packed)
-            found[name] = packed
+            adapter = state.cache.loaded.get(name.name if isinstance(name, LoRARequest) else name)
+        if adapter is not None:
+            _check_served(state, adapter)
+            found[name] = adapter
     check_adapters(args, found)
     return found
 
 
-def _check_served(state: State, packed: LoadedAdapter) -> None:
+def _check_served(state: State, adapter: LoadedAdapter) -> None:
     unserved = state.wrapped.unserved
-    if not packed.packed.sites.isdisjoint(unserved.sites):
-        site = next(placement.site for placement in packed.packed.placements if placement.site in unserved.sites)
+    if not adapter.packed.sites.isdisjoint(unserved.sites):
+        site = next(placement.site for placement in adapter.packed.placements if placement.site in unserved.sites)
         raise AdapterMismatchError(
-            f"adapter {packed.name!r}: brings weights for {site.path!r}, which takes no adapter: "
+            f"adapter {adapter.name!r}: brings weights for {site.path!r}, which takes no adapter: "
             f"{unserved.reasons[site.path]}"
         )
 
@@ -236,7 +236,7 @@ def _again(state: State, args: BatchArguments) -> LoRABatch | None:
 
 def _make(state: State, args: BatchArguments, served: dict[Name, LoadedAdapter]) -> LoRABatch:
     """Return a batch of adapters that are in slots."""
-    slot_of = {name: state.pool.table.index(packed) for name, packed in served.items()}
+    slot_of = {name: state.pool.table.index(adapter) for name, adapter in served.items()}
     none, writes = state.config.max_loras, state.pool.writes
     order = {given: i for i, given in enumerate(args.terms)}
     index = [order[name] for name in args.names]
@@ -251,7 +251,7 @@ def _make(state: State, args: BatchArguments, served: dict[Name, LoadedAdapter])
     if not any(isinstance(name, LoRARequest) and name.load_inplace for name in served):
         closed = Lease((), lease.terms, 0, args.shape)
         closed.close()
-        slots_of = {packed: (slot_of[name], writes[slot_of[name]]) for name, packed in served.items()}
+        slots_of = {adapter: (slot_of[name], writes[slot_of[name]]) for name, adapter in served.items()}
         newest = frozenset(c for name, c in served.items() if not isinstance(name, AdapterHandle))
         arrays = tuple(jax.tree.leaves(batch.spaces))
         state.kept[args.key] = KeptBatch(renewed(batch, closed), arrays, slots_of, newest)

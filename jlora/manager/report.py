@@ -126,9 +126,9 @@ def records(
 ) -> dict[str, AdapterInfo]:
     """See `LoRAManager.list_adapters`. Called under the state lock."""
     if names is None:
-        in_slots = [packed.name for packed in pool.table if packed is not None]
+        in_slots = [adapter.name for adapter in pool.table if adapter is not None]
         names = in_slots if level == "slot" else [*cache.known, *cache.loaded]
-    slots = {packed: slot for slot, packed in enumerate(pool.table) if packed is not None and slot not in pool.dirty}
+    slots = {adapter: slot for slot, adapter in enumerate(pool.table) if adapter is not None and slot not in pool.dirty}
     leased = Counter(adapter for lease in leases.open() for adapter in lease.adapters)
     found = {name: _record(name, cache, slots, leased) for name in names if name in cache.loaded or name in cache.known}
     return found if level is None else {name: info for name, info in found.items() if info.level == level}
@@ -137,8 +137,8 @@ def records(
 def _record(
     name: str, cache: HostCache, slots: Mapping[LoadedAdapter, int], leased: Mapping[Served, int]
 ) -> AdapterInfo:
-    packed = cache.loaded.get(name)
-    if packed is None:
+    adapter = cache.loaded.get(name)
+    if adapter is None:
         return AdapterInfo(
             name=name,
             level="evicted",
@@ -147,22 +147,22 @@ def _record(
             request=cache.known[name],
             base_model_name=cache.known[name].base_model_name,
         )
-    slot = slots.get(packed)
+    slot = slots.get(adapter)
     return AdapterInfo(
         name=name,
         level="host" if slot is None else "slot",
         slot=slot,
-        version=packed.version,
+        version=adapter.version,
         pinned=cache.pinned(name),
-        leases=leased.get(packed, 0),
-        rank=packed.packed.rank,
-        modules=len(packed.packed.placements),
-        nbytes=packed.nbytes,
-        request=packed.request,
-        base_model_name=packed.packed.about.base_model_name,
-        invocation_tokens=packed.invocation_tokens,
-        saved_outputs=packed.packed.saved_outputs,
-        warnings=packed.warnings,
+        leases=leased.get(adapter, 0),
+        rank=adapter.packed.rank,
+        modules=len(adapter.packed.placements),
+        nbytes=adapter.nbytes,
+        request=adapter.request,
+        base_model_name=adapter.packed.about.base_model_name,
+        invocation_tokens=adapter.invocation_tokens,
+        saved_outputs=adapter.packed.saved_outputs,
+        warnings=adapter.warnings,
     )
 
 

@@ -117,7 +117,7 @@ def save(state: State, folder: Path, base: str, without: Collection[str]) -> Non
             fcntl.flock(lock, fcntl.LOCK_EX)  # released at the latest when the process ends
             with state.lock:
                 taken, loaded = _take(state, base, without)
-            files = {packed.name: _save_adapter(packed, state.pool.sites, weights) for packed in loaded}
+            files = {adapter.name: _save_adapter(adapter, state.pool.sites, weights) for adapter in loaded}
             adapters = [asdict(replace(entry, weights=files.get(entry.name))) for entry in taken.adapters]
             saved = {**vars(taken), "adapters": adapters}
             text = json.dumps({"format": _FORMAT, "sha256": _digest(saved), "saved": saved}, indent=1)
@@ -133,22 +133,22 @@ def save(state: State, folder: Path, base: str, without: Collection[str]) -> Non
 def _take(state: State, base: str, without: Collection[str]) -> tuple[_Snapshot, list[LoadedAdapter]]:
     """Return the current state, and its adapters without requests. Called under the state lock."""
     cache = state.cache
-    cached = {name: packed for name, packed in cache.loaded.items() if name not in without}
+    cached = {name: adapter for name, adapter in cache.loaded.items() if name not in without}
     known = {name: request for name, request in cache.known.items() if name not in without}
-    requests = {**known, **{name: packed.request for name, packed in cached.items()}}
+    requests = {**known, **{name: adapter.request for name, adapter in cached.items()}}
     entries: list[_Entry] = []
     for name, request in requests.items():
         version, key = cache.last[name]
         commit = cached[name].commit if name in cached else cache.commits.get(name)
         warnings = cached[name].warnings if request is None else ()
         entries.append(_Entry(name, version, key, request, commit, None, warnings, cache.pinned(name), name in cached))
-    in_slots = (packed.name for packed in state.slots.by_use() if cached.get(packed.name) is packed)
+    in_slots = (adapter.name for adapter in state.slots.by_use() if cached.get(adapter.name) is adapter)
     removed = {name: version for name, (version, _) in cache.last.items() if name not in requests}
     taken = _Snapshot(base, layers_digest(state.pool.sites), tuple(entries), tuple(in_slots), removed)
-    return taken, [packed for packed in cached.values() if packed.request is None]
+    return taken, [adapter for adapter in cached.values() if adapter.request is None]
 
 
-def _save_adapter(packed: LoadedAdapter, sites: Sequence[Site], weights: Path) -> str:
+def _save_adapter(adapter: LoadedAdapter, sites: Sequence[Site], weights: Path) -> str:
     """Write an adapter as a PEFT folder in `weights`, and return the name of the folder, the digest of its files.
 
     Raises:
@@ -157,16 +157,16 @@ def _save_adapter(packed: LoadedAdapter, sites: Sequence[Site], weights: Path) -
     """
     part = weights / "part"
     shutil.rmtree(part, ignore_errors=True)
-    where = f"adapter {packed.name!r} cannot be saved"
+    where = f"adapter {adapter.name!r} cannot be saved"
     try:
-        adapter = export_blocks(packed.packed, sites)
-        adapter.save_pretrained(part)
-        config = read_config(part / CONFIG_FILE, packed.name)
-        with open_checkpoint(part / WEIGHTS_FILE, packed.name, config) as opened:
+        exported = export_blocks(adapter.packed, sites)
+        exported.save_pretrained(part)
+        config = read_config(part / CONFIG_FILE, adapter.name)
+        with open_checkpoint(part / WEIGHTS_FILE, adapter.name, config) as opened:
             read = {*opened.modules, *opened.heads}
     except (LoRAError, TypeError, ValueError) as error:
         raise LoRAError(f"{where}: {error}") from error
-    if changed := read ^ adapter.layers.keys():
+    if changed := read ^ exported.layers.keys():
         raise LoRAError(f"{where}: PEFT's files cannot hold these names of modules: {sorted(changed)!r:.500}")
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         _sync(part / name)
@@ -297,8 +297,8 @@ def restore(state: State, folder: Path, base: str) -> frozenset[str]:
                 if entry.name in loaded:
                     cache.loaded.move_to_end(entry.name)
         except BaseException:
-            for packed in loaded.values():
-                state.slots.release(packed)
+            for adapter in loaded.values():
+                state.slots.release(adapter)
             cache.clear()
             raise
         return frozenset(cache.last)
@@ -409,14 +409,14 @@ def _load(state: State, folder: Path, saved: _Snapshot, same_layers: bool) -> di
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="jlora-restore") as threads:
         for start in range(0, len(wanted), AT_ONCE):
             some = wanted[start : start + AT_ONCE]
-            for entry, packed in zip(some, threads.map(read_one, some), strict=True):
-                if packed is None:
+            for entry, adapter in zip(some, threads.map(read_one, some), strict=True):
+                if adapter is None:
                     continue
-                nbytes += packed.nbytes
+                nbytes += adapter.nbytes
                 if state.cache.has_room(len(loaded) + 1, nbytes):
-                    blocks = page_locked(state, packed.packed.blocks, loaded.values())
-                    packed.packed = packed.packed.with_blocks(blocks)
-                    loaded[entry.name] = packed
+                    blocks = page_locked(state, adapter.packed.blocks, loaded.values())
+                    adapter.packed = adapter.packed.with_blocks(blocks)
+                    loaded[entry.name] = adapter
                 elif entry.pinned or entry.request is None:
                     raise NoFreeSlotError(
                         f"{folder}: the host cache has no room for adapter {entry.name!r}, which is pinned or came "
@@ -437,9 +437,9 @@ def _fill_cache(state: State, saved: _Snapshot, loaded: Mapping[str, LoadedAdapt
         cache.last[entry.name] = (entry.version, entry.fingerprint if same_layers else None)
         if entry.pinned:
             cache.pin_when_loaded.add(entry.name)
-        packed = loaded.get(entry.name)
-        if packed is not None:
-            state.put(packed, version=entry.version if entry.request is None else None)
+        adapter = loaded.get(entry.name)
+        if adapter is not None:
+            state.put(adapter, version=entry.version if entry.request is None else None)
             state.counts["host_loads"] += 1
         elif entry.request is not None:
             cache.known[entry.name] = entry.request

@@ -141,17 +141,17 @@ class State:
         """
 
         def ready() -> bool | None:
-            packed = self.cache.loaded.get(name)
-            return packed is None or self.is_free(packed, doing, deadline, of_handles=of_handles) or None
+            adapter = self.cache.loaded.get(name)
+            return adapter is None or self.is_free(adapter, doing, deadline, of_handles=of_handles) or None
 
         self.wait(ready, deadline.at)
         return self.cache.loaded.get(name)
 
-    def is_free(self, packed: LoadedAdapter, doing: str, deadline: Deadline, *, of_handles: bool = False) -> bool:
+    def is_free(self, adapter: LoadedAdapter, doing: str, deadline: Deadline, *, of_handles: bool = False) -> bool:
         """Return True if no open batch holds an adapter that a call changes, and False if the call must wait.
 
         Args:
-          packed: the adapter.
+          adapter: the adapter.
           doing: the action, for the error message.
           deadline: limit of the wait.
           of_handles: also consider batches with a version that a handle holds.
@@ -160,16 +160,16 @@ class State:
           AdapterInUseError: an open batch holds the adapter, and the deadline has passed, the batch belongs to the
             calling thread, or the mesh spans several processes, where batches may close at different times.
         """
-        if not (packed in self.leases.leased() if of_handles else self.in_batch(packed)):
+        if not (adapter in self.leases.leased() if of_handles else self.in_batch(adapter)):
             return True
-        own = deadline.thread is not None and deadline.thread in self.leases.threads(packed)
+        own = deadline.thread is not None and deadline.thread in self.leases.threads(adapter)
         if own or deadline.over or self.peers.several:
-            raise in_use(packed.name, doing)
+            raise in_use(adapter.name, doing)
         return False
 
-    def in_batch(self, packed: LoadedAdapter) -> bool:
+    def in_batch(self, adapter: LoadedAdapter) -> bool:
         """Return True if an open batch holds the adapter and no handle does."""
-        return packed in self.leases.leased() and packed not in self.leases.handled()
+        return adapter in self.leases.leased() and adapter not in self.leases.handled()
 
     # --- lookup -----------------------------------------------------------------------------------------------------
 
@@ -179,10 +179,10 @@ class State:
         Raises:
           AdapterNotFoundError: the name is unknown or evicted.
         """
-        packed = self.cache.loaded.get(name)
-        if packed is None:
+        adapter = self.cache.loaded.get(name)
+        if adapter is None:
             raise AdapterNotFoundError(unknown_name(name, self.cache))
-        return packed
+        return adapter
 
     def request_of(self, name: str) -> LoRARequest:
         """Return the request that reloads an evicted name.
@@ -204,26 +204,26 @@ class State:
 
     # --- changes ----------------------------------------------------------------------------------------------------
 
-    def put(self, packed: LoadedAdapter, victims: Iterable[str] = (), version: int | None = None) -> None:
+    def put(self, adapter: LoadedAdapter, victims: Iterable[str] = (), version: int | None = None) -> None:
         """Evict the victims, and store an adapter in the host cache as a version of its name (None: the next)."""
         for victim in victims:
             self.evict(victim)
-        packed.version = self.cache.version(packed) if version is None else version
-        if self.cache.changed(packed):
+        adapter.version = self.cache.version(adapter) if version is None else version
+        if self.cache.changed(adapter):
             _log.warning(
                 "adapter %r: its files have changed since they were loaded, and it comes back with their content as "
                 "version %d",
-                packed.name,
-                packed.version,
+                adapter.name,
+                adapter.version,
             )
-        if (warning := self.cache.put(packed)) is not None:
+        if (warning := self.cache.put(adapter)) is not None:
             _log.warning("%s", warning)
 
     def evict(self, name: str) -> None:
         """Evict an adapter from the host cache and from its slot."""
-        packed = self.cache.loaded[name]
+        adapter = self.cache.loaded[name]
         self.cache.evict(name)
-        self.slots.release(packed)
+        self.slots.release(adapter)
         self.counts["host_evictions"] += 1
         _log.info("evicted %r from the host cache", name)
 
@@ -231,10 +231,10 @@ class State:
         """Remove names from the host cache, from the evicted names and from slots. Return True if any was there."""
         found = False
         for name in names:
-            packed = self.cache.loaded.get(name)
+            adapter = self.cache.loaded.get(name)
             found |= self.cache.forget(name)
-            if packed is not None:
-                self.slots.release(packed)
+            if adapter is not None:
+                self.slots.release(adapter)
         return found
 
 

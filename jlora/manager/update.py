@@ -33,11 +33,11 @@ def update(
     if on_device:
         state.peers.refuse("update_adapter from device arrays", "give it NumPy arrays, the same in each")
     on_host = old.on_host  # read before the blocks, because a finished copy replaces them first
-    values, written = updated(old.packed, arrays, state.pool, allow_nonfinite=state.config.allow_nonfinite)
+    packed, written = updated(old.packed, arrays, state.pool, allow_nonfinite=state.config.allow_nonfinite)
     if not (on_device or on_host):
-        values = values.with_blocks(to_host(values.blocks))
-    state.peers.agree(lambda: [name, values.digest()])
-    packed = LoadedAdapter(with_extras(state, values), on_host=not on_device)
+        packed = packed.with_blocks(to_host(packed.blocks))
+    state.peers.agree(lambda: [name, packed.digest()])
+    adapter = LoadedAdapter(with_extras(state, packed), on_host=not on_device)
     state.pool.compile()
 
     def ready() -> bool | None:
@@ -50,34 +50,34 @@ def update(
 
     with state.lock.writing:
         state.wait(ready, deadline.at)
-        victims = state.cache.victims_for(packed, state.leases.leased())
+        victims = state.cache.victims_for(adapter, state.leases.leased())
         state.peers.agree(victims)
         with state.peers.change():
-            if not packed.on_host:
+            if not adapter.on_host:
                 # Start the thread before the cache changes: if it cannot start, the slot could never be evicted.
                 # The thread blocks on the state lock, which this thread holds.
-                copying = threading.Thread(target=_copy_back, args=(state, packed), name="jlora-copy-back")
+                copying = threading.Thread(target=_copy_back, args=(state, adapter), name="jlora-copy-back")
                 copying.daemon = True
                 copying.start()
-                packed.copying = True
-            state.put(packed, victims)
-            state.slots.replace(old, packed, written)
-    _log.info("updated %r to version %d", name, packed.version)
-    return packed.version
+                adapter.copying = True
+            state.put(adapter, victims)
+            state.slots.replace(old, adapter, written)
+    _log.info("updated %r to version %d", name, adapter.version)
+    return adapter.version
 
 
-def _copy_back(state: State, packed: LoadedAdapter) -> None:
+def _copy_back(state: State, adapter: LoadedAdapter) -> None:
     """Copy the blocks of a device update to host memory. Runs on its own thread, after the update."""
     try:
         with state.lock:
-            blocks = packed.packed.blocks
+            blocks = adapter.packed.blocks
         locked = page_locked(state, blocks)  # directly from the device
         blocks = to_host(blocks) if locked is blocks else locked
         with state.lock:
-            packed.packed = packed.packed.with_blocks(blocks)
-            packed.on_host = True
+            adapter.packed = adapter.packed.with_blocks(blocks)
+            adapter.on_host = True
     finally:
         with state.lock:
-            packed.copying = False
+            adapter.copying = False
             state.slots.let_go()
         state.changed.ring()

@@ -34,7 +34,7 @@ def warm_up(state: State, step: Callable[[LoRABatch], Any] | None, shape: BatchS
         with state.lock.writing:
             wrapped.check()
             slots.sweep()
-            slot = next((slot for slot, packed in enumerate(pool.table) if packed is None), none)
+            slot = next((slot for slot, adapter in enumerate(pool.table) if adapter is None), none)
             state.leases.add(lease)
             if slot < none:
                 slots.write(slot, blank)

@@ -111,11 +111,6 @@ class PackedAdapter:
         return new
 
     @property
-    def invocation_tokens(self) -> tuple[int, ...]:
-        """Invocation tokens of an aLoRA adapter; () for others."""
-        return self.about.invocation_tokens
-
-    @property
     def served_alone(self) -> str | None:
         """Why a sequence takes it with no other adapter and no factor, as the adapter's kind; None if it need not."""
         for extra in EXTRAS:
@@ -137,7 +132,7 @@ class PackedAdapter:
         It covers modules, ranks, scalings, invocation tokens and values. Values of experts are left out, because each
         process can have read different experts. Those of `extras` follow from the others and the base weights.
         """
-        found = hashlib.sha256(repr(self.invocation_tokens).encode())
+        found = hashlib.sha256(repr(self.about.invocation_tokens).encode())
         for p in self.placements:
             about = (p.module, p.site.path, p.row, p.first, p.count, p.rank, p.alpha, p.scaling)
             found.update(repr(about).encode())

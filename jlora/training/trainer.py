@@ -467,7 +467,7 @@ def _updated(optimizer: Optimizer, own: Tree, gradients: Tree, masks: Tree, acti
 
 def _kind(packed: PackedAdapter) -> Any:
     """Return all that training needs to know of an adapter beside its values."""
-    return packed.placements, packed.extras.keys(), packed.invocation_tokens
+    return packed.placements, packed.extras.keys(), packed.about.invocation_tokens
 
 
 def _by_path(tree: Tree) -> dict[str, Any]:

@@ -304,7 +304,7 @@ def test_a_handle_of_another_manager(world):
 def test_a_handle_ends(world, end):
     load(world, "a", "b", "c")
     handle = world.manager.hold("a")
-    content = weakref.ref(handle.packed)
+    content = weakref.ref(handle.adapter)
     load(world, "a", version=1)
     with world.manager.prepare([handle, "b", None]) as batch:
         world.check(world.logits(batch), [make_adapter("a"), make_adapter("b"), None])
@@ -313,7 +313,7 @@ def test_a_handle_ends(world, end):
         with handle as entered:
             assert entered is handle
         handle.close()
-        assert handle.packed is None
+        assert handle.adapter is None
         with pytest.raises(jlora.LoRAUsageError, match=r"AdapterHandle\('a', version=\d+\) is closed"):
             world.manager.prepare([handle, None, None])
     else:

@@ -63,7 +63,7 @@ class Poolings:
         Raises:
           LoRAError: an error of `read_own_pooling`.
         """
-        request = None if handle is None or handle.packed is None else handle.packed.request
+        request = None if handle is None or handle.adapter is None else handle.adapter.request
         if handle is None or request is None:
             return self.base
         with self._lock:

@@ -10,7 +10,7 @@ from typing import Literal, cast
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from jlora._compat import Device, default_device
 from jlora._memory import device_bytes
@@ -46,13 +46,53 @@ OF_SEQUENCES = frozenset({SEQUENCES, LAST, PACKED})
 
 
 @dataclass(frozen=True)
+class SlotArray:
+    """One array of the slots of a site, an attribute of its layer.
+
+    Attributes:
+      name: "a", "b", "ranks" or `Extra.name`. The attribute is `jlora_<name>`.
+      axes: a letter for each axis: L layers of a stack, S slots, E experts, n output slices, K and N features as
+        stored, R ranks, r ranks rounded up to a multiple of the shards that split them, c true rank and scales.
+      shape: its shape.
+      dtype: its dtype, by name.
+      fill: value of empty slots.
+      by_blocks: True if blocks of an adapter are written into it: A, B, and the scales of int8.
+      sharding: its sharding; None off meshes.
+    """
+
+    name: str
+    axes: str
+    shape: tuple[int, ...]
+    dtype: str
+    fill: float = 0
+    by_blocks: bool = False
+    sharding: NamedSharding | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots, on a mesh the sum over all shards."""
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes of all slots on one device."""
+        shape = self.shape if self.sharding is None else self.sharding.shard_shape(self.shape)
+        return math.prod(shape) * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def slot_shape(self) -> tuple[int, ...]:
+        """Shape of the values of one slot, without those that are written by blocks."""
+        at = self.axes.index("S")
+        shape = (*self.shape[:at], *self.shape[at + 1 :])
+        return (*shape[:-1], 1) if self.by_blocks else shape
+
+
+@dataclass(frozen=True)
 class SlotSpec:
     """Shapes and dtype of the slot arrays of a site. Sites with equal specs are staged and written together.
 
-    A is [(layers,) S, (E,) n, R, K], B is [(layers,) S, (E,) R, N], and the ranks are float32 [(layers,) S, (E,) n, 2]:
-    the true rank of each output slice, as a whole number, and the scale that multiplies its delta. In int8 they are
-    [..., 1 + R], with a scale for each rank: the product of the steps of its rows of A and B and of the delta's scale.
-    The extras of the finishers follow, float32 [(layers,) S, N].
+    The ranks hold the true rank of each output slice, as a whole number, and the scale that multiplies its delta. In
+    int8 they have a scale for each rank: the product of the steps of its rows of A and B and of the delta's scale.
 
     Attributes:
       layers: length of the leading axis when the layer is a stack (`nnx.vmap` + `nnx.scan`), else None.
@@ -153,26 +193,36 @@ class SlotSpec:
         return _runs(self.out_blocks, self.out_features)
 
     @functools.cached_property
-    def shardings(self) -> tuple[NamedSharding | None, ...]:
-        """Shardings of the arrays in the order of `shapes`; None off meshes."""
-        found = self.sharding
-        if found is None:
-            return (None,) * len(self.shapes)
-        lead, (experts, *a), (_, *b) = ((),) * (len(self.stack) + 1), found.a, found.b
-        own = (experts,) if self.experts is not None else ()
-        of_extras = [found.named(*lead, found.outs)] * len(self.extras)
-        return found.named(*lead, *own, *a), found.named(*lead, *own, *b), found.named(*lead, *own), *of_extras
+    def arrays(self) -> dict[str, SlotArray]:
+        """Name -> array of the site: A and B unless the site holds only one, the ranks, and the extras."""
+        int8, found = self.dtype == "int8", self.sharding
+        slots = "L" * len(self.stack) + "S"
+        rows = slots + "E" * (self.experts is not None)
+        sizes = {"L": self.layers or 1, "S": self.num_slots, "E": self.experts or 1, "n": self.slices}
+        sizes |= {"K": self.stored_in, "N": self.stored_out, "R": self.max_rank, "r": self.stored_rank}
+        sizes["c"] = 1 + self.max_rank if int8 else 2
+        split = {} if found is None else {"E": found.experts, "r": found.a[2], "K": found.ins, "N": found.outs}
+        arrays: dict[str, SlotArray] = {}
+
+        def add(name: str, axes: str, dtype: str, fill: float = 0, by_blocks: bool = False) -> None:
+            of = split | {"N": found.b[2]} if found is not None and name == "b" else split
+            sharding = None if found is None else found.named(*(of.get(letter, ()) for letter in axes))
+            shape = tuple(sizes[letter] for letter in axes)
+            arrays[name] = SlotArray(name, axes, shape, dtype, fill, by_blocks, sharding)
+
+        if self.in_features:
+            add("a", rows + "nrK", self.dtype, by_blocks=True)
+        if self.out_features:
+            add("b", rows + "RN", self.dtype, by_blocks=True)
+        add("ranks", rows + "nc", "float32", by_blocks=int8)
+        for extra in self.extras:
+            add(extra.name, slots + "N", "float32", extra.fill)
+        return arrays
 
     @functools.cached_property
-    def block_shardings(self) -> tuple[NamedSharding | None, ...]:
-        """Shardings of a block's A [rows, n, step, K], B [rows, step, N] and scales [rows, n, step]; None off meshes.
-
-        They are for blocks of all rows. A block of one row is not split over the experts.
-        """
-        if (found := self.sharding) is None:
-            return (None,) * 3
-        rows = () if self.experts is None else found.experts
-        return found.named(rows, (), (), found.a[-1]), found.named(rows, (), found.b[-1]), found.named(rows)
+    def of_blocks(self) -> tuple[SlotArray, ...]:
+        """Arrays that blocks are written into: the factors and, in int8, the ranks."""
+        return tuple(array for array in self.arrays.values() if array.by_blocks)
 
     @property
     def slots(self) -> range:
@@ -185,32 +235,7 @@ class SlotSpec:
 
         The other one has no array, because XLA has crashed on empty arrays.
         """
-        return tuple(j for j, features in enumerate((self.in_features, self.out_features)) if features)
-
-    @property
-    def of_blocks(self) -> tuple[int, ...]:
-        """Arrays that blocks are written into, as indices into `shapes`: the factors and, in int8, the ranks."""
-        return (*self.factors, 2) if self.dtype == "int8" else self.factors
-
-    @property
-    def present(self) -> tuple[int, ...]:
-        """Arrays that the site has, as indices into `shapes`: its factors, the ranks, and the extras."""
-        return (*self.factors, *range(2, 3 + len(self.extras)))
-
-    @property
-    def tables(self) -> tuple[str, ...]:
-        """Names of the arrays that follow A and B in `shapes`: "ranks", then the extras."""
-        return "ranks", *(extra.name for extra in self.extras)
-
-    def index(self, table: str) -> int:
-        """Return the index of one of `tables` into `shapes`."""
-        return 2 + self.tables.index(table)
-
-    def slot_shape(self, table: str) -> tuple[int, ...]:
-        """Return the shape of the values of one of `tables` for one slot: of int8 ranks, without the scales."""
-        shape = list(self.shapes[self.index(table)])
-        del shape[len(self.stack)]
-        return (*shape[:-1], 1) if table == "ranks" and self.dtype == "int8" else tuple(shape)
+        return tuple(half for half, name in enumerate("ab") if name in self.arrays)
 
     @property
     def whole(self) -> bool:
@@ -243,43 +268,14 @@ class SlotSpec:
         return "float32" if self.dtype == "int8" else self.dtype
 
     @property
-    def rank_columns(self) -> int:
-        """Size of the last axis of the ranks."""
-        return 1 + self.max_rank if self.dtype == "int8" else 2
-
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of A, B, the ranks and each of the extras."""
-        lead = (*self.stack, self.num_slots, *self.rows[len(self.stack) :])
-        return (
-            (*lead, self.slices, self.stored_rank, self.stored_in),
-            (*lead, self.max_rank, self.stored_out),
-            (*lead, self.slices, self.rank_columns),
-            *[(*self.stack, self.num_slots, self.stored_out)] * len(self.extras),
-        )
-
-    @property
-    def fills(self) -> tuple[float, ...]:
-        """Values of empty slots, in the order of `shapes`."""
-        return (0, 0, 0, *(extra.fill for extra in self.extras))
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """Dtypes in the order of `shapes`."""
-        return self.dtype, self.dtype, *("float32",) * (1 + len(self.extras))
-
-    @property
     def slot_nbytes(self) -> int:
         """Bytes of one slot: A, B, ranks and extras, on a mesh the sum over all shards."""
-        values = self.slices * self.stored_rank * self.stored_in + self.max_rank * self.stored_out
-        tables = 4 * (self.slices * self.rank_columns + self.stored_out * len(self.extras))
-        return math.prod(self.rows) * (values * jnp.dtype(self.dtype).itemsize + tables)
+        return sum(array.nbytes for array in self.arrays.values()) // self.num_slots
 
     @property
     def device_nbytes(self) -> int:
         """Bytes of all slots on one device."""
-        arrays = [(self.shapes[j], self.shardings[j], jnp.dtype(self.dtypes[j]).itemsize) for j in self.present]
-        return sum(size * math.prod(where.shard_shape(shape) if where else shape) for shape, where, size in arrays)
+        return sum(array.device_nbytes for array in self.arrays.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -335,9 +331,8 @@ class Site:
 
     @property
     def attributes(self) -> tuple[str, ...]:
-        """Names of the layer attributes that hold the arrays in `spec.present`."""
-        names = "a", "b", *self.spec.tables
-        return tuple(f"{self.prefix}_{names[j]}" for j in self.spec.present)
+        """Names of the layer attributes that hold the arrays of `spec.arrays`."""
+        return tuple(f"{self.prefix}_{name}" for name in self.spec.arrays)
 
     @property
     def slot_nbytes(self) -> int:
@@ -413,16 +408,16 @@ def allocate(site: Site, device: Device | None = None) -> dict[str, SlotParam]:
       site: the site.
       device: placement of the arrays off meshes; None for the default device.
     """
-    shapes, dtypes, fills, shardings = site.spec.shapes, site.spec.dtypes, site.spec.fills, site.spec.shardings
-    shape = (*site.spec.stack, max(each.spec.slots.stop for each in site.with_shared))
-    shardings = [device if where is None else where for where in shardings]
-    of_stamps = device if site.spec.sharding is None else site.spec.sharding.named()
-    stamps = {site.stamps: _variable(SlotRanks, shape, "int32", of_stamps)} if site.stamped else {}
-    arrays = {
-        name: _variable(SlotParam if j < 2 else SlotRanks, shapes[j], dtypes[j], shardings[j], fill=fills[j])
-        for name, j in zip(site.attributes, site.spec.present, strict=True)
+    spec = site.spec
+    stamps = (*spec.stack, max(each.spec.slots.stop for each in site.with_shared))
+    whole = device if spec.sharding is None else spec.sharding.named()
+    allocated = {
+        name: _variable(SlotParam if array.name in ("a", "b") else SlotRanks, array, array.sharding or device)
+        for name, array in zip(site.attributes, spec.arrays.values(), strict=True)
     }
-    return arrays | stamps
+    if site.stamped:
+        allocated[site.stamps] = _variable(SlotRanks, SlotArray("stamps", "S", stamps, "int32"), whole)
+    return allocated
 
 
 def check_room(sites: Sequence[Site], chosen: Device | None = None) -> None:
@@ -440,11 +435,11 @@ def check_room(sites: Sequence[Site], chosen: Device | None = None) -> None:
     """
     needed: dict[Device, int] = {}
     for site in sites:
-        where = site.spec.shardings[0]
-        if where is None:
+        if site.spec.sharding is None:
             device = chosen_by_default() if chosen is None else chosen
         else:
-            device = cast("Device", where.mesh.local_devices[0])  # pyright: ignore[reportOptionalSubscript]
+            mesh = cast("Mesh", site.spec.sharding.mesh)
+            device = cast("Device", mesh.local_devices[0])
         needed[device] = needed.get(device, 0) + site.spec.device_nbytes
     for device, nbytes in needed.items():
         limit = device_bytes(device)
@@ -458,18 +453,16 @@ def chosen_by_default() -> Device:
     return cast("Device", jax.local_devices(backend=chosen)[0]) if chosen is None or isinstance(chosen, str) else chosen
 
 
-def _variable(
-    kind: type[SlotParam], shape: tuple[int, ...], dtype: str, where: NamedSharding | Device | None, fill: float = 0
-) -> SlotParam:
-    """Return a variable that is filled with one value, with the sharding `where`.
+def _variable(kind: type[SlotParam], array: SlotArray, where: NamedSharding | Device | None) -> SlotParam:
+    """Return a variable of empty slots, with the sharding `where`.
 
     Each shard is created on its own device, so a split array is never whole on one device. The PartitionSpec is stored
     on the variable, as in Flax (`nnx.get_partition_spec`), for code that maps over the mesh.
     """
+    filled = jnp.full(array.shape, array.fill, array.dtype, device=where)
     if not isinstance(where, NamedSharding):
-        return kind(jnp.full(shape, fill, dtype, device=where))
+        return kind(filled)
     # The array has its sharding already. Flax would reshard it, and does not support meshes with both axis types.
-    filled = jnp.full(shape, fill, dtype, device=where)
     return kind(filled, out_sharding=where.spec, mesh=where.mesh, eager_sharding=False)
 
 

@@ -894,7 +894,9 @@ class LoRAManager:
 def _compared(wrapped: WrappedModel, config: LoRAConfig) -> list[str]:
     """Return the description of a wrapped model that must be equal in all processes."""
     modules = wrapped.modules
-    slots = [(site.path, site.kind, site.slot_nbytes, site.spec.shapes, site.row_group) for site in modules]
+    slots = [
+        (site.path, site.kind, site.slot_nbytes, list(site.spec.arrays.values()), site.row_group) for site in modules
+    ]
     # The modules are compared through the slots.
     sizes = replace(config, max_cpu_bytes=None, target_modules=None, exclude_modules=None)
     return [repr(sizes), repr(slots)]

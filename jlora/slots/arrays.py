@@ -114,7 +114,7 @@ class SlotArrays(Generic[T]):
         self._programs: dict[Any, Launch] = {}
 
     def arrays(self) -> list[jax.Array]:
-        """Return the current arrays of the model: those of each site (`SlotSpec.present`), then the stamps."""
+        """Return the current arrays of the model: those of each site (`SlotSpec.arrays`), then the stamps."""
         return list(map(raw_value, self._variables))
 
     def page_lock(self, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
@@ -373,7 +373,7 @@ class SlotArrays(Generic[T]):
         """Return the placements of a block's arrays for the write: sharded like the slots, else replicated."""
         spec, placements = block.chunk.spec, [self._placements[i] for i in self._of_blocks(block.chunk.sites[:1])]
         if as_sharded(spec, placements):
-            return of_blocks(spec, whole=block.row is None)[: len(block.arrays)]
+            return tuple(of_blocks(spec, whole=block.row is None).values())[: len(block.arrays)]
         return (everywhere(placements[0]),) * len(block.arrays)
 
     def _of_blocks(self, sites: Sequence[Site]) -> tuple[int, ...]:
@@ -382,8 +382,8 @@ class SlotArrays(Generic[T]):
 
     def _of(self, table: str) -> tuple[int, ...]:
         """Return the variable indices of the ranks or an extra of all sites that hold it, and of the stamps."""
-        having = [(site, site.spec.index(table)) for site in self.sites if table in site.spec.tables]
-        return *(self._ranges[site][site.spec.present.index(j)] for site, j in having), len(self._variables) - 1
+        having = [(site, list(site.spec.arrays)) for site in self.sites if table in site.spec.arrays]
+        return *(self._ranges[site][names.index(table)] for site, names in having), len(self._variables) - 1
 
     # --- programs ---------------------------------------------------------------------------------------------------
 
@@ -422,7 +422,7 @@ class SlotArrays(Generic[T]):
         if found is not None:
             return found
         if isinstance(key, str):
-            specs = tuple(site.spec for site in self.sites if key in site.spec.tables)
+            specs = tuple(site.spec for site in self.sites if key in site.spec.arrays)
             return compiled_table(key, specs, self._stamps, placements)
         return compiled_write(key, self._stamps, placements)
 

@@ -112,7 +112,8 @@ class Block:
     @property
     def operands(self) -> list[Any]:
         """The arrays without a factor that the sites do not hold."""
-        return [self.arrays[j] for j in self.chunk.spec.of_blocks]
+        own = {"a": self.a, "b": self.b, "ranks": self.scales}
+        return [own[array.name] for array in self.chunk.spec.of_blocks]
 
     @functools.cached_property
     def nbytes(self) -> int:
@@ -256,7 +257,7 @@ class Packing:
 
 
 def _zeros(spec: SlotSpec, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    of_a, of_b = _shapes(spec, rows)
+    of_a, of_b, _ = block_shapes(spec, rows).values()
     sparse = rows > 1 and len(spec.own_shards) < spec.expert_shards
     # One allocation for both, because the system uses larger pages for larger allocations.
     a, b = np.split(fresh(math.prod(of_a) + math.prod(of_b), np.dtype(spec.dtype), sparse=sparse), [math.prod(of_a)])
@@ -269,14 +270,18 @@ def _no_steps(spec: SlotSpec, rows: int) -> Float[np.ndarray, "2 rows n step"] |
 
 def _no_memory(spec: SlotSpec, rows: int) -> tuple[np.ndarray, np.ndarray]:
     """Return read-only zeros that take no memory."""
-    a, b = (np.broadcast_to(np.zeros((), spec.dtype), shape) for shape in _shapes(spec, rows))
+    a, b = (np.broadcast_to(np.zeros((), spec.dtype), shape) for shape in list(block_shapes(spec, rows).values())[:2])
     return a, b
 
 
-def _shapes(spec: SlotSpec, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of A and B of a block."""
+def block_shapes(spec: SlotSpec, rows: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a block of `rows` rows, by the name of the array that it is written into."""
     step = rank_step(spec)
-    return (rows, spec.slices, step, spec.stored_in), (rows, step, spec.stored_out)
+    return {
+        "a": (rows, spec.slices, step, spec.stored_in),
+        "b": (rows, step, spec.stored_out),
+        "ranks": (rows, spec.slices, step),
+    }
 
 
 def pack(chunks: Iterable[Chunk], rows: Mapping[Row, Encoded]) -> tuple[Block, ...]:

@@ -294,7 +294,7 @@ def rank_table(sites: tuple[Site, ...], placements: tuple[Placement, ...]) -> Fl
     In int8, where blocks have the scales, it is the true rank alone. Slices without factors, or with scale 0 and no
     extras, have rank 0: the base output keeps its bits there.
     """
-    shapes = [site.spec.slot_shape("ranks") for site in sites]
+    shapes = [site.spec.arrays["ranks"].slot_shape for site in sites]
     sizes = list(map(math.prod, shapes))
     table = np.zeros(sum(sizes), np.float32)
     views = np.split(table, np.cumsum(sizes)[:-1])

@@ -53,16 +53,22 @@ def as_sharded(spec: SlotSpec, placements: Sequence[ArrayPlacement]) -> bool:
     if spec.sharding is None:
         return False
     count = len(placements) // len(spec.of_blocks)
-    return list(placements) == [spec.shardings[j] for j in spec.of_blocks for _ in range(count)]
+    return list(placements) == [array.sharding for array in spec.of_blocks for _ in range(count)]
 
 
-def of_blocks(spec: SlotSpec, *, whole: bool) -> tuple[ArrayPlacement, ...]:
-    """Return the placements of A, B and the scales of a block of sharded slots.
+def of_blocks(spec: SlotSpec, *, whole: bool) -> dict[str, ArrayPlacement]:
+    """Return the placements of A, B and the scales of a block of sharded slots, by the names of the slot arrays.
 
     If `whole` is False, the block has one row and is replicated over the shards of experts.
     """
-    found = cast("tuple[NamedSharding, ...]", spec.block_shardings)
-    return found if whole else tuple(NamedSharding(of.mesh, PartitionSpec(None, *of.spec[1:])) for of in found)
+    found = spec.sharding
+    assert found is not None
+    rows = found.experts if whole and spec.experts is not None else ()
+    return {
+        "a": found.named(rows, (), (), found.ins),
+        "b": found.named(rows, (), found.b[2]),
+        "ranks": found.named(rows),
+    }
 
 
 def everywhere(where: ArrayPlacement) -> ArrayPlacement:

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jlora._compat import Device, Launch, launch_of, without_graphs
 from jlora.layers.site import SlotSpec
-from jlora.slots.blocks import rank_step
+from jlora.slots.blocks import block_shapes
 from jlora.slots.placement import ArrayPlacement, a_device, as_sharded, everywhere, of_blocks
 from jlora.slots.slot_write import takes_kernels, write_block, write_table
 
@@ -37,20 +37,19 @@ def compiled_write(key: WriteKey, stamps: tuple[int, ...], placements: tuple[Arr
     operands: list[tuple[jax.ShapeDtypeStruct, ...]] = []
     meshes: set[Any] = set()
     for spec, rows, count in key:
-        step = rank_step(spec)
         own = placements[len(arrays) : len(arrays) + len(spec.of_blocks) * count]
         sharding = spec.sharding if as_sharded(spec, own) else None
-        over, alone, of = (), (), (whole,) * 3
+        over, alone, of = (), (), {array.name: whole for array in spec.of_blocks}
         if sharding is not None:
             over = sharding.a[2]
             alone = sharding.experts if rows == 1 and spec.expert_shards > 1 else ()
             of = of_blocks(spec, whole=not alone)
         meshes.add(None if sharding is None else sharding.mesh)
         writers.append(partial(_write_sites, spec, count, over, alone, takes_kernels(a_device(placements[0]))))
-        of_arrays = [j for j in spec.of_blocks for _ in range(count)]
-        arrays += [_struct(spec.shapes[j], spec.dtypes[j], where) for j, where in zip(of_arrays, own, strict=True)]
-        blocks = (rows, spec.slices, step, spec.stored_in), (rows, step, spec.stored_out), (rows, spec.slices, step)
-        structs = [_struct(blocks[j], spec.dtypes[j], of[j]) for j in spec.of_blocks]
+        held = [array for array in spec.of_blocks for _ in range(count)]
+        arrays += [_struct(array.shape, array.dtype, where) for array, where in zip(held, own, strict=True)]
+        shapes = block_shapes(spec, rows)
+        structs = [_struct(shapes[array.name], array.dtype, of[array.name]) for array in spec.of_blocks]
         operands.append((*structs, _struct((4,), "int32", whole)))
 
     def write(arrays: Arrays, operands: Sequence[Arrays]) -> Arrays:
@@ -99,12 +98,12 @@ def compiled_table(
         return *write_table(table, specs, arrays[:-1], values, where[0], stamps[-1]), _stamped(arrays[-1], where[0])
 
     meshes = {spec.sharding.mesh for spec in specs if spec.sharding is not None}
-    of = [(spec, spec.index(table), where) for spec, where in zip(specs, placements[:-1], strict=True)]
-    split = all(spec.shardings[j] == where for spec, j, where in of)
+    held = [(spec.arrays[table], where) for spec, where in zip(specs, placements[:-1], strict=True)]
+    split = all(array.sharding == where for array, where in held)
     mesh = meshes.pop() if meshes and split else None
-    arrays = [_struct(spec.shapes[j], "float32", where) for spec, j, where in of]
+    arrays = [_struct(array.shape, array.dtype, where) for array, where in held]
     arrays.append(_struct(stamps, "int32", placements[-1]))
-    total = sum(math.prod(spec.slot_shape(table)) for spec in specs)
+    total = sum(math.prod(array.slot_shape) for array, _ in held)
     whole = everywhere(placements[0])
     operands = [_struct((total,), "float32", whole), _struct((4,), "int32", whole)]
     return _compile(write, mesh, placements, arrays, operands)

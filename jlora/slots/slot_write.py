@@ -49,14 +49,14 @@ def write_block(
         experts = arrays[0][0].shape[len(spec.stack) + 1]  # experts of one shard
         lead = (*(() if spec.layers is None else (row // experts,)), slot, row % experts)
     written: list[jax.Array] = []
-    tails = (zero, start, zero), (start, zero), (zero, start + 1)
-    for j, held, block in zip(spec.of_blocks, arrays, blocks, strict=True):
-        tail = tails[j]
-        if one_launch and not spec.rows and not (ranks_over and j == 0):
+    tails = {"a": (zero, start, zero), "b": (start, zero), "ranks": (zero, start + 1)}
+    for of, held, block in zip(spec.of_blocks, arrays, blocks, strict=True):
+        tail = tails[of.name]
+        if one_launch and not spec.rows and not (ranks_over and of.name == "a"):
             from jlora.pallas.triton import write  # imports Pallas' Triton backend, which is slow
 
             if write.suits(held[0].shape, len(held)):
-                if j < 2:
+                if of.name != "ranks":
                     written += write.write_rows(held, block, slot, start)
                 else:  # scales are rows of one feature, after the true rank
                     rows = write.write_rows([array[..., None] for array in held], block[..., None], slot, start + 1)
@@ -67,7 +67,7 @@ def write_block(
                 update = block.reshape((1,) * (len(lead) - 1) + block.shape)
             else:
                 update = block[i][None] if spec.layers is None else block[:, None]
-            if ranks_over and j == 0:
+            if ranks_over and of.name == "a":
                 update = _own_ranks(array, update, lead, start, ranks_over)
                 tail = (zero, zero, zero)
             if rows_over:
@@ -122,15 +122,14 @@ def write_table(
     """
     start, written = 0, list[jax.Array]()
     for spec, array in zip(specs, arrays, strict=True):
-        j, axis = spec.index(table), len(spec.stack)
-        shape = spec.slot_shape(table)
+        of, axis = spec.arrays[table], len(spec.stack)
+        shape = of.slot_shape
         size = math.prod(shape)
         block = lax.slice_in_dim(values, start, start + size).reshape(shape)
         for i, count in enumerate((*array.shape[:axis], *array.shape[axis + 1 :])):
             if count < shape[i]:
-                sharding = spec.shardings[j]
-                assert sharding is not None
-                first = lax.axis_index(sharding.spec[i + (i >= axis)]) * count
+                assert of.sharding is not None
+                first = lax.axis_index(of.sharding.spec[i + (i >= axis)]) * count
                 block = lax.dynamic_slice_in_dim(block, first, count, i)
         own = slot - spec.first_slot
         new = cast("jax.Array", lax.dynamic_update_index_in_dim(array, block, own, axis=axis))

@@ -60,10 +60,11 @@ class _Factor:
 
         Off meshes it is `whole`, the placement of arrays that every device holds.
         """
-        spec, found = self.site.spec, self.site.spec.shardings[self.half]
+        spec, array = self.site.spec, self.site.spec.arrays["ab"[self.half]]
+        found = array.sharding
         if found is None:
             return whole
-        axes = [*found.spec, *(None,) * (len(spec.shapes[self.half]) - len(found.spec))]
+        axes = [*found.spec, *(None,) * (len(array.shape) - len(found.spec))]
         del axes[len(spec.stack)]
         if is_reordered(spec, self.half):
             axes[-1] = None
@@ -485,7 +486,7 @@ def _difference(sites: Sequence[Site], found: np.ndarray, expected: np.ndarray) 
     """Return the first difference between two tables of ranks and scalings (`rank_table`), or None."""
     start = 0
     for site in sites:
-        shape = site.spec.slot_shape("ranks")
+        shape = site.spec.arrays["ranks"].slot_shape
         stop = start + math.prod(shape)
         pairs = [table[start:stop].reshape(-1, 2) for table in (found, expected)]
         for i in np.flatnonzero((pairs[0] != pairs[1]).any(axis=1)):

@@ -341,7 +341,7 @@ class _Probe:
                     values[half][(*lead, slot)][..., :rank, :] = to_stored(factor, site.spec, half, np)
                 for array, extra, of in zip(values[3:], extras, site.spec.extras, strict=True):
                     array[(*lead, slot)] = to_stored(extra, site.spec, 1, np, of.fill)
-                values[2][(*lead, slot)] = rank, *(step_a * step_b,) * (site.spec.rank_columns - 1)
+                values[2][(*lead, slot)] = rank, *(step_a * step_b,) * (values[2].shape[-1] - 1)
             self._filled[site] = _like(values, site, layer)
         return self._filled[site]
 
@@ -537,7 +537,7 @@ def _kernel(wrapped: WrappedModel, site: Site) -> Array:
 
 def _blank(spec: SlotSpec) -> list[np.ndarray]:
     """Return the arrays of empty slots."""
-    return [np.full(spec.shapes[j], spec.fills[j], spec.dtypes[j]) for j in spec.present]
+    return [np.full(array.shape, array.fill, array.dtype) for array in spec.arrays.values()]
 
 
 def _like(values: Sequence[np.ndarray], site: Site, layer: nnx.Module) -> list[Array]:

@@ -54,7 +54,7 @@ class AdapterUnavailableError(AdapterNotFoundError):
 
 
 class AdapterInUseError(LoRAError):
-    """Open batches hold an adapter beyond the timeout of a call that removes, deactivates, replaces or updates it."""
+    """Open batches hold an adapter beyond the timeout of a call that removes, replaces or updates it."""
 
 
 class LoadTimeoutError(LoRAError, TimeoutError):

@@ -31,6 +31,16 @@ def content_of(manager: jlora.LoRAManager, name: str) -> LoadedAdapter:
         return handle.adapter
 
 
+def evict(manager: jlora.LoRAManager) -> bool:
+    """Evict the adapter that a full host cache evicts next. Return False if there is none."""
+    state = manager._state
+    with state.lock:
+        name = next(state.cache.evictable(state.leases.leased()), None)
+        if name is not None:
+            state.evict(name)
+        return name is not None
+
+
 def waiting(manager: jlora.LoRAManager) -> int:
     """Return the number of calls that wait for a slot. No public call counts them."""
     return len(manager._state.queue)

@@ -321,8 +321,7 @@ ARGUMENTS = {
         lambda m: m.prepare(["third", None], [5, 4], pad_to=8), jlora.LoRAUsageError, "sum to 9", "8 packed rows",
     ),
     "padding alone": (lambda m: m.prepare(["third"], pad_to=8), jlora.LoRAUsageError, "pad_to", "token_counts"),
-    "activate": (lambda m: m.activate_adapter("nope"), jlora.AdapterNotFoundError, "'nope'", "call add_adapter first"),
-    "pin": (lambda m: m.pin_adapter("nope"), jlora.AdapterNotFoundError, "'nope'"),
+    "pin": (lambda m: m.pin_adapter("nope"), jlora.AdapterNotFoundError, "'nope'", "call add_adapter first"),
     "add a name": (lambda m: m.add_adapter("first"), jlora.LoRAUsageError, "LoRARequest or an Adapter", "str"),
     "replace what is held": (
         lambda m: m.add_adapter(sound("first"), load_inplace=True), jlora.AdapterInUseError, "'first'", "open batch",
@@ -352,7 +351,6 @@ def test_arguments(world, case):
 def test_unknown_names_that_are_no_error(world):
     with world.unharmed():
         assert world.manager.remove_adapter("nope") is False
-        assert world.manager.deactivate_adapter("nope") is False
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf, 3e38])

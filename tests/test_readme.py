@@ -43,14 +43,14 @@ def test_loop_of_readme_in_two_threads():
     readme, _ = run_blocks("README.md", 1)
     manager, model, step, tokens = (readme[name] for name in ("manager", "model", "step", "tokens"))
     first = {"sort": "a", "reverse": "c", None: "p"}
-    manager.add_adapter(jlora.LoRARequest("shift", path=str(ROOT / "jlora/demo/adapters/shift")))
+    shift = jlora.LoRARequest("shift", path=str(ROOT / "jlora/demo/adapters/shift"))
     rounds = [["sort", "reverse", None], ["reverse", None, "sort"]] * 20
 
     def prepare():
         for names in rounds:
             batch = manager.prepare(names)
-            manager.deactivate_adapter("shift")
-            manager.activate_adapter("shift")  # a write into slots that steps read
+            manager.remove_adapter("shift")
+            manager.prepare([shift]).close()  # a write into slots that steps read
             ready.put((names, batch))
 
     with ThreadPoolExecutor(1) as pool:

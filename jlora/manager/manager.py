@@ -37,7 +37,7 @@ from jlora.manager.loading import add, exact_factors, load, prefetch, read_again
 from jlora.manager.loads import Deadline, notify
 from jlora.manager.locks import StateLock
 from jlora.manager.multihost import peers_of
-from jlora.manager.prepare import activate, prepare
+from jlora.manager.prepare import pin, prepare
 from jlora.manager.report import AdapterInfo, Level, Stats, records
 from jlora.manager.snapshot import base_digest, restore, save
 from jlora.manager.state import State
@@ -65,7 +65,7 @@ class LoRAManager:
     the host cache until it is removed or replaced.
 
     Threads: every method may be called from any thread. Loads run on their own threads and never access the slot
-    arrays. Slots are written only inside `prepare`, `activate_adapter`, `pin_adapter`, `update_adapter` and `warmup`.
+    arrays. Slots are written only inside `prepare`, `pin_adapter`, `update_adapter` and `warmup`.
     If one thread runs steps while another may write slots, compile the steps with `jit`, which excludes writes while a
     step is dispatched. If no step of `jit` has run, a thread may also call a function of `jax.jit`, such as `generate`,
     while it has a batch open. A write in another thread then copies the slot arrays instead of updating them in place.
@@ -291,32 +291,7 @@ class LoRAManager:
         Raises:
           AdapterInUseError: open batches held the adapter for too long.
         """
-        state, deadline = self._state, self._deadline(timeout)
-        with state.peers.turn(f"remove_adapter({name!r})"), state.lock:
-            adapter = state.free(name, "removing", deadline)  # waits; the lock is released meanwhile
-            state.peers.agree([adapter and adapter.version])
-            with state.peers.change():
-                loads = state.loads.remove(name)
-                found = state.forget([name]) or bool(loads)
-        if adapter is not None:
-            _log.info("removed %r", name)
-        notify(loads)
-        return found
-
-    def remove_oldest_adapter(self) -> bool:
-        """Evict the least recently used adapter from the host cache that is not pinned or leased, and has a request.
-
-        Returns:
-          True if an adapter was evicted, False if there is none.
-        """
-        state = self._state
-        with state.peers.turn("remove_oldest_adapter()"), state.lock:
-            name = next(state.cache.evictable(state.leases.leased()), None)
-            state.peers.agree([name])
-            with state.peers.change():
-                if name is not None:
-                    state.evict(name)
-            return name is not None
+        return self._remove(f"remove_adapter({name!r})", name, timeout)
 
     def remove_all_adapters(self, *, timeout: float | None = None) -> None:
         """Remove all adapters, including pinned and evicted ones.
@@ -329,20 +304,27 @@ class LoRAManager:
         Raises:
           AdapterInUseError: open batches held an adapter for too long. No adapter is removed.
         """
-        state, deadline = self._state, self._deadline(timeout)
+        self._remove("remove_all_adapters()", None, timeout)
 
-        def ready() -> list[int] | None:
-            loaded = [*state.cache.loaded.values()]
-            free = all(state.is_free(adapter, "removing", deadline) for adapter in loaded)
-            return [adapter.version for adapter in loaded] if free else None
+    def _remove(self, call: str, name: str | None, timeout: float | None) -> bool:
+        """Remove a name, or all names if None. Return True if a name was known."""
+        state, cache, deadline = self._state, self._state.cache, self._deadline(timeout)
 
-        with state.peers.turn("remove_all_adapters()"), state.lock:
-            versions = state.wait(ready, deadline.at)
-            state.peers.agree(versions)
+        def ready() -> dict[str, int] | None:
+            names = [n for n in (cache.loaded if name is None else [name]) if n in cache.loaded]
+            free = all(state.is_free(cache.loaded[n], "removing", deadline) for n in names)
+            return {n: cache.loaded[n].version for n in names} if free else None
+
+        with state.peers.turn(call), state.lock:
+            versions = state.wait(ready, deadline.at) or {}  # the lock is released meanwhile
+            state.peers.agree([*versions.values()])
             with state.peers.change():
-                loads = state.loads.remove(None)
-                state.forget([*state.cache.known, *state.cache.loaded])
+                loads = state.loads.remove(name)
+                found = state.forget([*cache.known, *cache.loaded] if name is None else [name]) or bool(loads)
+        for removed in versions:
+            _log.info("removed %r", removed)
         notify(loads)
+        return found
 
     def list_adapters(
         self, names: Collection[str] | None = None, *, level: Level | None = None
@@ -368,9 +350,10 @@ class LoRAManager:
             return records(names, level, state.cache, state.pool, state.leases)
 
     def export_adapter(self, name: str) -> Adapter:
-        """Read an adapter from its slot, for example after training the slot arrays.
+        """Read an adapter from its slot on the device. `Trainer.adapter` returns one that is being trained.
 
-        Export before the next `prepare`, which may rewrite the slots from the host cache.
+        If other code has changed the slot arrays, export before the next `prepare`, which may rewrite them from the
+        host cache.
 
         Returns:
           An `Adapter` with the module names, ranks, alphas and scalings of the loaded adapter, and the values of the
@@ -392,7 +375,7 @@ class LoRAManager:
             adapter = state.newest(name)
             slot = state.pool.slot_of(adapter)
             if slot is None:
-                raise LoRAError(f"adapter {name!r} is in no slot; activate_adapter it before training")
+                raise LoRAError(f"adapter {name!r} is in no slot; prepare a batch with it first")
             if all(site.spec.dtype != "int8" for site in adapter.packed.sites):
                 return export(adapter.packed, slot, state.wrapped.modules)
         return read_again(state, adapter) or export_blocks(adapter.packed, state.pool.sites)
@@ -465,61 +448,22 @@ class LoRAManager:
 
     # --- slots --------------------------------------------------------------------------------------------------
 
-    def activate_adapter(self, name: str) -> bool:
-        """Write an adapter into a slot, loading it again if it was evicted.
+    def pin_adapter(self, name: str) -> bool:
+        """Pin an adapter, so that it is evicted neither from its slot nor from the host cache.
+
+        It is loaded again if it was evicted, and written into a slot if it is in none.
 
         Returns:
-          True if it was written. False if it was in a slot already. The call then marks a use.
+          True if it was written into a slot. False if it was in one already. The call then marks a use.
 
         Raises:
           AdapterNotFoundError: the name was not added.
           AdapterUnavailableError: it was evicted and cannot be loaded again; its files are gone or damaged.
           NoFreeSlotError: every slot is pinned or held by an open batch.
         """
-        self._check_call("activate_adapter", waits=True)
-        with self._state.peers.turn(f"activate_adapter({name!r})"):
-            return activate(self._state, name, pin=False)
-
-    def deactivate_adapter(self, name: str, *, timeout: float | None = None) -> bool:
-        """Remove an adapter from its slot. It stays in the host cache, unpinned.
-
-        Args:
-          name: name of the adapter.
-          timeout: seconds to wait for open batches, as in `remove_adapter`.
-
-        Returns:
-          True if the adapter was in a slot.
-
-        Raises:
-          AdapterInUseError: open batches held the adapter for too long.
-        """
-        state, deadline = self._state, self._deadline(timeout)
-        with state.peers.turn(f"deactivate_adapter({name!r})"), state.lock:
-            adapter = state.free(name, "deactivating", deadline, of_handles=True)
-            if adapter not in state.pool.table:
-                adapter = None
-            state.peers.agree([adapter and adapter.version])
-            with state.peers.change():
-                if adapter is not None:
-                    state.cache.pins.discard(name)
-                    state.slots.release(adapter)
-            return adapter is not None
-
-    def pin_adapter(self, name: str) -> bool:
-        """Pin an adapter, so that it is evicted neither from its slot nor from the host cache.
-
-        It is written into a slot first if it is in none.
-
-        Returns:
-          True.
-
-        Raises:
-          AdapterNotFoundError, NoFreeSlotError: as in `activate_adapter`.
-        """
         self._check_call("pin_adapter", waits=True)
         with self._state.peers.turn(f"pin_adapter({name!r})"):
-            activate(self._state, name, pin=True)
-        return True
+            return pin(self._state, name)
 
     def unpin_adapter(self, name: str) -> bool:
         """Unpin an adapter, so that it may be evicted again.

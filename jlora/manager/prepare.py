@@ -1,4 +1,4 @@
-"""Write the adapters of a batch into slots and lease them, or one adapter without a batch."""
+"""Write the adapters of a batch into slots and lease them, or pin one adapter there."""
 
 import logging
 import threading
@@ -78,8 +78,8 @@ def _attempt(state: State, args: BatchArguments, ticket: Ticket) -> LoRABatch | 
         return None
 
 
-def activate(state: State, name: str, *, pin: bool) -> bool:
-    """Write an adapter into a slot, reload it if necessary, and pin it if `pin`. Return True if it was written."""
+def pin(state: State, name: str) -> bool:
+    """See `LoRAManager.pin_adapter`."""
     state.pool.compile()
 
     def attempt() -> bool | None:
@@ -92,11 +92,10 @@ def activate(state: State, name: str, *, pin: bool) -> bool:
                 if not state.slots.copying:
                     raise
                 return None
-            state.peers.agree([adapter.name, adapter.version] if pin else _same(plan))
+            state.peers.agree([adapter.name, adapter.version, _same(plan)])
             with state.peers.change():
                 state.slots.carry_out(plan, [adapter])
-                if pin:
-                    state.cache.pins.add(name)
+                state.cache.pins.add(name)
             return bool(plan)
 
     written = state.wait(attempt)

@@ -84,7 +84,7 @@ class Stats:
     Attributes:
       host_loads, host_evictions: number of adapters added to and evicted from the host cache.
       slot_loads, slot_evictions: number of adapters written into slots, and evicted from slots to make room.
-      slot_hits: number of adapters that `prepare` or `activate_adapter` found in a slot.
+      slot_hits: number of adapters that `prepare` or `pin_adapter` found in a slot.
       compilations: number of times that the programs that write slots were compiled. It stays at 1, unless the slot
         arrays are moved to other devices.
       registered, active, leased: current number of adapters in the host cache, in slots and in open batches.
@@ -169,6 +169,6 @@ def _record(
 def unknown_name(name: str, cache: HostCache) -> str:
     """Return the message for a name not in the host cache."""
     if name in cache.known:
-        return f"adapter {name!r} was evicted from the host cache; activate_adapter or prepare loads it again"
+        return f"adapter {name!r} was evicted from the host cache; prepare or pin_adapter loads it again"
     near = nearest(name, [*cache.known, *cache.loaded])
     return f"adapter {name[:200]!r} is not loaded; call add_adapter first{near}"

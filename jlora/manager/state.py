@@ -134,33 +134,19 @@ class State:
             with self.lock.released():
                 self.changed.wait(seen, deadline)
 
-    def free(self, name: str, doing: str, deadline: Deadline, *, of_handles: bool = False) -> LoadedAdapter | None:
-        """Return the newest version of a name, once no open batch holds it; None if it is not in the host cache.
-
-        See `is_free`. Called under the state lock, which is released during the wait.
-        """
-
-        def ready() -> bool | None:
-            adapter = self.cache.loaded.get(name)
-            return adapter is None or self.is_free(adapter, doing, deadline, of_handles=of_handles) or None
-
-        self.wait(ready, deadline.at)
-        return self.cache.loaded.get(name)
-
-    def is_free(self, adapter: LoadedAdapter, doing: str, deadline: Deadline, *, of_handles: bool = False) -> bool:
+    def is_free(self, adapter: LoadedAdapter, doing: str, deadline: Deadline) -> bool:
         """Return True if no open batch holds an adapter that a call changes, and False if the call must wait.
 
         Args:
           adapter: the adapter.
           doing: the action, for the error message.
           deadline: limit of the wait.
-          of_handles: also consider batches with a version that a handle holds.
 
         Raises:
           AdapterInUseError: an open batch holds the adapter, and the deadline has passed, the batch belongs to the
             calling thread, or the mesh spans several processes, where batches may close at different times.
         """
-        if not (adapter in self.leases.leased() if of_handles else self.in_batch(adapter)):
+        if not self.in_batch(adapter):
             return True
         own = deadline.thread is not None and deadline.thread in self.leases.threads(adapter)
         if own or deadline.over or self.peers.several:

@@ -85,7 +85,7 @@ def test_explicit_axes():
     single = with_biases(Small())
     own = make_manager(single, [adapter], dora=True)
     for each in (manager, own):
-        each.activate_adapter("one")
+        each.pin_adapter("one")
     of_mesh, of_one = (nnx.to_flat_state(nnx.state(m)) for m in (model, single))
     held = {path: np.asarray(v[...]) for path, v in of_mesh if str(path[-1]).endswith("_magnitude")}
     want = {path: np.asarray(v[...]) for path, v in of_one if str(path[-1]).endswith("_magnitude")}

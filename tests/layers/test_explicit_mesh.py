@@ -34,8 +34,8 @@ def served():
     model = Model()
     twins = {"one": merge(model, TARGETS, ONE), "two": merge(model, TARGETS, TWO), None: nnx.clone(model)}
     manager = make_manager(model, [ONE, TWO])
-    manager.activate_adapter("one")
-    manager.activate_adapter("two")
+    manager.pin_adapter("one")
+    manager.pin_adapter("two")
     return model, manager, twins
 
 

@@ -272,9 +272,9 @@ def test_updates_from_explicit_arrays():
     new = {"base_model.model.up.lora_A.weight": jax.device_put(jnp.ones((2, D)), NamedSharding(mesh, P(None, "t")))}
     for context in (jax.set_mesh(mesh), contextlib.nullcontext()):
         with context:
-            manager.activate_adapter("two")
+            manager.pin_adapter("two")
             manager.update_adapter("two", new)
-            manager.activate_adapter("two")
+            manager.pin_adapter("two")
             assert (manager.export_adapter("two").modules["up"].a == 1).all()
 
 

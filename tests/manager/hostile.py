@@ -12,7 +12,7 @@ import numpy as np
 
 import jlora
 from tests.manager.tiny import World, expected, make_adapter
-from tests.records import on_host, slot_names
+from tests.records import evict, on_host, slot_names
 
 PATIENCE = 20.0  # seconds until a check counts as hung; it takes milliseconds
 
@@ -116,7 +116,7 @@ class Judge:
         self.serve(["new 2", "new 1", None], lambda name: [adapter(name)])
         for name in ("new 1", "new 2"):
             self.must(m.remove_adapter(name), "wrong", "an adapter that was served is not known")
-        while m.remove_oldest_adapter():
+        while evict(m):
             pass
         self.must(on_host(m) == [], "leaked", "some adapter cannot be evicted")
         m.remove_all_adapters()

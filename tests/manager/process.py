@@ -42,7 +42,7 @@ from tests.layers.merging import assert_close, expected_rows, make_adapter, make
 from tests.layers.mesh_models import LENGTH, ONE, SMALL, SMALL_TARGETS, TWO, Small, tokens_of
 from tests.manager.test_experts import each
 from tests.manager.tiny import DeviceError, failing_write
-from tests.records import slot_names
+from tests.records import evict, slot_names
 
 THREE, FOUR = make_adapter("three", SMALL_TARGETS[:2], 1), make_adapter("four", SMALL_TARGETS, 2)
 ADAPTERS = [ONE, TWO, THREE, FOUR]
@@ -208,7 +208,6 @@ def what_commits_nothing_sends_no_message(world: World) -> None:
     for names in (["one", "two", None, None], ["two", None, "one", "one"], [None] * 4):
         world.check(names)
     assert not manager.add_adapter(world.request("one"))
-    assert not manager.activate_adapter("two")
     assert world.rounds == before
     world.check(["three", None, None, None])
     assert world.rounds == before + 1
@@ -329,9 +328,9 @@ def versions_of_files(world: World) -> None:
         seen.append(version())
         if len(seen) == 2:
             assert manager.remove_adapter("one")
-    assert manager.remove_oldest_adapter()
+    assert evict(manager)
     assert version() == seen[-1]
-    assert manager.remove_oldest_adapter()
+    assert evict(manager)
     if world.me == 1:
         config = folder / "adapter_config.json"
         config.write_text(config.read_text() + "\n")
@@ -386,21 +385,18 @@ def unequal_calls_of_which_one_sends_no_message(world: World) -> None:
         with pytest.raises(LoRAError, match=r"remove_adapter\('two'\): not all of processes"):
             manager.remove_adapter("two")
     else:
-        assert not manager.activate_adapter("two")  # it is in a slot
+        manager.prepare(["two", None, None, None]).close()  # it is in a slot
     multihost_utils.sync_global_devices("given up")
     before = world.state()
     for attempt in (
         lambda: manager.prepare(["one", "two", None, None]),
         lambda: manager.prepare([None] * 4),
         lambda: manager.add_adapter(world.request("one")),
-        lambda: manager.activate_adapter("two"),
         lambda: manager.pin_adapter("one"),
         lambda: manager.unpin_adapter("one"),
         lambda: manager.hold("one"),
         lambda: manager.handles(batch),
         lambda: manager.remove_adapter("two"),
-        lambda: manager.deactivate_adapter("two"),
-        lambda: manager.remove_oldest_adapter(),
         lambda: manager.remove_all_adapters(),
     ):
         with pytest.raises(LoRAError, match=r"remove_adapter\('two'\) was cut short in one of the processes"):
@@ -598,11 +594,7 @@ def other_orders_of_use(world: World) -> None:
     if world.me == 1:
         manager._state.cache.loaded.move_to_end("one")
         manager._state.slots.touch(manager._state.pool.table[0])
-    for attempt in (
-        lambda: manager.add_adapter(world.request("four")),
-        lambda: manager.activate_adapter("three"),
-        manager.remove_oldest_adapter,
-    ):
+    for attempt in (lambda: manager.add_adapter(world.request("four")), lambda: manager.pin_adapter("three")):
         with pytest.raises(LoRAError, match=r"process 0 has .*, and process 1 "):
             attempt()
         assert slot_names(manager) == before[0][1]
@@ -675,11 +667,8 @@ CALLS: dict[str, Callable[[World, str, str], object]] = {
     "request": lambda w, name, other: w.manager.prepare([w.request(name, load_inplace=True), other]).close(),
     "hold": lambda w, name, other: w.manager.hold(name).close(),
     "remove": lambda w, name, other: w.manager.remove_adapter(name),
-    "oldest": lambda w, name, other: w.manager.remove_oldest_adapter(),
     "pin": lambda w, name, other: w.manager.pin_adapter(name),
     "unpin": lambda w, name, other: w.manager.unpin_adapter(name),
-    "activate": lambda w, name, other: w.manager.activate_adapter(name),
-    "deactivate": lambda w, name, other: w.manager.deactivate_adapter(name),
 }
 
 

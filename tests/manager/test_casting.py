@@ -59,5 +59,5 @@ def test_numbers_that_are_none_are_refused_in_memory_too(rng, factor, value):
     assert manager.list_adapters() == {}
     lenient = jlora.LoRAManager(Merged(), jlora.LoRAConfig(max_loras=1, max_lora_rank=4, allow_nonfinite=True))
     assert lenient.add_adapter(adapter)
-    lenient.activate_adapter("x")
+    lenient.prepare(["x"]).close()
     assert not np.isfinite(np.asarray(getattr(lenient.model.proj, f"jlora_{factor}")[...])).all()

@@ -80,7 +80,7 @@ def test_an_adapter_that_came_back_to_its_slot(loaded):
     loaded.serve(["c", None, None])
     (evicted,) = set(slots) - set(slot_names(loaded.manager))
     twin = through_state(loaded.model)
-    loaded.manager.deactivate_adapter("c")
+    loaded.manager.remove_adapter("c")
     loaded.serve([evicted, None, None])
     assert slot_names(loaded.manager) == slots
     assert np.isnan(step(loaded, twin, ["a", "b", None])).all()
@@ -109,7 +109,7 @@ def test_a_model_of_scanned_layers_alone(rng):
             return model(x)
 
     x = jnp.asarray(rng.normal(size=(1, 2, 8)), jnp.float32)
-    manager.activate_adapter("a")
+    manager.prepare(["a"]).close()
     twin = through_state(model)
     with manager.prepare(["a"]) as batch:
         np.testing.assert_array_equal(forward(twin, x, batch), forward(model, x, batch))

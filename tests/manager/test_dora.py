@@ -137,7 +137,7 @@ def test_norms_are_those_of_float64(param, slots):
     magnitude = np.linalg.norm(w, axis=0).astype(np.float32)
     module = jlora.ModuleLoRA(a=a, b=b, alpha=2.0 * rank, scaling=2.0, magnitude=magnitude)
     manager.add_adapter(jlora.Adapter(name="a", modules={"layer": module}))
-    manager.activate_adapter("a")
+    manager.prepare(["a"]).close()
     a, b = (factor.astype(slots).astype(np.float64) for factor in (a, b))
     want = magnitude / np.linalg.norm(w.T + 2 * b @ a, axis=1)
     got = np.asarray(nnx.state(model, jlora.SlotRanks)["layer"]["jlora_magnitude"][...])[0]

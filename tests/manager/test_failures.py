@@ -31,7 +31,7 @@ from tests.manager.tiny import (
     request,
     same,
 )
-from tests.records import slot_names
+from tests.records import evict, slot_names
 
 
 @pytest.fixture
@@ -241,7 +241,7 @@ def test_an_evicted_adapter_that_cannot_be_read_again(world, tmp_path, caplog, d
     make_adapter("a").save_pretrained(folder)
     asked = jlora.LoRARequest("a", folder)
     manager.add_adapter(asked)
-    assert manager.remove_oldest_adapter()
+    assert evict(manager)
     folder.rename(tmp_path / "kept")
     if damage == "truncated":
         shutil.copytree(tmp_path / "kept", folder)
@@ -252,7 +252,6 @@ def test_an_evicted_adapter_that_cannot_be_read_again(world, tmp_path, caplog, d
         lambda: manager.prepare(["a", None]),
         lambda: manager.prepare([asked]),
         lambda: manager.pin_adapter("a"),
-        lambda: manager.activate_adapter("a"),
         lambda: manager.update_adapter("a", {}),
         lambda: manager.prefetch("a").result(30),
         lambda: manager.prepare(["a", None]),  # the error of the prefetch

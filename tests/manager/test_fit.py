@@ -16,7 +16,7 @@ def test_an_adapter_is_read_back_from_its_slot(world):
         world.manager.export_adapter("a")
     with pytest.raises(jlora.AdapterNotFoundError):
         world.manager.export_adapter("b")
-    world.manager.activate_adapter("a")
+    world.manager.prepare(["a"]).close()
     read = world.manager.export_adapter("a")
     assert list(read.modules) == list(adapter.modules)
     for name, module in adapter.modules.items():

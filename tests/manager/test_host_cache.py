@@ -15,7 +15,7 @@ from jlora.manager.loaded_adapter import LoadedAdapter
 from jlora.slots.packed import PackedAdapter
 from tests.manager.test_prepare import in_time
 from tests.manager.tiny import MAX_RANK, MODULES, make_adapter, make_world, request, tensors
-from tests.records import on_host, slot_names
+from tests.records import evict, on_host, slot_names
 
 pytestmark = pytest.mark.device
 
@@ -49,7 +49,7 @@ def test_own_weights_outlive_any_number_of_loads(tmp_path):
         world.check(world.serve([request(tmp_path, name), None, None]), [make_adapter(name), None, None])
         assert slot_names(m) == (name,)  # they may leave their slots
         assert set(on_host(m)) == {"memory", "updated", name}
-    assert [m.remove_oldest_adapter() for _ in range(2)] == [True, False]
+    assert [evict(m) for _ in range(2)] == [True, False]
     assert m.stats().unevictable == m.stats().registered == 2
     world.check(world.serve(["memory", None, None]), [large("memory"), None, None])
     world.check(world.serve(["updated", None, None]), [new, None, None])

@@ -52,12 +52,11 @@ def test_a_prefetched_swap_moves_nothing_and_takes_the_programs_of_floats(moved,
         adapters = [make_adapter(name, WHOLE, rank) for name in ("one", "two", "three")]
         manager = make_manager(Merged(), adapters, dtype=dtype, max_lora_rank=rank, max_loras=1)
         for name in ("one", "two", "three"):  # the slot has had these ranks
-            manager.activate_adapter(name)
-            manager.deactivate_adapter(name)
+            manager.prepare([name]).close()
         manager.prefetch("two").result(60)
         moved.clear()
         count = writes_of(manager)
-        manager.activate_adapter("two")
+        manager.pin_adapter("two")
         programs[dtype] = writes_of(manager) - count
         assert moved == []
         with manager.prepare(["two"] * 3) as batch:
@@ -90,8 +89,8 @@ def test_exports_have_the_values_of_the_file_or_of_the_slot(tmp_path, caplog):
     TWO.save_pretrained(tmp_path / "two")
     manager = serving(ONE)
     manager.add_adapter(jlora.LoRARequest("two", str(tmp_path / "two")))
-    manager.activate_adapter("one")
-    manager.activate_adapter("two")
+    manager.prepare(["one"]).close()
+    manager.prepare(["two"]).close()
 
     def check(name, want):
         found = manager.export_adapter(name)

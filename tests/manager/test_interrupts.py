@@ -126,7 +126,7 @@ class Signals:
             "load in place": lambda w: w.manager.add_adapter(self._request(name, load_inplace=True)),
             "prepare a request": lambda w: w.manager.prepare([self._request(name), None, None]).close(),
             "prefetch": lambda w: w.manager.prefetch(self._request(name)).result(),
-            "activate": lambda w: (w.manager.add_adapter(self._request(name)), w.manager.activate_adapter(name)),
+            "add": lambda w: (w.manager.add_adapter(self._request(name)), w.manager.prepare([name]).close()),
             "remove": lambda w: w.manager.remove_adapter(name),
             "update": lambda w: self._update(w, name),
         }

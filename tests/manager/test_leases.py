@@ -21,7 +21,6 @@ def test_no_free_slot_changes_nothing(world):
     for call in (
         lambda: m.prepare(["c", None, None]),
         lambda: m.prepare(["a", "b", "c"]),
-        lambda: m.activate_adapter("c"),
         lambda: m.pin_adapter("d"),
     ):
         with pytest.raises(jlora.NoFreeSlotError, match="of 2 slots 0 are free and 0 can be evicted"):
@@ -41,7 +40,6 @@ def test_a_leased_adapter_is_not_removed_deactivated_or_replaced(world):
         first, before = world.logits(batch), world.held()
         for call in (
             lambda: m.remove_adapter("a"),
-            lambda: m.deactivate_adapter("a"),
             lambda: m.add_adapter(make_adapter("a", 1), load_inplace=True),
             m.remove_all_adapters,
         ):

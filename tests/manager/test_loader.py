@@ -21,7 +21,7 @@ import jlora
 from jlora.adapters.adapter import open_adapter
 from jlora.fit import read as fit_read
 from tests.manager.tiny import MAX_RANK, World, make_adapter, make_world, same
-from tests.records import content_of, evicted, on_host, slot_names, waiting
+from tests.records import content_of, evict, evicted, on_host, slot_names, waiting
 from tests.small_device import on_small_device
 
 pytestmark = pytest.mark.device
@@ -345,8 +345,7 @@ def test_replacement_waits_for_open_batches(world, store):
     assert future.result(30)
 
 
-@pytest.mark.parametrize("verb", ["remove_adapter", "deactivate_adapter"])
-def test_letting_go_waits_for_batches_of_other_threads(world, verb):
+def test_removal_waits_for_batches_of_other_threads(world):
     world.manager.add_adapter(make_adapter("a"))
     opened, close = threading.Event(), threading.Event()
 
@@ -358,8 +357,8 @@ def test_letting_go_waits_for_batches_of_other_threads(world, verb):
     with thread(hold):
         assert opened.wait(60)
         with pytest.raises(jlora.AdapterInUseError):
-            getattr(world.manager, verb)("a", timeout=0.05)
-        with thread(lambda: getattr(world.manager, verb)("a")) as outcome:
+            world.manager.remove_adapter("a", timeout=0.05)
+        with thread(lambda: world.manager.remove_adapter("a")) as outcome:
             time.sleep(0.05)
             assert outcome == []
             close.set()
@@ -420,17 +419,17 @@ def test_an_evicted_adapter_is_listed_and_loaded_again_on_demand(world, store):
     assert evicted(m) == {"a": store.request("a")}
     with pytest.raises(jlora.AdapterNotFoundError, match="'a' was evicted from the host cache"):
         m.export_adapter("a")
-    for call in (m.activate_adapter, m.pin_adapter, m.hold, lambda name: m.prefetch(name).result(30)):
+    for call in (m.pin_adapter, m.hold, lambda name: m.prefetch(name).result(30)):
         call("a")
         assert "a" in on_host(m)
         assert m.list_adapters(["a"])["a"].version == version  # the same content
         assert m.prefetch("a").result(30) is False
         m.unpin_adapter("a")
-        while m.remove_oldest_adapter():
+        while evict(m):
             pass
         assert "a" not in on_host(m)
     check(world, "a", None, None)
-    assert m.remove_oldest_adapter()
+    assert evict(m)
     assert m.remove_adapter("a")  # known, and forgotten now
     assert not m.remove_adapter("a")
     with pytest.raises(jlora.AdapterNotFoundError):
@@ -606,7 +605,7 @@ def test_a_callback_that_calls_for_its_own_load_raises(called):
     ):
         called.resolve = lambda request: request.path
         assert manager.add_adapter(request, timeout=10)
-        assert manager.remove_oldest_adapter()
+        assert evict(manager)
         called.resolve = call
         error = manager.prefetch(request).exception(10)
         assert isinstance(error, jlora.LoRAUsageError)
@@ -623,7 +622,7 @@ def test_removal_during_a_load_is_final(world, store, verb, known):
     manager = world.manager
     if known != "new":
         manager.add_adapter(store.request("a"))
-        assert known == "replaced" or manager.remove_oldest_adapter()
+        assert known == "replaced" or evict(manager)
     request = store.request("a", load_inplace=known == "replaced")
     reads = len(store.reads)
     store.closed.add("a")

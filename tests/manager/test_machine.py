@@ -160,16 +160,6 @@ class Books:
         if name in self.last:
             self.last[name] = (self.last[name][0], None)
 
-    def deactivate(self, name: str) -> Any:
-        item = self.get(name)
-        if item is None or item not in self.slots:
-            return False
-        if self.leased(item):
-            return jlora.AdapterInUseError
-        self.pinned.discard(name)
-        self.vacate(item)
-        return True
-
     def sweep(self) -> None:
         for slot, item in enumerate(self.slots):
             if item is not None and not self.alive(item) and item.name not in self.pinned:
@@ -335,10 +325,6 @@ class ManagerMachine(RuleBasedStateMachine):
         name = self.pick(data, [*self.books.known, *(item.name for item in self.books.host)])
         self.agree(self.books.remove(name), self.manager.remove_adapter, name, timeout=self.patience(timeout))
 
-    @rule()
-    def remove_oldest(self) -> None:
-        self.agree(self.books.remove_oldest(), self.manager.remove_oldest_adapter)
-
     @rule(timeout=TIMEOUTS)
     def remove_all(self, timeout: float | None) -> None:
         self.agree(self.books.remove_all(), self.manager.remove_all_adapters, timeout=self.patience(timeout))
@@ -379,8 +365,8 @@ class ManagerMachine(RuleBasedStateMachine):
                 books.touch_host(item)
         return None
 
-    @rule(data=st.data(), pin=st.booleans())
-    def activate(self, data: st.DataObject, pin: bool) -> None:
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
         name = self.pick(data, [*self.books.known, *(item.name for item in self.books.host)])
         want = self.recalled([name])
         if want is None:
@@ -388,14 +374,9 @@ class ManagerMachine(RuleBasedStateMachine):
             assert item is not None
             want = self.books.activate([item])
             if not isinstance(want, type):
-                want = True if pin else bool(want)
-                self.books.pinned |= {name} if pin else set()
-        self.agree(want, self.manager.pin_adapter if pin else self.manager.activate_adapter, name)
-
-    @rule(data=st.data(), timeout=TIMEOUTS)
-    def deactivate(self, data: st.DataObject, timeout: float | None) -> None:
-        name = self.newest(data)
-        self.agree(self.books.deactivate(name), self.manager.deactivate_adapter, name, timeout=self.patience(timeout))
+                want = bool(want)
+                self.books.pinned.add(name)
+        self.agree(want, self.manager.pin_adapter, name)
 
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:

@@ -159,12 +159,12 @@ def test_padded_features_are_read_back_and_updated():
     manager = make_manager(
         placed(Padded(), the_mesh(), {"out": P(None, "t"), "into": P("t")}), [adapter], max_lora_rank=3
     )
-    manager.activate_adapter("one")
+    manager.pin_adapter("one")
     assert contents(manager.export_adapter("one"))[0] == contents(adapter)[0]
     for place in (np.asarray, jnp.asarray):
         b = rng.normal(size=(12, 3)).astype(np.float32)
         manager.update_adapter("one", {"base_model.model.out.lora_B.weight": place(b)})
-        manager.activate_adapter("one")
+        manager.pin_adapter("one")
         found = manager.export_adapter("one").modules
         np.testing.assert_allclose(found["out"].b, b, rtol=2e-7)
         assert found["into"].a.tobytes() == adapter.modules["into"].a.tobytes()

@@ -33,7 +33,7 @@ class Merged(nnx.Module):
 def placed(manager, modules):
     """A [n, R, K], B [R, N] and ranks [n] of slot 0 of `proj`, after loading these modules."""
     manager.add_adapter(jlora.Adapter(name="x", modules=modules))
-    manager.activate_adapter("x")
+    manager.prepare(["x"]).close()
     layer = manager.model.proj
     return np.asarray(layer.jlora_a[0]), np.asarray(layer.jlora_b[0]), layer.jlora_ranks[0, :, 0].tolist()
 
@@ -77,7 +77,7 @@ def test_name_map(rng, name_map, name):
     manager = make_manager(model, name_map=name_map)
     module = factors(rng, 2, 16, 16)
     manager.add_adapter(jlora.Adapter(name="x", modules={name: module}))
-    manager.activate_adapter("x")
+    manager.prepare(["x"]).close()
     assert model.layers[1].o_proj.jlora_ranks[0].tolist() == [[2, 1]]
     np.testing.assert_array_equal(model.layers[1].o_proj.jlora_a[0, 0, :2], module.a)
     assert model.layers[0].o_proj.jlora_ranks[0].tolist() == [[0, 0]]
@@ -209,7 +209,7 @@ def test_names_with_and_without_the_trunk(rng, path, name, task_type):
     manager = trunk_manager(path)
     adapter = trunk_adapter(name, task_type, rng)
     manager.add_adapter(adapter)
-    manager.activate_adapter("x")
+    manager.prepare(["x"]).close()
     layer = manager.model.model.proj if path == "model.proj" else manager.model.proj
     np.testing.assert_array_equal(np.asarray(layer.jlora_a[0])[0, :1], adapter.modules[name].a)
     assert list(manager.export_adapter("x").modules) == [name]
@@ -219,7 +219,7 @@ def test_names_with_and_without_the_trunk(rng, path, name, task_type):
 def test_names_that_fit_without_a_task_type_are_read_as_they_are(rng, name):
     manager = trunk_manager("proj", "model.proj")
     manager.add_adapter(adapter := trunk_adapter(name, None, rng))
-    manager.activate_adapter("x")
+    manager.prepare(["x"]).close()
     layer = manager.model.model.proj if name == "model.proj" else manager.model.proj
     np.testing.assert_array_equal(np.asarray(layer.jlora_a[0])[0, :1], adapter.modules[name].a)
 

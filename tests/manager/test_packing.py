@@ -103,7 +103,7 @@ def check_swaps(draw, manager, places, max_rank, dtype):
     for name in "abc":
         current[name] = draw_adapter(draw, places, max_rank, name)
         manager.add_adapter(current[name], load_inplace=True)
-        manager.activate_adapter(name)
+        manager.prepare([name]).close()
         for held, info in manager.list_adapters(list(current)).items():
             if info.slot is not None:
                 assert_packed(places, current[held], info.slot, dtype)
@@ -255,7 +255,7 @@ def test_adapter_packed_by_threads_equals_numpy_packing():
     adapter = jlora.Adapter(name="x", modules=modules)
     manager.add_adapter(adapter)
     assert manager.list_adapters()["x"].nbytes > 128 << 20
-    manager.activate_adapter("x")
+    manager.prepare(["x"]).close()
     assert_packed(places, adapter, 0, "bfloat16")
 
 

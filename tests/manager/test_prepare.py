@@ -52,7 +52,7 @@ def test_bad_arguments_change_nothing(world, args, message):
 @pytest.mark.usefixtures("unchecked_calls")
 def test_slots_and_rows_of_a_batch(world):
     world.load("a", "b")
-    world.manager.activate_adapter("b")
+    world.manager.prepare(["b"]).close()
     with world.manager.prepare(["a", None, "b", "a"]) as batch:
         assert batch.slots.dtype == jnp.int32
         assert batch.slots.tolist() == [1, 2, 0, 1]  # 2 slots: 2 is no adapter
@@ -94,9 +94,9 @@ def test_a_kept_batch_does_not_outlive_a_change(world):
     world.load("a", "b", "c")
     m, names, version = world.manager, ["a", "b", None], 0
     for change in (
-        lambda: [world.serve(["c", "b", None]), world.serve(["b", "b", None]), m.deactivate_adapter("c")],
-        lambda: [m.deactivate_adapter("a"), m.deactivate_adapter("b"), m.activate_adapter("b")],
-        lambda: [m.deactivate_adapter("a"), m.warmup()],
+        lambda: [world.serve(["c", "b", None]), world.serve(["b", "b", None])],
+        lambda: [world.serve(["c", "a", None]), world.serve(["c", "b", None])],  # a and b change slots
+        lambda: [m.remove_adapter("a"), m.warmup(), world.load("a")],
         lambda: m.remove_adapter("a"),
         lambda: m.add_adapter(make_adapter("a", 2), load_inplace=True),
     ):

@@ -10,6 +10,7 @@ import pytest
 
 import jlora
 from tests.manager.tiny import make_adapter, make_world, same
+from tests.records import evict
 
 
 @pytest.mark.slow
@@ -33,8 +34,8 @@ def test_queries_are_linear_and_evictions_as_quick_with_ten_times_the_adapters(t
             name = f"tenant-{i:05d}"
             manager.add_adapter(jlora.LoRARequest(name, tmp_path) if i < 500 else dataclasses.replace(one, name=name))
         with manager.prepare(["tenant-00007", "tenant-00008"]):  # two that are passed over each time
-            evict = seconds(lambda: [manager.remove_oldest_adapter() for _ in range(90)])
-        return seconds(manager.list_adapters), seconds(manager.stats), evict
+            evicted = seconds(lambda: [evict(manager) for _ in range(90)])
+        return seconds(manager.list_adapters), seconds(manager.stats), evicted
 
     few, many = measured(600), measured(6000)
     assert many[0] < 40 * few[0]
@@ -70,7 +71,6 @@ def test_a_prepare_inside_jit_raises_and_keeps_nothing(world):
         lambda: m.prepare([request], timeout=0),
         lambda: m.add_adapter(make_adapter("c")),
         lambda: m.prefetch(request),
-        lambda: m.activate_adapter("b"),
         lambda: m.pin_adapter("b"),
         m.warmup,
     ):

@@ -25,21 +25,20 @@ RANKS = 8 * (2 + LAYERS * (3 + 1))  # each with a scale
 
 
 @pytest.mark.parametrize("module", A_ROW)
-def test_an_adapter_of_one_module_moves_one_row(world, moved, module):
-    world.manager.warmup()
-    world.manager.add_adapter(make_adapter("one", rank=1, modules=[module]))
-    world.manager.activate_adapter("one")
-    world.manager.deactivate_adapter("one")
-    moved.clear()
-    world.manager.activate_adapter("one")  # the second time: where things go is on the device by now, and its ranks
-    assert sum(array.nbytes for array in moved) == ROW * A_ROW[module]
-    world.manager.deactivate_adapter("one")
-    world.manager.add_adapter(make_adapter("two", rank=2, modules=[module]))
-    moved.clear()
-    world.manager.activate_adapter("two")
-    assert sum(array.nbytes for array in moved) == ROW * A_ROW[module] + RANKS
-    world.manager.deactivate_adapter("two")
-    world.check(world.serve(["one", None, None]), [make_adapter("one", rank=1, modules=[module]), None, None])
+def test_an_adapter_of_one_module_moves_one_row(moved, module):
+    world = make_world(max_loras=1, max_cpu_loras=3)
+    m, ranks = world.manager, {"one": 1, "other": 1, "two": 2}
+    adapters = [make_adapter(name, rank=rank, modules=[module]) for name, rank in ranks.items()]
+    m.warmup()
+    # From the second time on, where things go is on the device. Equal ranks are too.
+    for adapter, nbytes in zip(adapters, (None, 0, RANKS), strict=True):
+        m.add_adapter(adapter)
+        moved.clear()
+        assert m.pin_adapter(adapter.name)
+        assert nbytes is None or sum(array.nbytes for array in moved) == ROW * A_ROW[module] + nbytes
+        assert not m.pin_adapter(adapter.name)  # it is in a slot
+        m.unpin_adapter(adapter.name)
+        world.check(world.serve([adapter.name, None, None]), [adapter, None, None])
 
 
 def staged_bytes(monkeypatch, shapes) -> list[int]:
@@ -100,10 +99,10 @@ def test_several_writes_in_a_row_stay_bounded_together(monkeypatch):
 def test_the_write_is_in_place(world):
     """The arrays after a write are the same memory, and the arrays before it are gone."""
     world.load("a", "b", modules=list(MODULES))
-    world.manager.activate_adapter("a")
+    world.manager.pin_adapter("a")
     before = [array for _, array in world.slots()]
     places = [array.unsafe_buffer_pointer() for array in before]
-    world.manager.activate_adapter("b")
+    world.manager.pin_adapter("b")
     assert all(array.is_deleted() for array in before if array.shape[-1] > 2)  # the ranks may have been there
     assert [array.unsafe_buffer_pointer() for _, array in world.slots()] == places
 
@@ -120,7 +119,8 @@ def test_a_write_beside_another_thread_s_open_batch_consumes_nothing(world):
 
     def consumed(name):
         before = [array for _, array in world.slots()]
-        world.manager.activate_adapter(name)
+        world.manager.pin_adapter(name)
+        world.manager.unpin_adapter(name)
         return {array.is_deleted() for array in before}
 
     thread = threading.Thread(target=other)
@@ -221,7 +221,7 @@ def test_slots_are_the_state_of_the_model(world):
     world.manager.add_adapter(make_adapter("a"))
     before = world.manager.slots
     assert world.manager.slots is before  # no write in between
-    world.manager.activate_adapter("a")
+    world.manager.pin_adapter("a")
     after, state = world.manager.slots, nnx.state(world.model, jlora.SlotParam)
     assert after is not before
     chex.assert_trees_all_equal_structs(after, state, before)

@@ -43,7 +43,7 @@ from tests.manager.tiny import (
     refused,
     request,
 )
-from tests.records import content_of, evicted, on_host, slot_names
+from tests.records import content_of, evict, evicted, on_host, slot_names
 from tests.small_device import on_small_device
 
 pytestmark = pytest.mark.device
@@ -159,9 +159,9 @@ def test_a_name_and_a_version_mean_the_same_bytes(world, tmp_path):
     restored(world, tmp_path / "saved")
     assert versions(world) == first
     manager.remove_adapter("c")
-    while manager.remove_oldest_adapter():
+    while evict(manager):
         pass
-    manager.activate_adapter("a")
+    manager.prepare(["a"]).close()
     assert versions(world)["a"] == first["a"]  # recalled: the same bytes
     manager.remove_adapter("a")
     manager.add_adapter(request(tmp_path, "a"))
@@ -186,7 +186,7 @@ def test_files_that_changed_are_another_version(world, tmp_path, evicted):
     for name in "ab":
         twin(0).save_pretrained(tmp_path / name)
         manager.add_adapter(jlora.LoRARequest(name, tmp_path / name))
-        assert not evicted or manager.remove_oldest_adapter()
+        assert not evicted or evict(manager)
     manager.save(tmp_path / "saved")
     for version, name in enumerate("ba"):
         write_twin(tmp_path / name, version, "copied")
@@ -202,7 +202,7 @@ def test_updated_weights_come_back(world, tmp_path):
     make_adapter("b", rank=2, modules=["layers.0.q_proj", "layers.0.k_proj", "embed"]).save_pretrained(tmp_path / "b-0")
     for name in "ab":
         manager.add_adapter(request(tmp_path, name))
-    manager.activate_adapter("b")
+    manager.prepare(["b"]).close()
     new = np.random.default_rng(0).normal(size=(2, 16)).astype(np.float32)
     manager.update_adapter("b", {TENSOR: new})
     manager.update_adapter("b", {TENSOR: jnp.asarray(new + 1)})
@@ -253,7 +253,7 @@ def test_weights_of_layers_of_every_kind(tmp_path, what):
     one, want, restored = make(), make_other(), make_other()
     for manager in (one, want):
         manager.add_adapter(make_one())
-        manager.activate_adapter("x")
+        manager.prepare(["x"]).close()
     one.save(tmp_path)
     restored.restore(tmp_path)
     known, found = (content_of(manager, "x").packed for manager in (want, restored))
@@ -287,7 +287,7 @@ def test_saved_adapters_are_folders_of_peft(tmp_path):
         jlora.Adapter(name="head", modules={}, heads={"other.second": head}),
     ):
         one.add_adapter(adapter)
-        one.activate_adapter(adapter.name)
+        one.prepare([adapter.name]).close()
     one.save(tmp_path)
     other.restore(tmp_path)
     entries = json.loads((tmp_path / "adapters.json").read_text())["saved"]["adapters"]
@@ -322,7 +322,7 @@ def test_files_that_are_gone_are_an_error_when_the_adapter_is_used(world, tmp_pa
     for name in "ab":
         manager.add_adapter(request(tmp_path, name))
     manager.pin_adapter("a")
-    manager.activate_adapter("b")
+    manager.prepare(["b"]).close()
     manager.save(tmp_path / "saved")
     (tmp_path / "a-0").rename(tmp_path / "gone-a")
     restored(world, tmp_path / "saved")
@@ -617,7 +617,7 @@ WRONG = {
 def test_fields_of_other_types_are_refused_by_name(world, tmp_path):
     """In a file with the digest of its content; nothing changes in the manager."""
     as_new(world).manager.add_adapter(request(tmp_path, "a"))
-    world.manager.activate_adapter("a")
+    world.manager.prepare(["a"]).close()
     world.manager.save(tmp_path)
     file = tmp_path / "adapters.json"
     whole = file.read_text()

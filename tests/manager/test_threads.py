@@ -25,7 +25,7 @@ from flax import nnx
 import jlora
 from tests.manager.hostile import Harm, Judge, adapter
 from tests.manager.tiny import SEQUENCES, make_world
-from tests.records import slot_names
+from tests.records import evict, slot_names
 
 pytestmark = pytest.mark.device
 
@@ -100,10 +100,7 @@ class Crowd:
     def swaps(self, rng: np.random.Generator) -> None:
         name = str(rng.choice(list(NAMES)))
         self.world.manager.add_adapter(self.request(name), timeout=5)
-        if rng.random() < 0.5:
-            self.world.manager.activate_adapter(name)
-        else:
-            self.world.manager.prepare([name, None, None], timeout=0.2).close()
+        self.world.manager.prepare([name, None, None], timeout=0.2).close()
         self.done["swaps"] += 1
 
     def loads(self, rng: np.random.Generator) -> None:
@@ -125,13 +122,11 @@ class Crowd:
 
     def removes(self, rng: np.random.Generator) -> None:
         m, name = self.world.manager, str(rng.choice(list(NAMES)))
-        match int(rng.integers(4)):
+        match int(rng.integers(3)):
             case 0:
                 m.remove_adapter(name, timeout=0.05)
             case 1:
-                m.deactivate_adapter(name, timeout=0.05)
-            case 2:
-                m.remove_oldest_adapter()
+                evict(m)
             case _:
                 m.list_adapters(), m.stats(), slot_names(m), m.leases()
         self.done["removes"] += 1

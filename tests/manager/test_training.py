@@ -241,7 +241,7 @@ def forward(model, tokens, batch):
 
 def check_served(manager, name: str, adapter: jlora.Adapter) -> None:
     """Check that the manager serves and exports these weights of an adapter."""
-    manager.activate_adapter(name)
+    manager.prepare([name]).close()
     exported = manager.export_adapter(name).modules
     for module, want in adapter.modules.items():
         np.testing.assert_array_equal(exported[module].a, want.a)
@@ -269,7 +269,7 @@ def test_a_published_step_is_neither_undone_nor_mixed_with_others(tmp_path):
     check_served(manager, "query", published)
     step()
     check_served(manager, "query", published)
-    manager.activate_adapter("wide")  # evicts it from the only slot
+    manager.prepare(["wide"]).close()  # evicts it from the only slot
     assert manager.list_adapters()["query"].slot is None
     check_served(manager, "query", published)
     old = jax.tree.map(jnp.copy, manager.slots)
@@ -516,7 +516,7 @@ def test_stacked_layers_and_experts_that_share_factors():
         before = losses
     published = {name: trainer.adapter(name).modules for name in trainer.publish()}
     for name, modules in published.items():
-        manager.activate_adapter(name)
+        manager.prepare([name]).close()
         for module, served in manager.export_adapter(name).modules.items():
             np.testing.assert_array_equal(served.a, modules[module].a)
             np.testing.assert_array_equal(served.b, modules[module].b)
@@ -598,7 +598,7 @@ def test_axes_of_any_kind(kind, fully):
         trainer.state = jax.device_get(reference.state)
         assert step(manager, trainer, on_mesh) == pytest.approx(step(one, reference, tokens), rel=1e-5)
         assert trainer.publish() == {"one": 1, "two": 1}
-        manager.activate_adapter("one")
+        manager.pin_adapter("one")
         published, trained = (found.modules for found in (manager.export_adapter("one"), trainer.adapter("one")))
     for module, want in reference.adapter("one").modules.items():
         np.testing.assert_allclose(trained[module].a, want.a, atol=1e-4)

@@ -41,7 +41,7 @@ def test_activated_adapters_are_loaded_and_listed(tmp_path):
         jlora.Survey(Model(), config_of(activated=True)).check(source)
         assert world.manager.add_adapter(source)
         assert world.manager.list_adapters()["act"].invocation_tokens == TOKENS
-        world.manager.activate_adapter("act")
+        world.manager.prepare(["act"]).close()
         assert world.manager.export_adapter("act").invocation_tokens == TOKENS
         world.manager.remove_adapter("act")
     world.manager.add_adapter(make_adapter("plain", rank=2, modules=["layers.0.k_proj"]))

@@ -22,7 +22,7 @@ from jlora.adapters.adapter import open_adapter
 from jlora.fit import read as fit_read
 from jlora.manager import loading, update
 from tests.manager.tiny import MODULES, lora, make_adapter, make_world, tensors
-from tests.records import content_of, slot_names
+from tests.records import content_of, evict, slot_names
 
 pytestmark = pytest.mark.device
 
@@ -86,7 +86,7 @@ def load_again(world, folder, how):
     if how == "removed":
         world.manager.remove_adapter("a")
     elif "evicted" in how:
-        assert world.manager.remove_oldest_adapter()
+        assert evict(world.manager)
     if how != "evicted":
         world.manager.add_adapter(jlora.LoRARequest("a", folder, load_inplace=how != "removed"))
 
@@ -119,7 +119,7 @@ def test_a_folder_that_changed_since_the_eviction_is_a_new_version_with_one_warn
     for again, warned in (("evicted", 0), ("rewritten", 1), ("evicted", 1)):
         if again == "rewritten":
             write_twin(folder, 1, "rewritten")
-        assert world.manager.remove_oldest_adapter()
+        assert evict(world.manager)
         assert versions(world, request) == (first + warned,)
         world.check(world.serve(["a", None, None]), [twin(warned), None, None])
         assert len(warnings_of(caplog)) == warned
@@ -129,7 +129,7 @@ def test_a_folder_that_changed_since_the_eviction_is_a_new_version_with_one_warn
     )
     other = folder.parent / "other"
     twin(2).save_pretrained(other)
-    assert world.manager.remove_oldest_adapter()
+    assert evict(world.manager)
     world.manager.add_adapter(jlora.LoRARequest("a", other))  # by a call, of other files
     assert versions(world, "a") == (first + 2,)
     assert len(warnings_of(caplog)) == 1
@@ -143,7 +143,7 @@ def test_an_evicted_adapter_whose_folder_is_being_rewritten_is_read_when_it_is_w
     new = jlora.Adapter(name="a", modules=modules)
     new.save_pretrained(folder.parent / "new")
     weights, config = "adapter_model.safetensors", "adapter_config.json"
-    assert world.manager.remove_oldest_adapter()
+    assert evict(world.manager)
     shutil.copy(folder.parent / "new" / weights, folder / weights)
     later = threading.Timer(0.1, shutil.copy, (folder.parent / "new" / config, folder / config))
     later.start()
@@ -206,7 +206,7 @@ def test_an_evicted_adapter_of_the_hub_comes_back_at_the_commit_of_its_load(worl
     (first,) = versions(world, "a")
     hub.commit(1)
     for again in ("a", request):
-        assert world.manager.remove_oldest_adapter()
+        assert evict(world.manager)
         assert versions(world, again) == (first,)
         world.check(world.serve(["a", None, None]), [twin(0), None, None])
     assert warnings_of(caplog) == []
@@ -221,7 +221,7 @@ def test_a_commit_that_the_hub_lost_is_replaced_by_a_new_version_with_one_warnin
     (first,) = versions(world, "a")
     hub.lost.add(hub.head)
     hub.commit(1)
-    assert world.manager.remove_oldest_adapter()
+    assert evict(world.manager)
     assert versions(world, "a") == (first + 1,)
     world.check(world.serve(["a", None, None]), [twin(1), None, None])
     assert len(warnings_of(caplog)) == 1
@@ -232,7 +232,7 @@ def test_a_restored_manager_reads_the_commit_of_the_load(world, hub, tmp_path, c
     world.manager.add_adapter(jlora.LoRARequest("a", "org/a"))
     (first,) = versions(world, "a")
     if not cached:
-        assert world.manager.remove_oldest_adapter()
+        assert evict(world.manager)
     world.manager.save(tmp_path / "saved")
     hub.commit(1)
     restored = make_world()
@@ -261,7 +261,7 @@ def test_an_adapter_in_memory_is_not_the_content_of_its_files(world, folder):
     seen = {versions(world, "a")}
     for adapter in (changed, read, changed):
         if len(seen) == 1:
-            assert world.manager.remove_oldest_adapter()
+            assert evict(world.manager)
         else:
             world.manager.remove_adapter("a")
         world.manager.add_adapter(adapter)
@@ -360,19 +360,19 @@ def one_slot():
     world = make_world(max_loras=1, max_cpu_loras=2)
     world.manager.add_adapter(make_adapter("a", rank=2, modules=list(MODULES)))
     load(world, "b")
-    world.manager.activate_adapter("a")
+    world.manager.prepare(["a"]).close()
     return world
 
 
 @pytest.mark.device("cpu")  # an accelerator has pinned memory that updates are copied to
-@pytest.mark.parametrize("how", ["prepare", "activate_adapter"])
+@pytest.mark.parametrize("how", ["prepare", "pin_adapter"])
 def test_prepare_waits_until_an_update_is_copied_back(copy_back, how):
     world = one_slot()
     new = updated_on_device(world, "a", 3)
     with pytest.raises(jlora.LoadTimeoutError, match="being copied from its slot"):
         world.manager.prepare(["b", None, None], timeout=0)  # does not wait, but may be repeated
     with ThreadPoolExecutor() as pool:
-        waits = pool.submit(getattr(world.manager, how), "b" if how == "activate_adapter" else ["b", None, None])
+        waits = pool.submit(getattr(world.manager, how), "b" if how == "pin_adapter" else ["b", None, None])
         with pytest.raises(TimeoutError):
             waits.result(0.3)
         assert slot_names(world.manager) == ("a",)
@@ -380,6 +380,8 @@ def test_prepare_waits_until_an_update_is_copied_back(copy_back, how):
         found = waits.result(30)
     if how == "prepare":
         found.close()
+    else:
+        assert found is world.manager.unpin_adapter("b") is True
     assert slot_names(world.manager) == ("b",)
     world.check(world.serve(["a", None, None]), [new, None, None])
 
@@ -415,6 +417,7 @@ def test_host_arrays_while_an_update_is_copied_back(world, copy_back):
     with pytest.raises(jlora.NoFreeSlotError):
         manager.prepare(["c", None, None])
     copy_back.go.set()
-    manager.deactivate_adapter("a")
+    manager.unpin_adapter("a")
+    world.serve(["c", None, None])  # evicts it
     want = dataclasses.replace(new, modules={**new.modules, name: changed})
     world.check(world.serve(["a", None, "a"]), [want, None, want])

@@ -95,7 +95,7 @@ def test_warmup_changes_nothing_that_is_loaded(world, active):
     m.warmup()  # compiles, if no test did before
     world.load(*"abc")
     for name in active:
-        m.activate_adapter(name)
+        m.prepare([name]).close()
     names = [*active, None, None, None][:SEQUENCES]
     first = world.serve(names)
     before, stats = world.held(), m.stats()
@@ -122,7 +122,7 @@ def test_stats_count(tmp_path):
     m.prepare(["b", "b", "c"]).close()
     check(3, 0, 2, 0, 0)
     m.prepare(["b", "b", "c"]).close()
-    m.activate_adapter("c")
+    m.prepare(["c"]).close()
     check(3, 0, 2, 0, 3)
     m.prepare(["a", "c", None]).close()
     check(3, 0, 3, 1, 4)
@@ -156,8 +156,8 @@ def test_list_adapters_shows_every_level(world):
 def test_list_adapters_takes_names_and_a_level(world):
     m = world.manager
     world.load(*"abc")
-    m.activate_adapter("c")
-    m.activate_adapter("a")
+    m.prepare(["c"]).close()
+    m.prepare(["a"]).close()
     everything = m.list_adapters()
     assert list(everything) == ["b", "c", "a"]
     assert m.list_adapters(["a", "nobody", "b"]) == {name: everything[name] for name in "ab"}
@@ -187,4 +187,4 @@ def test_a_manager_that_gave_its_model_back_takes_nothing(tmp_path):
             call()
     again = jlora.LoRAManager(world.model, jlora.LoRAConfig(max_loras=1, max_lora_rank=2))
     again.add_adapter(make_adapter("z", rank=2))
-    assert again.activate_adapter("z")
+    assert again.pin_adapter("z")

@@ -268,7 +268,8 @@ class WorkerLoRAs:
         self._close()
         if adapter_id not in self._names:
             raise jlora.AdapterNotFoundError(f"no adapter with the number {adapter_id} is loaded")
-        return self.manager.pin_adapter(self._names[adapter_id])
+        self.manager.pin_adapter(self._names[adapter_id])
+        return True
 
     def list_adapters(self) -> set[int]:
         """Return the numbers of the adapters in the host cache."""

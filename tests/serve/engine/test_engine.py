@@ -25,7 +25,7 @@ from jlora.serve import (
     SamplingParams,
     StepFailedError,
 )
-from tests.records import evicted, slot_names
+from tests.records import evict, evicted, slot_names
 from tests.serve.client import until
 from tests.serve.conftest import ADAPTERS, ROWS, request_of
 
@@ -426,7 +426,7 @@ def test_evicted_adapter_whose_folder_is_gone(world, tmp_path, caplog):
     shutil.copytree(ADAPTERS["sort"], tmp_path / "guest")
     world.engine.add_lora(jlora.LoRARequest("guest", str(tmp_path / "guest")))
     while "guest" not in evicted(world.manager):
-        assert world.manager.remove_oldest_adapter()
+        assert evict(world.manager)
     (tmp_path / "guest").rename(tmp_path / "away")
     with pytest.raises(jlora.AdapterUnavailableError, match=str(tmp_path / "guest")):
         world.engine.submit(WORD, GREEDY, lora="guest").result(60)
@@ -461,7 +461,7 @@ def test_loads_that_hang_or_cannot_start_leave_room_for_others(world):
 
 
 def test_load_of_an_unloaded_adapter_does_not_bring_it_back(world, disk):
-    assert world.manager.remove_oldest_adapter()
+    assert evict(world.manager)
     (name,) = evicted(world.manager)
     disk.folder = ADAPTERS[name]
     disk.go.clear()
@@ -518,7 +518,7 @@ def test_listed_fields_of_an_adapter_outlive_eviction(world):
     assert (found["beside"].path, found["beside"].parent) == (request_of("sort").path, None)
     assert began <= found["guest"].created <= found["beside"].created <= time.time()
     while "guest" not in evicted(manager):
-        assert manager.remove_oldest_adapter()
+        assert evict(manager)
     listed = engine.list_loras()["guest"]
     assert listed == dataclasses.replace(found["guest"], info=listed.info)
     assert (listed.info.level, listed.info.request) == ("evicted", request_of("guest", "sort"))

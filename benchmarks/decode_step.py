@@ -75,6 +75,10 @@ llama_3_8b = partial(dense, vocab=128256, hidden=4096, inner=14336, heads=32, kv
 qwen2_5_7b = partial(dense, vocab=152064, hidden=3584, inner=18944, heads=28, kv_heads=4, qkv_bias=True)
 qwen3_14b = partial(dense, vocab=151936, hidden=5120, inner=17408, heads=40, kv_heads=8, qk_norm=True)
 mistral_24b = partial(dense, vocab=131072, hidden=5120, inner=32768, heads=32, kv_heads=8)
+olmo_2_13b = partial(dense, vocab=100352, hidden=5120, inner=13824, heads=40, kv_heads=40, qk_norm=True)
+llama_3_2_3b = partial(dense, vocab=128256, hidden=3072, inner=8192, heads=24, kv_heads=8)
+gemma_3_12b = partial(dense, vocab=262208, hidden=3840, inner=15360, heads=16, kv_heads=8, head_dim=256, qk_norm=True)
+phi_4 = partial(dense, vocab=100352, hidden=5120, inner=17920, heads=40, kv_heads=10)
 
 
 def qwen3_30b_a3b(layers: int) -> DecoderConfig:
@@ -112,6 +116,10 @@ MODELS = {
     "qwen2.5-7b": (qwen2_5_7b, 28, 64),
     "qwen3-14b": (qwen3_14b, 40, 64),
     "mistral-24b": (mistral_24b, 40, 64),
+    "olmo-2-13b": (olmo_2_13b, 40, 64),
+    "llama-3.2-3b": (llama_3_2_3b, 28, 64),
+    "gemma-3-12b": (gemma_3_12b, 48, 64),
+    "phi-4": (phi_4, 40, 64),
     "qwen3-30b-a3b": (qwen3_30b_a3b, 8, 8),
     "small": (small, 4, 64),
 }

@@ -25,7 +25,7 @@ SLOW = {
     "soak": "--steps 20 --out FOLDER/soak.json",
 }
 # These need an accelerator or minutes, and are only imported.
-IMPORTED = {"aot", "aot_gpu", "aot_tpu", "attention", "decode_loop", "moe_block", "moe_kernels"}
+IMPORTED = {"aot", "aot_gpu", "aot_tpu", "attention", "decode_loop", "in_turns", "moe_block", "moe_kernels"}
 IMPORTED |= {"serve_http", "serve_zipf", "swap", "tpu_cycles", "tpu_step"}
 # These need packages that the tests do not install.
 ELSEWHERE = {"aot_vllm", "plot", "serve_replicas", *(name for name in summaries() if name.startswith("peers."))}

@@ -1,13 +1,20 @@
-"""Copies of a wrapped model, which the manager does not write: right until a slot is written, NaN afterwards."""
+"""Copies of a wrapped model, which the manager does not write: right until a slot is written, NaN afterwards.
+
+Sequences without an adapter keep their answers.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import jlora
 from jlora.errors import LoRAError
+from tests.layers.merging import Holder, Target, make_manager, serve
+from tests.layers.merging import make_adapter as layer_adapter
+from tests.layers.mesh_models import mesh_of, placed
 from tests.manager.tiny import DeviceError, Stack, failing_write, make_adapter, make_world, tensors
 from tests.records import slot_names
 
@@ -41,12 +48,22 @@ def step(world, model, names):
         return np.asarray(world.forward(model, world.tokens, batch))
 
 
+def no_answers(found, names, base):
+    """Check that sequences with an adapter have NaN alone, and the others the bits of the base model."""
+    for row, name, without in zip(found, names, base, strict=True):
+        assert np.isnan(row).all() if name is not None else np.array_equal(row, without)
+
+
+def refused(world, model, names):
+    no_answers(step(world, model, names), names, step(world, world.model, [None] * 3))
+
+
 def test_a_copy_that_missed_a_write_gives_no_answer(loaded):
     twin = through_state(loaded.model)
     loaded.check(step(loaded, twin, ["a", "b", None]), [ADAPTERS["a"], ADAPTERS["b"], None])
-    assert np.isnan(step(loaded, twin, ["c", "b", None])).all()  # c is in the slot that a had
+    refused(loaded, twin, ["c", "b", None])  # c is in the slot that a had
     loaded.check(step(loaded, loaded.model, ["c", "b", None]), [ADAPTERS["c"], ADAPTERS["b"], None])
-    assert np.isnan(step(loaded, twin, [None, None, "c"])).all()
+    refused(loaded, twin, [None, None, "c"])
     fresh = through_state(loaded.model)
     loaded.check(step(loaded, fresh, ["c", "b", None]), [ADAPTERS["c"], ADAPTERS["b"], None])
     assert loaded.traces == [1]
@@ -70,7 +87,7 @@ def test_copy_serves_slots_that_were_not_written_since(loaded):
     np.testing.assert_array_equal(step(loaded, twin, [None] * 3), base)
     new = make_adapter(kept, 1, rank=2, modules=list(ADAPTERS[kept].modules))
     loaded.manager.update_adapter(kept, tensors(new, np.asarray))
-    assert np.isnan(step(loaded, twin, [kept, None, None])).all()
+    refused(loaded, twin, [kept, None, None])
     loaded.check(step(loaded, loaded.model, [kept, None, None]), [new, None, None])
 
 
@@ -83,7 +100,7 @@ def test_an_adapter_that_came_back_to_its_slot(loaded):
     loaded.manager.remove_adapter("c")
     loaded.serve([evicted, None, None])
     assert slot_names(loaded.manager) == slots
-    assert np.isnan(step(loaded, twin, ["a", "b", None])).all()
+    refused(loaded, twin, ["a", "b", None])
 
 
 def test_a_copy_of_slots_that_were_half_written(loaded):
@@ -92,7 +109,45 @@ def test_a_copy_of_slots_that_were_half_written(loaded):
         loaded.serve(["c", None, None])
     twin = through_state(loaded.model)
     loaded.check(loaded.serve(["c", None, None]), [ADAPTERS["c"], None, None])
-    assert np.isnan(step(loaded, twin, ["c", None, None])).all()
+    refused(loaded, twin, ["c", None, None])
+
+
+SHARDED = {"data_axes": ["data"], "fully_sharded": True}
+ON_MESH = [pytest.mark.mesh, pytest.mark.device(devices=8)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "split", "config"),
+    [
+        ("linear", None, {"dora": True}),
+        ("linear", None, {"dtype": "int8"}),
+        ("embedding", None, {}),
+        pytest.param("linear", P(None, "t"), SHARDED, marks=ON_MESH),
+        pytest.param("linear", P("t"), {}, marks=ON_MESH),  # the product is computed together with its LoRA
+        pytest.param("linear", P("u", "t"), SHARDED, marks=ON_MESH),
+        pytest.param("embedding", P("t"), {}, marks=ON_MESH),
+        pytest.param("embedding", P(None, "t"), SHARDED, marks=ON_MESH),
+    ],
+    ids=str,
+)
+def test_a_model_of_one_layer(kind, split, config):
+    make = nnx.Embed if kind == "embedding" else nnx.Linear
+    model = Holder(make(8, 8, rngs=nnx.Rngs(0)))
+    if split is not None:
+        placed(model, mesh_of(data=2, u=2, t=2), {"proj": split})
+    adapters = [layer_adapter(name, [Target("proj", 8, 8, "", kind=kind)], 2) for name in "ab"]
+    manager = make_manager(model, adapters, max_loras=1, target_modules=["proj"], **config)
+    x = jnp.arange(8, dtype=jnp.int32).reshape(4, 2) if kind == "embedding" else jnp.ones((4, 2, 8))
+    names = ["a", None, "a", None]
+    manager.activate_adapter("a")
+    twin = through_state(model)
+    with manager.prepare(names) as batch:
+        np.testing.assert_array_equal(serve(twin, x, batch), serve(model, x, batch))
+    manager.activate_adapter("b")
+    with manager.prepare(names) as batch:
+        found = np.asarray(serve(model, x, batch))
+        assert np.isfinite(found).all()
+        no_answers(np.asarray(serve(twin, x, batch)), names, found)
 
 
 def test_a_model_of_scanned_layers_alone(rng):

@@ -74,6 +74,16 @@ def test_add_lora(backend, dtype, tolerance):
 
 
 @EVERY
+def test_the_full_rank_and_scales_of_nan_reach_every_column(backend):
+    a, b, ranks, *_ = factors(RANKS, RANK, K, SIZES)
+    base, x = rows_of("float32")
+    plan = ops.make_plan(jnp.asarray(IDS), num_groups=4, tile_m=16)
+    run = jax.jit(run_of(backend, "add_lora"), static_argnames="slice_sizes")
+    ranks = jnp.full_like(ranks, jnp.nan).at[..., 0].set(RANK)
+    assert np.isnan(np.asarray(run(base, x, 0 * a, b, plan, slice_sizes=SIZES, ranks=ranks))[OWNED]).all()
+
+
+@EVERY
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_shrink_then_expand(backend, dtype):
     """h is that of the int8 values, and the delta alone is float32."""

@@ -136,6 +136,17 @@ def test_shrink_is_unscaled_and_expand_scales(operands, backend):
         close_rows(got, reference(np.zeros_like(base) if given is None else given, x, a, b), 3e-6)
 
 
+@EACH_BACKEND
+def test_the_full_rank_and_a_scale_of_nan_reach_every_column(operands, backend):
+    """A copy of the model that missed a write has these, whatever its factors are."""
+    base, x, a, b, plan = operands
+    run = jax.jit(run_of(backend, "add_lora"), static_argnames="slice_sizes")
+    ranks = with_scales(np.full_like(RANKS, RANK), np.nan)
+    got = np.asarray(run(base, x, 0 * jnp.nan_to_num(a), jnp.nan_to_num(b), plan, slice_sizes=SIZES, ranks=ranks))
+    assert np.isnan(got[OWNED]).all()
+    np.testing.assert_array_equal(got[~OWNED], base[~OWNED])
+
+
 def test_a_scaled_float16_intermediate_may_exceed_its_range():
     x, a = jnp.full((2, 64), 8.0, jnp.float16), jnp.full((1, 1, 4, 64), 8.0, jnp.float16)
     b = jnp.full((1, 4, 16), 1e-3, jnp.float16)

@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int, Integer
 
 from jlora.errors import LoRAError
+from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.forward.call_rows import CallRows
 from jlora.layers.forward.context import staged
 from jlora.layers.forward.merged_columns import merged_columns
@@ -87,19 +88,21 @@ class SlotFactors(NamedTuple):
         return Factor(self.b, self.ranks)
 
 
-def slot_factors(layer: nnx.Module, site: Site) -> SlotFactors:
-    """Return the slot arrays of a layer inside the forward.
+def slot_factors(layer: nnx.Module, site: Site, batch: LoRABatch) -> SlotFactors:
+    """Return the slot arrays of a layer inside the forward, for `batch` (`check_stamps`).
 
     Raises:
-      LoRAError: they would be constants of a compiled function, or the layer is a stack that is not mapped.
+      LoRAError: they would be constants of a compiled function, the layer is a stack that is not mapped, or, in an
+        eager call, the copy of the model missed a write.
     """
     a, b, ranks, *extras = _slot_arrays(layer, site)
-    return SlotFactors(a, b, ranks, extras)
+    return SlotFactors(a, b, check_stamps(layer, site, batch, ranks, site.spec.max_rank), extras)
 
 
-def shared_factor(layer: nnx.Module, site: Site) -> Factor:
-    """Return the single factor of a site in `site.shared`. Raises as `slot_factors`."""
-    return Factor(*_slot_arrays(layer, site))
+def shared_factors(layer: nnx.Module, site: Site, batch: LoRABatch) -> list[Factor]:
+    """Return the single factor of each site in `site.shared`. Raises as `slot_factors`."""
+    arrays = [_slot_arrays(layer, each) for each in site.shared]
+    return [Factor(a, check_stamps(layer, site, batch, r, site.spec.max_rank)) for a, r in arrays]
 
 
 def _slot_arrays(layer: nnx.Module, site: Site) -> Sequence[Array]:
@@ -152,8 +155,7 @@ def add_delta(
     rows = scope.rows(site, base, row_map)
     if rows is None:
         return base
-    own = slot_factors(layer, site)
-    shared = [shared_factor(layer, each) for each in site.shared]
+    own, shared = slot_factors(layer, site, scope.batch), shared_factors(layer, site, scope.batch)
     sharding = split_of(site.spec)
     sums = () if experts_reached(site) else sharding.experts
     complete = not reached(site)  # in the calling code; inside `local` it always is
@@ -181,7 +183,6 @@ def add_delta(
         return summed(jnp.where(mine[..., None], out, jnp.zeros_like(out)), sums)
 
     with jax.named_scope("lora"):
-        base = check_stamps(layer, site, scope.batch, base)
         expert = None
         if sums:
             assert row_map is not None
@@ -251,13 +252,12 @@ def add_lookup(
 
     with jax.named_scope("lora"):
         ids = rows.slots(site.spec.num_slots)
-        base = check_stamps(layer, site, scope.batch, base)
         lead = rows.sharding.axes
         of_base, of_rows = partition(*lead, sharding.outs), partition(*lead)
         of_ids = partition(*lead[: ids[0].ndim])
         specs = of_base, of_rows, of_ids, factor_specs(site.spec), plan_specs(rows)
         mapped = on_mesh(sharding, local, specs, of_base)
-        return mapped(base, tokens, ids, slot_factors(layer, site), rows.adapters)
+        return mapped(base, tokens, ids, slot_factors(layer, site, scope.batch), rows.adapters)
 
 
 # --- the code of a shard ----------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def replace_rows(
         of_rows, of_x = partition(*lead, ()), partition(*lead, sharding.ins)
         specs = of_rows, of_x, partition(*lead[: ids.ndim]), factor_specs(site.spec), plan_specs(rows)
         mapped = on_mesh(sharding, local, specs, of_rows)
-        return mapped(base, x, ids, slot_factors(layer, site), rows.adapters[0])
+        return mapped(base, x, ids, slot_factors(layer, site, scope.batch), rows.adapters[0])
 
 
 def _widened(rows: Float[Array, "M N"], columns: int) -> Float[Array, "M columns"]:

@@ -15,12 +15,12 @@ from jlora._json import Json, JSONError, parse_object
 from jlora.adapters.activation import check_invocation_tokens
 from jlora.adapters.escaping import kind_of, shown, shown_path, shown_value
 from jlora.adapters.expert_fields import EXPERT_FIELDS, ExpertFields, expert_fields
-from jlora.adapters.extras import EXTRAS
 from jlora.adapters.files import MemoryFile, open_file
 from jlora.adapters.pattern_table import PatternTable, pattern_table
 from jlora.adapters.patterns import Pattern, compile_pattern
 from jlora.adapters.peft_config import PeftConfig
 from jlora.adapters.problems import Problems
+from jlora.adapters.variants import EXTRAS
 from jlora.errors import AdapterFormatError, AdapterMismatchError
 
 CONFIG_FILE = "adapter_config.json"

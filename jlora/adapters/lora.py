@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Float
 
 from jlora.adapters.escaping import shown
-from jlora.adapters.extras import ACTIVATED, EXTRAS, VARIANTS, extras_of
 from jlora.adapters.peft_config import Kind
+from jlora.adapters.variants import ACTIVATED, EXTRAS, VARIANTS, extras_of
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageError
 
 FLOATS = tuple(np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from jlora.adapters.expert_fields import ExpertFields
-from jlora.adapters.extras import Extra
 from jlora.adapters.pattern_table import PatternTable
 from jlora.adapters.patterns import Pattern
+from jlora.adapters.variants import Extra
 from jlora.adapters.wrapped_names import readings
 
 Kind = Literal["linear", "embedding"]

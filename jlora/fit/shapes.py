@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from jlora.adapters import Adapter, SavedHead
-from jlora.adapters.extras import brought
 from jlora.adapters.lora import ExpertsLoRA, Layer, LoRA, tensors_of
 from jlora.adapters.tensor_data import all_finite
+from jlora.adapters.variants import brought
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 from jlora.fit.names import SiteIndex
 from jlora.layers.site import Site

@@ -16,11 +16,11 @@ from jax.sharding import NamedSharding
 from jlora._compat import Device, default_device
 from jlora._memory import device_bytes
 from jlora._typing import Backend
-from jlora.adapters.extras import Extra
+from jlora.adapters.variants import Extra
 from jlora.config import LoRAConfig
 from jlora.errors import LoRAError
-from jlora.layers.finish.finisher import Finisher
 from jlora.layers.specs import Blocks, Doubt
+from jlora.layers.variants.finisher import Finisher
 from jlora.sharding.rules import KernelSharding
 
 HEAD = "jlora_head"  # prefix of the arrays of saved heads

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from jlora._compat import explicit_transfers
-from jlora.adapters.extras import MAGNITUDE
+from jlora.adapters.variants import MAGNITUDE
 from jlora.errors import AdapterMismatchError, LoRAError
 from jlora.layers.base_kernel import kernel_of
 from jlora.layers.site import Site

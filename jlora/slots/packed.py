@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jlora.adapters import Adapter
-from jlora.adapters.extras import EXTRAS
+from jlora.adapters.variants import EXTRAS
 from jlora.config import LoRARequest
 from jlora.layers.site import Site
 from jlora.slots.blocks import Block

@@ -12,8 +12,8 @@ from jaxtyping import Float
 from jlora._memory import fresh
 from jlora._threads import on_threads
 from jlora.adapters.expert_formats import decide_exchanged
-from jlora.adapters.extras import extras_of
 from jlora.adapters.lora import ExpertsLoRA, Layer
+from jlora.adapters.variants import extras_of
 from jlora.errors import AdapterMismatchError
 from jlora.layers.site import Site
 from jlora.layers.wrap.wrapped import WrappedModel, own_order_of

@@ -1,4 +1,4 @@
-"""Values of slots for the arrays that adapters bring beside A and B (`jlora.adapters.extras`)."""
+"""Values of slots for the arrays that adapters bring beside A and B (`jlora.adapters.variants`)."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from jaxtyping import Float
 
-from jlora.adapters.extras import EXTRAS, MAGNITUDE, Extra
+from jlora.adapters.variants import EXTRAS, MAGNITUDE, Extra
 from jlora.layers.site import Site
 from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.slots import magnitudes

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Real
 from jlora._compat import raw_value, to_device
 from jlora._interrupts import sigint_deferred
 from jlora.adapters import Adapter
-from jlora.adapters.extras import EXTRAS
+from jlora.adapters.variants import EXTRAS
 from jlora.errors import LoRAUsageError
 from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.forward.mesh import off_explicit

@@ -3,7 +3,7 @@
 import pytest
 
 from jlora.adapters.config_file import read_config
-from jlora.adapters.extras import MAGNITUDE
+from jlora.adapters.variants import MAGNITUDE
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 
 

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 import jlora
 from jlora import active_from
 from jlora.adapters import Adapter, ExpertsLoRA
-from jlora.adapters.extras import VARIANTS
+from jlora.adapters.variants import VARIANTS
 from jlora.errors import LoRAError
 from tests.adapters.reading import contents
 

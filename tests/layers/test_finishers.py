@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jlora.layers.finish.dora import SCALE_COLUMNS
+from jlora.layers.variants.dora import SCALE_COLUMNS
 from jlora.pallas import api
 from tests import oracle
 from tests.pallas.test_ranks import TRITON, XLA, run_of

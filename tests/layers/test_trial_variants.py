@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jlora
 from jlora.errors import AdapterMismatchError, LoRAError
-from jlora.layers.finish.dora import SCALE_COLUMNS
+from jlora.layers.variants.dora import SCALE_COLUMNS
 from jlora.layers.wrap.discover import register_layer
 from tests.layers.merging import Target, assert_close, make_adapter, make_dora, merge, normal, run, serve
 from tests.layers.mesh_models import K, Split, mesh_of, placed

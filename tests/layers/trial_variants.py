@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jlora
-from jlora.adapters.extras import EXTRAS, MAGNITUDE, VARIANTS, Extra
-from jlora.layers.finish import FINISHERS
-from jlora.layers.finish.dora import SCALE_COLUMNS
-from jlora.layers.finish.finisher import Finisher
+from jlora.adapters.variants import EXTRAS, MAGNITUDE, VARIANTS, Extra
+from jlora.layers.variants import FINISHERS
+from jlora.layers.variants.dora import SCALE_COLUMNS
+from jlora.layers.variants.finisher import Finisher
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

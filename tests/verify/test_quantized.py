@@ -8,7 +8,7 @@ from flax import nnx
 
 import jlora
 from jlora.errors import LoRAError
-from jlora.layers.finish.dora import SCALE_COLUMNS
+from jlora.layers.variants.dora import SCALE_COLUMNS
 from jlora.layers.wrap.discover import register_layer
 from tests.layers.merging import make_manager, normal, serve
 from tests.layers.trial_variants import broken, registered

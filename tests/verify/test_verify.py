@@ -11,7 +11,7 @@ from flax import nnx
 
 import jlora
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
-from jlora.layers.finish.dora import SCALE_COLUMNS
+from jlora.layers.variants.dora import SCALE_COLUMNS
 from jlora.layers.wrap.discover import register_layer
 from tests.layers.merging import (
     Target,

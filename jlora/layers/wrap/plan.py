@@ -11,11 +11,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jlora.config import CONFIG_DTYPES, LoRAConfig, count_expert_slots, slot_dtype
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.base_kernel import Kernel, arrays_of, kernel_of
-from jlora.layers.finish import chosen
 from jlora.layers.forward.experts import prefix_of, shared_sites
 from jlora.layers.forward.merged_columns import too_many_pieces
 from jlora.layers.site import HEAD, SEQUENCES, Site, SlotSpec
 from jlora.layers.specs import Doubt, EmbedSpec, ExpertsSpec, LinearSpec, Spec, own_attribute
+from jlora.layers.variants import chosen
 from jlora.layers.wrap.discover import Found, discover
 from jlora.layers.wrap.select import (
     Heads,

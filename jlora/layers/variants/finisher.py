@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-from jlora.adapters.extras import Extra
+from jlora.adapters.variants import Extra
 
 
 class Apply(Protocol):

@@ -4,8 +4,8 @@ To add one, write its file, and name it in `FINISHERS`.
 """
 
 from jlora.config import LoRAConfig
-from jlora.layers.finish.dora import SCALE_COLUMNS
-from jlora.layers.finish.finisher import Finisher
+from jlora.layers.variants.dora import SCALE_COLUMNS
+from jlora.layers.variants.finisher import Finisher
 
 FINISHERS = [SCALE_COLUMNS]  # in the order in which they run
 

@@ -11,8 +11,8 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from jlora.adapters.extras import MAGNITUDE
-from jlora.layers.finish.finisher import Finisher
+from jlora.adapters.variants import MAGNITUDE
+from jlora.layers.variants.finisher import Finisher
 
 
 def _scale_columns(

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jlora._compat import Device, default_device
 from jlora._memory import device_bytes
 from jlora._typing import Backend
-from jlora.adapters.variants import Extra
+from jlora.adapters.variants import Variant
 from jlora.config import LoRAConfig
 from jlora.errors import LoRAError
 from jlora.layers.specs import Blocks, Doubt
@@ -86,9 +86,9 @@ class SlotSpec:
     finishers: tuple[Finisher, ...] = ()
 
     @functools.cached_property
-    def extras(self) -> tuple[Extra, ...]:
-        """Arrays of the finishers, in order."""
-        return tuple(extra for finisher in self.finishers for extra in finisher.extras)
+    def extras(self) -> tuple[Variant, ...]:
+        """Variants whose vectors the slots hold, in the order of the finishers."""
+        return tuple(finisher.variant for finisher in self.finishers)
 
     @functools.cached_property
     def expert_shards(self) -> int:

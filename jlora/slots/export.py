@@ -104,7 +104,7 @@ def _module(name: str, p: Placement, a: Float[np.ndarray, "n R K"], b: Float[np.
             f"adapter {name!r}: {p.module} is one factor A for {p.count} slices of {p.site.path!r}, and training made "
             "them differ; train with one module for each slice"
         )
-    return ModuleLoRA(a=_a(p, a), b=_b(p, b), kind=p.site.kind, alpha=p.alpha, scaling=p.scaling, **p.extras)
+    return ModuleLoRA(a=_a(p, a), b=_b(p, b), kind=p.site.kind, alpha=p.alpha, scaling=p.scaling, vectors=p.extras)
 
 
 def _experts(halves: Sequence[_Half]) -> tuple[str, ExpertsLoRA]:

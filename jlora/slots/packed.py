@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jlora.adapters import Adapter
-from jlora.adapters.variants import EXTRAS
+from jlora.adapters.variants import described
 from jlora.config import LoRARequest
 from jlora.layers.site import Site
 from jlora.slots.blocks import Block
@@ -43,7 +43,7 @@ class Placement:
       rank: Rank of the module; the number of outputs of a saved head.
       alpha: `lora_alpha` of PEFT.
       scaling: Scaling of PEFT.
-      extras: `Extra.name` -> array that the module brings beside A and B, as float32.
+      extras: `ModuleLoRA.vectors`, as float32.
     """
 
     module: str
@@ -97,7 +97,7 @@ class PackedAdapter:
       ranks: true rank and scale of each output slice of every site, in the order of the pool (`rank_table`).
       rank: The largest rank of a LoRA module.
       life: Its blocks and version, and where the blocks are.
-      extras: `Extra.name` -> values of a slot (`slot_values`), for the extras that its modules bring.
+      extras: name of a variant -> values of a slot (`slot_values`), for the variants of its modules.
       about: The adapter without its arrays, for the metadata of an export.
       request: The request from which it is loaded again after an eviction, or None if it was not loaded from one.
       key: `Adapter.fingerprint` of its files, or None if its weights are from memory.
@@ -166,9 +166,8 @@ class PackedAdapter:
     @property
     def served_alone(self) -> str | None:
         """Why a sequence takes it with no other adapter and no factor, as the adapter's kind; None if it need not."""
-        for extra in EXTRAS:
-            if extra.name in self.extras:
-                return f"a {extra.title} adapter"
+        for variant in described(self.extras):
+            return f"a {variant.title} adapter"
         return "an adapter with a saved head" if self.saved_outputs else None
 
     @property

@@ -251,7 +251,7 @@ def serve(model: Decoder, slots: int, args: argparse.Namespace, dtype=jnp.bfloat
         dtype=dtype,
         target_modules=["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
         max_adapters_per_sequence=args.adapters_per_sequence,
-        dora=args.dora,
+        variants=["dora"] * args.dora,
         **options,
     )
     manager = jlora.LoRAManager(model, config)

@@ -79,7 +79,7 @@ def adapters(config: DecoderConfig, rank: int, prefix: str, count: int, *, dora:
                 a = (rng.standard_normal((rank, k), np.float32) * 0.02).astype(ml_dtypes.bfloat16)
                 b = (rng.standard_normal((n, rank), np.float32) * 0.02).astype(ml_dtypes.bfloat16)
                 modules[f"{prefix}layers.{layer}.{part}{name}"] = jlora.ModuleLoRA(
-                    a=a, b=b, alpha=2.0 * rank, scaling=2.0, magnitude=np.ones(n, np.float32) if dora else None
+                    a=a, b=b, alpha=2.0 * rank, scaling=2.0, vectors={"dora": np.ones(n, np.float32)} if dora else {}
                 )
         made.append(jlora.Adapter(name=f"adapter{i}", modules=modules))
     return made
@@ -373,7 +373,7 @@ def main() -> None:
         targets = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
         options = jlora.LoRAConfig(
             max_loras=SLOTS, max_lora_rank=args.rank, max_cpu_loras=3 * ADAPTERS, dtype=args.lora_dtype,
-            target_modules=targets, dora=args.dora,
+            target_modules=targets, variants=["dora"] * args.dora,
         )  # fmt: skip
         manager = jlora.LoRAManager(model, options)
         if args.dora:

@@ -76,7 +76,7 @@ _CONFIG: Mapping[str, Rule] = {
         "a positive int of at most max_loras",
     ),
     "allow_nonfinite": _BOOL,
-    "dora": _BOOL,
+    "variants": (_are_names, 'a list of names, such as ["dora"]'),
     "activated": _BOOL,
     "saved_heads": (_are_counts, 'a mapping of names of layers to their most outputs, such as {"score": 8}'),
     "fully_sharded": _BOOL,
@@ -146,7 +146,8 @@ class LoRAConfig:
         launches to every layer. With None, batches have no factors: a `Mix` of one adapter needs 1.
       allow_nonfinite: Accept adapters with NaN or infinity, which are refused otherwise. Without it, slot arrays set by
         hand must be finite too: on a TPU one that is not may change the rows of other adapters.
-      dora: Serve DoRA adapters (arXiv:2402.09353). It takes one more float32 array [slots, N] for each linear layer.
+      variants: Variants of LoRA to serve beside plain adapters: "dora" for DoRA (arXiv:2402.09353). Each takes one more
+        float32 array [slots, N] for each linear layer. The manager raises `LoRAUsageError` for an unknown name.
       activated: Serve activated LoRA adapters (aLoRA, arXiv:2504.12397). `prepare` takes `active_from`, the first row
         on which the adapter of each sequence acts.
       saved_heads: Linear layers that an adapter can replace by a fully trained one (a saved head, PEFT's
@@ -181,7 +182,7 @@ class LoRAConfig:
     max_cpu_bytes: int | None = None
     max_adapters_per_sequence: int | None = None
     allow_nonfinite: bool = False
-    dora: bool = False
+    variants: Sequence[str] = ()
     activated: bool = False
     saved_heads: Mapping[str, int] | None = None
     fully_sharded: bool = False
@@ -202,7 +203,8 @@ class LoRAConfig:
         for field in ("max_lora_rank", "expert_slots", "saved_heads"):
             if is_mapping(value := getattr(self, field)):
                 object.__setattr__(self, field, dict(value) or None)
-        object.__setattr__(self, "data_axes", tuple(self.data_axes))
+        for field in ("variants", "data_axes"):
+            object.__setattr__(self, field, tuple(getattr(self, field)))
 
 
 def count_expert_slots(config: LoRAConfig) -> tuple[int, int]:

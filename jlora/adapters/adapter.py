@@ -21,14 +21,24 @@ from jlora.adapters.checkpoint import Checkpoint, OwnExperts, open_checkpoint
 from jlora.adapters.config_file import CONFIG_FILE, PEFT_FIELDS, read_config
 from jlora.adapters.escaping import listed, shown, shown_path, shown_value
 from jlora.adapters.expert_formats import flat_orientation, flattened, stored_names
-from jlora.adapters.extras import MAGNITUDE, Extra, brought, extras_of
 from jlora.adapters.files import MemoryFile, content_key
 from jlora.adapters.int8 import error_of
-from jlora.adapters.lora import FLOATS, ExpertsLoRA, HostArray, LoRA, ModuleLoRA, SavedHead, check_variants, tensors_of
+from jlora.adapters.lora import (
+    FLOATS,
+    ExpertsLoRA,
+    HostArray,
+    LoRA,
+    ModuleLoRA,
+    SavedHead,
+    check_variants,
+    tensors_of,
+    vectors_of,
+)
 from jlora.adapters.peft_config import Kind, PeftConfig, scaling_of
 from jlora.adapters.problems import Problems
 from jlora.adapters.resolve import WEIGHTS_FILE, AdapterFolder, adapter_files, resolve
 from jlora.adapters.state_dict import config_file, weights_file
+from jlora.adapters.variants import described
 from jlora.errors import AdapterFormatError, LoRAError, LoRAUsageError, printable
 
 T = TypeVar("T")
@@ -60,8 +70,8 @@ class Adapter:
         with those that have weights; None if the adapter was made from arrays.
 
     Raises:
-      AdapterFormatError: Some modules have a magnitude and others have none, `invocation_tokens` are not token ids, or
-        a module has both LoRA and a saved head.
+      AdapterFormatError: Some modules have the vector of a variant and others have none, `invocation_tokens` are not
+        token ids, or a module has both LoRA and a saved head.
       AdapterMismatchError: PEFT has no DoRA or aLoRA for these modules, or an aLoRA adapter has a saved head
         (`check_variants`).
     """
@@ -84,11 +94,11 @@ class Adapter:
         where = f"adapter {shown(str(self.name))}"  # the manager refuses a name that is no string
         check_invocation_tokens(self.invocation_tokens, f"{where}: invocation_tokens")
         check_variants(where, self.modules, self.heads, self)
-        for extra in self.extras:
-            if plain := [name for name, module in self.modules.items() if extra.name not in extras_of(module)]:
+        for variant in described(self.variants):
+            if plain := [name for name, module in self.modules.items() if variant.name not in vectors_of(module)]:
                 raise AdapterFormatError(
-                    f"{where}: module {shown(min(plain))} has no {extra.name}; expected one for each module of a "
-                    f"{extra.title} adapter"
+                    f"{where}: module {shown(min(plain))} has no vector {variant.name!r}; expected one for each module "
+                    f"of a {variant.title} adapter"
                 )
         if both := self.heads.keys() & self.modules.keys():
             raise AdapterFormatError(
@@ -96,14 +106,9 @@ class Adapter:
             )
 
     @property
-    def use_dora(self) -> bool:
-        """True for a DoRA adapter, whose modules all have a magnitude."""
-        return MAGNITUDE in self.extras
-
-    @property
-    def extras(self) -> tuple[Extra, ...]:
-        """Arrays that all modules bring beside A and B."""
-        return brought(self.modules.values())
+    def variants(self) -> tuple[str, ...]:
+        """Names of the variants of LoRA that the adapter is of, ("dora",) for DoRA. All modules have their vectors."""
+        return tuple(v.name for v in described(name for module in self.modules.values() for name in vectors_of(module)))
 
     @property
     def layers(self) -> dict[str, LoRA | SavedHead]:
@@ -127,7 +132,9 @@ class Adapter:
         Args:
           unread: Modules of which not all values were read, to leave out.
         """
-        judged = {name: module for name, module in self.modules.items() if name not in unread and not extras_of(module)}
+        judged = {
+            name: module for name, module in self.modules.items() if name not in unread and not vectors_of(module)
+        }
         idle = [name for name, lora in judged.items() if lora.scaling == 0 or _is_zero(lora.b) or _is_zero(lora.a)]
         if len(idle) < len(judged):  # an expert that training never routed to keeps a B of zeros
             idle = [name for name in idle if "experts" not in name.split(".")]
@@ -267,7 +274,7 @@ class Adapter:
         alpha: float | Mapping[str, float],
         use_rslora: bool = False,
         embeddings: Collection[str] = (),
-        magnitudes: Mapping[str, ArrayLike] | None = None,
+        vectors: Mapping[str, Mapping[str, ArrayLike]] | None = None,
         heads: Mapping[str, SavedHead] | None = None,
         invocation_tokens: Sequence[int] = (),
         base_model_name: str | None = None,
@@ -281,18 +288,18 @@ class Adapter:
           alpha: One alpha for all modules, or module name -> alpha.
           use_rslora: Scale by alpha / sqrt(rank) instead of alpha / rank.
           embeddings: Names of the modules that are embeddings, with a [r, V] and b [D, r].
-          magnitudes: Module name -> magnitude [N], for all modules of a DoRA adapter. None for plain LoRA.
+          vectors: Module name -> `ModuleLoRA.vectors`, for all modules of a variant such as DoRA. None for plain LoRA.
           heads: Module name -> fully trained layer, for example a classifier's `score`. None for none.
           invocation_tokens: Token ids that activate an activated LoRA (aLoRA). Empty for a plain adapter.
           base_model_name: Model that the adapter was trained on.
           task_type: PEFT's task type, written by `save_pretrained`.
 
         Raises:
-          AdapterFormatError: A factor is not a float matrix, a and b have different ranks, a magnitude is not a float
-            vector of the rows of b, or `invocation_tokens` are not token ids.
+          AdapterFormatError: A factor is not a float matrix, a and b have different ranks, a vector is of no variant
+            or is not a float vector of the rows of b, or `invocation_tokens` are not token ids.
           AdapterMismatchError: PEFT has no DoRA or aLoRA for these modules.
-          LoRAUsageError: `alpha`, `embeddings` or `magnitudes` names a module that `arrays` lacks, `alpha` or
-            `magnitudes` omits one, or an alpha is not a number.
+          LoRAUsageError: `alpha`, `embeddings` or `vectors` names a module that `arrays` lacks, `alpha` or `vectors`
+            omits one, or an alpha is not a number.
         """
         alphas = alpha if isinstance(alpha, Mapping) else dict.fromkeys(arrays, alpha)
         if isinstance(embeddings, str) or alphas.keys() != arrays.keys() or not set(embeddings) <= arrays.keys():
@@ -300,10 +307,10 @@ class Adapter:
                 f"adapter {shown(name)}: alpha and embeddings must name the modules of arrays, "
                 f"{shown_value(sorted(arrays), 500)}"
             )
-        if magnitudes is not None and magnitudes.keys() != arrays.keys():
+        if vectors is not None and vectors.keys() != arrays.keys():
             raise LoRAUsageError(
-                f"adapter {shown(name)}: magnitudes must name the modules of arrays, "
-                f"{shown_value(sorted(arrays), 500)}; found {shown_value(sorted(magnitudes), 500)}"
+                f"adapter {shown(name)}: vectors must name the modules of arrays, "
+                f"{shown_value(sorted(arrays), 500)}; found {shown_value(sorted(vectors), 500)}"
             )
         for module, value in alphas.items():
             if isinstance(value, bool) or not isinstance(value, int | float | np.number):
@@ -313,10 +320,8 @@ class Adapter:
             a, b = np.asarray(a), np.asarray(b)
             scaling = scaling_of(float(alphas[module]), max(1, a.shape[0] if a.ndim else 0), use_rslora)
             kind: Kind = "embedding" if module in embeddings else "linear"
-            magnitude = None if magnitudes is None else np.asarray(magnitudes[module])
-            modules[module] = ModuleLoRA(
-                a=a, b=b, kind=kind, alpha=float(alphas[module]), scaling=scaling, magnitude=magnitude
-            )
+            own = {variant: np.asarray(array) for variant, array in (vectors or {}).get(module, {}).items()}
+            modules[module] = ModuleLoRA(a=a, b=b, kind=kind, alpha=float(alphas[module]), scaling=scaling, vectors=own)
         return cls(
             name=name,
             modules=modules,
@@ -436,7 +441,7 @@ class Adapter:
             "r": rank,
             "lora_alpha": _as_int(alpha),
             "use_rslora": self.use_rslora,
-            **{extra.field: True for extra in self.extras},
+            **{variant.field: True for variant in described(self.variants)},
             **({"alora_invocation_tokens": list(self.invocation_tokens)} if self.invocation_tokens else {}),
             "rank_pattern": {_exactly(n): m.rank for n, m in self.modules.items() if m.rank != rank},
             "alpha_pattern": {_exactly(n): _as_int(m.alpha) for n, m in self.modules.items() if m.alpha != alpha},

@@ -1,5 +1,6 @@
 """Read `adapter_model.safetensors` into NumPy arrays, as LoRA pairs and base weights."""
 
+import functools
 import itertools
 import re
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
@@ -13,13 +14,21 @@ import numpy as np
 from jlora.adapters.config_file import CONFIG_FILE
 from jlora.adapters.escaping import shown, shown_path, shown_value
 from jlora.adapters.expert_formats import Stacked, is_stacked, stacked_pairs
-from jlora.adapters.extras import EXTRAS, Extra, extras_of
 from jlora.adapters.files import MemoryFile, ReadFile, open_file
-from jlora.adapters.lora import ExpertsLoRA, HostArray, LoRA, ModuleLoRA, SavedHead, UnreadArray, check_variants
+from jlora.adapters.lora import (
+    ExpertsLoRA,
+    HostArray,
+    LoRA,
+    ModuleLoRA,
+    SavedHead,
+    UnreadArray,
+    check_variants,
+)
 from jlora.adapters.peft_config import Kind, PeftConfig, scaling_of
 from jlora.adapters.problems import Problems
 from jlora.adapters.tensor_data import DTYPES, Share, read_tensors
 from jlora.adapters.tensor_file import TensorInfo, read_header
+from jlora.adapters.variants import VARIANTS, Variant, described
 from jlora.adapters.wrapped_names import WRAPPER
 from jlora.errors import AdapterFormatError, AdapterMismatchError
 
@@ -30,9 +39,6 @@ _RAW = rf"(?:\.default|\.(?:{WRAPPER}))*"
 _LORA = re.compile(
     rf"(?P<linear>.+)\.lora_(?P<half>[AB]){_RAW}\.weight|(?P<embedding>.+)\.lora_(?P<table>embedding_[AB]){_RAW}"
 )
-_EXTRA_KEYS = tuple(extra.key for extra in EXTRAS)
-# PEFT's save_pretrained removes ".weight".
-_EXTRA = re.compile(rf"(?P<module>.+)\.(?P<key>{'|'.join(map(re.escape, _EXTRA_KEYS))}){_RAW}(\.weight)?")
 # PEFT stores the base weight beside LoRA on an embedding or lm_head, and also resized weights of these two names.
 _BASE = re.compile(r"(?P<module>.+)\.base_layer\.weight|(?P<resized>(.+\.)?(embed_tokens|lm_head))\.weight")
 # A layer of a fully trained module. PEFT's save_pretrained removes ".modules_to_save".
@@ -93,9 +99,9 @@ class Checkpoint:
                 a, b = self._stacked[name].arrays(a, b)
                 modules[name] = replace(module, a=a, b=b)
             else:
-                extras: Any = {extra: arrays[_key(array)] for extra, array in extras_of(module).items()}
+                vectors = {name: arrays[_key(array)] for name, array in module.vectors.items()}
                 kind, alpha, scaling = module.kind, module.alpha, module.scaling  # `replace` takes twice as long
-                modules[name] = ModuleLoRA(a=a, b=b, kind=kind, alpha=alpha, scaling=scaling, **extras)
+                modules[name] = ModuleLoRA(a=a, b=b, kind=kind, alpha=alpha, scaling=scaling, vectors=vectors)
         heads = {
             name: SavedHead(arrays[_key(head.weight)], None if head.bias is None else arrays[_key(head.bias)])
             for name, head in self.heads.items()
@@ -108,7 +114,7 @@ class Checkpoint:
         for name, experts in own.items():
             module = self.modules[name]
             if isinstance(module, ModuleLoRA):
-                arrays = (module.a, module.b, *extras_of(module).values())
+                arrays = (module.a, module.b, *module.vectors.values())
                 found |= {_key(array): Share(1, 1, experts) for array in arrays}
                 continue
             _, out, rank = module.b.shape
@@ -181,8 +187,8 @@ def sorted_keys(
 ) -> dict[str, dict[str, str]]:
     """Return module name -> part -> tensor key. With `problems`, keys with a problem are left out.
 
-    Parts are "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", `Extra.key`, "base", and, in the modules named
-    by `saved` (PEFT's `modules_to_save`), "head_weight" and "head_bias".
+    Parts are "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", `Variant.tensor`, "base", and, in the modules
+    named by `saved` (PEFT's `modules_to_save`), "head_weight" and "head_bias".
 
     Raises:
       AdapterMismatchError: A tensor of a kind that is not served.
@@ -195,8 +201,8 @@ def sorted_keys(
         name = key.removeprefix(_PREFIX)
         if lora := _LORA.fullmatch(name):
             module, part = lora["linear"] or lora["embedding"], "lora_" + (lora["half"] or lora["table"])
-        elif extra := _EXTRA.fullmatch(name):
-            module, part = extra["module"], extra["key"]
+        elif (vector := _vector_of(name)) is not None:
+            module, part = vector
         elif (head := _saved_part(name, saved)) is not None:
             module, part = head
         elif base := _BASE.fullmatch(name):
@@ -217,6 +223,21 @@ def sorted_keys(
     if problems is None:
         collected.raise_first()
     return found
+
+
+def _vector_of(name: str) -> tuple[str, str] | None:
+    """Return (module, `Variant.tensor`) of the vector of a variant, else None."""
+    for variant in VARIANTS.values():
+        if (found := _vector_pattern(variant.tensor).fullmatch(name)) is not None:
+            return found["module"], variant.tensor
+    return None
+
+
+@functools.cache
+def _vector_pattern(tensor: str) -> re.Pattern[str]:
+    holder, _, attribute = map(re.escape, tensor.partition("."))
+    end = rf"\.{attribute}" if attribute else r"(\.weight)?"  # PEFT's save_pretrained removes ".weight"
+    return re.compile(rf"(?P<module>.+)\.{holder}{_RAW}{end}")
 
 
 def _add_key(found: dict[str, dict[str, str]], module: str, part: str, key: str, where: str) -> None:
@@ -329,15 +350,15 @@ def _modules(
         header.problems.found.append(error)
     pairs = {module: pair for module, pair in of_experts.items() if pair is not None}
     stacked = attempt(dict[str, Stacked](), stacked_pairs, pairs, linear, config, header.where) if pairs else {}
-    extras = attempt((), _extras, keys, linear, header, config)
+    variants = attempt((), _variants, keys, linear, header, config)
     ranks, alphas = config.ranks(linear), config.alphas(linear)
     modules: dict[str, LoRA] = {}
     for name, (kind, key_a, key_b) in halves.items():
         if (pair := stacked.get(name)) is not None:
             modules[pair.name] = pair.lora
         elif name not in of_experts:
-            beside = {extra: keys[name][extra.key] for extra in extras}
-            given = key_a, key_b, beside, kind, ranks[name], alphas[name], config.use_rslora
+            vectors = {variant.name: keys[name][variant.tensor] for variant in variants}
+            given = key_a, key_b, vectors, kind, ranks[name], alphas[name], config.use_rslora
             if (lora := attempt(None, _module, header, *given)) is not None:
                 modules[name] = lora
     return modules, {pair.name: pair for pair in stacked.values()}
@@ -351,15 +372,15 @@ def _module(
     header: _Header,
     key_a: str,
     key_b: str,
-    beside: Mapping[Extra, str],
+    vectors: Mapping[str, str],
     kind: Kind,
     rank: int,
     alpha: float,
     use_rslora: bool,
 ) -> ModuleLoRA:
     a, b = header.matrix(key_a, rank, 0), header.matrix(key_b, rank, 1)
-    extras = {extra.name: header.shaped(key, b.shape[:1]) for extra, key in beside.items()}
-    return ModuleLoRA(a=a, b=b, kind=kind, alpha=alpha, scaling=scaling_of(alpha, rank, use_rslora), **extras)
+    own = {name: header.shaped(key, b.shape[:1]) for name, key in vectors.items()}
+    return ModuleLoRA(a=a, b=b, kind=kind, alpha=alpha, scaling=scaling_of(alpha, rank, use_rslora), vectors=own)
 
 
 def _targets(module: str, kind: Kind, config: PeftConfig) -> bool:
@@ -393,24 +414,25 @@ def _heads(
     return found
 
 
-def _extras(
+def _variants(
     keys: Mapping[str, Mapping[str, str]], modules: Iterable[str], header: _Header, config: PeftConfig
-) -> tuple[Extra, ...]:
-    """Return the extras of the configuration. Raise if one of `modules` lacks one, or if a module brings another."""
-    for extra in EXTRAS:
-        found = {module: parts[extra.key] for module, parts in keys.items() if extra.key in parts}
-        if extra not in config.extras and found:
+) -> tuple[Variant, ...]:
+    """Return the variants of the configuration. Raise if one of `modules` lacks a vector, or brings that of another."""
+    for variant in VARIANTS.values():
+        found = {module: parts[variant.tensor] for module, parts in keys.items() if variant.tensor in parts}
+        chosen = variant.name in config.variants
+        if found and not chosen:
             raise AdapterFormatError(
-                f"{header.at(next(iter(found.values())))} is of {extra.title}, and '{extra.field}' is not set in "
+                f"{header.at(next(iter(found.values())))} is of {variant.title}, and '{variant.field}' is not set in "
                 f"{CONFIG_FILE}; expected both or neither"
             )
-        without = [shown(module) for module in modules if module not in found] if extra in config.extras else []
+        without = [shown(module) for module in modules if module not in found] if chosen else []
         if without:
             raise AdapterFormatError(
-                f"{header.where}: module {without[0]}{_and_more(without[1:])} has no tensor {extra.key}; "
-                f"expected one, since '{extra.field}' is set in {CONFIG_FILE}"
+                f"{header.where}: module {without[0]}{_and_more(without[1:])} has no tensor {variant.tensor}; "
+                f"expected one, since '{variant.field}' is set in {CONFIG_FILE}"
             )
-    return config.extras
+    return described(config.variants)
 
 
 def _head(weight: str, bias: str | None, header: _Header) -> SavedHead:
@@ -431,7 +453,8 @@ def _halves(module: str, parts: Mapping[str, str], header: _Header) -> tuple[Kin
     key_a, key_b, kind = parts.get("lora_A"), parts.get("lora_B"), "linear"
     if key_a is None and key_b is None:
         key_a, key_b, kind = parts.get("lora_embedding_A"), parts.get("lora_embedding_B"), "embedding"
-    if key_a is None or key_b is None or len(parts.keys() - {"base", *_EXTRA_KEYS}) > 2:
+    beside = {"base", *(variant.tensor for variant in VARIANTS.values())}
+    if key_a is None or key_b is None or len(parts.keys() - beside) > 2:
         raise AdapterFormatError(
             f"{header.where}: module {shown(module)} has tensor {', '.join(map(shown, parts.values()))}; "
             "expected one A and one B of the same kind"

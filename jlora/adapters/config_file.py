@@ -15,12 +15,12 @@ from jlora._json import Json, JSONError, kind_of, parse_object
 from jlora.adapters.activation import check_invocation_tokens
 from jlora.adapters.escaping import shown, shown_path, shown_value
 from jlora.adapters.expert_fields import EXPERT_FIELDS, ExpertFields, expert_fields
-from jlora.adapters.extras import EXTRAS
 from jlora.adapters.files import MemoryFile, open_file
 from jlora.adapters.pattern_table import PatternTable, pattern_table
 from jlora.adapters.patterns import Pattern, compile_pattern
 from jlora.adapters.peft_config import PeftConfig
 from jlora.adapters.problems import Problems
+from jlora.adapters.variants import VARIANTS
 from jlora.errors import AdapterFormatError, AdapterMismatchError
 
 CONFIG_FILE = "adapter_config.json"
@@ -139,7 +139,9 @@ def _parse(raw: Mapping[str, Json], where: str, problems: Problems | None) -> Pe
         r=needed.attempt(8, _rank, raw.get("r", 8), f"{where}: field 'r'"),
         lora_alpha=found.attempt(8.0, _number, raw.get("lora_alpha", 8), f"{where}: field 'lora_alpha'"),
         use_rslora=found.attempt(False, _typed, raw, "use_rslora", bool, False, where),
-        extras=tuple(e for e in EXTRAS if needed.attempt(False, _typed, raw, e.field, bool, None, where)),
+        variants=tuple(
+            v.name for v in VARIANTS.values() if needed.attempt(False, _typed, raw, v.field, bool, None, where)
+        ),
         invocation_tokens=found.attempt((), _invocation_tokens, tokens, at_tokens),
         rank_patterns=needed.attempt(no_ranks, _patterns, raw, "rank_pattern", _rank, where),
         alpha_patterns=found.attempt(no_alphas, _patterns, raw, "alpha_pattern", _number, where),
@@ -195,7 +197,6 @@ _SERVED = frozenset(
         "r",
         "lora_alpha",
         "use_rslora",
-        *(extra.field for extra in EXTRAS),
         "alora_invocation_tokens",
         "rank_pattern",
         "alpha_pattern",
@@ -215,7 +216,7 @@ _SERVED = frozenset(
 
 
 def _refuse_unserved(name: str, value: Json, where: str) -> None:
-    if name in _SERVED or name in _WITHOUT_EFFECT:
+    if name in _SERVED or name in _WITHOUT_EFFECT or any(name == variant.field for variant in VARIANTS.values()):
         return
     at = f"{where}: field {shown(name)} is {shown_value(value)}"
     if name in _REFUSED:

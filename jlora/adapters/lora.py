@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Float
 
 from jlora.adapters.escaping import shown
-from jlora.adapters.extras import ACTIVATED, EXTRAS, VARIANTS, extras_of
 from jlora.adapters.peft_config import Kind
+from jlora.adapters.variants import ACTIVATED, COMBINATIONS, VARIANTS, described
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageError
 
 FLOATS = tuple(np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
@@ -63,12 +63,13 @@ class ModuleLoRA:
       kind: "linear" or "embedding".
       alpha: PEFT's `lora_alpha` of this module.
       scaling: alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA. It is not folded into `a` or `b`.
-      magnitude: [N] float array of DoRA (arXiv:2402.09353), PEFT's `lora_magnitude_vector`; None for plain LoRA. Row n
-        of the sum of base weight and delta is scaled to the norm `magnitude[n]`. For an embedding [D].
+      vectors: Name of a variant -> its float array [N]; empty for plain LoRA. "dora" (arXiv:2402.09353) is PEFT's
+        `lora_magnitude_vector`: row n of the sum of base weight and delta is scaled to the norm `vectors["dora"][n]`.
+        For an embedding [D].
 
     Raises:
-      AdapterFormatError: `a` or `b` is not a float matrix, their ranks differ, or `magnitude` is not a float vector of
-        the rows of `b`.
+      AdapterFormatError: `a` or `b` is not a float matrix, their ranks differ, or one of `vectors` is of no known
+        variant or is not a float vector of the rows of `b`.
     """
 
     a: Float[HostArray, "r K"]
@@ -76,7 +77,7 @@ class ModuleLoRA:
     kind: Kind = "linear"
     alpha: float
     scaling: float
-    magnitude: Float[HostArray, "N"] | None = None
+    vectors: Mapping[str, Float[HostArray, "N"]] = field(default_factory=dict[str, Any])
 
     def __post_init__(self):
         _check("ModuleLoRA.a", self.a, 2, "a non-empty float NumPy matrix")
@@ -87,11 +88,15 @@ class ModuleLoRA:
             )
         if self.kind not in ("linear", "embedding"):
             raise AdapterFormatError(f'ModuleLoRA.kind must be "linear" or "embedding", found {self.kind!r}')
-        for extra, array in extras_of(self).items():
-            _check(f"ModuleLoRA.{extra}", array, 1, "a float NumPy vector")
+        for name, array in self.vectors.items():
+            if name not in VARIANTS:
+                raise AdapterFormatError(
+                    f"ModuleLoRA.vectors: {name!r} is no variant; expected one of {', '.join(VARIANTS)}"
+                )
+            _check(f"ModuleLoRA.vectors[{name!r}]", array, 1, "a float NumPy vector")
             if array.shape != self.b.shape[:1]:
                 raise AdapterFormatError(
-                    f"ModuleLoRA: {extra} {array.shape} must have a value for each row of b {self.b.shape}"
+                    f"ModuleLoRA.vectors: {name!r} {array.shape} must have a value for each row of b {self.b.shape}"
                 )
 
     @property
@@ -211,13 +216,18 @@ class SavedHead:
 Layer: TypeAlias = LoRA | SavedHead
 
 
+def vectors_of(module: Layer) -> Mapping[str, HostArray]:
+    """Return name of a variant -> vector of a module, empty unless it is of one."""
+    return module.vectors if isinstance(module, ModuleLoRA) else {}
+
+
 def tensors_of(module: Layer) -> dict[str, HostArray]:
     """Return the arrays of a module, keyed by the names of their tensors in PEFT's files, after that of the module."""
     if isinstance(module, SavedHead):
         return {"weight": module.weight, **({} if module.bias is None else {"bias": module.bias})}
     part = "lora_embedding_{}" if module.kind == "embedding" else "lora_{}.weight"
-    extras = extras_of(module)
-    beside = {extra.key: extras[extra.name] for extra in EXTRAS if extra.name in extras}
+    vectors = vectors_of(module)
+    beside = {variant.tensor: vectors[variant.name] for variant in described(vectors)}
     return {part.format("A"): module.a, part.format("B"): module.b, **beside}
 
 
@@ -227,13 +237,13 @@ def check_variants(
     heads: Mapping[str, SavedHead],
     about: Any,
 ) -> None:
-    """Refuse modules and combinations of variants that PEFT does not have (`VARIANTS`).
+    """Refuse modules and combinations of variants that PEFT does not have (`COMBINATIONS`).
 
     Raises:
       AdapterMismatchError: PEFT has no variant for what `about`, an `Adapter` or its `PeftConfig`, combines, or none
         for the kind of a module; or an activated LoRA (aLoRA) has a saved head.
     """
-    titles = {extra.field: extra.title for extra in about.extras}
+    titles = {variant.field: variant.title for variant in described(about.variants)}
     if about.invocation_tokens:
         titles[ACTIVATED] = "activated LoRA (aLoRA)"
     if heads and about.invocation_tokens:
@@ -241,7 +251,7 @@ def check_variants(
             f"{where}: {shown(min(heads))} is a saved head (modules_to_save) of an activated LoRA (aLoRA), and a saved "
             "head is active on all rows; train the adapter with one of them"
         )
-    kinds = VARIANTS.get(tuple(sorted(titles)))
+    kinds = COMBINATIONS.get(tuple(sorted(titles)))
     if kinds is None:
         raise AdapterMismatchError(
             f"{where}: {' and '.join(titles)} are set together; PEFT has no variant for "

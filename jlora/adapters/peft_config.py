@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from jlora.adapters.expert_fields import ExpertFields
-from jlora.adapters.extras import Extra
 from jlora.adapters.pattern_table import PatternTable
 from jlora.adapters.patterns import Pattern
 from jlora.adapters.wrapped_names import readings
@@ -29,7 +28,7 @@ class PeftConfig:
     Attributes:
       r, lora_alpha: Rank and alpha of modules that match no pattern.
       use_rslora: True if scaling is alpha / sqrt(rank) instead of alpha / rank.
-      extras: Arrays that each module brings beside A and B.
+      variants: Names of the variants of LoRA that the adapter is of.
       invocation_tokens: `alora_invocation_tokens`; empty unless the adapter is an activated LoRA (aLoRA).
       rank_patterns, alpha_patterns: Patterns in file order. The first key that matches a module decides.
       target_modules: Names or one regular expression; None stands for "all-linear". If RE2 refuses the expression, it
@@ -53,7 +52,7 @@ class PeftConfig:
     r: int
     lora_alpha: float
     use_rslora: bool
-    extras: tuple[Extra, ...]
+    variants: tuple[str, ...]
     invocation_tokens: tuple[int, ...]
     rank_patterns: PatternTable[int]
     alpha_patterns: PatternTable[float]

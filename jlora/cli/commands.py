@@ -175,7 +175,10 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
         help="auto: the model's",
     )
     lora.add_argument("--activated-loras", action="store_true", help="serve activated LoRA (aLoRA) too")
-    lora.add_argument("--dora-loras", action="store_true", help="serve DoRA too")
+    lora.add_argument(
+        "--lora-variants", nargs="+", action="extend", default=[], type=_text, metavar="NAME",
+        help="variants of LoRA to serve too: dora",
+    )  # fmt: skip
     lora.add_argument(
         "--saved-heads", nargs="+", action="extend", default=[], type=_count, metavar="NAME=OUTPUTS",
         help="linear layers that adapters may bring fully trained (modules_to_save), with their most outputs: score=8",

@@ -77,8 +77,8 @@ def _inspect(
             f"saved head   {printable(name)}: {head.outputs} outputs, {bias}, {head.weight.dtype.name}; served with "
             f"LoRAConfig(saved_heads={{{name!r}: {head.outputs}}}) if the model's {printable(name)} is a linear layer"
         )
-    if adapter.use_dora:
-        print("DoRA         yes; served with LoRAConfig(dora=True)")
+    if adapter.variants:
+        print(f"variants     {', '.join(adapter.variants)}; served with LoRAConfig(variants={list(adapter.variants)})")
     if tokens := adapter.invocation_tokens:
         shown = " ".join(map(str, tokens[:_SHOWN_TOKENS])) + (" ..." if len(tokens) > _SHOWN_TOKENS else "")
         print(f"aLoRA        active from tokens {shown} on; served with LoRAConfig(activated=True)")
@@ -180,7 +180,7 @@ def _survey(adapter: Adapter, model: str | Path, revision: str | None, skip: Seq
         expert_slots={"shared": 1},
         max_lora_rank=adapter.rank or 1,
         dtype=np.float32,
-        dora=adapter.use_dora,
+        variants=adapter.variants,
         activated=bool(adapter.invocation_tokens),
         saved_heads=adapter.saved_outputs,
     )

@@ -79,7 +79,7 @@ def run_serve(args: argparse.Namespace) -> int:
         data_axes=["data"] if sizes["data"] > 1 else [],
         dtype=None if args.lora_dtype == "auto" else args.lora_dtype,
         activated=args.activated_loras,
-        dora=args.dora_loras,
+        variants=args.lora_variants,
         saved_heads=dict(args.saved_heads),
         fully_sharded=args.fully_sharded_loras,
         bitwise_base=args.bitwise_base,

@@ -1,6 +1,6 @@
 """Preparation of a `PackedAdapter` from files or from an adapter in memory.
 
-It runs on any thread without a lock and does not use the cache. The values of extras follow later
+It runs on any thread without a lock and does not use the cache. The values of variants follow later
 (`jlora.slots.values`).
 """
 
@@ -13,6 +13,7 @@ from jlora.adapters import Adapter
 from jlora.adapters.adapter import open_adapter
 from jlora.adapters.lora import Layer
 from jlora.adapters.resolve import AdapterFolder
+from jlora.adapters.variants import described
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterMismatchError
 from jlora.fit.base_weights import check_base_shapes, check_base_weights
@@ -67,7 +68,7 @@ def pack_in_memory(
 
     Raises:
       AdapterFormatError: A factor holds NaN or infinity, and `config.allow_nonfinite` is False.
-      AdapterMismatchError: The adapter does not fit the model, or `config` does not serve its extras or aLoRA.
+      AdapterMismatchError: The adapter does not fit the model, or `config` does not serve its variants or aLoRA.
     """
     where = describe(adapter.name, None)
     check_variant(where, config, adapter)
@@ -88,14 +89,16 @@ def pack_exactly(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, pool
 
 
 def check_variant(where: str, config: LoRAConfig, adapter: Adapter) -> None:
-    """Raise AdapterMismatchError if `config` does not serve extras of the adapter, or activated LoRA (aLoRA)."""
-    needed = [(f"a {extra.title} adapter", extra.option) for extra in adapter.extras]
-    needed += [("an activated LoRA (aLoRA)", "activated")] if adapter.invocation_tokens else []
-    for kind, option in needed:
-        if not getattr(config, option):
-            raise AdapterMismatchError(
-                f"{where} is {kind}; LoRAConfig({option}=True) serves it, or jlora serve --{option}-loras"
-            )
+    """Raise AdapterMismatchError if `config` does not serve a variant of the adapter, or activated LoRA (aLoRA)."""
+    needed = [
+        (f"a {variant.title} adapter", f"variants=[{variant.name!r}]", f"--lora-variants {variant.name}")
+        for variant in described(adapter.variants)
+        if variant.name not in config.variants
+    ]
+    if adapter.invocation_tokens and not config.activated:
+        needed.append(("an activated LoRA (aLoRA)", "activated=True", "--activated-loras"))
+    for kind, option, flag in needed:
+        raise AdapterMismatchError(f"{where} is {kind}; LoRAConfig({option}) serves it, or jlora serve {flag}")
 
 
 def _check_request(where: str, request: LoRARequest, adapter: Adapter) -> None:

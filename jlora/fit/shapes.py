@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from jlora.adapters import Adapter, SavedHead
-from jlora.adapters.extras import brought
-from jlora.adapters.lora import ExpertsLoRA, Layer, LoRA, tensors_of
+from jlora.adapters.lora import ExpertsLoRA, Layer, LoRA, tensors_of, vectors_of
 from jlora.adapters.tensor_data import all_finite
+from jlora.adapters.variants import described
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 from jlora.fit.names import SiteIndex
 from jlora.layers.site import Site
@@ -32,7 +32,7 @@ def find_slices(where: str, adapter: Adapter, index: SiteIndex) -> dict[str, Sit
 
     Raises:
       AdapterMismatchError: The adapter has no module or only skipped ones, a module that the model lacks, a rank above
-        max_lora_rank, shapes that differ from the model's, two modules for the same slice, or extras of a module whose
+        max_lora_rank, shapes that differ from the model's, two modules for the same slice, or vectors of a module whose
         layer has no slots for them; or a saved head that saved_heads has no room for, of other features, or that has a
         bias where the layer has none, or none where it has one.
     """
@@ -51,7 +51,7 @@ def find_slices(where: str, adapter: Adapter, index: SiteIndex) -> dict[str, Sit
             problems.append(f"{name}: {found}")
             continue
         site, row, first, count = found
-        if unserved := [extra.title for extra in brought([layer]) if extra not in site.spec.extras]:
+        if unserved := [v.title for v in described(vectors_of(layer)) if v not in site.spec.extras]:
             problems.append(f"{name}: {unserved[0]} is served for linear layers, and this is {_kind(site)}")
             continue
         if problem := _misfit(site, layer, first, count):

@@ -222,7 +222,7 @@ def _modules_of(pair: _Pair, names: Names) -> tuple[str, ...]:
 
 
 def _check(where: str, lora: Any, in_features: int, out_features: int) -> None:
-    if not isinstance(lora, jlora.ModuleLoRA) or lora.kind != "linear" or lora.magnitude is not None:
+    if not isinstance(lora, jlora.ModuleLoRA) or lora.kind != "linear" or lora.vectors:
         raise jlora.AdapterMismatchError(f"{where}: only plain LoRA of a linear layer can be restored")
     if lora.a.shape[1] != in_features or lora.b.shape[0] != out_features:
         raise jlora.AdapterMismatchError(

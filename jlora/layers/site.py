@@ -15,11 +15,11 @@ from jax.sharding import Mesh, NamedSharding
 from jlora._compat import Device, default_device
 from jlora._memory import device_bytes
 from jlora._typing import Backend
-from jlora.adapters.extras import Extra
+from jlora.adapters.variants import Variant
 from jlora.config import LoRAConfig
 from jlora.errors import LoRAError
-from jlora.layers.finish.finisher import Finisher
 from jlora.layers.specs import Blocks, Doubt
+from jlora.layers.variants.finisher import Finisher
 from jlora.sharding.rules import KernelSharding
 
 HEAD = "jlora_head"  # prefix of the arrays of saved heads
@@ -125,9 +125,9 @@ class SlotSpec:
     finishers: tuple[Finisher, ...] = ()
 
     @functools.cached_property
-    def extras(self) -> tuple[Extra, ...]:
-        """Arrays of the finishers, in order."""
-        return tuple(extra for finisher in self.finishers for extra in finisher.extras)
+    def extras(self) -> tuple[Variant, ...]:
+        """Variants whose vectors the slots hold, in the order of the finishers."""
+        return tuple(finisher.variant for finisher in self.finishers)
 
     @functools.cached_property
     def expert_shards(self) -> int:

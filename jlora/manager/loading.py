@@ -34,7 +34,7 @@ from jlora.manager.loads import AT_ONCE, Deadline, Load, notify
 from jlora.manager.state import State, in_use
 from jlora.slots.blocks import Block, Row, unpack
 from jlora.slots.packed import PackedAdapter
-from jlora.slots.values import check_extras, slot_values
+from jlora.slots.values import check_layers, slot_values
 
 _log = logging.getLogger("jlora")
 _READS = 3  # most reads of files that change meanwhile
@@ -290,7 +290,7 @@ def _fetching(state: State, own: Load) -> Generator[None, None, None]:
 
 
 def agreed(state: State, adapter: LoadedAdapter) -> LoadedAdapter:
-    """Return an adapter, equal in all processes, with its extras, in page-locked memory if there is room."""
+    """Return an adapter, equal in all processes, with its values of slots, in page-locked memory if there is room."""
     keys = state.peers.agree(lambda: [adapter.name, adapter.packed.digest()], adapter.key)
     packed = with_extras(state, adapter.packed)
     key = None if None in keys else " ".join(keys)  # if the files of one process changed, all get a new version
@@ -298,8 +298,8 @@ def agreed(state: State, adapter: LoadedAdapter) -> LoadedAdapter:
 
 
 def with_extras(state: State, packed: PackedAdapter) -> PackedAdapter:
-    """Return a packed adapter with the values of its extras, checked, and equal in all processes."""
-    check_extras(packed, state.wrapped)
+    """Return an adapter with the values of its variants, checked, and equal in all processes."""
+    check_layers(packed, state.wrapped)
     if not any(placement.extras for placement in packed.placements):
         return packed
     extras = slot_values(packed, state.wrapped, state.pool.sites)

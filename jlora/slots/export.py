@@ -102,7 +102,7 @@ def _module(name: str, p: Placement, a: Float[np.ndarray, "n R K"], b: Float[np.
             "them differ; train with one module for each slice"
         )
     return ModuleLoRA(
-        a=_taken(p, A, a), b=_taken(p, B, b), kind=p.site.kind, alpha=p.alpha, scaling=p.scaling, **p.extras
+        a=_taken(p, A, a), b=_taken(p, B, b), kind=p.site.kind, alpha=p.alpha, scaling=p.scaling, vectors=p.extras
     )
 
 

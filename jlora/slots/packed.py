@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jlora.adapters import Adapter
-from jlora.adapters.extras import EXTRAS
+from jlora.adapters.variants import described
 from jlora.layers.site import Site
 from jlora.slots.blocks import Block
 
@@ -41,7 +41,7 @@ class Placement:
       rank: Rank of the module; the number of outputs of a saved head.
       alpha: `lora_alpha` of PEFT.
       scaling: Scaling of PEFT.
-      extras: `Extra.name` -> array that the module brings beside A and B, as float32.
+      extras: `ModuleLoRA.vectors`, as float32.
     """
 
     module: str
@@ -71,7 +71,7 @@ class PackedAdapter:
       rank: The largest rank of a LoRA module.
       blocks: The factors, packed in the layout in which slots are written, on the host or on the device. Experts on
         devices of other processes are zeros, which take no memory.
-      extras: `Extra.name` -> values of a slot (`slot_values`), for the extras that its modules bring.
+      extras: name of a variant -> values of a slot (`slot_values`), for the variants of its modules.
       update_plan: Plan of the last update from device arrays, reused for the same names and shapes.
     """
 
@@ -113,9 +113,8 @@ class PackedAdapter:
     @property
     def served_alone(self) -> str | None:
         """Why a sequence takes it with no other adapter and no factor, as the adapter's kind; None if it need not."""
-        for extra in EXTRAS:
-            if extra.name in self.extras:
-                return f"a {extra.title} adapter"
+        for variant in described(self.extras):
+            return f"a {variant.title} adapter"
         return "an adapter with a saved head" if self.saved_outputs else None
 
     @property

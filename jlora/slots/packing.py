@@ -11,8 +11,7 @@ from jaxtyping import Float
 
 from jlora._memory import fresh
 from jlora._threads import on_threads
-from jlora.adapters.extras import extras_of
-from jlora.adapters.lora import ExpertsLoRA, Layer
+from jlora.adapters.lora import ExpertsLoRA, Layer, vectors_of
 from jlora.errors import AdapterFormatError, AdapterMismatchError
 from jlora.layers.site import Site
 from jlora.layers.wrap.wrapped import WrappedModel, own_order_of
@@ -240,8 +239,8 @@ def _fill(
             if not fits:
                 _refuse(where, dtype, pieces)
     extras = {
-        extra: in_slot_dtype(f"{where}: {name}", extra, array, np.dtype(np.float32))
-        for extra, array in extras_of(module).items()
+        variant: in_slot_dtype(f"{where}: {name}", variant, array, np.dtype(np.float32))
+        for variant, array in vectors_of(module).items()
     }
     return [
         Placement(

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Real
 from jlora._compat import raw_value, to_device
 from jlora._interrupts import sigint_deferred
 from jlora.adapters import Adapter
-from jlora.adapters.extras import EXTRAS
+from jlora.adapters.variants import described
 from jlora.errors import LoRAUsageError
 from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.forward.mesh import off_explicit
@@ -523,7 +523,7 @@ def _trainable(name: str, prepare: Callable[..., LoRABatch]) -> Loaded:
         adapter = cast("Loaded", batch.lease.adapters[0])
     for p in adapter.packed.placements:
         if p.site.kind == "head" or p.extras:
-            title = ", ".join(extra.title for extra in EXTRAS if extra.name in p.extras) or "a saved head"
+            title = ", ".join(variant.title for variant in described(p.extras)) or "a saved head"
             raise LoRAUsageError(f"adapter {name!r}: {p.module} has {title}, and only A and B are trained")
         if p.count > 1 and p.site.spec.in_features:
             raise LoRAUsageError(

@@ -160,10 +160,9 @@ def _finished(
         one = replace(slots, layers=None)
         pairs = [_finished(one, spec, weight[i], bias[i], [extra[i] for extra in extras]) for i in range(slots.layers)]
         return np.stack([each for each, _ in pairs]), np.stack([each for _, each in pairs])
-    values = iter([_spread(spec.columns_out, each.astype(np.float64)) for each in extras])
     finished, finished_bias = weight, bias
-    for finisher in slots.finishers:
-        own = [next(values) for _ in finisher.extras]
+    for finisher, vector in zip(slots.finishers, extras, strict=True):
+        own = _spread(spec.columns_out, vector.astype(np.float64))
         finished, finished_bias = finisher.reference(finished, finished_bias, own)
     real = True if spec.columns_out is None else spec.columns_out.source >= 0
     return np.where(real, finished, weight), np.where(real, finished_bias, bias)

@@ -87,7 +87,7 @@ def contents(adapter: Adapter) -> tuple[Any, ...]:
         for name, layer in adapter.layers.items()
     }
     base = {name: (weight.dtype, weight.shape, weight.tobytes()) for name, weight in adapter.base_weights.items()}
-    fields = adapter.base_model_name, adapter.use_rslora, adapter.use_dora, adapter.invocation_tokens
+    fields = adapter.base_model_name, adapter.use_rslora, adapter.variants, adapter.invocation_tokens
     return layers, base, fields, adapter.fan_in_fan_out, adapter.task_type, adapter.rank, adapter.nbytes
 
 

@@ -72,13 +72,17 @@ def test_round_trip_of_base_weights(tmp_path):
     ]
 
 
+def of_dora(magnitudes):
+    return {name: {"dora": magnitude} for name, magnitude in magnitudes.items()}
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_round_trip_of_dora_and_of_invocation_tokens(tmp_path, dtype):
     arrays, shapes = arrays_of(0, {"q": 2, "embed-1": 3}, dtype), []
     magnitudes = {name: np.arange(1, 3).astype(dtype) for name in arrays}
-    dora = Adapter.from_arrays("a", arrays, alpha=4, embeddings=["embed-1"], magnitudes=magnitudes)
+    dora = Adapter.from_arrays("a", arrays, alpha=4, embeddings=["embed-1"], vectors=of_dora(magnitudes))
     activated = Adapter.from_arrays("a", arrays, alpha=4, invocation_tokens=[49152, 7, 7])
-    assert (dora.use_dora, activated.use_dora) == (True, False)
+    assert (dora.variants, activated.variants) == (("dora",), ())
     assert (dora.invocation_tokens, activated.invocation_tokens) == ((), (49152, 7, 7))
     assert dora.nbytes == activated.nbytes + sum(m.nbytes for m in magnitudes.values())
     for adapter in (activated, dora):
@@ -86,7 +90,7 @@ def test_round_trip_of_dora_and_of_invocation_tokens(tmp_path, dtype):
         assert contents(adapter) == contents(Adapter.from_pretrained(tmp_path, check=shapes.append))
         assert shapes[-1].invocation_tokens == adapter.invocation_tokens
         config = json.loads((tmp_path / "adapter_config.json").read_text())
-        assert config.get("use_dora", False) is adapter.use_dora
+        assert config.get("use_dora", False) is ("dora" in adapter.variants)
         assert config.get("alora_invocation_tokens", []) == list(adapter.invocation_tokens)
     tensors = load_file(tmp_path / "adapter_model.safetensors") if dtype is not ml_dtypes.bfloat16 else {}
     for name in tensors and magnitudes:
@@ -96,16 +100,21 @@ def test_round_trip_of_dora_and_of_invocation_tokens(tmp_path, dtype):
 @pytest.mark.parametrize(
     ("options", "error", "cause"),
     [
-        ({"magnitudes": {"q": np.ones(2)}}, LoRAUsageError, "magnitudes must name"),
-        ({"magnitudes": dict.fromkeys("qex", np.ones(2))}, LoRAUsageError, "magnitudes must name"),
-        ({"magnitudes": dict.fromkeys("qe", np.ones(3))}, AdapterFormatError, "magnitude .3,. must"),
-        ({"magnitudes": dict.fromkeys("qe", np.ones(2, int))}, AdapterFormatError, "magnitude must"),
-        ({"magnitudes": dict.fromkeys("qe", np.ones((2, 1)))}, AdapterFormatError, "magnitude must"),
+        ({"vectors": of_dora({"q": np.ones(2)})}, LoRAUsageError, "vectors must name"),
+        ({"vectors": of_dora(dict.fromkeys("qex", np.ones(2)))}, LoRAUsageError, "vectors must name"),
+        ({"vectors": of_dora(dict.fromkeys("qe", np.ones(3)))}, AdapterFormatError, "'dora' .3,. must"),
+        ({"vectors": of_dora(dict.fromkeys("qe", np.ones(2, int)))}, AdapterFormatError, "'dora'. must"),
+        ({"vectors": of_dora(dict.fromkeys("qe", np.ones((2, 1))))}, AdapterFormatError, "'dora'. must"),
+        (
+            {"vectors": {key: {"x": np.ones(2)} for key in "qe"}},
+            AdapterFormatError,
+            "'x' is no variant; expected .*dora",
+        ),
         ({"invocation_tokens": [True]}, AdapterFormatError, "adapter 'a': invocation_tokens"),
         ({"invocation_tokens": [-1]}, AdapterFormatError, "adapter 'a': invocation_tokens"),
         ({"invocation_tokens": [1], "embeddings": ["e"]}, AdapterMismatchError, "'a': 'e' is of kind 'embedding'"),
         (
-            {"invocation_tokens": [1], "magnitudes": dict.fromkeys("qe", np.ones(2))},
+            {"invocation_tokens": [1], "vectors": of_dora(dict.fromkeys("qe", np.ones(2)))},
             AdapterMismatchError,
             "adapter 'a': use_dora and alora_invocation_tokens",
         ),
@@ -118,9 +127,9 @@ def test_variants_that_cannot_be_made(options, error, cause):
 
 def test_dora_of_some_modules_is_refused():
     arrays = arrays_of(0, {"q": 2, "e": 2})
-    dora = Adapter.from_arrays("a", arrays, alpha=4, magnitudes=dict.fromkeys("qe", np.ones(2)))
-    mixed = {"q": dora.modules["q"], "e": dataclasses.replace(dora.modules["e"], magnitude=None)}
-    with pytest.raises(AdapterFormatError, match="module 'e' has no magnitude"):
+    dora = Adapter.from_arrays("a", arrays, alpha=4, vectors=of_dora(dict.fromkeys("qe", np.ones(2))))
+    mixed = {"q": dora.modules["q"], "e": dataclasses.replace(dora.modules["e"], vectors={})}
+    with pytest.raises(AdapterFormatError, match="module 'e' has no vector 'dora'"):
         dataclasses.replace(dora, modules=mixed)
 
 

@@ -87,14 +87,15 @@ def test_magnitudes(folder_of, name, dtype):
     tensors, shapes = dora_tensors(name, dtype), []
     folder = folder_of(tensors, use_dora=True, target_modules=["q_proj", "embed_tokens"])
     adapter = load(folder, check=shapes.append)
-    assert adapter.use_dora
+    assert adapter.variants == ("dora",)
     assert set(adapter.modules) == {Q, EMBED}
     for module, lora in adapter.modules.items():
         expected = tensors[f"{PREFIX}{module}.{name}"]
-        assert (lora.magnitude.dtype, lora.magnitude.tobytes()) == (expected.dtype, expected.tobytes())
+        magnitude = lora.vectors["dora"]
+        assert (magnitude.dtype, magnitude.tobytes()) == (expected.dtype, expected.tobytes())
     assert adapter.nbytes == shapes[0].nbytes == sum(tensor.nbytes for tensor in tensors.values())
     converted = load(folder, dtype="bfloat16", check=shapes.append)
-    assert {lora.magnitude.dtype for lora in converted.modules.values()} == {np.dtype(ml_dtypes.bfloat16)}
+    assert {lora.vectors["dora"].dtype for lora in converted.modules.values()} == {np.dtype(ml_dtypes.bfloat16)}
     assert converted.nbytes == shapes[1].nbytes
 
 

@@ -3,16 +3,15 @@
 import pytest
 
 from jlora.adapters.config_file import read_config
-from jlora.adapters.extras import MAGNITUDE
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 
 
 def test_served_fields(read):
     defaults = read(drop=("r", "lora_alpha"))
-    assert (defaults.r, defaults.lora_alpha, defaults.extras, defaults.invocation_tokens) == (8, 8.0, (), ())
+    assert (defaults.r, defaults.lora_alpha, defaults.variants, defaults.invocation_tokens) == (8, 8.0, (), ())
     config = read(fan_in_fan_out=True, base_model_name_or_path="org/base", task_type="CAUSAL_LM")
     assert (config.fan_in_fan_out, config.base_model_name, config.task_type) == (True, "org/base", "CAUSAL_LM")
-    assert [read(use_dora=value).extras for value in (True, False, None)] == [(MAGNITUDE,), (), ()]
+    assert [read(use_dora=value).variants for value in (True, False, None)] == [("dora",), (), ()]
     assert read(alora_invocation_tokens=[49152, 0, 5, 5]).invocation_tokens == (49152, 0, 5, 5)
     assert read(alora_invocation_tokens=None).invocation_tokens == ()
 

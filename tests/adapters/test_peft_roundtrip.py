@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 import jlora
 from jlora import active_from
 from jlora.adapters import Adapter, ExpertsLoRA
-from jlora.adapters.extras import VARIANTS
+from jlora.adapters.variants import COMBINATIONS
 from jlora.errors import LoRAError
 from tests.adapters.reading import contents
 
@@ -142,12 +142,12 @@ def assert_served(base, model, folder, same_layout=True):
     adapter, again = through_jlora(base, model, folder)
     for one in (model, again):
         assert_holds(adapter, lora_modules(one))
-        theirs, ours = magnitudes(one), {n: m.magnitude for n, m in adapter.modules.items() if m.magnitude is not None}
+        theirs, ours = magnitudes(one), {n: m.vectors["dora"] for n, m in adapter.modules.items() if m.vectors}
         assert {n: (m.dtype, m.tobytes()) for n, m in theirs.items()} == {
             n: (m.dtype, m.tobytes()) for n, m in ours.items()
         }
         assert list(adapter.invocation_tokens) == (one.peft_config["default"].alora_invocation_tokens or [])
-        assert adapter.use_dora == one.peft_config["default"].use_dora
+        assert ("dora" in adapter.variants) == one.peft_config["default"].use_dora
     tokens = torch.arange(12).reshape(2, 6)
     with torch.no_grad():
         theirs, ours, plain = (m(tokens).logits for m in (model, again, base))
@@ -261,7 +261,7 @@ def test_a_state_dict_of_a_live_model(tmp_path):
     tensors = {name: tensor.numpy() for name, tensor in peft.get_peft_model_state_dict(model).items()}
     found = Adapter.from_state_dict(tensors, model.peft_config["default"], name="live")
     model.save_pretrained(tmp_path)
-    assert found.use_dora
+    assert found.variants == ("dora",)
     assert contents(found) == contents(Adapter.from_pretrained(tmp_path))
 
 
@@ -340,9 +340,9 @@ def test_variants_are_those_of_peft():
     """For each set of the fields that jlora serves, and each kind of module, PEFT has a variant where jlora has one."""
     layer = peft.tuners.lora.layer
     tables = {"linear": layer.Linear, "embedding": layer.Embedding, "experts": layer.ParamWrapper}
-    fields = {field for combination in VARIANTS for field in combination}
+    fields = {field for combination in COMBINATIONS for field in combination}
     for kind, cls in tables.items():
         table = cls.lora_variants.fget(None)
         assert {each for each in table if fields.issuperset(each)} == {
-            each for each in VARIANTS if kind in VARIANTS[each]
+            each for each in COMBINATIONS if kind in COMBINATIONS[each]
         }

@@ -80,10 +80,10 @@ def test_inspect_shows_activated_lora_and_dora(capsys, tmp_path):
     replace(plain, invocation_tokens=tokens).save_pretrained(tmp_path / "act")
     assert run(["inspect", str(tmp_path / "act")]) == 0
     assert " 30 31 ... on;" in capsys.readouterr().out
-    modules = {n: replace(m, magnitude=np.ones(len(m.b), np.float32)) for n, m in plain.modules.items()}
+    modules = {n: replace(m, vectors={"dora": np.ones(len(m.b), np.float32)}) for n, m in plain.modules.items()}
     replace(plain, modules=modules).save_pretrained(tmp_path / "dora")
     assert run(["inspect", str(tmp_path / "dora")]) == 0
-    assert "DoRA         yes; served with LoRAConfig(dora=True)\n" in capsys.readouterr().out
+    assert "variants     dora; served with LoRAConfig(variants=['dora'])\n" in capsys.readouterr().out
     plain.save_pretrained(tmp_path / "plain")
     assert run(["inspect", str(tmp_path / "plain")]) == 0
     assert "LoRAConfig" not in capsys.readouterr().out

@@ -74,7 +74,8 @@ def test_command_line_of_vllm(served, monkeypatch, tmp_path):
     module = json.dumps({"name": "chat", "path": shift, "base_model_name": "base"})
     options = (
         "--max-loras 4 --max-lora-rank 64 --max-cpu-loras 32 --dtype bfloat16 --lora-dtype auto --bitwise-base "
-        "--tensor-parallel-size 2 --enable-expert-parallel --fully-sharded-loras --activated-loras --dora-loras "
+        "--tensor-parallel-size 2 --enable-expert-parallel --fully-sharded-loras --activated-loras "
+        "--lora-variants dora "
         "--host 0.0.0.0 --served-model-name llama base --max-num-seqs 32 --max-model-len 48 --api-key one two "
         "--gpu-memory-utilization 0.8 --uvicorn-log-level info --request-timeout 7 --max-waiting 5 --drain-timeout 9 "
         f"--lora-root {tmp_path} --lora-hub-repos a/b c/*"
@@ -87,7 +88,7 @@ def test_command_line_of_vllm(served, monkeypatch, tmp_path):
     found_loras = {name: (lora.path, lora.parent) for name, lora in service.engine.list_loras().items()}
     assert found_loras == {"sql": (shift, None), "chat": (shift, "base")}
     assert (config.max_loras, config.max_lora_rank, config.max_cpu_loras) == (4, 64, 32)
-    assert (config.activated, config.dora, config.bitwise_base) == (True, True, True)
+    assert (config.activated, config.variants, config.bitwise_base) == (True, ("dora",), True)
     assert (given.request_timeout, given.max_waiting, given.max_num_seqs, given.max_model_len) == (7, 5, 32, 48)
     assert (service.names, service.max_model_len) == (("llama", "base"), 48)
     assert (found.drain_seconds, found.log_level) == (9, "info")

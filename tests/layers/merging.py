@@ -41,7 +41,7 @@ def make_dora(name: str, targets: Sequence[Target], rank: int) -> Adapter:
     """Return an adapter with a random magnitude for each module."""
     plain, rng = make_adapter(name, targets, rank), np.random.default_rng(rank)
     modules = {
-        key: replace(module, magnitude=rng.uniform(1, 3, len(module.b)).astype(np.float32))
+        key: replace(module, vectors={"dora": rng.uniform(1, 3, len(module.b)).astype(np.float32)})
         for key, module in plain.modules.items()
     }
     return replace(plain, modules=modules)
@@ -95,8 +95,8 @@ def merge(model: nnx.Module, targets: Sequence[Target], adapter: Adapter | None)
             weight = np.asarray(param[...], np.float64).copy()
             module = adapter.modules[target.name]
             weight[target.at] += target.into(delta(module)).reshape(weight[target.at].shape)
-            if module.magnitude is not None:
-                weight[target.at] *= _scales(target, weight[target.at], module.magnitude)
+            if "dora" in module.vectors:
+                weight[target.at] *= _scales(target, weight[target.at], module.vectors["dora"])
             param[...] = weight.astype(param.dtype)
     return copy
 

@@ -67,7 +67,7 @@ def test_every_kind_of_layer(axes, fully_sharded, dtype):
     adapters = adapters_of(zoo_of())
     served = [in_int8(adapter) for adapter in adapters] if dtype else adapters
     config = {"fully_sharded": fully_sharded, "data_axes": [name for name in axes if name == "data"], "dtype": dtype}
-    manager = make_manager(zoo, adapters, max_lora_rank=6, dora=True, **config)
+    manager = make_manager(zoo, adapters, max_lora_rank=6, variants=["dora"], **config)
     manager.prepare(["three", "two", "one", None]).close()  # slots that held another adapter before
     manager.remove_adapter("one")
     manager.add_adapter(adapters[0])
@@ -81,14 +81,14 @@ def test_every_kind_of_layer(axes, fully_sharded, dtype):
 def test_explicit_axes():
     mesh = mesh_of(AxisType.Explicit, t=2)
     model, adapter = placed(with_biases(Small()), mesh, SMALL), make_dora("one", SMALL_TARGETS[1:], 2)
-    manager = make_manager(model, [adapter], dora=True)
+    manager = make_manager(model, [adapter], variants=["dora"])
     single = with_biases(Small())
-    own = make_manager(single, [adapter], dora=True)
+    own = make_manager(single, [adapter], variants=["dora"])
     for each in (manager, own):
         each.pin_adapter("one")
     of_mesh, of_one = (nnx.to_flat_state(nnx.state(m)) for m in (model, single))
-    held = {path: np.asarray(v[...]) for path, v in of_mesh if str(path[-1]).endswith("_magnitude")}
-    want = {path: np.asarray(v[...]) for path, v in of_one if str(path[-1]).endswith("_magnitude")}
+    held = {path: np.asarray(v[...]) for path, v in of_mesh if str(path[-1]).endswith("_dora")}
+    want = {path: np.asarray(v[...]) for path, v in of_one if str(path[-1]).endswith("_dora")}
     assert len(held) == 4
     for path, values in want.items():
         np.testing.assert_allclose(held[path], values, rtol=1e-6)
@@ -115,7 +115,7 @@ def test_stacked_layers():
     model, one, some = Stack(), make_dora("one", targets, 3), make_dora("two", targets[1:2], 2)
     twins = {a.name: merge(model, targets, a) for a in (one, some)} | {None: nnx.clone(model)}
     x = normal(4, 2, 6)
-    manager = make_manager(model, [one, some, make_adapter("plain", targets[:1], 1)], max_loras=2, dora=True)
+    manager = make_manager(model, [one, some, make_adapter("plain", targets[:1], 1)], max_loras=2, variants=["dora"])
     for names in (["one", None, "two", "one"], ["two", "one", None, None]):
         with manager.prepare(names) as batch:
             got = np.asarray(serve(model, x, batch))

@@ -99,9 +99,9 @@ def test_an_activated_adapter_of_experts():
 
 def test_dora_of_experts_is_refused():
     model = Model(Gathering, nnx.Rngs(0))
-    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=4, dora=True))
+    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=4, variants=["dora"]))
     modules = {
-        name: dataclasses.replace(module, magnitude=np.ones(len(module.b), np.float32))
+        name: dataclasses.replace(module, vectors={"dora": np.ones(len(module.b), np.float32)})
         for name, module in ADAPTERS["some"].modules.items()
     }
     adapter = jlora.Adapter(name="dora", modules=modules)

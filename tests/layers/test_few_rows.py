@@ -169,10 +169,10 @@ def wrapped(model, adapters, **config):
 
 
 @pytest.mark.parametrize("x", [X[:, 0], X.repeat(3, axis=1)], ids=["[B, K]", "[B, L, K]"])
-@pytest.mark.parametrize("config", [{}, {"dtype": "float32"}, {"dora": True}], ids=str)
+@pytest.mark.parametrize("config", [{}, {"dtype": "float32"}, {"variants": ["dora"]}], ids=str)
 def test_rows_of_several_adapters(taken, x, config):
     """DoRA's magnitudes do not scale the layer's bias."""
-    adapters = [make_dora("one", PROJ, 3), SINGLE[1]] if "dora" in config else SINGLE
+    adapters = [make_dora("one", PROJ, 3), SINGLE[1]] if "variants" in config else SINGLE
     twins = merged(adapters)
     model, manager = wrapped(Holder(), adapters, **config)
     with manager.prepare(NAMES) as batch:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jlora.layers.finish.dora import SCALE_COLUMNS
+from jlora.layers.variants.dora import SCALE_COLUMNS
 from jlora.pallas import api
 from tests import oracle
 from tests.pallas.test_ranks import TRITON, XLA, run_of
@@ -19,7 +19,7 @@ SLOT_OF_ROW = np.arange(M) % (SLOTS + 1)  # the last id is no slot
 
 
 def scale_columns(y, base, bias, magnitudes, slots=SLOT_OF_ROW):
-    return SCALE_COLUMNS.apply(y, jnp.zeros((len(y), K)), base, bias, [magnitudes], jnp.asarray(slots))
+    return SCALE_COLUMNS.apply(y, jnp.zeros((len(y), K)), base, bias, magnitudes, jnp.asarray(slots))
 
 
 def scaled(y, bias, magnitudes):

@@ -160,7 +160,8 @@ def test_inside_a_shard_map_over_all_axes(twins, dora, dtype):
     two = make_dora("two", SMALL_TARGETS[1:], 2) if dora else TWO
     served = in_int8(two) if dtype else two
     twins = {"two": merge(Small(), SMALL_TARGETS, served), None: twins[None]}
-    model, manager = serving(adapters=[two], fully_sharded=True, exclude_modules=["embed"], dora=dora, dtype=dtype)
+    config = {"exclude_modules": ["embed"], "variants": ["dora"] * dora, "dtype": dtype}
+    model, manager = serving(adapters=[two], fully_sharded=True, **config)
     model.up.bias.set_value(jax.device_put(model.up.bias[...], NamedSharding(the_mesh(), P("t"))))
     specs = jax.tree.map(lambda array: array.sharding.spec, nnx.state(model))
     graphdef, _ = nnx.split(model)

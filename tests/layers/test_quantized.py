@@ -123,6 +123,6 @@ def test_options_of_the_wrong_type_are_refused(options):
 
 def test_dora_is_refused():
     register(known=True, bias=None)
-    manager = make_manager(Model(), dora=True)
+    manager = make_manager(Model(), variants=["dora"])
     with pytest.raises(AdapterMismatchError, match="'one': up: DoRA needs the base weight in floating point"):
         manager.add_adapter(make_dora("one", TARGETS, 2))

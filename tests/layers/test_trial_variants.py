@@ -10,11 +10,11 @@ from jax.sharding import PartitionSpec as P
 
 import jlora
 from jlora.errors import AdapterMismatchError, LoRAError
-from jlora.layers.finish.dora import SCALE_COLUMNS
+from jlora.layers.variants.dora import SCALE_COLUMNS
 from jlora.layers.wrap.discover import register_layer
 from tests.layers.merging import Target, assert_close, make_adapter, make_dora, merge, normal, run, serve
 from tests.layers.mesh_models import K, Split, mesh_of, placed
-from tests.layers.trial_variants import BIAS, IA3, OPTIONS, TrialConfig, TrialLoRA, broken, registered, with_values
+from tests.layers.trial_variants import BIAS, IA3, broken, registered, with_values
 from tests.verify.test_quantized import Int8
 from tests.verify.test_quantized import Model as Quantized
 from tests.verify.test_verify import Transformer, tokens_of
@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.device, pytest.mark.usefixtures("quickly_compiled")]
 SPECS = {"column": P(None, "t"), "row": P("t"), "plain": P("t"), "both": P("u", "t"), "o_proj": P("t"), "out": P("t")}
 TARGETS = [Target(name, K, 8, f"{name}.kernel") for name in SPECS]
 FINISHERS = (SCALE_COLUMNS, BIAS, IA3)
+IDS = [finisher.variant.name for finisher in FINISHERS]
 NAMES = ["one", None, "two", "one"]
 
 
@@ -62,19 +63,19 @@ def expected(model, finisher, x):
         for i, target in enumerate(TARGETS):
             module = adapter.modules.get(target.name)
             if finisher is BIAS and module is not None:
-                y[:, :, i] += module.added
+                y[:, :, i] += module.scaling * module.vectors["lora_bias"]
             if finisher is IA3 and module is not None:
-                y[:, :, i] *= module.factor
+                y[:, :, i] *= module.vectors["ia3"]
         outputs[adapter.name] = y
     return np.stack([outputs[name][i] for i, name in enumerate(NAMES)])
 
 
 def managed(model, *finishers, **config):
-    options = {OPTIONS.get(finisher, finisher.extras[0].option): True for finisher in finishers}
-    return jlora.LoRAManager(model, TrialConfig(max_loras=3, max_lora_rank=4, **options, **config))
+    variants = [finisher.variant.name for finisher in finishers]
+    return jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=3, max_lora_rank=4, variants=variants, **config))
 
 
-@pytest.mark.parametrize("finisher", FINISHERS, ids=OPTIONS.values())
+@pytest.mark.parametrize("finisher", FINISHERS, ids=IDS)
 @pytest.mark.parametrize(
     ("axes", "config"),
     [
@@ -109,7 +110,7 @@ class Two(nnx.Module):
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("finisher", FINISHERS, ids=OPTIONS.values())
+@pytest.mark.parametrize("finisher", FINISHERS, ids=IDS)
 def test_verify_on_a_mesh(finisher):
     wrong = broken(finisher) if finisher is SCALE_COLUMNS else replace(finisher, commutes=frozenset({"sum", "bias"}))
     cause = "column" if finisher is SCALE_COLUMNS else "row"
@@ -145,21 +146,21 @@ def test_a_bias_beside_the_output_is_not_left_out():
                 if finisher is BIAS:
                     model["split"](x)
                     continue
-                with pytest.raises(LoRAError, match=r"split.*ia3 changes the bias, and the layer returns it"):
+                with pytest.raises(LoRAError, match=r"split.*IA3 changes the bias, and the layer returns it"):
                     model["split"](x)
 
 
 def test_a_combination_that_peft_lacks_is_refused():
     with registered(SCALE_COLUMNS, BIAS):
-        plain = make_adapter("one", TARGETS[:1], 2).modules["column"]
-        fields = {field: getattr(plain, field) for field in ("a", "b", "kind", "alpha", "scaling")}
-        ones = np.ones(8, np.float32)
-        jlora.Adapter(name="one", modules={"column": TrialLoRA(**fields, added=ones)})
-        both = TrialLoRA(**fields, added=ones, magnitude=ones)
-        with pytest.raises(
-            AdapterMismatchError, match="'one': use_dora and use_lora_bias are set together; PEFT has no"
-        ):
-            jlora.Adapter(name="one", modules={"column": both})
-        tokens = {"invocation_tokens": (1,)}
-        with pytest.raises(AdapterMismatchError, match="use_lora_bias and alora_invocation_tokens are set together"):
-            jlora.Adapter(name="one", modules={"column": TrialLoRA(**fields, added=ones)}, **tokens)
+        plain, ones = make_adapter("one", TARGETS[:1], 2), np.ones(8, np.float32)
+
+        def made(*variants, **fields):
+            vectors = dict.fromkeys(variants, ones)
+            return replace(plain, modules={"column": replace(plain.modules["column"], vectors=vectors)}, **fields)
+
+        assert made("lora_bias").variants == ("lora_bias",)
+        assert made("lora_bias", invocation_tokens=(1,)).variants == ("lora_bias",)  # PEFT has both together
+        with pytest.raises(AdapterMismatchError, match="'one': use_dora and lora_bias are set together; PEFT has no"):
+            made("lora_bias", "dora")
+        with pytest.raises(AdapterMismatchError, match="use_dora and alora_invocation_tokens are set together"):
+            made("dora", invocation_tokens=(1,))

@@ -191,7 +191,7 @@ def dora(world: World) -> None:
         after = merge(Small(), SMALL_TARGETS, dataclasses.replace(adapter, modules=updated))
     for fully_sharded in (False, True):
         world.twins["dora"] = before
-        manager = world.start("one", dora=True, fully_sharded=fully_sharded)
+        manager = world.start("one", variants=["dora"], fully_sharded=fully_sharded)
         manager.add_adapter(adapter)
         world.check(["dora", None, "one", "dora"])
         manager.update_adapter("dora", {f"up.lora_{half.upper()}.weight": array for half, array in factors.items()})

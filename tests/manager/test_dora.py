@@ -29,7 +29,7 @@ BOTH = (ALL, SOME, PLAIN)
 
 @functools.cache
 def made(**config):
-    return make_world(dora=True, **config)
+    return make_world(variants=["dora"], **config)
 
 
 def served(*adapters, **config):
@@ -75,7 +75,7 @@ def test_a_plain_adapter_in_a_slot_that_held_dora_is_as_in_a_fresh_slot():
     world = served(*BOTH, max_loras=1)
     world.serve(["all", None, "all"])
     assert (world.serve(["plain", None, "plain"]) == want).all()
-    assert all((held == 1).all() for path, held in world.slots() if str(path[-1]).endswith("_magnitude"))
+    assert all((held == 1).all() for path, held in world.slots() if str(path[-1]).endswith("_dora"))
     world.check(world.serve(["some", None, "some"]), [SOME, None, SOME])
     world.check(world.serve(["all", None, "all"]), [ALL, None, ALL])
 
@@ -101,12 +101,12 @@ def test_exports_and_saved_managers_keep_magnitudes(tmp_path):
     world.serve(["all", "some", None])
     exported = world.manager.export_adapter("all")
     for name, module in exported.modules.items():
-        np.testing.assert_array_equal(module.magnitude, ALL.modules[name].magnitude.astype(np.float32))
+        np.testing.assert_array_equal(module.vectors["dora"], ALL.modules[name].vectors["dora"].astype(np.float32))
     world.manager.save(tmp_path)
-    restored = make_world(dora=True)
+    restored = make_world(variants=["dora"])
     restored.manager.restore(tmp_path)
     assert (restored.serve(["all", "some", None]) == world.serve(["all", "some", None])).all()
-    with pytest.raises(jlora.AdapterMismatchError, match=r"LoRAConfig\(dora=True\) serves it"):
+    with pytest.raises(jlora.AdapterMismatchError, match=r"LoRAConfig\(variants=\['dora'\]\) serves it"):
         make_world().manager.restore(tmp_path)
 
 
@@ -117,7 +117,7 @@ def test_lost_arrays_are_written_again():
     nnx.update(world.model, state)
     world.check(world.serve(["all", "some", None]), [ALL, SOME, None])
     for path, variable in nnx.to_flat_state(nnx.state(world.model, jlora.SlotRanks)):
-        if str(path[-1]).endswith("_magnitude"):
+        if str(path[-1]).endswith("_dora"):
             variable[...].delete()
     world.check(world.serve(["all", "some", None]), [ALL, SOME, None])
     world.check(world.serve(["all", "plain", None]), [ALL, PLAIN, None])
@@ -127,7 +127,9 @@ def test_lost_arrays_are_written_again():
 def test_norms_are_those_of_float64(param, slots):
     k, n, rank = 256, 192, 8
     model = nnx.Dict(layer=nnx.Linear(k, n, param_dtype=param, rngs=nnx.Rngs(0)))
-    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=rank, dtype=slots, dora=True))
+    manager = jlora.LoRAManager(
+        model, jlora.LoRAConfig(max_loras=1, max_lora_rank=rank, dtype=slots, variants=["dora"])
+    )
     rng = np.random.default_rng(0)
     w = np.asarray(model["layer"].kernel[...]).astype(np.float64)
     # Factors as after a training: the delta is a tenth of the weight, and partly along it.
@@ -135,17 +137,17 @@ def test_norms_are_those_of_float64(param, slots):
     a = (-0.1 * s[:rank, None] * u[:, :rank].T + 1e-3 * rng.normal(size=(rank, k))).astype(np.float32)
     b = (v[:rank].T + 0.1 * rng.normal(size=(n, rank))).astype(np.float32)
     magnitude = np.linalg.norm(w, axis=0).astype(np.float32)
-    module = jlora.ModuleLoRA(a=a, b=b, alpha=2.0 * rank, scaling=2.0, magnitude=magnitude)
+    module = jlora.ModuleLoRA(a=a, b=b, alpha=2.0 * rank, scaling=2.0, vectors={"dora": magnitude})
     manager.add_adapter(jlora.Adapter(name="a", modules={"layer": module}))
     manager.prepare(["a"]).close()
     a, b = (factor.astype(slots).astype(np.float64) for factor in (a, b))
     want = magnitude / np.linalg.norm(w.T + 2 * b @ a, axis=1)
-    got = np.asarray(nnx.state(model, jlora.SlotRanks)["layer"]["jlora_magnitude"][...])[0]
+    got = np.asarray(nnx.state(model, jlora.SlotRanks)["layer"]["jlora_dora"][...])[0]
     np.testing.assert_allclose(got, want, rtol=2e-6)
 
 
 def test_columns_without_a_finite_norm_are_refused():
-    world, adapter = make_world(dora=True), dora("a", modules=[O_PROJ])
+    world, adapter = make_world(variants=["dora"]), dora("a", modules=[O_PROJ])
     kernel, module = world.model.layers[1].o_proj.kernel, adapter.modules[O_PROJ]
     kept = kernel[...]
     module.b[5] = 0
@@ -178,7 +180,8 @@ def test_dora_of_other_layers_is_refused(tmp_path):
                 call(source)
     survey = jlora.Survey(expert_models.Model(expert_models.Seams, nnx.Rngs(0)), world.manager.config)
     k, n = expert_models.HIDDEN, expert_models.INNER
-    module = jlora.ModuleLoRA(a=np.ones((1, k)), b=np.ones((n, 1)), alpha=1, scaling=1.0, magnitude=np.ones(n))
+    vectors = {"dora": np.ones(n)}
+    module = jlora.ModuleLoRA(a=np.ones((1, k)), b=np.ones((n, 1)), alpha=1, scaling=1.0, vectors=vectors)
     with pytest.raises(jlora.AdapterMismatchError, match=r"up_proj: DoRA is served .*is a product of experts"):
         survey.check(jlora.Adapter(name="a", modules={"layers.0.experts.0.up_proj": module}))
 
@@ -223,10 +226,10 @@ def step_of_layer(model, x, batch):
 
 def of_layer(layer):
     model = nnx.Dict(layer=layer)
-    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=2, dora=True))
+    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=2, variants=["dora"]))
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(2, 6)), rng.normal(size=(8, 2))
-    module = jlora.ModuleLoRA(a=a, b=b, alpha=2, scaling=1.0, magnitude=rng.uniform(1, 2, 8))
+    module = jlora.ModuleLoRA(a=a, b=b, alpha=2, scaling=1.0, vectors={"dora": rng.uniform(1, 2, 8)})
     return model, manager, jlora.Adapter(name="a", modules={"layer": module})
 
 
@@ -270,7 +273,7 @@ def test_biases_are_not_scaled(kind):
     layer, lora = model["layer"], adapter.modules["layer"]
     w = np.asarray((layer.w if kind == "named" else layer.kernel)[...], np.float64).reshape(6, 8)
     whole = w.T + lora.b @ lora.a
-    want = x @ (whole * (lora.magnitude / np.linalg.norm(whole, axis=1))[:, None]).T + bias
+    want = x @ (whole * (lora.vectors["dora"] / np.linalg.norm(whole, axis=1))[:, None]).T + bias
     np.testing.assert_allclose(got[::2], want[::2], rtol=0, atol=2e-6 * np.abs(want).max())
     assert (got[1] == base[1]).all()
     assert np.abs(bias).max() > 0

@@ -300,12 +300,13 @@ def replaced(name: str, how: str) -> jlora.Adapter:
         case "aLoRA":
             return replace(own, invocation_tokens=(3,))
         case _:
-            return replace(own, modules={k: replace(m, magnitude=np.ones(len(m.b))) for k, m in own.modules.items()})
+            ones = {k: {"dora": np.ones(len(m.b))} for k, m in own.modules.items()}
+            return replace(own, modules={k: replace(m, vectors=ones[k]) for k, m in own.modules.items()})
 
 
 @pytest.mark.parametrize("how", ["alpha", "modules", "aLoRA", "DoRA"])
 def test_an_adapter_that_was_replaced_is_neither_published_nor_trained(how):
-    manager = served(["query", "wide"], dora=True, activated=True)
+    manager = served(["query", "wide"], variants=["dora"], activated=True)
     trainer = manager.trainer(loss, dict.fromkeys(["wide", "query"], optax.sgd(0.1)))
     manager.add_adapter(replaced("query", how), load_inplace=True)
     with pytest.raises(jlora.LoRAUsageError, match="'query' was replaced by one of other modules"):
@@ -610,7 +611,7 @@ def test_axes_of_any_kind(kind, fully):
 
 
 def test_adapters_that_are_not_trained_are_refused():
-    manager = served(dora=True, saved_heads={"o_proj": 16})
+    manager = served(variants=["dora"], saved_heads={"o_proj": 16})
     head = jlora.SavedHead(np.ones((16, 16), np.float32), np.ones(16, np.float32))
     manager.add_adapter(replace(fresh("query"), name="head", heads={"layers.0.o_proj": head}))
     manager.add_adapter(make_dora("dora", [Target(QUERY, 16, 16, "")], 2))

@@ -22,14 +22,18 @@ def config_of(**options):
 
 
 @pytest.mark.parametrize(
-    ("adapter", "other", "switch"), [(ACTIVATED, "dora", "activated"), (DORA, "activated", "dora")]
+    ("adapter", "other", "switch"),
+    [
+        (ACTIVATED, {"variants": ("dora",)}, "activated=True"),
+        (DORA, {"activated": True}, r"variants=\['dora'\]"),
+    ],
 )
 def test_adapters_that_the_configuration_does_not_serve(tmp_path, adapter, switch, other):
-    for options in ({}, {other: True}):
+    for options in ({}, other):
         manager = jlora.LoRAManager(Model(), config_of(**options))
         for source in sources(adapter, tmp_path):
             for call in (manager.add_adapter, jlora.Survey(Model(), config_of(**options)).check):
-                cause = rf"adapter '{adapter.name}'.* LoRAConfig\({switch}=True\) serves it"
+                cause = rf"adapter '{adapter.name}'.* LoRAConfig\({switch}\) serves it"
                 with pytest.raises(jlora.AdapterMismatchError, match=cause):
                     call(source)
         assert manager.list_adapters() == {}
@@ -54,3 +58,11 @@ def test_activated_weights_are_not_restored_as_plain_ones(tmp_path):
     saved.save(tmp_path)
     with pytest.raises(jlora.AdapterMismatchError, match=r"'act'.*LoRAConfig\(activated=True\) serves it"):
         jlora.LoRAManager(Model(), config_of()).restore(tmp_path)
+
+
+def test_names_of_no_variant_are_refused():
+    for make in (jlora.LoRAManager, jlora.Survey):
+        with pytest.raises(
+            jlora.LoRAUsageError, match=r"LoRAConfig\.variants: 'dara' is no variant; expected .*'dora'"
+        ):
+            make(Model(), config_of(variants=["dora", "dara"]))

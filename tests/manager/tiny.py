@@ -98,10 +98,10 @@ def expected(model: Model, adapter, tokens, active_from: int = 0) -> np.ndarray:
         """x @ w [K, N] plus the delta; for DoRA in the norms that the adapter gives the columns of the sum."""
         y = x @ w + delta(name, x)
         lora = parts[0][0].modules.get(name) if parts else None
-        if lora is None or lora.magnitude is None:
+        if lora is None or "dora" not in lora.vectors:
             return y
         whole = w.T + lora.scaling * np.asarray(lora.b, np.float64) @ np.asarray(lora.a, np.float64)
-        return np.where(active, y * (lora.magnitude / np.linalg.norm(whole, axis=1)), y)
+        return np.where(active, y * (lora.vectors["dora"] / np.linalg.norm(whole, axis=1)), y)
 
     tokens = np.asarray(tokens)
     table = weight(model.embed.embedding)
@@ -138,7 +138,8 @@ def make_adapter(name: str, version: int = 0, *, rank: int | None = None, module
 def as_dora(adapter: jlora.Adapter) -> jlora.Adapter:
     """Return an adapter with a random magnitude for each module."""
     rng = np.random.default_rng(zlib.crc32(adapter.name.encode()))
-    modules = {n: dataclasses.replace(m, magnitude=rng.uniform(1, 3, len(m.b))) for n, m in adapter.modules.items()}
+    vectors = {n: {"dora": rng.uniform(1, 3, len(m.b))} for n, m in adapter.modules.items()}
+    modules = {n: dataclasses.replace(m, vectors=vectors[n]) for n, m in adapter.modules.items()}
     return dataclasses.replace(adapter, modules=modules)
 
 

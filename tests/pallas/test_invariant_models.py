@@ -40,7 +40,7 @@ class Model(nnx.Module):
 
 def dora(adapter):
     modules = {
-        name: dataclasses.replace(module, magnitude=np.linspace(0.5, 2, len(module.b), dtype=np.float32))
+        name: dataclasses.replace(module, vectors={"dora": np.linspace(0.5, 2, len(module.b), dtype=np.float32)})
         for name, module in adapter.modules.items()
         if module.kind == "linear"
     }
@@ -53,7 +53,7 @@ OTHERS = [None, "b", "c", "d", "e", Mix({"c": 2.0}), Mix({"d": 1, "e": -1})]
 
 
 def managed(backend, **config):
-    switches = {"max_adapters_per_sequence": 1, "dora": True, "activated": True}
+    switches = {"max_adapters_per_sequence": 1, "variants": ["dora"], "activated": True}
     sizes = {"max_loras": 4, "max_cpu_loras": 6, "max_lora_rank": 8}
     manager = jlora.LoRAManager(Model(), jlora.LoRAConfig(backend=backend, **sizes, **switches | config))
     for adapter in ADAPTERS:

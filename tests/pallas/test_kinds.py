@@ -17,7 +17,7 @@ ADAPTERS = {
     "dora": as_dora(make_adapter("dora", rank=3, modules=LINEAR)),
     "dora of some": as_dora(make_adapter("dora of some", rank=2, modules=["layers.0.q_proj", "layers.1.o_proj"])),
 }
-SWITCHES = {"max_adapters_per_sequence": 1, "activated": True, "dora": True}
+SWITCHES = {"max_adapters_per_sequence": 1, "activated": True, "variants": ["dora"]}
 # Entries and first active rows.
 BATCHES = [
     (["all", None, "dora"], [0, 0, 0]),

@@ -44,7 +44,7 @@ def test_embeddings(tmp_path, mode):
     of["base"] = base
 
     model = from_pretrained(tmp_path / "base")
-    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=3, max_lora_rank=4, dora=True))
+    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=3, max_lora_rank=4, variants=["dora"]))
     engine = Engine(model, manager, tokenizer=tokenizer(), options=EngineOptions(max_num_batched_tokens=128))
     for name in ("one", "two", "dora"):
         engine.add_lora(jlora.LoRARequest(name, str(tmp_path / name)))

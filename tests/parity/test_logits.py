@@ -91,7 +91,7 @@ class World:
     def served(self, mesh=None, **config) -> jlora.LoRAManager:
         sizes = {"max_loras": 6, "max_lora_rank": cases.MAX_RANK, "max_cpu_loras": 10, "max_adapters_per_sequence": 3}
         model = jlora.models.from_pretrained(self.folder / "base", mesh=mesh)
-        return jlora.LoRAManager(model, jlora.LoRAConfig(**sizes | config, activated=True, dora=True))
+        return jlora.LoRAManager(model, jlora.LoRAConfig(**sizes | config, activated=True, variants=["dora"]))
 
 
 @pytest.fixture(scope="module", params=cases.MODELS)

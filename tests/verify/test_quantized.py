@@ -8,7 +8,7 @@ from flax import nnx
 
 import jlora
 from jlora.errors import LoRAError
-from jlora.layers.finish.dora import SCALE_COLUMNS
+from jlora.layers.variants.dora import SCALE_COLUMNS
 from jlora.layers.wrap.discover import register_layer
 from tests.layers.merging import make_manager, normal, serve
 from tests.layers.trial_variants import broken, registered
@@ -83,10 +83,10 @@ def test_a_layer_without_a_dequantized_weight_is_checked_by_rows_only():
 @pytest.mark.parametrize("known", [True, False])
 def test_finishers_are_compared(known):
     register(Int8, known=known)
-    manager = make_manager(Model(), dora=True)
+    manager = make_manager(Model(), variants=["dora"])
     assert manager.verify(serve, normal(4, 3, K)).checked == ("first", "proj", "last")
     with registered(broken(SCALE_COLUMNS)), pytest.raises(LoRAError, match=r"verify: proj \(Int8\) is off"):
-        make_manager(Model(), dora=True, target_modules=["proj"]).verify(serve, normal(4, 3, K))
+        make_manager(Model(), variants=["dora"], target_modules=["proj"]).verify(serve, normal(4, 3, K))
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -11,7 +11,7 @@ from flax import nnx
 
 import jlora
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
-from jlora.layers.finish.dora import SCALE_COLUMNS
+from jlora.layers.variants.dora import SCALE_COLUMNS
 from jlora.layers.wrap.discover import register_layer
 from tests.layers.merging import (
     Target,
@@ -76,7 +76,7 @@ ALL = {
 @pytest.mark.parametrize("dora", [False, True])
 def test_a_model_that_is_served_right_passes(dora):
     model = Transformer()
-    manager = make_manager(model, max_loras=1, dora=dora)
+    manager = make_manager(model, max_loras=1, variants=["dora"] * dora)
     report = manager.verify(serve, tokens_of(4, 3))
     assert set(report.checked) == ALL
     assert report.checked[0] == "embed"
@@ -345,7 +345,9 @@ def test_outputs_that_cannot_be_compared_raise():
 def test_a_finisher_that_is_wrong_is_exposed(dtype):
     """The right one passes in `test_a_model_that_is_served_right_passes`."""
     with registered(broken(SCALE_COLUMNS)), pytest.raises(LoRAError, match=r"verify: first \(Linear\) is off"):
-        make_manager(Two(nnx.Linear(6, 6, rngs=nnx.Rngs(1))), dora=True, dtype=dtype).verify(serve, normal(3, 4, 6))
+        make_manager(Two(nnx.Linear(6, 6, rngs=nnx.Rngs(1))), variants=["dora"], dtype=dtype).verify(
+            serve, normal(3, 4, 6)
+        )
 
 
 # --- Guessed specs -------------------------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ def add_delta(
     complete = not reached(site)  # in the calling code; inside `local` it always is
     if not complete and (unfit := [each for each in site.spec.finishers if "sum" not in each.commutes]):
         raise LoRAError(
-            f"{site.path}: LoRAConfig.{unfit[0].extras[0].option} is not served inside a jax.shard_map over "
+            f"{site.path}: {unfit[0].variant.title} is not served inside a jax.shard_map over "
             f"{' and '.join(map(repr, sharding.ins))}, where the output of the layer is a partial sum; call the layer "
             "outside"
         )
@@ -302,12 +302,12 @@ def add_rows(
     add = partial(_add_adapter, site, x=x, own=own, shared=shared, complete=complete, x_rows=x_rows)
     adds = [partial(add, plans=plans) for plans in adapters]
     if site.spec.finishers:  # XLA computes them and the sums in one pass
-        y, extras = rows.astype(jnp.float32), iter(own.extras)
+        y = rows.astype(jnp.float32)
         for add in adds:
             y = y + add(None)
-        slots = adapters[0][0].row_groups  # an adapter that brings extras is the only one of its rows
-        for finisher in site.spec.finishers:
-            y = finisher.apply(y, x, rows, bias, [next(extras) for _ in finisher.extras], slots)
+        slots = adapters[0][0].row_groups  # an adapter with vectors is the only one of its rows
+        for finisher, vectors in zip(site.spec.finishers, own.extras, strict=True):
+            y = finisher.apply(y, x, rows, bias, vectors, slots)
         out = y.astype(rows.dtype)
     else:
         out = _summed_adapters(rows, adds)

@@ -88,7 +88,7 @@ def rows_of_call(
         unfit = [finisher for finisher in site.spec.finishers if "bias" not in finisher.commutes]
         if pair[1] is not None and unfit:
             raise LoRAError(
-                f"LoRAConfig.{unfit[0].extras[0].option} changes the bias, and the layer returns it beside its "
+                f"{unfit[0].variant.title} changes the bias, and the layer returns it beside its "
                 "output. Add it in the layer, or leave the layer out with LoRAConfig.exclude_modules"
             )
     # An output of several parts is for `rows`.

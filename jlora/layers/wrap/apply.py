@@ -66,7 +66,8 @@ def wrap_model(
 
     Raises:
       LoRAUsageError: a target matches no layer or one that cannot be wrapped; a registered spec contradicts its layer;
-        `skip` is no list of regular expressions; `row_groups` maps no names to names, or one of them matches no layer.
+        `skip` is no list of regular expressions; `row_groups` maps no names to names, or one of them matches no layer;
+        or a variant is unknown.
       LoRAError: the model is wrapped already; the slots do not fit in memory.
     """
     wrapped = WrappedModel(model, config, skip_patterns(skip))

@@ -11,11 +11,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jlora.config import CONFIG_DTYPES, LoRAConfig, count_expert_slots, slot_dtype
 from jlora.errors import LoRAError, LoRAUsageError, nearest
 from jlora.layers.base_kernel import Kernel, arrays_of, kernel_of
-from jlora.layers.finish import chosen
 from jlora.layers.forward.experts import prefix_of, shared_sites
 from jlora.layers.forward.merged_columns import too_many_pieces
 from jlora.layers.site import HEAD, SEQUENCES, Site, SlotSpec
 from jlora.layers.specs import Doubt, EmbedSpec, ExpertsSpec, LinearSpec, Spec, own_attribute
+from jlora.layers.variants import finishers_of
+from jlora.layers.variants.finisher import Finisher
 from jlora.layers.wrap.discover import Found, discover
 from jlora.layers.wrap.select import (
     Heads,
@@ -72,6 +73,7 @@ class _Context:
     packed: PackedModules
     heads: Heads
     mesh: Mesh | AbstractMesh | None
+    finishers: tuple[Finisher, ...]  # of linear layers
     headless: dict[str, str] = field(default_factory=dict[str, str])  # name of a wrapped layer -> why it takes no head
 
 
@@ -85,7 +87,8 @@ def choose(
 
     Raises:
       LoRAError: the model is wrapped already, no layer of it can serve LoRA, or as in `_mesh_of`.
-      LoRAUsageError: a configured name matches no layer, or only layers that cannot be wrapped, or as in `_mesh_of`.
+      LoRAUsageError: a configured name matches no layer, or only layers that cannot be wrapped; a variant is unknown;
+        or as in `_mesh_of`.
     """
     model, config = wrapped.model, wrapped.sites.config
     packed = packed_modules_of(model, packed_modules)
@@ -94,7 +97,7 @@ def choose(
         if "jlora_sites" in vars(found.module):
             raise LoRAError(f"{found.aliases[0]}: this model is wrapped already; call unwrap() on its manager first")
     heads = tied_heads(model, everything, config.target_modules or ())
-    context = _Context(config, row_groups, packed, heads, _mesh_of(everything, config))
+    context = _Context(config, row_groups, packed, heads, _mesh_of(everything, config), finishers_of(config))
     plans: list[tuple[Found, list[Site]]] = []
     others: dict[str, str] = {}  # path -> class
     selected: list[str] = []  # names of wrapped and of excluded layers
@@ -332,7 +335,7 @@ def _slots(
         max_rank=largest_rank(config, names),
         dtype="int8" if in_int8 and not table else _slot_dtype(found.module, spec, linear, kernel, config),
         experts=experts,
-        finishers=() if table or experts is not None else chosen(config),
+        finishers=() if table or experts is not None else context.finishers,
     )
     if context.mesh is None:
         return slots

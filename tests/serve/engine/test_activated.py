@@ -23,9 +23,9 @@ def made(name, rank, **fields):
     for layer in range(CONFIG.num_hidden_layers):
         for module, k, n in (("self_attn.q_proj", 32, 32), ("self_attn.v_proj", 32, 16), ("mlp.down_proj", 48, 32)):
             a, b = rng.normal(size=(rank, k)) * k**-0.5, rng.normal(size=(n, rank))
-            magnitude = rng.uniform(0.5, 2, n).astype(np.float32) if name == "dora" else None
+            vectors = {"dora": rng.uniform(0.5, 2, n).astype(np.float32)} if name == "dora" else {}
             modules[f"model.layers.{layer}.{module}"] = jlora.ModuleLoRA(
-                a=a.astype(np.float32), b=b.astype(np.float32), alpha=rank, scaling=1.0, magnitude=magnitude
+                a=a.astype(np.float32), b=b.astype(np.float32), alpha=rank, scaling=1.0, vectors=vectors
             )
     return jlora.Adapter(name=name, modules=modules, **fields)
 
@@ -47,7 +47,7 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="module")
 def oracle(folders):
     """A function that generates the answers of a batch with `jlora.models.generate`."""
-    manager = managed(activated=True, dora=True)
+    manager = managed(activated=True, variants=["dora"])
     for name, path in folders.items():
         manager.add_adapter(jlora.LoRARequest(name, str(path)))
 
@@ -60,7 +60,7 @@ def oracle(folders):
 
 @pytest.fixture(scope="module")
 def engine(folders):
-    manager = managed(activated=True, dora=True)
+    manager = managed(activated=True, variants=["dora"])
     options = EngineOptions(max_num_seqs=ROWS, max_num_batched_tokens=CHUNK, max_model_len=32)
     engine = Engine(manager.model, manager, options=options)
     for name, path in folders.items():
@@ -142,6 +142,9 @@ def test_first_rows_of_generate(folders):
     assert compiled_variants() == compiled
     # The default configuration refuses such adapters.
     plain = managed()
-    for name, flag in (("called", r"activated=True\) .*--activated-loras"), ("dora", r"dora=True\) .*--dora-loras")):
+    for name, flag in (
+        ("called", r"activated=True\) .*--activated-loras"),
+        ("dora", r"variants=\['dora'\]\) .*--lora-variants dora"),
+    ):
         with pytest.raises(jlora.AdapterMismatchError, match=rf"{name!r}.*{flag}"):
             plain.add_adapter(jlora.LoRARequest(name, str(folders[name])))

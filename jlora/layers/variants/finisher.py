@@ -1,6 +1,6 @@
 """A finisher: a function of the output of a linear layer with its LoRA, and of values that adapters bring for it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -8,7 +8,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-from jlora.adapters.extras import Extra
+from jlora.adapters.variants import Variant
+from jlora.layers.specs import LinearSpec
 
 
 class Apply(Protocol):
@@ -20,7 +21,7 @@ class Apply(Protocol):
         x: Float[Array, "M K"],
         base: Float[Array, "M N"],
         bias: Float[Array, "N"] | None,
-        extras: Sequence[Float[Array, "S N"]],
+        vectors: Float[Array, "S N"],
         slots: Int[Array, "M"],
     ) -> Float[Array, "M N"]:
         """Return the finished rows in float32. Rows without an adapter must have the bits of `y`.
@@ -32,7 +33,7 @@ class Apply(Protocol):
           x: the input in the dtype of A, or, for A in int8, in its own.
           base: the output without LoRA.
           bias: the part of `base` that is no product; None for zeros.
-          extras: the arrays of all slots, in the order of `Finisher.extras`.
+          vectors: the values of all slots, those of the adapters or of `Finisher.values`.
           slots: the slot of each row, S for none.
         """
         ...
@@ -45,7 +46,7 @@ class Reference(Protocol):
         self,
         weight: Float[np.ndarray, "K N"],
         bias: Float[np.ndarray, "N"],
-        extras: Sequence[Float[np.ndarray, "N"]],
+        vector: Float[np.ndarray, "N"],
     ) -> tuple[Float[np.ndarray, "K N"], Float[np.ndarray, "N"]]:
         """Return the weight and the bias of a layer without LoRA that has the finished output.
 
@@ -55,7 +56,43 @@ class Reference(Protocol):
         Args:
           weight: the base weight with its delta.
           bias: the bias of the layer; zeros without one.
-          extras: the values of one slot, in the order of `Finisher.extras`.
+          vector: the values of one slot.
+        """
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class AdaptedWeight:
+    """The base weight of one layer, with the modules of one adapter for it.
+
+    Attributes:
+      kernel: the weight as floats on its devices, with the axes of `spec` after that of a stack. The axes of a mesh are
+        Auto axes.
+      spec: the spec of the layer.
+      row: index of the layer in its stack; None for a single layer.
+      a: A of each output slice, in float32.
+      b: B times the scalings, in float32.
+      slices: the output slice of each column.
+      modules: adapter and module, for messages -> the columns of the module, and its vector.
+    """
+
+    kernel: Array
+    spec: LinearSpec
+    row: int | None
+    a: Float[np.ndarray, "n R K"]
+    b: Float[np.ndarray, "R N"]
+    slices: Int[np.ndarray, "N"]
+    modules: Mapping[str, tuple[slice, Float[np.ndarray, "columns"]]]
+
+
+class Values(Protocol):
+    """The function that computes the values of a slot once for each version of an adapter."""
+
+    def __call__(self, weight: AdaptedWeight) -> Float[np.ndarray, "N"]:
+        """Return the values of all columns, `Variant.fill` where there is no module.
+
+        Raises:
+          AdapterMismatchError: a value cannot be computed.
         """
         ...
 
@@ -65,16 +102,18 @@ class Finisher:
     """A function that follows the sum of base output and delta in linear layers without experts.
 
     Attributes:
-      extras: the arrays that it reads, at least one. The `LoRAConfig` that serves them switches it on.
+      variant: the variant. The function reads its slots.
       commutes: the operations that may follow the function instead of preceding it. "sum": the sum of its results for
         partial sums is its result for their sum. "bias": its result for a product, plus the bias, is its result for
         their sum. The shards of a row-parallel layer apply it only if it commutes with the sum, and with the bias if
         there is one.
       apply: the function.
       reference: the same function of a weight, which shares no code with `apply`.
+      values: computes the values of the slots from the base weight. With None, they are the vectors of the adapters.
     """
 
-    extras: tuple[Extra, ...]
+    variant: Variant
     commutes: frozenset[Literal["sum", "bias"]]
     apply: Apply
     reference: Reference
+    values: Values | None = None

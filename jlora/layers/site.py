@@ -177,11 +177,6 @@ class SlotSpec:
         parts = 1 if self.sharding is None else self.sharding.size(self.sharding.a[2])
         return -(-self.max_rank // parts) * parts
 
-    def columns(self, first: int, count: int) -> slice:
-        """Return the features of N of `count` output slices from `first` on."""
-        start = sum(self.out_sizes[:first])
-        return slice(start, start + sum(self.out_sizes[first : first + count]))
-
     @property
     def in_runs(self) -> tuple[tuple[slice, slice], ...]:
         """Pairs (features of the adapter, position as stored) of A, without padding."""

@@ -19,6 +19,7 @@ from jlora.layers.specs import EmbedSpec, LinearSpec
 from jlora.layers.variants.finisher import AdaptedWeight, Finisher
 from jlora.layers.wrap.wrapped import WrappedModel, spec_of
 from jlora.slots.blocks import Block, Row, unpack
+from jlora.slots.codec import B, outputs, to_stored
 from jlora.slots.packed import PackedAdapter, Placement
 from jlora.slots.placement import auto_axes, with_auto_axes
 
@@ -137,8 +138,7 @@ def slot_values(
         else:
             rows = _computed(packed, wrapped, finisher, by_row)
         for (site, row), own in rows:
-            for features, stored in site.spec.out_runs:
-                of_site[site][row, stored] = own[features]
+            of_site[site][row] = to_stored(own, site.spec, B, np, variant.fill)
     return found
 
 
@@ -153,7 +153,7 @@ def _brought(variant: Variant, placements: Sequence[Placement]) -> Float[np.ndar
     values = np.full(spec.out_features, variant.fill, np.float32)
     for p in placements:
         vector = p.extras[variant.name]
-        values[spec.columns(p.first, p.count)] = vector * np.float32(p.scaling) if variant.scaled else vector
+        values[outputs(spec, p.first, p.count)] = vector * np.float32(p.scaling) if variant.scaled else vector
     return values
 
 
@@ -183,7 +183,7 @@ def _of_row(
     layer, spec, slots = wrapped.modules[site], _linear(wrapped, site), site.spec
     scaled, modules = np.zeros(b.shape, np.float32), dict[str, tuple[slice, np.ndarray]]()
     for p in placements:
-        columns = slots.columns(p.first, p.count)
+        columns = outputs(slots, p.first, p.count)
         scaled[:, columns] = b[:, columns].astype(np.float32) * np.float32(p.scaling)
         modules[f"adapter {name!r}: {p.module}"] = columns, p.extras[variant.name]
     of_slice = np.repeat(np.arange(slots.slices, dtype=np.int32), slots.out_sizes)

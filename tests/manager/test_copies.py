@@ -119,7 +119,7 @@ ON_MESH = [pytest.mark.mesh, pytest.mark.device(devices=8)]
 @pytest.mark.parametrize(
     ("kind", "split", "config"),
     [
-        ("linear", None, {"dora": True}),
+        ("linear", None, {"variants": ["dora"]}),
         ("linear", None, {"dtype": "int8"}),
         ("embedding", None, {}),
         pytest.param("linear", P(None, "t"), SHARDED, marks=ON_MESH),
@@ -139,11 +139,11 @@ def test_a_model_of_one_layer(kind, split, config):
     manager = make_manager(model, adapters, max_loras=1, target_modules=["proj"], **config)
     x = jnp.arange(8, dtype=jnp.int32).reshape(4, 2) if kind == "embedding" else jnp.ones((4, 2, 8))
     names = ["a", None, "a", None]
-    manager.activate_adapter("a")
+    manager.prepare(["a"]).close()
     twin = through_state(model)
     with manager.prepare(names) as batch:
         np.testing.assert_array_equal(serve(twin, x, batch), serve(model, x, batch))
-    manager.activate_adapter("b")
+    manager.prepare(["b"]).close()
     with manager.prepare(names) as batch:
         found = np.asarray(serve(model, x, batch))
         assert np.isfinite(found).all()

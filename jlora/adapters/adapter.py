@@ -291,8 +291,8 @@ class Adapter:
           AdapterFormatError: A factor is not a float matrix, a and b have different ranks, a vector is of no variant,
             is missing in a module, or is no float vector of the rows of b, or `invocation_tokens` are not token ids.
           AdapterMismatchError: PEFT has no DoRA or aLoRA for these modules.
-          LoRAUsageError: `alpha`, `embeddings` or `vectors` names a module that `arrays` lacks, `alpha` omits one, or an
-            alpha is not a number.
+          LoRAUsageError: `alpha`, `embeddings` or `vectors` names a module that `arrays` lacks, `alpha` omits one,
+            or an alpha is not a number.
         """
         alphas = alpha if isinstance(alpha, Mapping) else dict.fromkeys(arrays, alpha)
         vectors = vectors or {}

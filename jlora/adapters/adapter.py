@@ -23,17 +23,7 @@ from jlora.adapters.escaping import listed, shown, shown_path, shown_value
 from jlora.adapters.expert_formats import flat_orientation, flattened, stored_names
 from jlora.adapters.files import MemoryFile, content_key
 from jlora.adapters.int8 import error_of
-from jlora.adapters.lora import (
-    FLOATS,
-    ExpertsLoRA,
-    HostArray,
-    LoRA,
-    ModuleLoRA,
-    SavedHead,
-    check_variants,
-    tensors_of,
-    vectors_of,
-)
+from jlora.adapters.lora import FLOATS, ExpertsLoRA, HostArray, LoRA, ModuleLoRA, SavedHead, check_variants, tensors_of
 from jlora.adapters.peft_config import Kind, PeftConfig, scaling_of
 from jlora.adapters.problems import Problems
 from jlora.adapters.resolve import WEIGHTS_FILE, AdapterFolder, adapter_files, resolve
@@ -95,7 +85,7 @@ class Adapter:
         check_invocation_tokens(self.invocation_tokens, f"{where}: invocation_tokens")
         check_variants(where, self.modules, self.heads, self)
         for variant in described(self.variants):
-            if plain := [name for name, module in self.modules.items() if variant.name not in vectors_of(module)]:
+            if plain := [name for name, module in self.modules.items() if variant.name not in module.vectors]:
                 raise AdapterFormatError(
                     f"{where}: module {shown(min(plain))} has no vector {variant.name!r}; expected one for each module "
                     f"of a {variant.title} adapter"
@@ -108,7 +98,7 @@ class Adapter:
     @property
     def variants(self) -> tuple[str, ...]:
         """Names of the variants of LoRA that the adapter is of, ("dora",) for DoRA. All modules have their vectors."""
-        return tuple(v.name for v in described(name for module in self.modules.values() for name in vectors_of(module)))
+        return tuple(v.name for v in described(name for module in self.modules.values() for name in module.vectors))
 
     @property
     def layers(self) -> dict[str, LoRA | SavedHead]:
@@ -132,9 +122,7 @@ class Adapter:
         Args:
           unread: Modules of which not all values were read, to leave out.
         """
-        judged = {
-            name: module for name, module in self.modules.items() if name not in unread and not vectors_of(module)
-        }
+        judged = {name: module for name, module in self.modules.items() if name not in unread and not module.vectors}
         idle = [name for name, lora in judged.items() if lora.scaling == 0 or _is_zero(lora.b) or _is_zero(lora.a)]
         if len(idle) < len(judged):  # an expert that training never routed to keeps a B of zeros
             idle = [name for name in idle if "experts" not in name.split(".")]
@@ -295,22 +283,19 @@ class Adapter:
           task_type: PEFT's task type, written by `save_pretrained`.
 
         Raises:
-          AdapterFormatError: A factor is not a float matrix, a and b have different ranks, a vector is of no variant
-            or is not a float vector of the rows of b, or `invocation_tokens` are not token ids.
+          AdapterFormatError: A factor is not a float matrix, a and b have different ranks, a vector is of no variant,
+            is missing in a module, or is no float vector of the rows of b, or `invocation_tokens` are not token ids.
           AdapterMismatchError: PEFT has no DoRA or aLoRA for these modules.
-          LoRAUsageError: `alpha`, `embeddings` or `vectors` names a module that `arrays` lacks, `alpha` or `vectors`
-            omits one, or an alpha is not a number.
+          LoRAUsageError: `alpha`, `embeddings` or `vectors` names a module that `arrays` lacks, `alpha` omits one,
+            or an alpha is not a number.
         """
         alphas = alpha if isinstance(alpha, Mapping) else dict.fromkeys(arrays, alpha)
-        if isinstance(embeddings, str) or alphas.keys() != arrays.keys() or not set(embeddings) <= arrays.keys():
+        vectors = vectors or {}
+        named = {*embeddings, *vectors}
+        if isinstance(embeddings, str) or alphas.keys() != arrays.keys() or not named <= arrays.keys():
             raise LoRAUsageError(
-                f"adapter {shown(name)}: alpha and embeddings must name the modules of arrays, "
+                f"adapter {shown(name)}: alpha, embeddings and vectors must name the modules of arrays, "
                 f"{shown_value(sorted(arrays), 500)}"
-            )
-        if vectors is not None and vectors.keys() != arrays.keys():
-            raise LoRAUsageError(
-                f"adapter {shown(name)}: vectors must name the modules of arrays, "
-                f"{shown_value(sorted(arrays), 500)}; found {shown_value(sorted(vectors), 500)}"
             )
         for module, value in alphas.items():
             if isinstance(value, bool) or not isinstance(value, int | float | np.number):
@@ -320,7 +305,7 @@ class Adapter:
             a, b = np.asarray(a), np.asarray(b)
             scaling = scaling_of(float(alphas[module]), max(1, a.shape[0] if a.ndim else 0), use_rslora)
             kind: Kind = "embedding" if module in embeddings else "linear"
-            own = {variant: np.asarray(array) for variant, array in (vectors or {}).get(module, {}).items()}
+            own = {variant: np.asarray(array) for variant, array in vectors.get(module, {}).items()}
             modules[module] = ModuleLoRA(a=a, b=b, kind=kind, alpha=float(alphas[module]), scaling=scaling, vectors=own)
         return cls(
             name=name,

@@ -15,15 +15,7 @@ from jlora.adapters.config_file import CONFIG_FILE
 from jlora.adapters.escaping import shown, shown_path, shown_value
 from jlora.adapters.expert_formats import Stacked, is_stacked, stacked_pairs
 from jlora.adapters.files import MemoryFile, ReadFile, open_file
-from jlora.adapters.lora import (
-    ExpertsLoRA,
-    HostArray,
-    LoRA,
-    ModuleLoRA,
-    SavedHead,
-    UnreadArray,
-    check_variants,
-)
+from jlora.adapters.lora import ExpertsLoRA, HostArray, LoRA, ModuleLoRA, SavedHead, UnreadArray, check_variants
 from jlora.adapters.peft_config import Kind, PeftConfig, scaling_of
 from jlora.adapters.problems import Problems
 from jlora.adapters.tensor_data import DTYPES, Share, read_tensors

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeAlias
 
 import ml_dtypes
@@ -131,6 +132,7 @@ class ExpertsLoRA:
     exchanged: bool | None = False
     flat: bool = False
     kind: Literal["experts"] = "experts"
+    vectors: ClassVar[Mapping[str, HostArray]] = MappingProxyType({})
 
     def __post_init__(self):
         _check("ExpertsLoRA.a", self.a, 3, "a non-empty float NumPy array of three axes")
@@ -175,6 +177,7 @@ class SavedHead:
     # As factors, it is A and B of a module whose rank is the number of outputs.
     alpha: ClassVar[float] = 1.0
     scaling: ClassVar[float] = 1.0
+    vectors: ClassVar[Mapping[str, HostArray]] = MappingProxyType({})
 
     def __post_init__(self):
         _check("SavedHead.weight", self.weight, 2, "a non-empty float NumPy matrix")
@@ -216,18 +219,12 @@ class SavedHead:
 Layer: TypeAlias = LoRA | SavedHead
 
 
-def vectors_of(module: Layer) -> Mapping[str, HostArray]:
-    """Return name of a variant -> vector of a module, empty unless it is of one."""
-    return module.vectors if isinstance(module, ModuleLoRA) else {}
-
-
 def tensors_of(module: Layer) -> dict[str, HostArray]:
     """Return the arrays of a module, keyed by the names of their tensors in PEFT's files, after that of the module."""
     if isinstance(module, SavedHead):
         return {"weight": module.weight, **({} if module.bias is None else {"bias": module.bias})}
     part = "lora_embedding_{}" if module.kind == "embedding" else "lora_{}.weight"
-    vectors = vectors_of(module)
-    beside = {variant.tensor: vectors[variant.name] for variant in described(vectors)}
+    beside = {variant.tensor: module.vectors[variant.name] for variant in described(module.vectors)}
     return {part.format("A"): module.a, part.format("B"): module.b, **beside}
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from jlora.adapters import Adapter, SavedHead
-from jlora.adapters.lora import ExpertsLoRA, Layer, LoRA, tensors_of, vectors_of
+from jlora.adapters.lora import ExpertsLoRA, Layer, LoRA, tensors_of
 from jlora.adapters.tensor_data import all_finite
 from jlora.adapters.variants import described
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
@@ -51,7 +51,7 @@ def find_slices(where: str, adapter: Adapter, index: SiteIndex) -> dict[str, Sit
             problems.append(f"{name}: {found}")
             continue
         site, row, first, count = found
-        if unserved := [v.title for v in described(vectors_of(layer)) if v not in site.spec.extras]:
+        if unserved := [v.title for v in described(layer.vectors) if v not in site.spec.extras]:
             problems.append(f"{name}: {unserved[0]} is served for linear layers, and this is {_kind(site)}")
             continue
         if problem := _misfit(site, layer, first, count):

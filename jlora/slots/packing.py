@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from jlora._memory import fresh
 from jlora._threads import on_threads
-from jlora.adapters.lora import ExpertsLoRA, Layer, vectors_of
+from jlora.adapters.lora import ExpertsLoRA, Layer
 from jlora.errors import AdapterFormatError, AdapterMismatchError
 from jlora.layers.site import Site
 from jlora.layers.wrap.wrapped import WrappedModel, own_order_of
@@ -240,7 +240,7 @@ def _fill(
                 _refuse(where, dtype, pieces)
     extras = {
         variant: in_slot_dtype(f"{where}: {name}", variant, array, np.dtype(np.float32))
-        for variant, array in vectors_of(module).items()
+        for variant, array in module.vectors.items()
     }
     return [
         Placement(

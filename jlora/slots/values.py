@@ -161,42 +161,28 @@ def _computed(
     packed: PackedAdapter, wrapped: WrappedModel, finisher: Finisher, by_row: Mapping[Row, Sequence[Placement]]
 ) -> Iterator[tuple[Row, Float[np.ndarray, "N"]]]:
     """Yield (row, values in the order of the adapter's features) of `Finisher.values` for each row of `by_row`."""
+    assert finisher.values is not None
     blocks: dict[int, list[Block]] = {}
     for block in packed.blocks:
         blocks.setdefault(id(block.chunk), []).append(block)
     for of_chunk in blocks.values():
         rows = [row for row in of_chunk[0].chunk.rows if row in by_row]
-        for row, factors in unpack(of_chunk, rows).items():
-            yield row, _of_row(packed.name, wrapped, finisher, row, by_row[row], *factors)
-
-
-def _of_row(
-    name: str,
-    wrapped: WrappedModel,
-    finisher: Finisher,
-    at: Row,
-    placements: Sequence[Placement],
-    a: Float[np.ndarray, "n R K"],
-    b: Float[np.ndarray, "R N"],
-) -> Float[np.ndarray, "N"]:
-    (site, row), variant = at, finisher.variant
-    layer, spec, slots = wrapped.modules[site], _linear(wrapped, site), site.spec
-    scaled, modules = np.zeros(b.shape, np.float32), dict[str, tuple[slice, np.ndarray]]()
-    for p in placements:
-        columns = outputs(slots, p.first, p.count)
-        scaled[:, columns] = b[:, columns].astype(np.float32) * np.float32(p.scaling)
-        modules[f"adapter {name!r}: {p.module}"] = columns, p.extras[variant.name]
-    of_slice = np.repeat(np.arange(slots.slices, dtype=np.int32), slots.out_sizes)
-    kernel = _kernel(layer, spec)
-    assert finisher.values is not None
-    try:
-        with auto_axes(), explicit_transfers():
-            kernel = with_auto_axes(kernel)
-            stacked = row if slots.stack else None
-            return finisher.values(
-                AdaptedWeight(kernel, spec, stacked, a.astype(np.float32), scaled, of_slice, modules)
-            )
-    except RuntimeError as error:
-        if kernel.is_deleted():
-            raise _donated(site, spec, variant) from error
-        raise
+        for (site, row), (a, b) in unpack(of_chunk, rows).items():
+            spec, slots = _linear(wrapped, site), site.spec
+            scaled, modules = np.zeros(b.shape, np.float32), dict[str, tuple[slice, np.ndarray]]()
+            for p in by_row[site, row]:
+                columns = outputs(slots, p.first, p.count)
+                scaled[:, columns] = b[:, columns].astype(np.float32) * np.float32(p.scaling)
+                modules[f"adapter {packed.name!r}: {p.module}"] = columns, p.extras[finisher.variant.name]
+            slices = np.repeat(np.arange(slots.slices, dtype=np.int32), slots.out_sizes)
+            own = a.astype(np.float32), scaled, slices, modules
+            kernel = _kernel(wrapped.modules[site], spec)
+            try:
+                with auto_axes(), explicit_transfers():
+                    kernel = with_auto_axes(kernel)
+                    values = finisher.values(AdaptedWeight(kernel, spec, row if slots.stack else None, *own))
+            except RuntimeError as error:
+                if kernel.is_deleted():
+                    raise _donated(site, spec, finisher.variant) from error
+                raise
+            yield (site, row), values

@@ -100,8 +100,12 @@ def test_round_trip_of_dora_and_of_invocation_tokens(tmp_path, dtype):
 @pytest.mark.parametrize(
     ("options", "error", "cause"),
     [
-        ({"vectors": of_dora({"q": np.ones(2)})}, LoRAUsageError, "vectors must name"),
-        ({"vectors": of_dora(dict.fromkeys("qex", np.ones(2)))}, LoRAUsageError, "vectors must name"),
+        ({"vectors": of_dora({"q": np.ones(2)})}, AdapterFormatError, "module 'e' has no vector 'dora'"),
+        (
+            {"vectors": of_dora(dict.fromkeys("qex", np.ones(2)))},
+            LoRAUsageError,
+            "alpha, embeddings and vectors must name",
+        ),
         ({"vectors": of_dora(dict.fromkeys("qe", np.ones(3)))}, AdapterFormatError, "'dora' .3,. must"),
         ({"vectors": of_dora(dict.fromkeys("qe", np.ones(2, int)))}, AdapterFormatError, "'dora'. must"),
         ({"vectors": of_dora(dict.fromkeys("qe", np.ones((2, 1))))}, AdapterFormatError, "'dora'. must"),

@@ -1,6 +1,6 @@
 """A finisher: a function of the output of a linear layer with its LoRA, and of values that adapters bring for it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -85,18 +85,6 @@ class AdaptedWeight:
     modules: Mapping[str, tuple[slice, Float[np.ndarray, "columns"]]]
 
 
-class Values(Protocol):
-    """The function that computes the values of a slot once for each version of an adapter."""
-
-    def __call__(self, weight: AdaptedWeight) -> Float[np.ndarray, "N"]:
-        """Return the values of all columns, `Variant.fill` where there is no module.
-
-        Raises:
-          AdapterMismatchError: a value cannot be computed.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class Finisher:
     """A function that follows the sum of base output and delta in linear layers without experts.
@@ -109,11 +97,12 @@ class Finisher:
         there is one.
       apply: the function.
       reference: the same function of a weight, which shares no code with `apply`.
-      values: computes the values of the slots from the base weight. With None, they are the vectors of the adapters.
+      values: computes the values of a slot once for each version of an adapter, with `Variant.fill` in columns without
+        a module, or raises `AdapterMismatchError`. With None, they are the vectors of the adapter.
     """
 
     variant: Variant
     commutes: frozenset[Literal["sum", "bias"]]
     apply: Apply
     reference: Reference
-    values: Values | None = None
+    values: Callable[[AdaptedWeight], Float[np.ndarray, "N"]] | None = None

@@ -1,10 +1,10 @@
 """Time decode steps and prefills of several trees of jlora in turns, each in a process of its own on one device.
 
-    mkdir .old && git archive COMMIT | tar -x -C .old
+    mkdir .old && git archive COMMIT | tar -x -C .old && cp benchmarks/in_turns.py .old/benchmarks
     python -m benchmarks.in_turns .old . --model qwen3-0.6b --cells 64/8 64/0 prefill/8 loop [--rounds 9]
 
 A cell is sequences/adapters of a decode step, prefill/adapters, or "loop": the loop of `benchmarks.decode_loop`, which
-also gives the host's microseconds of a call on an idle device. All trees run the benchmarks of this tree. Prints the
+also gives the host's microseconds of a call on an idle device. Each tree runs its own benchmarks. Prints the
 medians over rounds of the base and LoRA milliseconds, and of the quotient with the first tree's LoRA in the same round.
 """
 
@@ -16,13 +16,11 @@ import subprocess
 import sys
 
 
-def serve(tree: str, args: argparse.Namespace) -> None:
-    """Time all cells once for each line of the standard input, with jlora from `tree`."""
-    sys.path.insert(0, os.path.abspath(tree))
+def serve(args: argparse.Namespace) -> None:
+    """Time all cells once for each line of the standard input, with jlora of the working directory."""
     import jlora
 
-    assert jlora.__file__.startswith(os.path.abspath(tree)), jlora.__file__
-    del sys.path[0]
+    assert jlora.__file__.startswith(os.getcwd()), jlora.__file__
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -78,12 +76,12 @@ def main() -> None:
     parser.add_argument("--worker", action="store_true")
     args = parser.parse_args()
     if args.worker:
-        serve(args.trees[0], args)
+        serve(args)
         return
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes share the device
     command, rest = [sys.executable, "-m", "benchmarks.in_turns", "--worker"], sys.argv[1 + len(args.trees) :]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    workers = {tree: subprocess.Popen([*command, tree, *rest], **pipes) for tree in args.trees}
+    workers = {tree: subprocess.Popen([*command, tree, *rest], **pipes, cwd=tree) for tree in args.trees}
     rounds = {tree: [] for tree in args.trees}
     for number in range(args.rounds + 1):
         for tree, worker in workers.items():

@@ -53,10 +53,8 @@ def check_layers(packed: PackedAdapter, wrapped: WrappedModel) -> None:
 
 def refused_sites(wrapped: WrappedModel) -> frozenset[Site]:
     """Return the sites that `check_layers` refuses for any adapter of a variant, since their bias is not known."""
-    with_vectors = ((site, layer) for site, layer in wrapped.modules.items() if site.spec.finishers)
-    return frozenset(
-        site for site, layer in with_vectors if _unknown_bias(layer, site, _linear(wrapped, site)) is not None
-    )
+    found = ((site, layer) for site, layer in wrapped.modules.items() if site.spec.finishers)
+    return frozenset(site for site, layer in found if _unknown_bias(layer, site, _linear(wrapped, site)) is not None)
 
 
 def _donated(site: Site, spec: LinearSpec, variant: Variant) -> LoRAError:

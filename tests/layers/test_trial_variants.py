@@ -124,6 +124,12 @@ def test_verify_on_a_mesh(finisher):
                     manager.verify(serve, normal(4, 3, K))
 
 
+@pytest.mark.parametrize("finisher", FINISHERS, ids=IDS)
+def test_verify_of_a_wrong_function(finisher):
+    with registered(broken(finisher)), pytest.raises(LoRAError, match=r"verify: column \(Linear\) is off"):
+        managed(Two(), finisher).verify(serve, normal(4, 3, K))
+
+
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("build", [Quantized, pytest.param(Transformer, marks=pytest.mark.slow)])
 def test_verify_of_several_finishers(build):

@@ -47,7 +47,7 @@ from jlora.manager.warmup import warm_up
 from jlora.slots.export import export, export_blocks
 from jlora.slots.packed import PackedAdapter
 from jlora.slots.values import refused_sites
-from jlora.training.trainer import Loss, Optimizer, Served, Trainer
+from jlora.training.trainer import Loss, Optimizer, TrainedModel, Trainer
 from jlora.verify.repeats import describe, find_repeats
 from jlora.verify.verify import Forward, VerifyReport, verify
 
@@ -670,7 +670,7 @@ class LoRAManager:
         """
         state = self._state
         state.peers.refuse("trainer", "train on the devices of one")
-        served = Served(
+        host = TrainedModel(
             self.model,
             state.pool,
             self.prepare,
@@ -679,7 +679,7 @@ class LoRAManager:
             partial(exact_factors, state),
             lambda lease: lease in state.leases.open(),
         )
-        return Trainer(served, loss, optimizers)
+        return Trainer(host, loss, optimizers)
 
     # --- life cycle ---------------------------------------------------------------------------------------------
 

@@ -95,7 +95,7 @@ class Loaded(Protocol):
 
 
 @dataclass(frozen=True)
-class Served:
+class TrainedModel:
     """The model and the manager whose adapters are trained.
 
     Attributes:
@@ -129,12 +129,12 @@ class Trainer:
 
     def __init__(
         self,
-        served: Served,
+        host: TrainedModel,
         loss: Loss,
         optimizers: Mapping[str, Optimizer],
     ):
-        self._served, self._loss = served, loss
-        modules = served.pool.modules
+        self._host, self._loss = host, loss
+        modules = host.pool.modules
         if any(site.spec.dtype == "int8" for site in modules):
             raise LoRAUsageError(
                 "trainer: slots of int8 are constants of the gradients; train with a manager of another "
@@ -158,9 +158,9 @@ class Trainer:
         self._optimizers = {json.dumps(names): optimizer for optimizer, names in names_of.items()}
         self._members = {json.dumps(names): tuple(names) for names in names_of.values()}
         self.names = tuple(name for names in names_of.values() for name in names)
-        loaded = {name: _trainable(name, served.prepare) for name in self.names}
+        loaded = {name: _trainable(name, host.prepare) for name in self.names}
         self._packed = {name: each.packed.with_blocks(()) for name, each in loaded.items()}
-        self._factors = _factors_of(modules, served.model)
+        self._factors = _factors_of(modules, host.model)
         self._keys = {(factor.site, factor.half): key for key, factor in self._factors.items()}
         self._whole = _whole(modules)
         self._placements = {key: factor.placement(self._whole) for key, factor in self._factors.items()}
@@ -171,7 +171,7 @@ class Trainer:
         # compiled for each shape of a batch. SIGINT is deferred during the second, which is compiled here.
         of_labels = dict.fromkeys(self._members, self._placements)
         options = {"out_shardings": (of_labels, self._whole, self._whole)} if self._on_mesh else {}
-        self._gradients = served.jit(self._differentiated, **options)
+        self._gradients = host.jit(self._differentiated, **options)
         self._advance = self._compiled()
         self._slices = jax.jit(self._sliced, static_argnums=0)
 
@@ -213,7 +213,7 @@ class Trainer:
                 )
         for label, names in self._members.items():
             for name, ranks in zip(names, jax.device_get(new[label]["ranks"]), strict=True):
-                if difference := _difference(self._served.pool.sites, ranks, self._packed[name].ranks):
+                if difference := _difference(self._host.pool.sites, ranks, self._packed[name].ranks):
                     raise LoRAUsageError(
                         f"Trainer.state: adapter {name!r} was trained with other modules, ranks or scalings: "
                         f"{difference}"
@@ -242,7 +242,7 @@ class Trainer:
         lease = batch.lease if isinstance(batch, LoRABatch) else None
         if lease is None or lease.closed:
             raise LoRAUsageError("Trainer.step takes an open batch of its manager, outside jax.jit")
-        if not self._served.is_open(lease):
+        if not self._host.is_open(lease):
             raise LoRAUsageError("Trainer.step: the batch is of another manager; prepare it with the trainer's own")
         if any(len(terms) > 1 for terms in lease.terms):
             raise LoRAUsageError("Trainer.step: a sequence has several adapters; train each on sequences of its own")
@@ -252,7 +252,7 @@ class Trainer:
             if packed.name not in self._packed:
                 continue
             self._check_same(packed)
-            slot = self._served.pool.slot_of(adapter)
+            slot = self._host.pool.slot_of(adapter)
             if slot is None or packed.name in slots:
                 raise LoRAUsageError(f"adapter {packed.name!r}: the batch has two versions of it")
             slots[packed.name] = slot
@@ -265,7 +265,7 @@ class Trainer:
             [order.get(terms[0][0], len(order)) if terms else len(order) for terms in lease.terms], np.int32
         )
         factors = {label: own["factors"] for label, own in self._state.items()}
-        gradients, losses, active = self._gradients(self._served.model, factors, batch, slots_of, owners, *inputs)
+        gradients, losses, active = self._gradients(self._host.model, factors, batch, slots_of, owners, *inputs)
         if not self._on_mesh and next(iter(active.values())).devices() != {self._whole}:  # inputs on a mesh
             gradients, active = jax.device_put((gradients, active), self._whole)
         with sigint_deferred():
@@ -304,7 +304,7 @@ class Trainer:
         for name in names:
             self._label(name)
         return {
-            name: self._served.update(name, self.tensors(name), check=self._check_same) for name in names or self.names
+            name: self._host.update(name, self.tensors(name), check=self._check_same) for name in names or self.names
         }
 
     def adapter(self, name: str) -> Adapter:
@@ -331,7 +331,7 @@ class Trainer:
         values = {key: np.zeros((len(adapters), *each.shape), np.float32) for key, each in self._factors.items()}
         masks = {key: np.zeros(array.shape, bool) for key, array in values.items()}
         for i, adapter in enumerate(adapters):
-            unpacked = self._served.exact_factors(adapter)
+            unpacked = self._host.exact_factors(adapter)
             for p in adapter.packed.placements:
                 for j in p.site.spec.factors:
                     key, own = self._keys[p.site, j], place(p.site.spec, j, p.first, p.count, p.rank)

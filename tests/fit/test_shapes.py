@@ -5,7 +5,7 @@ import pytest
 from flax import nnx
 
 import jlora
-from tests.manager.test_names import Merged, factors, make_manager, placed
+from tests.fit.test_names import Merged, factors, make_manager, placed
 from tests.manager.tiny import make_adapter
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import jlora
 from jlora.slots.casting import in_slot_dtype
-from tests.manager.test_names import Merged, factors, make_manager, placed
+from tests.fit.test_names import Merged, factors, make_manager, placed
 
 DTYPES = list(map(np.dtype, (ml_dtypes.bfloat16, np.float16, np.float32, np.float64)))
 

@@ -209,7 +209,7 @@ def swaps(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh) -> dict[s
     for adapter in adapters(config, args.rank, 6):
         manager.add_adapter(adapter)
         names.append(adapter.name)
-    contents = [manager._state.cache.loaded[name] for name in names]
+    contents = [manager._state.cache.loaded[name].packed for name in names]
     pool = manager._state.pool
     hosts, alls, copies = [], [], []
     for i in range(48):  # alternating, since a machine is slower after idling

@@ -54,9 +54,10 @@ from jax.experimental.compilation_cache import compilation_cache
 CHECKED = (
     *("jlora._compat", "jlora.errors", "jlora.ops"),
     *(f"jlora.adapters.{name}" for name in ("adapter", "checkpoint", "config_file", "files", "escaping")),
-    *(f"jlora.adapters.{name}" for name in ("peft_config", "resolve", "strict_json", "tensor_file")),
-    *(f"jlora.layers.{name}" for name in ("base_kernel", "einsum", "forward", "slot_write", "specs", "wrap")),
-    *("jlora.manager", "jlora.models.decode_attention", "jlora.models.prefill_attention", "jlora.pallas"),
+    *(f"jlora.adapters.{name}" for name in ("peft_config", "resolve", "tensor_file")),
+    *(f"jlora.layers.{name}" for name in ("base_kernel", "einsum", "forward", "specs", "wrap")),
+    *("jlora.fit", "jlora.manager", "jlora.slots", "jlora.training", "jlora.verify.repeats"),
+    *("jlora.models.decode_attention", "jlora.models.prefill_attention", "jlora.pallas"),
 )
 if importlib.util.find_spec("beartype"):
     import tests.checked

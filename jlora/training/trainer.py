@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +87,7 @@ class _Factor:
         return off_explicit(write, jax.typeof(slots).sharding)(slots, factor, slots_of)
 
 
+@runtime_checkable
 class Loaded(Protocol):
     """A version of an adapter that the manager serves."""
 

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 _NUMBER = re.compile(r"[0-9]+")
 _MOST_COMPARED = 1000  # names in one search, at about 30 us each
@@ -73,10 +73,11 @@ def error_of(name: str, message: str) -> LoRAError:
     return LoRAError(f"{name}: {message}")
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str] | Mapping[str, str]) -> str:
     """Return "; the nearest is 'layers.3.q_proj'" for the end of a message, or "" if no known name is similar.
 
-    Names that differ only in their numbers are compared as one first. Each search compares at most the last 1,000.
+    Names that differ only in their numbers are compared as one first. Each search compares at most the last 1,000. If
+    `known` is a mapping, the value of the nearest name follows it.
     """
     name = name[:200]
     alike: dict[str, list[str]] = {}  # name without its numbers -> names
@@ -86,7 +87,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if not close:
         return ""
     found = difflib.get_close_matches(name, alike[close[0]][-_MOST_COMPARED:], n=1, cutoff=0)
-    return f"; the nearest is {found[0]!r}"
+    return f"; the nearest is {found[0]!r}{known[found[0]] if isinstance(known, Mapping) else ''}"
 
 
 # Joiners of emoji, Persian and Indic scripts, and spaces of other scripts.

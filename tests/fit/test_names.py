@@ -160,7 +160,7 @@ def refusal(model, modules):
         ("layers.0.tower.Dense_0", r"'layers.0.tower' is not wrapped: it is a Linen module: .* jlora\.LinenModule"),
         ("layers.1.mlp.experts.3.gate_proj", "'layers.1.mlp.experts' is not wrapped: OwnExperts .*ExpertsSpec"),
         ("model.layers.1.o_proj", "nearest is 'layers.1.o_proj'$"),
-        ("model.layers.1.attn", "nearest is 'layers.1.attn'$"),
+        ("model.layers.1.attn", "nearest is 'layers.1.attn', which is not wrapped: Fused is not"),
     ],
 )
 def test_name_of_an_unwrapped_module_is_refused(rng, name, expected):

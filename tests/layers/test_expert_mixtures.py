@@ -83,6 +83,7 @@ def test_random_batches_equal_merged_weights():
     check(world, ["s", Mix({"full": 0.5, "t": 2}), None, "some", Mix({"full": -1}), "dense"], first, x, counts)
 
 
+@pytest.mark.slow
 def test_an_activated_adapter_of_experts():
     """PEFT has aLoRA on linear layers, so on experts with a module each."""
     called = dataclasses.replace(ADAPTERS["some"], name="called", invocation_tokens=(3, 4))

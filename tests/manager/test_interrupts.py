@@ -286,7 +286,7 @@ def train(times: int) -> None:
     print("\n" + json.dumps(figures), flush=True)
 
 
-@pytest.mark.parametrize("times", [40, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [15, pytest.param(300, marks=pytest.mark.slow)])
 def test_signals_leave_the_state_of_a_trainer(times: int) -> None:
     figures = in_a_process(f"train({times})", times)
     assert figures["before"] + figures["after"] == times, figures

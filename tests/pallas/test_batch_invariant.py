@@ -73,6 +73,7 @@ def test_add_lora(factors, backend, interpret):
     assert bool(calls) == (backend != "xla")
 
 
+@pytest.mark.slow
 def test_parts_of_k_do_not_follow_the_number_of_rows(factors, interpret):
     """They do in calls that are not batch invariant."""
     interpret()

@@ -131,6 +131,7 @@ def test_mixed_dtypes(rng):
     assert np.abs(out - want).max() <= 5e-3 * np.abs(want).max()
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_its_batch(rng):
     base, x, a, b, ranks = problem(8, 40, 130, (64, 32), 16, 12, "bfloat16")
     ids = rng.integers(0, 13, 40)
@@ -194,6 +195,7 @@ def test_values_past_the_written_ranks_may_be_nan(rank, slices, dtype, rng):
         assert same_bits(run(base, x, *stale, ids, slices, true, finite=finite), want)
 
 
+@pytest.mark.slow
 def test_finite_factors_keep_a_broken_row_to_itself(rng):
     base, x, a, b, ranks = problem(12, 24, 40, (24,), 16, 10, "bfloat16")
     ids = np.arange(24) % 11

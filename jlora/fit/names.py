@@ -200,8 +200,10 @@ class SiteIndex:
             for above in (".".join(path[:end]) for end in range(len(path) - 1, 0, -1)):
                 if above in self._left_out:
                     return f"the model has no module {name!r}: {above!r} is not wrapped: {reasons[above]}"
-        known = {known: "" for of, known in self._sites if of == own and hint}
-        known |= {path: f", which is not wrapped: {reasons[path]}" for path in self._wrapped.others if hint}
+        known: dict[str, str] = {}
+        if hint:
+            known |= dict.fromkeys((site for of, site in self._sites if of == own), "")
+            known |= {path: f", which is not wrapped: {reasons[path]}" for path in self._wrapped.others}
         return (
             f"the model has no module {name!r} (name_map can map the checkpoint's names to the model's paths, and skip "
             "pass over a module that this process lacks, or that has no effect, such as keys and values which another "

@@ -16,8 +16,8 @@ from jlora.manager.batch_arguments import BatchArguments
 from jlora.manager.loaded_adapter import LoadedAdapter
 from jlora.manager.prepare import prepare
 from jlora.manager.state import State
-from jlora.slots.blocks import Block, Chunk, pack
-from jlora.slots.codec import encode
+from jlora.slots.blocks import Block, Chunk, Row, pack
+from jlora.slots.codec import Encoded, encode
 from jlora.slots.packed import PackedAdapter
 from jlora.slots.packing import rank_table, with_scales
 
@@ -52,10 +52,8 @@ def warm_up(state: State, step: Callable[[LoRABatch], Any] | None, shape: BatchS
 
 def _blank_blocks(chunks: Sequence[Chunk]) -> tuple[Block, ...]:
     """Return zero blocks for the chunks that all slots have. Expert blocks are left out: they would take gigabytes."""
-    rows = {
-        row: encode(chunk.spec, [(None, ())], 1, np)
-        for chunk in chunks
-        if chunk.spec.experts is None and chunk.spec.whole
-        for row in chunk.rows
-    }
+    rows: dict[Row, Encoded] = {}
+    for chunk in chunks:
+        if chunk.spec.experts is None and chunk.spec.whole:
+            rows |= dict.fromkeys(chunk.rows, encode(chunk.spec, [(None, ())], 1, np))
     return with_scales(pack(chunks, rows), ())

@@ -148,17 +148,19 @@ def decode(spec: SlotSpec, rows: Encoded) -> tuple[Any, Any]:
 def _written(spec: SlotSpec, before: Any, parts: Iterable[Part], rank: int, xp: Any) -> tuple[Any, Any]:
     """Return A [n, R, K] and B [R, N] of a row with the modules written into them."""
     if before is None:
-        a = xp.zeros((spec.slices, rank, spec.in_features), spec.float_dtype)
-        b = xp.zeros((rank, spec.out_features), spec.float_dtype)
+        halves = [
+            xp.zeros((spec.slices, rank, spec.in_features), spec.float_dtype),
+            xp.zeros((rank, spec.out_features), spec.float_dtype),
+        ]
     else:
-        a, b = (with_rank(xp.asarray(factor), rank, xp) for factor in before)
+        halves = [with_rank(xp.asarray(factor), rank, xp) for factor in before]
     for part in parts:
-        where = (place(spec, half, part.first, part.slices, rank) for half in (A, B))
-        for half, new, own in zip((A, B), (part.a, part.b), where, strict=True):
+        for half, new in ((A, part.a), (B, part.b)):
             if new is not None:
-                new = with_rank((new.T if half else new[None]).astype(spec.float_dtype), rank, xp)
-                a, b = (a, _set(b, own, new)) if half else (_set(a, own, new), b)
-    return a, b
+                new = (new.T if half else new[None]).astype(spec.float_dtype, copy=False)
+                where = place(spec, half, part.first, part.slices, rank)
+                halves[half] = _set(halves[half], where, with_rank(new, rank, xp))
+    return halves[A], halves[B]
 
 
 def _set(array: Any, where: Any, values: Any) -> Any:

@@ -53,7 +53,7 @@ bench: .venv/.bench
 	@$(BIN)/python -m benchmarks.bench --out bench $(BENCH)
 
 lint: .venv/.test
-	@$(BIN)/ruff check .
+	@$(BIN)/ruff check --no-cache .
 	@$(BIN)/ruff format --check .
 	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 

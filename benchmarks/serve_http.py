@@ -55,6 +55,10 @@ from benchmarks.serve_decode import bare_loop, extent_of
 from benchmarks.stream_client import Answer, Connection
 from benchmarks.timing import machine, processor_seconds
 from jlora.models import Decoder, DecoderConfig
+from jlora.serve import Engine, EngineOptions
+from jlora.serve.http.lora import load
+from jlora.serve.http.server import listen, serve
+from jlora.serve.http.service import Service
 
 _MARK = b"~"  # occurs once in the text of every token
 _BASE = "base"
@@ -80,11 +84,6 @@ def make_tokenizer(size: int) -> Any:
 
 def server(args: argparse.Namespace, folder: Path, tell: Any) -> None:
     """Run one server for each batch size in turn; send ("about", ...), ("bare", ...), ("ready", ...) to `tell`."""
-    from jlora.serve import Engine, EngineOptions
-    from jlora.serve.http.adapters import Adapters, AllowedSources
-    from jlora.serve.http.server import listen, serve
-    from jlora.serve.http.service import Service
-
     config = make_config(args)
     model = Decoder(config, dtype=jnp.float32 if args.shape == "tiny" else jnp.bfloat16, rngs=nnx.Rngs(0))
     tell.send(("about", machine()))
@@ -95,10 +94,9 @@ def server(args: argparse.Namespace, folder: Path, tell: Any) -> None:
     for batch in args.batches:
         options = EngineOptions(max_num_seqs=batch, max_num_batched_tokens=args.chunk)
         engine = Engine(model, manager, tokenizer=tokenizer, options=options)
-        adapters = Adapters(engine, AllowedSources(), (_BASE,))
+        service = Service(engine, manager, tokenizer, (_BASE,), _BASE, engine.max_model_len)
         for path in sorted(folder.iterdir()) if batch == args.batches[-1] else ():
-            adapters.load(jlora.LoRARequest(path.name, str(path)), str(path), None)
-        service = Service(engine, manager, tokenizer, (_BASE,), _BASE, engine.max_model_len, adapters)
+            load(service, path.name, lambda path=path: jlora.LoRARequest(path.name, str(path)), str(path))
         bound, started = listen("127.0.0.1", 0), time.perf_counter()
 
         def ready(port: int = bound.getsockname()[1], started: float = started) -> None:

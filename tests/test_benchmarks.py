@@ -22,11 +22,13 @@ SLOW = {
     "mesh_of_a_host": "--devices 4 --tiny --only 8b_data_tensor --out FOLDER",
     "processes": "--devices 2 --model tiny --layers 1",
     "serve_decode": "--tiny",
+    "serve_http": "--shape tiny --layers 2 --batches 2 --context 40 --chunk 32 --window 20 --steps 3 --repeats 1 "
+    "--in-use 2 --slots 2 --max-cpu-loras 3 --adapters 6 --requests 2",
     "soak": "--steps 20 --out FOLDER/soak.json",
 }
 # These need an accelerator or minutes, and are only imported.
 IMPORTED = {"aot", "aot_gpu", "aot_tpu", "attention", "decode_loop", "in_turns", "moe_block", "moe_kernels"}
-IMPORTED |= {"serve_http", "serve_zipf", "swap", "tpu_cycles", "tpu_step"}
+IMPORTED |= {"serve_zipf", "swap", "tpu_cycles", "tpu_step"}
 # These need packages that the tests do not install.
 ELSEWHERE = {"aot_vllm", "plot", "serve_replicas", *(name for name in summaries() if name.startswith("peers."))}
 OPTIONS = [*QUICK.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW.items())]

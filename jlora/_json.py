@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any, NoReturn, TypeAlias, cast
 
-from jlora.errors import printable
+from jlora.errors import kind_of, printable
 
 # Any JSON value. Items of lists and objects need the same checks before use.
 Json: TypeAlias = dict[str, Any] | list[Any] | str | int | float | bool | None
@@ -59,15 +59,3 @@ def parse_json(data: bytes | bytearray, noun: str = "field") -> Json:
     except (ValueError, RecursionError) as error:
         raise JSONError(f"is not JSON: {printable(str(error))}") from error
     return cast("Json", found)
-
-
-def kind_of(value: object) -> str:
-    """Return JSON's name for the type of a value."""
-    names: dict[type, str] = {
-        dict: "an object",
-        list: "a list",
-        str: "a string",
-        bool: "a boolean",
-        type(None): "null or nothing",
-    }
-    return names.get(type(value), "a number")

@@ -1,11 +1,17 @@
-"""Exceptions of jlora. Each message names the adapter, file, tensor or field at fault."""
+"""Exceptions of jlora, and the text of their messages, which name the adapter, file, tensor or field at fault."""
 
 import difflib
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import ParamSpec, TypeVar
 
 _NUMBER = re.compile(r"[0-9]+")
 _MOST_COMPARED = 1000  # names in one search, at about 30 us each
+_LONGEST = 200  # characters of a name in a message
+P = ParamSpec("P")
+T = TypeVar("T")
+D = TypeVar("D")
 
 
 class LoRAError(Exception):
@@ -73,6 +79,35 @@ def error_of(name: str, message: str) -> LoRAError:
     return LoRAError(f"{name}: {message}")
 
 
+class Problems:
+    """The problems of one adapter that were found so far.
+
+    Attributes:
+      found: The errors, in the order in which they were found.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[LoRAError] = []
+
+    def attempt(self, default: D, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | D:
+        """Return the result of a function, or the default if it refuses the adapter."""
+        try:
+            return function(*args, **kwargs)
+        except (AdapterFormatError, AdapterMismatchError) as error:
+            self.found.append(error)
+            return default
+
+    def raise_first(self) -> None:
+        """Raise the first error, with the messages of all in `problems`. Do nothing if there is none."""
+        if not self.found:
+            return
+        first = self.found[0]
+        messages = [message for error in self.found for message in error.problems or (str(error),)]
+        if len(messages) > 1:
+            first.problems = tuple(dict.fromkeys(messages))
+        raise first
+
+
 def nearest(name: str, known: Iterable[str] | Mapping[str, str]) -> str:
     """Return "; the nearest is 'layers.3.q_proj'" for the end of a message, or "" if no known name is similar.
 
@@ -100,3 +135,39 @@ def printable(text: str) -> str:
     They become `\x1b`, `\n`, `\u202e` and so on, so that the text cannot forge a line or control a terminal.
     """
     return "".join(c if c.isprintable() or c in _ORDINARY else c.encode("unicode_escape").decode() for c in text)
+
+
+def shown(name: str, longest: int = _LONGEST) -> str:
+    """Return the name quoted, escaped and cut to about `longest` characters."""
+    return repr(name if len(name) <= longest else name[: longest - 3] + "...")
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first three names, quoted and escaped, and "..." if there are more."""
+    return ", ".join(map(shown, names[:3])) + (", ..." if len(names) > 3 else "")
+
+
+def shown_path(path: str | os.PathLike[str]) -> str:
+    """Return a path escaped but not cut, so that it can be copied from the message."""
+    return printable(os.fspath(path))
+
+
+def shown_value(value: object, longest: int = 80) -> str:
+    """Return the `repr` of a JSON value, cut to `longest` characters."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # integers of more than 4300 digits have no repr
+        return f"{kind_of(value)} too large to print"
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
+def kind_of(value: object) -> str:
+    """Return JSON's name for the type of a value."""
+    names: dict[type, str] = {
+        dict: "an object",
+        list: "a list",
+        str: "a string",
+        bool: "a boolean",
+        type(None): "null or nothing",
+    }
+    return names.get(type(value), "a number")

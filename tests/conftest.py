@@ -53,7 +53,7 @@ from jax.experimental.compilation_cache import compilation_cache
 # `unchecked_calls`.
 CHECKED = (
     *("jlora._compat", "jlora.errors", "jlora.ops"),
-    *(f"jlora.adapters.{name}" for name in ("adapter", "checkpoint", "config_file", "files", "escaping")),
+    *(f"jlora.adapters.{name}" for name in ("adapter", "checkpoint", "config_file", "files")),
     *(f"jlora.adapters.{name}" for name in ("peft_config", "resolve", "tensor_file")),
     *(f"jlora.layers.{name}" for name in ("base_kernel", "einsum", "forward", "specs", "wrap")),
     *("jlora.fit", "jlora.manager", "jlora.slots", "jlora.training", "jlora.verify.repeats"),

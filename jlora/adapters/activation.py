@@ -11,8 +11,7 @@ import numpy as np
 from jaxtyping import Integer
 
 from jlora._typing import is_list_or_tuple
-from jlora.adapters.escaping import shown_value
-from jlora.errors import AdapterFormatError, LoRAUsageError
+from jlora.errors import AdapterFormatError, LoRAUsageError, shown_value
 
 # The first active row of a sequence without any. It is past the last row of every forward, padding included.
 NOWHERE = 2**31 - 1

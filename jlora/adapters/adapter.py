@@ -19,17 +19,25 @@ from jlora._typing import DType
 from jlora.adapters.activation import check_invocation_tokens
 from jlora.adapters.checkpoint import Checkpoint, OwnExperts, open_checkpoint
 from jlora.adapters.config_file import CONFIG_FILE, PEFT_FIELDS, read_config
-from jlora.adapters.escaping import listed, shown, shown_path, shown_value
 from jlora.adapters.expert_formats import flat_orientation, flattened, stored_names
 from jlora.adapters.files import MemoryFile, content_key
 from jlora.adapters.int8 import error_of
 from jlora.adapters.lora import FLOATS, ExpertsLoRA, HostArray, LoRA, ModuleLoRA, SavedHead, check_variants, tensors_of
 from jlora.adapters.peft_config import Kind, PeftConfig, scaling_of
-from jlora.adapters.problems import Problems
 from jlora.adapters.resolve import WEIGHTS_FILE, AdapterFolder, adapter_files, resolve
 from jlora.adapters.state_dict import config_file, weights_file
 from jlora.adapters.variants import described
-from jlora.errors import AdapterFormatError, LoRAError, LoRAUsageError, printable
+from jlora.errors import (
+    AdapterFormatError,
+    LoRAError,
+    LoRAUsageError,
+    Problems,
+    listed,
+    printable,
+    shown,
+    shown_path,
+    shown_value,
+)
 
 T = TypeVar("T")
 

@@ -12,17 +12,15 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from jlora.adapters.config_file import CONFIG_FILE
-from jlora.adapters.escaping import shown, shown_path, shown_value
 from jlora.adapters.expert_formats import Stacked, is_stacked, stacked_pairs
 from jlora.adapters.files import MemoryFile, ReadFile, open_file
 from jlora.adapters.lora import ExpertsLoRA, HostArray, LoRA, ModuleLoRA, SavedHead, UnreadArray, check_variants
 from jlora.adapters.peft_config import Kind, PeftConfig, scaling_of
-from jlora.adapters.problems import Problems
 from jlora.adapters.tensor_data import DTYPES, Share, read_tensors
 from jlora.adapters.tensor_file import TensorInfo, read_header
 from jlora.adapters.variants import VARIANTS, Variant, described
 from jlora.adapters.wrapped_names import WRAPPER
-from jlora.errors import AdapterFormatError, AdapterMismatchError
+from jlora.errors import AdapterFormatError, AdapterMismatchError, Problems, shown, shown_path, shown_value
 
 _PREFIX = "base_model.model."
 _MAX_NAME = 512

@@ -11,17 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from jlora._json import Json, JSONError, kind_of, parse_object
+from jlora._json import Json, JSONError, parse_object
 from jlora.adapters.activation import check_invocation_tokens
-from jlora.adapters.escaping import shown, shown_path, shown_value
 from jlora.adapters.expert_fields import EXPERT_FIELDS, ExpertFields, expert_fields
 from jlora.adapters.files import MemoryFile, open_file
 from jlora.adapters.pattern_table import PatternTable, pattern_table
 from jlora.adapters.patterns import Pattern, compile_pattern
 from jlora.adapters.peft_config import PeftConfig
-from jlora.adapters.problems import Problems
 from jlora.adapters.variants import VARIANTS
-from jlora.errors import AdapterFormatError, AdapterMismatchError
+from jlora.errors import AdapterFormatError, AdapterMismatchError, Problems, kind_of, shown, shown_path, shown_value
 
 CONFIG_FILE = "adapter_config.json"
 

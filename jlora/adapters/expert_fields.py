@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
-from jlora._json import Json, kind_of
-from jlora.adapters.escaping import shown, shown_value
-from jlora.errors import AdapterFormatError, AdapterMismatchError
+from jlora._json import Json
+from jlora.errors import AdapterFormatError, AdapterMismatchError, kind_of, shown, shown_value
 
 EXPERT_FIELDS = ("target_parameters", "lora_B_layout", "unsloth_fused_expert_lora")
 

@@ -18,11 +18,10 @@ from typing import cast
 
 import numpy as np
 
-from jlora.adapters.escaping import shown
 from jlora.adapters.expert_fields import PARAMETERS
 from jlora.adapters.lora import ExpertsLoRA, HostArray, UnreadArray
 from jlora.adapters.peft_config import PeftConfig, scaling_of
-from jlora.errors import AdapterFormatError, AdapterMismatchError
+from jlora.errors import AdapterFormatError, AdapterMismatchError, shown
 
 # Projection name -> its parts of a gated block. A block without a gate has only "up" before the activation.
 _PARTS = {

@@ -10,10 +10,9 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float
 
-from jlora.adapters.escaping import shown
 from jlora.adapters.peft_config import Kind
 from jlora.adapters.variants import ACTIVATED, COMBINATIONS, VARIANTS, described
-from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageError
+from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageError, shown
 
 FLOATS = tuple(np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
 

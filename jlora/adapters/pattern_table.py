@@ -11,10 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from jlora.adapters.escaping import shown
 from jlora.adapters.patterns import Pattern, compile_pattern
 from jlora.adapters.wrapped_names import readings
-from jlora.errors import AdapterMismatchError
+from jlora.errors import AdapterMismatchError, shown
 
 T = TypeVar("T")
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import re2
 
-from jlora.adapters.escaping import shown
-from jlora.errors import AdapterFormatError, AdapterMismatchError, printable
+from jlora.errors import AdapterFormatError, AdapterMismatchError, printable, shown
 
 _MAX_LENGTH = 8192
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from jlora._contents import contents, is_lfs_pointer
 from jlora._hub import failure_of, local_folder_of
 from jlora.adapters.config_file import CONFIG_FILE
-from jlora.adapters.escaping import shown, shown_path, shown_value
 from jlora.adapters.files import in_hub_cache
 from jlora.config import LoRARequest
 from jlora.errors import (
@@ -20,6 +19,9 @@ from jlora.errors import (
     AdapterUnavailableError,
     LoRAUsageError,
     printable,
+    shown,
+    shown_path,
+    shown_value,
 )
 
 WEIGHTS_FILE = "adapter_model.safetensors"

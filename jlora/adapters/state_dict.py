@@ -7,10 +7,9 @@ from typing import Any, cast
 import numpy as np
 
 from jlora._typing import is_mapping
-from jlora.adapters.escaping import shown
 from jlora.adapters.files import MemoryFile
 from jlora.adapters.tensor_data import DTYPES
-from jlora.errors import AdapterFormatError, LoRAUsageError, printable
+from jlora.errors import AdapterFormatError, LoRAUsageError, printable, shown
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -10,10 +10,9 @@ import numpy as np
 
 from jlora._memory import fresh
 from jlora._threads import on_threads
-from jlora.adapters.escaping import shown
 from jlora.adapters.files import ReadFile
 from jlora.adapters.tensor_file import TensorInfo
-from jlora.errors import AdapterFormatError
+from jlora.errors import AdapterFormatError, shown
 
 # safetensors' name of each served dtype
 DTYPES = {

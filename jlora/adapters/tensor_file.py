@@ -9,9 +9,8 @@ import math
 from typing import NamedTuple
 
 from jlora._json import Json, JSONError, parse_object
-from jlora.adapters.escaping import shown, shown_value
 from jlora.adapters.files import ReadFile
-from jlora.errors import AdapterFormatError
+from jlora.errors import AdapterFormatError, shown, shown_value
 
 # Enough for a hundred thousand modules. The format's own limit is 100 MB.
 _MAX_HEADER = 32 << 20

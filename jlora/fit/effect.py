@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TypeAlias
 
 from jlora.adapters import Adapter
-from jlora.adapters.escaping import listed
 from jlora.adapters.peft_config import PeftConfig
+from jlora.errors import listed
 from jlora.layers.site import Site
 from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.slots.packed import SiteSlices

@@ -7,9 +7,9 @@ from flax import nnx
 
 from jlora.adapters import Adapter
 from jlora.adapters.adapter import open_adapter
-from jlora.adapters.problems import Problems
 from jlora.adapters.resolve import resolve
 from jlora.config import LoRAConfig, LoRARequest
+from jlora.errors import Problems
 from jlora.fit.base_weights import check_base_shapes, difference
 from jlora.fit.effect import without_effect
 from jlora.fit.names import SiteIndex, name_rules

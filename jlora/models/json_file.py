@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jlora._json import JSONError, kind_of, parse_json
-from jlora.errors import LoRAError
+from jlora._json import JSONError, parse_json
+from jlora.errors import LoRAError, kind_of
 
 # An index of 100,000 tensors has about 10 MB.
 _MAX_JSON_BYTES = 100 * 2**20

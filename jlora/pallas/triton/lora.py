@@ -13,6 +13,7 @@ The work follows the used tiles. The order of every sum depends on static sizes 
 on the program that computes it, nor on the other rows of the batch. There are no atomics.
 """
 
+from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
@@ -38,6 +39,7 @@ from jlora.pallas.triton.parts import (
     h_dtype,
     load,
     rank_of,
+    scalar,
     scales_of,
     share_out,
     store,
@@ -147,7 +149,7 @@ def add_lora(
     interpret: bool = False,
     keep_h: bool = False,
 ) -> Any:
-    """Implement `jlora.ops.add_lora` in two launches for any number of slices.
+    """Implement `jlora.ops.add_lora` in two launches, or three for few rows of gate and up (`_depends`).
 
     A handful of experts' rows take one launch (`fused`), but not with `batch_invariant` or `keep_h`. With `keep_h`,
     return the result and the partial sums of h, for `expand_grads`.
@@ -163,15 +165,39 @@ def add_lora(
         )
         return _add(base, delta, plan)
     tiles = tiles or gpu_tiles(problem_of(plan, x, a, b, n, batch_invariant), gpu)
-    h = shrink_parts(x, a, b, plan, ranks, tiles, x_rows=x_rows, interpret=interpret)
+    separate = plan.num_rows <= (SEPARATE_ROWS if plan.experts == 1 else SEPARATE_PAIRS) and not batch_invariant
+    after_base = separate and plan.experts == 1 and len(slice_sizes) == 2
+    shrink_plan = replace(plan, tiles_used=_depends(plan.tiles_used, x, interpret)) if after_base else plan
+    h = shrink_parts(x, a, b, shrink_plan, ranks, tiles, x_rows=x_rows, interpret=interpret)
     h = checkpoint_name(h, H) if keep_h else h
     expanded = partial(
         expand_parts, x=x, a=a, h=h, b=b, plan=plan, ranks=ranks, slice_sizes=slice_sizes, tiles=tiles,
         interpret=interpret,
     )  # fmt: skip
-    separate = plan.num_rows <= (SEPARATE_ROWS if plan.experts == 1 else SEPARATE_PAIRS) and not batch_invariant
     out = _add(base, expanded(None, out_dtype=delta_dtype), plan) if base is None or separate else expanded(base)
     return (out, h) if keep_h else out
+
+
+@partial(jax.jit, static_argnames="interpret")
+def _depends(used, x, interpret: bool):
+    """Return `used` from a kernel with x as an operand, so that XLA launches the base product before the shrink.
+
+    XLA launches what depends on less first, and the product of gate and up is the longest of a layer. On an H100 a
+    decode step of 64 sequences is up to 3% shorter with it, and of qkv, o and down it is longer.
+    """
+
+    def kernel(used_ref, x_ref, out_ref):
+        del x_ref
+        store(out_ref, (jnp.int32(0),), scalar(used_ref, jnp.int32(0)), True)
+
+    return pl.pallas_call(
+        kernel,
+        grid=(1,),
+        out_shape=jax.ShapeDtypeStruct((1,), used.dtype),
+        compiler_params=compiler_params(1),
+        interpret=interpret,
+        name="lora_after_base",
+    )(used, x)
 
 
 def _add(base, delta, plan: Plan):

@@ -194,4 +194,7 @@ def test_lowers_for_cuda(k, sizes, rows, rank, dtype):
     text = lowered_text(run, args, "cuda")
     assert text.count("lora_shrink") > 0
     assert text.count("lora_expand") > 0
-    assert text.count("custom_call @__gpu$xla.gpu.triton") + text.count("custom_call @triton_kernel_call_ffi") == 2
+    kernels = text.count("custom_call @__gpu$xla.gpu.triton") + text.count("custom_call @triton_kernel_call_ffi")
+    assert kernels == (
+        3 if len(sizes) == 2 and rows <= triton.SEPARATE_ROWS else 2
+    )  # the third comes after the base product

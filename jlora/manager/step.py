@@ -170,7 +170,7 @@ class Step:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the function on the model, the first of `args`."""
         with self._lock:
-            self._state.slots.takes_turns = True
+            self._state.policy.takes_turns = True
             program, values = self._read(*args[:1])
             return program(values, *args[1:], **kwargs)
 

@@ -190,7 +190,7 @@ class Packing:
         """Allocate the blocks.
 
         Args:
-          chunks: All chunks of the pool.
+          chunks: All chunks of the slot arrays.
           ranks: The rank of each row that the adapter has.
         """
         blocks: list[Block] = []
@@ -288,7 +288,7 @@ def pack(chunks: Iterable[Chunk], rows: Mapping[Row, Encoded]) -> tuple[Block, .
     """Return the blocks of encoded rows of NumPy.
 
     Args:
-      chunks: All chunks of the pool.
+      chunks: All chunks of the slot arrays.
       rows: The rows that the adapter has, each alone. Ranks can differ.
     """
     packing = Packing(chunks, {row: encoded.b.shape[1] for row, encoded in rows.items()})

@@ -86,7 +86,7 @@ class _UpdatePlan:
 
 
 def updated(
-    packed: PackedAdapter, arrays: Mapping[str, Any], pool: SlotArrays[Any], *, allow_nonfinite: bool
+    packed: PackedAdapter, arrays: Mapping[str, Any], slot_arrays: SlotArrays[Any], *, allow_nonfinite: bool
 ) -> tuple[PackedAdapter, tuple[Block, ...]]:
     """Return (packed adapter with new weights, its blocks that changed). `packed` is not changed.
 
@@ -94,7 +94,7 @@ def updated(
       packed: The current packed adapter.
       arrays: PEFT tensor name -> A [r, K] or B [N, r]. A factor without a new array keeps its weights. The
         rank of a module can change if both of its factors are given. Its scaling is then computed from its alpha.
-      pool: The slot arrays, whose chunks and sites are used.
+      slot_arrays: The slot arrays, whose chunks and sites are used.
       allow_nonfinite: True to accept NaN and infinity.
 
     Raises:
@@ -137,17 +137,17 @@ def updated(
     old = unpack(packed.blocks, {row for row in rows if covered[row] < row[0].spec.slices})
     plan = None
     if on_device:
-        plan = _plan_update(names, shapes, news, old, ranks, pool)
+        plan = _plan_update(names, shapes, news, old, ranks, slot_arrays)
         written = _blocks_on_device(where, plan, arrays, old, allow_nonfinite)
         if old:  # the plan is not reusable, because the next update has other old factors
             plan = None
     else:
-        written = _assemble_on_host(where, news, old, ranks, pool, allow_nonfinite)
+        written = _assemble_on_host(where, news, old, ranks, slot_arrays, allow_nonfinite)
     written = with_scales(written, placements)
     new = replace(
         packed,
         placements=placements,
-        ranks=rank_table(pool.sites, placements),
+        ranks=rank_table(slot_arrays.sites, placements),
         rank=largest_rank(placements),
         blocks=(*_untouched(packed.blocks, rows), *written),
         update_plan=plan,
@@ -249,7 +249,7 @@ def _assemble_on_host(
     news: Sequence[_NewFactors],
     old: Mapping[Row, Any],
     ranks: Mapping[Row, int],
-    pool: SlotArrays[Any],
+    slot_arrays: SlotArrays[Any],
     allow_nonfinite: bool,
 ) -> tuple[Block, ...]:
     """Return the blocks of the rows that an update writes, assembled from new and old factors."""
@@ -263,7 +263,7 @@ def _assemble_on_host(
             halves.append(cast)
         parts.setdefault((p.site, p.row), []).append(Part(p.first, p.count, p.rank, *halves))
     rows = {row: encode(row[0].spec, [(old.get(row), of)], ranks[row], np) for row, of in parts.items()}
-    return pack(pool.chunks, rows)
+    return pack(slot_arrays.chunks, rows)
 
 
 def _plan_update(
@@ -272,7 +272,7 @@ def _plan_update(
     news: Sequence[_NewFactors],
     old: Mapping[Row, Any],
     ranks: Mapping[Row, int],
-    pool: SlotArrays[Any],
+    slot_arrays: SlotArrays[Any],
 ) -> _UpdatePlan:
     """Return the plan of an update.
 
@@ -282,13 +282,13 @@ def _plan_update(
       news: The new factors of each module.
       old: The current factors of rows that keep some of their values.
       ranks: Ranks of the rows that are written.
-      pool: The slot arrays, whose chunks are used.
+      slot_arrays: The slot arrays, whose chunks are used.
     """
     by_row: dict[Row, list[_NewFactors]] = {}
     for new in news:
         by_row.setdefault((new.placement.site, new.placement.row), []).append(new)
     chosen: list[tuple[Chunk, int | None, list[Row]]] = []
-    for chunk in pool.chunks:
+    for chunk in slot_arrays.chunks:
         touched = [i for i, row in enumerate(chunk.rows) if row in by_row]
         if len(touched) == chunk.count:
             chosen.append((chunk, None, list(chunk.rows)))

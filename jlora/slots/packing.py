@@ -59,7 +59,7 @@ def pack_modules(
         is freed while the blocks fill and an adapter of gigabytes is not in memory twice.
       slices_of: The slices that each module fills, from `find_slices`.
       wrapped: The wrapped model.
-      chunks: The chunks of the pool.
+      chunks: The chunks of the slot arrays.
 
     Returns:
       The placements, in the order of `slices_of`, and the blocks.

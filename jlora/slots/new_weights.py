@@ -17,13 +17,13 @@ from jax.sharding import NamedSharding
 
 from jlora._compat import explicit_transfers, without_graphs
 from jlora.adapters.checkpoint import sorted_keys
-from jlora.adapters.int8 import steps_for
+from jlora.adapters.int8 import quanta_for
 from jlora.adapters.peft_config import scaling_of
 from jlora.adapters.tensor_data import all_finite
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageError, nearest
 from jlora.layers.site import SlotSpec
 from jlora.slots.arrays import SlotArrays
-from jlora.slots.blocks import Block, Chunk, Row, pack, rank_starts, rank_step, unpack
+from jlora.slots.blocks import Block, Chunk, Row, pack, rank_block, rank_starts, unpack
 from jlora.slots.casting import check_scaling, in_slot_dtype
 from jlora.slots.codec import Part, encode, outputs
 from jlora.slots.packed import PackedAdapter, Placement, largest_rank
@@ -237,9 +237,9 @@ def _untouched(blocks: Sequence[Block], rows: set[Row]) -> list[Block]:
                 for i, row in enumerate(own):
                     if row not in rows:
                         own = slice(i, i + 1)
-                        steps = None if block.steps is None else block.steps[:, own]
+                        quanta = None if block.quanta is None else block.quanta[:, own]
                         kept.append(
-                            replace(block, row=i, steps=steps).with_arrays(array[own] for array in block.arrays)
+                            replace(block, row=i, quanta=quanta).with_arrays(array[own] for array in block.arrays)
                         )
     return kept
 
@@ -333,7 +333,7 @@ def _blocks_on_device(
             "finite numbers"
         )
     return tuple(
-        Block(chunk, i, start, a, b, None if own is None else steps_for(own))
+        Block(chunk, i, start, a, b, None if own is None else quanta_for(own))
         for (chunk, i, starts), (factors, _), of_chunk in zip(plan.blocks, made, largest, strict=True)
         for start, (a, b), own in zip(starts, factors, of_chunk, strict=True)
     )
@@ -368,14 +368,14 @@ def _assemble(shape: _Shape, given: Sequence[jax.Array], old: Sequence[Any]) -> 
     made: list[Any] = []
     finite = jnp.ones((), bool)
     for spec, starts, rows in shape.chunks:
-        step = rank_step(spec)
+        width = rank_block(spec)
         given_rows: list[tuple[Any, list[Part]]] = []
         for whole, modules in rows:
             parts = [part._replace(a=part.a and next(feed), b=part.b and next(feed)) for part in modules]
             given_rows.append((None if whole else next(kept), parts))
-        a, b, largest = encode(spec, given_rows, starts[-1] + step, jnp)
+        a, b, largest = encode(spec, given_rows, starts[-1] + width, jnp)
         for values in (a, b) if largest is None else (largest,):
             finite &= jnp.isfinite(values).all()
-        factors = [(a[:, :, s : s + step], b[:, s : s + step]) for s in starts]
-        made.append((factors, [None if largest is None else largest[..., s : s + step] for s in starts]))
+        factors = [(a[:, :, s : s + width], b[:, s : s + width]) for s in starts]
+        made.append((factors, [None if largest is None else largest[..., s : s + width] for s in starts]))
     return made, finite

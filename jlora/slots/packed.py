@@ -139,6 +139,6 @@ class PackedAdapter:
                 found.update(name.encode() + array.tobytes())
         for block in self.blocks:
             if block.chunk.spec.experts is None:
-                for half in (block.a, block.b, *(() if block.steps is None else (block.steps,))):
+                for half in (block.a, block.b, *(() if block.quanta is None else (block.quanta,))):
                     found.update(zlib.crc32(np.asarray(half).view(np.uint8).data).to_bytes(4, "little"))
         return found.hexdigest()

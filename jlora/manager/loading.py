@@ -189,7 +189,7 @@ def _load(state: State, own: Load) -> bool:
         with state.lock:
             newest = state.cache.loaded.get(request.name)
         if newest is not None:
-            state.policy.stage(newest, state.lock)
+            state.policy.prefetch(newest, state.lock)
     return result
 
 

@@ -24,7 +24,7 @@ from jlora.errors import AdapterInUseError, LoRAError, LoRAUsageError
 from jlora.fit.names import SiteIndex, name_rules
 from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.forward.batch_shape import BatchShape, FirstRows
-from jlora.layers.forward.context import staged
+from jlora.layers.forward.context import tracing
 from jlora.layers.forward.row_groups import Items
 from jlora.layers.site import SlotParam
 from jlora.layers.wrap.apply import wrap_model
@@ -798,7 +798,7 @@ class LoRAManager:
                 "for that load, which waits for resolve. Return the folder there; load other adapters outside of it, "
                 "or with prefetch"
             )
-        if not trace_state_clean() and staged():
+        if not trace_state_clean() and tracing():
             raise LoRAUsageError(
                 f"LoRAManager.{what} was called inside jax.jit: it would run once, while the function is traced, and "
                 "its arrays would go stale. Call it outside and pass the batch as an argument"

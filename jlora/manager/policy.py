@@ -24,7 +24,7 @@ _log = logging.getLogger("jlora")
 class SlotPolicy:
     """The slots of a manager.
 
-    All methods except `stage` are called under the state lock. Methods that write also need the step lock.
+    All methods except `prefetch` are called under the state lock. Methods that write also need the step lock.
 
     Attributes:
       slot_arrays: the slot arrays.
@@ -40,7 +40,7 @@ class SlotPolicy:
         self._cache = cache
         self._leases = leases
         self._counts = counts
-        self._staged: dict[LoadedAdapter, None] = {}  # on the device, in no slot yet; oldest first
+        self._prefetched: dict[LoadedAdapter, None] = {}  # on the device, in no slot yet; oldest first
         self._spent: list[tuple[jax.Array, ...]] = []  # arrays that writes consumed; see `let_go`
 
     def alive(self) -> Callable[[LoadedAdapter], bool]:
@@ -80,17 +80,17 @@ class SlotPolicy:
 
     def release(self, adapter: LoadedAdapter) -> None:
         """Remove an adapter from its slot, unless an open batch holds it there."""
-        self._unstage(adapter)
+        self._drop_prefetched(adapter)
         if adapter in self._leases.leased():
             return
         for slot, other in enumerate(self.slot_arrays.table):
             if other is adapter:
                 self.slot_arrays.clear(slot)
 
-    def _unstage(self, adapter: LoadedAdapter) -> None:
+    def _drop_prefetched(self, adapter: LoadedAdapter) -> None:
         """Free the blocks of an adapter that were moved to the device before they were needed."""
-        adapter.staged = None
-        self._staged.pop(adapter, None)
+        adapter.prefetched = None
+        self._prefetched.pop(adapter, None)
 
     def let_go(self) -> None:
         """Free the arrays and blocks that writes have consumed. Called on threads that no step waits for."""
@@ -110,7 +110,7 @@ class SlotPolicy:
             )
             for adapter in self.slot_arrays.table:
                 if adapter is not None:
-                    self._unstage(adapter)
+                    self._drop_prefetched(adapter)
 
     def sweep(self) -> None:
         """Repair the slots if necessary, and clear slots of adapters that no batch can use."""
@@ -242,11 +242,11 @@ class SlotPolicy:
         started = time.monotonic()
         victim = self.slot_arrays.table[slot]
         # Arrays are freed on a loading thread, or on the thread that copies an update to the host, if there is one.
-        later = adapter.staged is not None or adapter.copying
+        later = adapter.prefetched is not None or adapter.copying
         self.slot_arrays.write(
             slot, adapter, adapter.to_write(only), self._spent if later else [], donate=self._may_donate()
         )
-        self._unstage(adapter)
+        self._drop_prefetched(adapter)
         for other, old in enumerate(self.slot_arrays.table):
             if old is adapter and other != slot:  # it was moved to make room
                 self.slot_arrays.clear(other)
@@ -263,23 +263,23 @@ class SlotPolicy:
             for site in self.slot_arrays.sites:
                 _log.debug("slot %d: %s %r", slot, "filled" if site in brought else "cleared", site.path)
 
-    def stage(self, adapter: LoadedAdapter, lock: StateLock) -> None:
+    def prefetch(self, adapter: LoadedAdapter, lock: StateLock) -> None:
         """Move an adapter to the device before it is needed. Called on a loading thread, without locks.
 
         At most `SlotArrays.max_bytes` of such adapters are on the device; the oldest are dropped first.
         """
         size, most = sum(block.nbytes for block in adapter.packed.blocks), self.slot_arrays.max_bytes
         with lock:
-            if size > most or adapter in self.slot_arrays.table or adapter in self._staged:
+            if size > most or adapter in self.slot_arrays.table or adapter in self._prefetched:
                 return
-            self._staged[adapter] = None
-            while sum(other.nbytes for other in self._staged) > most and len(self._staged) > 1:
-                self._unstage(next(iter(self._staged)))
+            self._prefetched[adapter] = None
+            while sum(other.nbytes for other in self._prefetched) > most and len(self._prefetched) > 1:
+                self._drop_prefetched(next(iter(self._prefetched)))
             self.let_go()  # freed here, because no step waits for this thread
         moved, _ = self.slot_arrays.move(adapter.packed.blocks)
         jax.block_until_ready([array for block in moved for array in (block.a, block.b)])
         with lock:
-            if adapter in self._staged and adapter not in self.slot_arrays.table:
-                adapter.staged = moved
+            if adapter in self._prefetched and adapter not in self.slot_arrays.table:
+                adapter.prefetched = moved
             else:
-                self._unstage(adapter)
+                self._drop_prefetched(adapter)

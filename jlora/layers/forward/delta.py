@@ -31,7 +31,7 @@ from jaxtyping import Bool, Float, Int, Integer
 from jlora.errors import LoRAError
 from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.forward.call_rows import CallRows
-from jlora.layers.forward.context import staged
+from jlora.layers.forward.context import tracing
 from jlora.layers.forward.merged_columns import merged_columns
 from jlora.layers.forward.mesh import experts_reached, on_mesh, reached, split_of
 from jlora.layers.forward.rows import RowMap
@@ -109,7 +109,7 @@ def _slot_arrays(layer: nnx.Module, site: Site) -> Sequence[Array]:
     """Return the slot arrays named in `site.attributes`."""
     arrays: list[Array] = [vars(layer)[name][...] for name in site.attributes]
     ranks = arrays[len(site.spec.factors)]
-    if not isinstance(ranks, jax.core.Tracer) and staged():
+    if not isinstance(ranks, jax.core.Tracer) and tracing():
         raise LoRAError(_STALE_SLOTS.format(path=site.path))
     if ranks.ndim != (3 if site.spec.experts is None else 4):
         raise LoRAError(

@@ -366,7 +366,7 @@ def main() -> None:
             keep("224 separate", measure(manager, made, Path(folder), args.profile))
             del manager, made
         programs.compiled_write.cache_clear()
-        programs.compiled_table.cache_clear()
+        programs.compiled_whole.cache_clear()
     with tempfile.TemporaryDirectory() as folder:
         made = adapters(config, args.rank, "model.", ADAPTERS, dora=args.dora)
         model = Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))

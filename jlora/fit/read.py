@@ -24,7 +24,7 @@ from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.slots.arrays import SlotArrays
 from jlora.slots.blocks import Block
 from jlora.slots.packed import PackedAdapter, SiteSlices, largest_rank
-from jlora.slots.packing import pack_modules, rank_table
+from jlora.slots.packing import pack_modules, rank_values
 
 _log = logging.getLogger("jlora")
 
@@ -137,5 +137,5 @@ def _pack(
     if warnings:
         _log.warning("%s: %s", where, "; ".join(warnings))
     about = replace(adapter.with_layers({}), base_weights={}, config=None)
-    ranks = rank_table(slot_arrays.sites, placements)
+    ranks = rank_values(slot_arrays.sites, placements)
     return PackedAdapter(about, placements, ranks, largest_rank(placements), blocks), tuple(warnings)

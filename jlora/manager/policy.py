@@ -54,18 +54,18 @@ class SlotPolicy:
     @property
     def copying(self) -> bool:
         """True if an adapter in a slot is being copied to the host; its slot can be evicted afterwards."""
-        return any(adapter is not None and adapter.copying for adapter in self.slot_arrays.table)
+        return any(adapter is not None and adapter.copying for adapter in self.slot_arrays.occupants)
 
     @property
     def active(self) -> int:
         """The number of slots that hold an adapter which a batch may still use."""
         alive = self.alive()
-        return sum(adapter is not None and alive(adapter) for adapter in self.slot_arrays.table)
+        return sum(adapter is not None and alive(adapter) for adapter in self.slot_arrays.occupants)
 
     def by_use(self) -> list[LoadedAdapter]:
         """Return the adapters in slots, least recently used first; older versions of a name come before all others."""
         order = {adapter: i for i, adapter in enumerate(self._cache.loaded.values())}
-        return sorted(filter(None, self.slot_arrays.table), key=lambda adapter: order.get(adapter, -1))
+        return sorted(filter(None, self.slot_arrays.occupants), key=lambda adapter: order.get(adapter, -1))
 
     def touch(self, adapter: LoadedAdapter) -> None:
         """Mark a use of an adapter. Slots and the host cache share one order."""
@@ -83,7 +83,7 @@ class SlotPolicy:
         self._drop_prefetched(adapter)
         if adapter in self._leases.leased():
             return
-        for slot, other in enumerate(self.slot_arrays.table):
+        for slot, other in enumerate(self.slot_arrays.occupants):
             if other is adapter:
                 self.slot_arrays.clear(slot)
 
@@ -108,7 +108,7 @@ class SlotPolicy:
             self.slot_arrays.heal(
                 lambda adapter: adapter.to_write() if alive(adapter) else None, donate=self._may_donate()
             )
-            for adapter in self.slot_arrays.table:
+            for adapter in self.slot_arrays.occupants:
                 if adapter is not None:
                     self._drop_prefetched(adapter)
 
@@ -120,9 +120,9 @@ class SlotPolicy:
 
     def _dead(self) -> list[int]:
         """Return the slots of adapters that no batch can use."""
-        alive, pins, table = self.alive(), self._cache.pins, self.slot_arrays.table
+        alive, pins, occupants = self.alive(), self._cache.pins, self.slot_arrays.occupants
         # A pinned name keeps its slot until the new version is written there.
-        return [slot for slot, c in enumerate(table) if c is not None and not alive(c) and c.name not in pins]
+        return [slot for slot, c in enumerate(occupants) if c is not None and not alive(c) and c.name not in pins]
 
     def plan(self, wanted: Sequence[LoadedAdapter]) -> dict[LoadedAdapter, int]:
         """Return adapter -> slot to write, so that distinct adapters are all in slots. Nothing is changed.
@@ -130,7 +130,7 @@ class SlotPolicy:
         Raises:
           NoFreeSlotError: the adapters do not fit.
         """
-        missing = [adapter for adapter in wanted if adapter not in self.slot_arrays.table]
+        missing = [adapter for adapter in wanted if adapter not in self.slot_arrays.occupants]
         if not missing:
             return {}
         slots_of = self._slots_for(missing, wanted)
@@ -158,7 +158,7 @@ class SlotPolicy:
         alive = self.alive()
         stale = {
             c.name: slot
-            for slot, c in enumerate(self.slot_arrays.table)
+            for slot, c in enumerate(self.slot_arrays.occupants)
             if c is not None and not alive(c) and c.name in self._cache.pins
         }
         slots_of: dict[LoadedAdapter, int | None] = {}
@@ -185,16 +185,16 @@ class SlotPolicy:
         Returns:
           The adapters to write, with the moved ones, and their slots; `missing` and `slots_of` if moving does not help.
         """
-        table, leased = self.slot_arrays.table, self._leases.leased()
+        occupants, leased = self.slot_arrays.occupants, self._leases.leased()
         left = [adapter.packed.slots for adapter, slot in zip(missing, slots_of, strict=True) if slot is None]
-        present = {table.index(c): c for c in wanted if c in table and c not in leased}
+        present = {occupants.index(c): c for c in wanted if c in occupants and c not in leased}
         movable = [c for at, c in present.items() if any(at in s and len(s) < len(c.packed.slots) for s in left)]
         more = [*missing, *movable]
         others = self._slots_for(more, [c for c in wanted if c not in movable])
         return (missing, slots_of) if others.count(None) >= slots_of.count(None) else (more, others)
 
     def _no_room(self, missing: Sequence[LoadedAdapter], wanted: Sequence[LoadedAdapter]) -> str:
-        total, limits = len(self.slot_arrays.table), ["max_loras"]
+        total, limits = len(self.slot_arrays.occupants), ["max_loras"]
         free, evictable = self._free(), self._evictable(wanted)
         names, these = ", ".join(repr(c.name) for c in missing[:8]), ""
         for slots, count in Counter(c.packed.slots for c in missing if len(c.packed.slots) < total).items():
@@ -208,13 +208,15 @@ class SlotPolicy:
         )
 
     def _free(self) -> list[int]:
-        return sorted([slot for slot, adapter in enumerate(self.slot_arrays.table) if adapter is None] + self._dead())
+        return sorted(
+            [slot for slot, adapter in enumerate(self.slot_arrays.occupants) if adapter is None] + self._dead()
+        )
 
     def _evictable(self, wanted: Sequence[LoadedAdapter]) -> list[int]:
         """Return the slots whose adapters may be evicted, least recently used first."""
         alive, busy = self.alive(), self._leases.leased() | set(wanted)
         return [
-            self.slot_arrays.table.index(adapter)
+            self.slot_arrays.occupants.index(adapter)
             for adapter in self.by_use()
             if alive(adapter) and adapter not in busy and adapter.on_host
             and not (adapter.name in self._cache.pins and self._cache.newest(adapter))
@@ -240,14 +242,14 @@ class SlotPolicy:
           only: blocks to write, if the slot already holds the others; None writes all.
         """
         started = time.monotonic()
-        victim = self.slot_arrays.table[slot]
+        victim = self.slot_arrays.occupants[slot]
         # Arrays are freed on a loading thread, or on the thread that copies an update to the host, if there is one.
         later = adapter.prefetched is not None or adapter.copying
         self.slot_arrays.write(
             slot, adapter, adapter.to_write(only), self._spent if later else [], donate=self._may_donate()
         )
         self._drop_prefetched(adapter)
-        for other, old in enumerate(self.slot_arrays.table):
+        for other, old in enumerate(self.slot_arrays.occupants):
             if old is adapter and other != slot:  # it was moved to make room
                 self.slot_arrays.clear(other)
         if victim is not None and victim.name != adapter.name:
@@ -270,7 +272,7 @@ class SlotPolicy:
         """
         size, most = sum(block.nbytes for block in adapter.packed.blocks), self.slot_arrays.max_bytes
         with lock:
-            if size > most or adapter in self.slot_arrays.table or adapter in self._prefetched:
+            if size > most or adapter in self.slot_arrays.occupants or adapter in self._prefetched:
                 return
             self._prefetched[adapter] = None
             while sum(other.nbytes for other in self._prefetched) > most and len(self._prefetched) > 1:
@@ -279,7 +281,7 @@ class SlotPolicy:
         moved, _ = self.slot_arrays.move(adapter.packed.blocks)
         jax.block_until_ready([array for block in moved for array in (block.a, block.b)])
         with lock:
-            if adapter in self._prefetched and adapter not in self.slot_arrays.table:
+            if adapter in self._prefetched and adapter not in self.slot_arrays.occupants:
                 adapter.prefetched = moved
             else:
                 self._drop_prefetched(adapter)

@@ -57,7 +57,7 @@ def _attempt(state: State, args: BatchArguments, ticket: Ticket) -> LoRABatch | 
                 else:
                     loaded = _loaded(state, args)
                     wanted = list(dict.fromkeys(loaded.values()))
-                    if state.queue and any(adapter not in state.slot_arrays.table for adapter in wanted):
+                    if state.queue and any(adapter not in state.slot_arrays.occupants for adapter in wanted):
                         _check_first(state, ticket)
                     plan = state.policy.plan(wanted)
                     state.peers.agree(_same(plan))
@@ -162,8 +162,8 @@ def _check_room(state: State, args: BatchArguments, ticket: Ticket) -> None:
     loaded, leased, cache = _loaded(state, args), state.leases.leased(), state.cache
     _check_first(state, ticket)
     wanted = {loaded.get(name, name.name if isinstance(name, LoRARequest) else name) for name in args.adapters}
-    slots = len(state.slot_arrays.table)
-    others = [packed for packed in state.slot_arrays.table if packed is not None and packed not in wanted]
+    slots = len(state.slot_arrays.occupants)
+    others = [packed for packed in state.slot_arrays.occupants if packed is not None and packed not in wanted]
     stay = [c for c in others if c in leased or (cache.newest(c) and c.name in cache.pins)]
     if len(wanted) + len(stay) > slots:
         raise NoFreeSlotError(
@@ -222,7 +222,7 @@ def _again(state: State, args: BatchArguments) -> LoRABatch | None:
     if kept.batch.layout.unserved is not state.wrapped.unserved.sites:
         return None
     slot_arrays = state.slot_arrays
-    if any(slot_arrays.table[s] is not c or slot_arrays.writes[s] != write for c, (s, write) in kept.slots.items()):
+    if any(slot_arrays.occupants[s] is not c or slot_arrays.writes[s] != write for c, (s, write) in kept.slots.items()):
         return None
     if not slot_arrays.intact() or any(array.is_deleted() for array in kept.arrays):
         return None  # the second: a step donated them
@@ -235,7 +235,7 @@ def _again(state: State, args: BatchArguments) -> LoRABatch | None:
 
 def _make(state: State, args: BatchArguments, served: dict[Name, LoadedAdapter]) -> LoRABatch:
     """Return a batch of adapters that are in slots."""
-    slot_of = {name: state.slot_arrays.table.index(adapter) for name, adapter in served.items()}
+    slot_of = {name: state.slot_arrays.occupants.index(adapter) for name, adapter in served.items()}
     none, writes = state.config.max_loras, state.slot_arrays.writes
     order = {given: i for i, given in enumerate(args.terms)}
     index = [order[name] for name in args.names]

@@ -126,11 +126,11 @@ def records(
 ) -> dict[str, AdapterInfo]:
     """See `LoRAManager.list_adapters`. Called under the state lock."""
     if names is None:
-        in_slots = [adapter.name for adapter in slot_arrays.table if adapter is not None]
+        in_slots = [adapter.name for adapter in slot_arrays.occupants if adapter is not None]
         names = in_slots if level == "slot" else [*cache.known, *cache.loaded]
     slots = {
         adapter: slot
-        for slot, adapter in enumerate(slot_arrays.table)
+        for slot, adapter in enumerate(slot_arrays.occupants)
         if adapter is not None and slot not in slot_arrays.dirty
     }
     leased = Counter(adapter for lease in leases.open() for adapter in lease.adapters)

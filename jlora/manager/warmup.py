@@ -19,22 +19,22 @@ from jlora.manager.state import State
 from jlora.slots.blocks import Block, Chunk, Row, pack
 from jlora.slots.codec import Encoded, encode
 from jlora.slots.packed import PackedAdapter
-from jlora.slots.packing import rank_table, with_scales
+from jlora.slots.packing import rank_values, with_scales
 
 
 def warm_up(state: State, step: Callable[[LoRABatch], Any] | None, shape: BatchShape) -> None:
     """See `LoRAManager.warmup`."""
     slot_arrays, policy, wrapped = state.slot_arrays, state.policy, state.wrapped
     slot_arrays.compile()
-    none = len(slot_arrays.table)
-    about, ranks = Adapter(name="(warm-up)", modules={}), rank_table(slot_arrays.sites, ())
+    none = len(slot_arrays.occupants)
+    about, ranks = Adapter(name="(warm-up)", modules={}), rank_values(slot_arrays.sites, ())
     blank = LoadedAdapter(PackedAdapter(about, (), ranks, 0, _blank_blocks(slot_arrays.chunks)))
     lease = Lease([blank], ((),) * shape.num_sequences, threading.get_ident(), shape)
     try:
         with state.lock.writing:
             wrapped.check()
             policy.sweep()
-            slot = next((slot for slot, adapter in enumerate(slot_arrays.table) if adapter is None), none)
+            slot = next((slot for slot, adapter in enumerate(slot_arrays.occupants) if adapter is None), none)
             state.leases.add(lease)
             if slot < none:
                 policy.write(slot, blank)

@@ -27,7 +27,7 @@ from jlora.slots.blocks import Block, Chunk, Row, pack, rank_block, rank_starts,
 from jlora.slots.casting import check_scaling, in_slot_dtype
 from jlora.slots.codec import Part, encode, outputs
 from jlora.slots.packed import PackedAdapter, Placement, largest_rank
-from jlora.slots.packing import rank_table, with_scales
+from jlora.slots.packing import rank_values, with_scales
 from jlora.slots.placement import auto_axes, with_auto_axes
 
 _SHOWN = 4  # modules in a message
@@ -147,7 +147,7 @@ def updated(
     new = replace(
         packed,
         placements=placements,
-        ranks=rank_table(slot_arrays.sites, placements),
+        ranks=rank_values(slot_arrays.sites, placements),
         rank=largest_rank(placements),
         blocks=(*_untouched(packed.blocks, rows), *written),
         update_plan=plan,

@@ -67,7 +67,7 @@ class PackedAdapter:
     Attributes:
       about: The adapter without its arrays.
       placements: Destinations of its modules.
-      ranks: true rank and scale of each output slice of every site, in the order of the slot arrays (`rank_table`).
+      ranks: true rank and scale of each output slice of every site, in the order of the slot arrays (`rank_values`).
       rank: The largest rank of a LoRA module.
       blocks: The factors, packed in the layout in which slots are written, on the host or on the device. Experts on
         devices of other processes are zeros, which take no memory.

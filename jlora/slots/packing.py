@@ -289,7 +289,7 @@ def _refuse(where: str, dtype: np.dtype, pieces: Sequence[_Piece]) -> NoReturn:
     raise AssertionError("slot dtype holds all values of all rows")
 
 
-def rank_table(sites: tuple[Site, ...], placements: tuple[Placement, ...]) -> Float[np.ndarray, "values"]:
+def rank_values(sites: tuple[Site, ...], placements: tuple[Placement, ...]) -> Float[np.ndarray, "values"]:
     """Return the true rank and the scale of each output slice of every row, float32, in the order of `sites`.
 
     In int8, where blocks have the scales, it is the true rank alone. Slices without factors, or with scale 0 and no
@@ -297,14 +297,14 @@ def rank_table(sites: tuple[Site, ...], placements: tuple[Placement, ...]) -> Fl
     """
     shapes = [site.spec.arrays["ranks"].slot_shape for site in sites]
     sizes = list(map(math.prod, shapes))
-    table = np.zeros(sum(sizes), np.float32)
-    views = np.split(table, np.cumsum(sizes)[:-1])
+    values = np.zeros(sum(sizes), np.float32)
+    views = np.split(values, np.cumsum(sizes)[:-1])
     of_site = {site: view.reshape(-1, *shape[-2:]) for site, view, shape in zip(sites, views, shapes, strict=True)}
     for p in placements:
         if np.float32(p.scaling) or p.extras:
             own = of_site[p.site][p.row, p.first : p.first + p.count]
             own[:, 0], own[:, 1:] = p.rank, p.scaling
-    return table
+    return values
 
 
 def with_scales(blocks: Sequence[Block], placements: Iterable[Placement]) -> tuple[Block, ...]:

@@ -107,8 +107,8 @@ def _own_ranks(
     return jnp.where(inside.reshape((1,) * (update.ndim - 2) + (count, 1)), new, now)
 
 
-def write_table(
-    table: str,
+def write_whole(
+    name: str,
     specs: Sequence[SlotSpec],
     arrays: Sequence[Float[Array, "..."]],
     values: Float[Array, "values"],
@@ -123,7 +123,7 @@ def write_table(
     """
     start, written = 0, list[jax.Array]()
     for spec, array in zip(specs, arrays, strict=True):
-        of, axis = spec.arrays[table], len(spec.stack)
+        of, axis = spec.arrays[name], len(spec.stack)
         shape = of.slot_shape
         size = math.prod(shape)
         block = lax.slice_in_dim(values, start, start + size).reshape(shape)

@@ -484,12 +484,12 @@ def _described(leaf: Any) -> str:
 
 
 def _difference(sites: Sequence[Site], found: np.ndarray, expected: np.ndarray) -> str | None:
-    """Return the first difference between two tables of ranks and scalings (`rank_table`), or None."""
+    """Return the first difference between two vectors of ranks and scalings (`rank_values`), or None."""
     start = 0
     for site in sites:
         shape = site.spec.arrays["ranks"].slot_shape
         stop = start + math.prod(shape)
-        pairs = [table[start:stop].reshape(-1, 2) for table in (found, expected)]
+        pairs = [values[start:stop].reshape(-1, 2) for values in (found, expected)]
         for i in np.flatnonzero((pairs[0] != pairs[1]).any(axis=1)):
             *row, part = map(int, np.unravel_index(i, shape[:-1]))
             has, wanted = (f"rank {rank:.0f} and scaling {scaling:g}" for rank, scaling in (pair[i] for pair in pairs))

@@ -422,9 +422,9 @@ def _expand_merged(
     merged, (b, ranks) = merged_columns(spec), second
     sizes = merged.sizes
     if sizes is None:
-        table = jnp.asarray(merged.table)
-        ids = table[lax.axis_index(split_of(spec).b[2]) if len(table) > 1 else 0]
-        h, ranks, sizes = h[ids], ranks[:, ids], (merged.size,) * len(merged.table[0])
+        pieces = jnp.asarray(merged.pieces)
+        ids = pieces[lax.axis_index(split_of(spec).b[2]) if len(pieces) > 1 else 0]
+        h, ranks, sizes = h[ids], ranks[:, ids], (merged.size,) * len(merged.pieces[0])
     return expand(h, b, plan, slice_sizes=sizes, base=rows, ranks=ranks, finite=site.finite, **options(site))
 
 

@@ -18,12 +18,12 @@ class MergedColumns:
     Attributes:
       sizes: columns of each slice, if every shard has the same number of columns of all slices, in order; else None.
       size: otherwise, the size of pieces that each belong to one slice; 0 if `sizes` is set.
-      table: otherwise, the slice of each piece, for each shard.
+      pieces: otherwise, the slice of each piece, for each shard.
     """
 
     sizes: tuple[int, ...] | None
     size: int
-    table: tuple[tuple[int, ...], ...]
+    pieces: tuple[tuple[int, ...], ...]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -57,10 +57,10 @@ def _filled(shards: np.ndarray) -> np.ndarray:
 def too_many_pieces(spec: SlotSpec) -> str | None:
     """Return the reason why a layer's output slices cannot be served with this split of its columns, or None."""
     merged = merged_columns(spec)
-    if not merged.table or len(merged.table[0]) <= MOST_PIECES:
+    if not merged.pieces or len(merged.pieces[0]) <= MOST_PIECES:
         return None
     return (
-        f"its outputs, slices of {spec.out_sizes}, are split so that a shard's columns are {len(merged.table[0])} "
+        f"its outputs, slices of {spec.out_sizes}, are split so that a shard's columns are {len(merged.pieces[0])} "
         f"pieces of {merged.size}; at most {MOST_PIECES} are served. Split it into fewer shards, or order its columns "
         "so that each shard has a part of every slice, and say so by out_blocks"
     )

@@ -124,7 +124,7 @@ class SlotPolicy:
         # A pinned name keeps its slot until the new version is written there.
         return [slot for slot, c in enumerate(occupants) if c is not None and not alive(c) and c.name not in pins]
 
-    def plan(self, wanted: Sequence[LoadedAdapter]) -> dict[LoadedAdapter, int]:
+    def choose(self, wanted: Sequence[LoadedAdapter]) -> dict[LoadedAdapter, int]:
         """Return adapter -> slot to write, so that distinct adapters are all in slots. Nothing is changed.
 
         Raises:
@@ -140,13 +140,13 @@ class SlotPolicy:
             raise NoFreeSlotError(self._no_room(missing, wanted))
         return dict(zip(missing, cast("list[int]", slots_of), strict=True))
 
-    def carry_out(self, plan: Mapping[LoadedAdapter, int], wanted: Sequence[LoadedAdapter]) -> None:
-        """Repair the slots, write those of a plan, and mark a use of all wanted adapters."""
+    def carry_out(self, chosen: Mapping[LoadedAdapter, int], wanted: Sequence[LoadedAdapter]) -> None:
+        """Repair the slots, write the chosen ones, and mark a use of all wanted adapters."""
         self.sweep()
-        for adapter, slot in plan.items():
+        for adapter, slot in chosen.items():
             self.write(slot, adapter)
-        self.hit(adapter for adapter in wanted if adapter not in plan)
-        for adapter in plan:
+        self.hit(adapter for adapter in wanted if adapter not in chosen)
+        for adapter in chosen:
             self.touch(adapter)
 
     def _slots_for(self, missing: Sequence[LoadedAdapter], wanted: Sequence[LoadedAdapter]) -> list[int | None]:

@@ -59,10 +59,10 @@ def _attempt(state: State, args: BatchArguments, ticket: Ticket) -> LoRABatch | 
                     wanted = list(dict.fromkeys(loaded.values()))
                     if state.queue and any(adapter not in state.slot_arrays.occupants for adapter in wanted):
                         _check_first(state, ticket)
-                    plan = state.policy.plan(wanted)
-                    state.peers.agree(_same(plan))
+                    chosen = state.policy.choose(wanted)
+                    state.peers.agree(_same(chosen))
                     with state.peers.change():
-                        state.policy.carry_out(plan, wanted)
+                        state.policy.carry_out(chosen, wanted)
                         return _make(state, args, loaded)
             await_loads(state, loads, ticket.deadline)
     except NoFreeSlotError as error:  # no room now, or another call took it during the loads
@@ -87,25 +87,25 @@ def pin(state: State, name: str) -> bool:
             state.wrapped.check()
             adapter = recall(state, name)
             try:
-                plan = state.policy.plan([adapter])
+                chosen = state.policy.choose([adapter])
             except NoFreeSlotError:
                 if not state.policy.copying:
                     raise
                 return None
-            state.peers.agree([adapter.name, adapter.version, _same(plan)])
+            state.peers.agree([adapter.name, adapter.version, _same(chosen)])
             with state.peers.change():
-                state.policy.carry_out(plan, [adapter])
+                state.policy.carry_out(chosen, [adapter])
                 state.cache.pins.add(name)
-            return bool(plan)
+            return bool(chosen)
 
     written = state.wait(attempt)
     assert written is not None
     return written
 
 
-def _same(plan: Mapping[LoadedAdapter, int]) -> list[tuple[str, int, int]] | None:
+def _same(chosen: Mapping[LoadedAdapter, int]) -> list[tuple[str, int, int]] | None:
     """Return the value that all processes compare before they write slots; None if no slot is written."""
-    return [(adapter.name, adapter.version, slot) for adapter, slot in plan.items()] or None
+    return [(adapter.name, adapter.version, slot) for adapter, slot in chosen.items()] or None
 
 
 def _check_first(state: State, ticket: Ticket) -> None:

@@ -451,13 +451,13 @@ def _fill_slots(state: State, saved: _Snapshot, loaded: Mapping[str, LoadedAdapt
     """Write all pinned adapters into slots, then as many others as fit, from the most recently used one on."""
     policy = state.policy
     fit = [loaded[entry.name] for entry in saved.adapters if entry.pinned and entry.name in loaded]
-    plan = policy.plan(fit)
+    chosen = policy.choose(fit)
     for name in reversed(saved.slots):
         if name in loaded and loaded[name] not in fit:
             with contextlib.suppress(NoFreeSlotError):
-                plan = policy.plan([*fit, loaded[name]])
+                chosen = policy.choose([*fit, loaded[name]])
                 fit.append(loaded[name])
-    policy.carry_out(plan, fit)
+    policy.carry_out(chosen, fit)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

@@ -65,8 +65,8 @@ def _shape(chunks: Any, order: tuple[int, ...]) -> _Shape:
 
 
 @dataclass(frozen=True, eq=False)
-class _UpdatePlan:
-    """Plan of an update from device arrays of given names and shapes.
+class _UpdateProgram:
+    """Program of an update from device arrays of given names and shapes.
 
     Attributes:
       names: Names of the arrays.
@@ -113,10 +113,10 @@ def updated(
         shapes = list(map(_shape_and_dtype, arrays.values()))
     except AttributeError:  # `_check` raises the error with details
         shapes = []
-    plan: _UpdatePlan | None = packed.update_plan
-    if on_device and plan is not None and plan.names == names and plan.shapes == shapes:
-        written = with_scales(_blocks_on_device(where, plan, arrays, {}, allow_nonfinite), packed.placements)
-        return packed.with_blocks((*_untouched(packed.blocks, plan.rows), *written)), written
+    program: _UpdateProgram | None = packed.update_program
+    if on_device and program is not None and program.names == names and program.shapes == shapes:
+        written = with_scales(_blocks_on_device(where, program, arrays, {}, allow_nonfinite), packed.placements)
+        return packed.with_blocks((*_untouched(packed.blocks, program.rows), *written)), written
     had = {placement.module: placement for placement in packed.placements if placement.site.kind != "head"}
     try:
         keys_of = _sorted_keys(names, where)
@@ -135,12 +135,12 @@ def updated(
         if (new.a is not None or not spec.in_features) and (new.b is not None or not spec.out_features):
             covered[p.site, p.row] += p.count
     old = unpack(packed.blocks, {row for row in rows if covered[row] < row[0].spec.slices})
-    plan = None
+    program = None
     if on_device:
-        plan = _plan_update(names, shapes, news, old, ranks, slot_arrays)
-        written = _blocks_on_device(where, plan, arrays, old, allow_nonfinite)
-        if old:  # the plan is not reusable, because the next update has other old factors
-            plan = None
+        program = _program_of(names, shapes, news, old, ranks, slot_arrays)
+        written = _blocks_on_device(where, program, arrays, old, allow_nonfinite)
+        if old:  # the program is not reusable, because the next update has other old factors
+            program = None
     else:
         written = _assemble_on_host(where, news, old, ranks, slot_arrays, allow_nonfinite)
     written = with_scales(written, placements)
@@ -150,7 +150,7 @@ def updated(
         ranks=rank_values(slot_arrays.sites, placements),
         rank=largest_rank(placements),
         blocks=(*_untouched(packed.blocks, rows), *written),
-        update_plan=plan,
+        update_program=program,
     )
     return new, written
 
@@ -266,15 +266,15 @@ def _assemble_on_host(
     return pack(slot_arrays.chunks, rows)
 
 
-def _plan_update(
+def _program_of(
     names: tuple[str, ...],
     shapes: list[Any],
     news: Sequence[_NewFactors],
     old: Mapping[Row, Any],
     ranks: Mapping[Row, int],
     slot_arrays: SlotArrays[Any],
-) -> _UpdatePlan:
-    """Return the plan of an update.
+) -> _UpdateProgram:
+    """Return the program of an update.
 
     Args:
       names: Names of the arrays.
@@ -310,22 +310,22 @@ def _plan_update(
         chunks.append((chunk.spec, starts, tuple(sources)))
     position = {name: i for i, name in enumerate(names)}
     shape = _shape(tuple(chunks), tuple(position[key] for key in keys))
-    return _UpdatePlan(names, shapes, set(by_row), blocks, kept, shape)
+    return _UpdateProgram(names, shapes, set(by_row), blocks, kept, shape)
 
 
 def _blocks_on_device(
-    where: str, plan: _UpdatePlan, arrays: Mapping[str, Any], old: Mapping[Row, Any], allow_nonfinite: bool
+    where: str, program: _UpdateProgram, arrays: Mapping[str, Any], old: Mapping[Row, Any], allow_nonfinite: bool
 ) -> tuple[Block, ...]:
     """Return the blocks that an update writes, on the device. Messages start with `where`.
 
     Raises:
       AdapterFormatError: The blocks hold NaN or infinity, and `allow_nonfinite` is False.
     """
-    kept = [old[row] for row in plan.old]
+    kept = [old[row] for row in program.old]
     given = _off_explicit(list(arrays.values()))
     with auto_axes(), explicit_transfers():
         assemble = _assembler(jax.default_backend())
-        made, finite = assemble(plan.shape, given, kept)
+        made, finite = assemble(program.shape, given, kept)
         largest = jax.device_get([of_chunk for _, of_chunk in made])
     if not allow_nonfinite and not jax.device_get(finite):
         raise AdapterFormatError(
@@ -334,7 +334,7 @@ def _blocks_on_device(
         )
     return tuple(
         Block(chunk, i, start, a, b, None if own is None else quanta_for(own))
-        for (chunk, i, starts), (factors, _), of_chunk in zip(plan.blocks, made, largest, strict=True)
+        for (chunk, i, starts), (factors, _), of_chunk in zip(program.blocks, made, largest, strict=True)
         for start, (a, b), own in zip(starts, factors, of_chunk, strict=True)
     )
 

@@ -72,7 +72,7 @@ class PackedAdapter:
       blocks: The factors, packed in the layout in which slots are written, on the host or on the device. Experts on
         devices of other processes are zeros, which take no memory.
       extras: name of a variant -> values of a slot (`slot_values`), for the variants of its modules.
-      update_plan: Plan of the last update from device arrays, reused for the same names and shapes.
+      update_program: Program of the last update from device arrays, reused for the same names and shapes.
     """
 
     about: Adapter
@@ -81,7 +81,7 @@ class PackedAdapter:
     rank: int
     blocks: tuple[Block, ...]
     extras: Mapping[str, Float[np.ndarray, "values"]] = field(default_factory=dict[str, np.ndarray])
-    update_plan: Any = None
+    update_program: Any = None
 
     @property
     def name(self) -> str:

@@ -77,7 +77,7 @@ class _Context:
     headless: dict[str, str] = field(default_factory=dict[str, str])  # name of a wrapped layer -> why it takes no head
 
 
-def choose(
+def make_sites(
     wrapped: WrappedModel, packed_modules: PackedModules | None, row_groups: Mapping[str, str]
 ) -> list[tuple[Found, list[Site]]]:
     """Return the layers to wrap with the sites of each. The model is not changed.
@@ -98,7 +98,7 @@ def choose(
             raise LoRAError(f"{found.aliases[0]}: this model is wrapped already; call unwrap() on its manager first")
     heads = tied_heads(model, everything, config.target_modules or ())
     context = _Context(config, row_groups, packed, heads, _mesh_of(everything, config), finishers_of(config))
-    plans: list[tuple[Found, list[Site]]] = []
+    layers: list[tuple[Found, list[Site]]] = []
     others: dict[str, str] = {}  # path -> class
     selected: list[str] = []  # names of wrapped and of excluded layers
     refused: list[tuple[Sequence[str], str]] = []  # names of a layer that cannot be wrapped, the layer with the reason
@@ -139,19 +139,19 @@ def choose(
                 wrapped.unwrapped.update(dict.fromkeys(use.names, made))
                 others[use.path] = name
         if chosen:
-            plans.append((found, chosen))
+            layers.append((found, chosen))
     check_names(config, row_groups, type(model).__name__, selected, refused, known)
-    if not plans:
+    if not layers:
         raise LoRAError(f"{type(model).__name__} has no layer that can serve LoRA{_listed(others, wrapped.unwrapped)}")
-    _stamp(plans)
-    every = [site for _, sites in plans for site in sites]
+    _stamp(layers)
+    every = [site for _, sites in layers for site in sites]
     wrapped.headless = context.headless
     _check_saved_heads(wrapped, every)
     attends = [name for name in wrapped.unwrapped if name.endswith(".attend") and name not in others]
     wrapped_names = {alias for site in every for alias in site.aliases}
     wrapped.others = tuple(name for name in (*others, *attends) if name not in wrapped_names)
     wrapped.set_unserved({site: site.doubt.reason for site in every if site.doubt is not None})
-    return plans
+    return layers
 
 
 def _check_saved_heads(wrapped: WrappedModel, sites: Sequence[Site]) -> None:
@@ -206,13 +206,13 @@ def _listed(others: Mapping[str, str], reasons: Mapping[str, str]) -> str:
     return ":\n  " + "\n  ".join(lines) if lines else ": no module of it holds a matrix"
 
 
-def _stamp(plans: list[tuple[Found, list[Site]]]) -> None:
+def _stamp(layers: list[tuple[Found, list[Site]]]) -> None:
     """Mark one site of the model as stamped.
 
     Prefer a site that is certain to serve, is called in every step (no tower of images), has all slots, and is not
     stacked, since a stack of layers is written in parts.
     """
-    every = [(sites, i) for _, sites in plans for i in range(len(sites))]
+    every = [(sites, i) for _, sites in layers for i in range(len(sites))]
     every = [(sites, i) for sites, i in every if sites[i].row_group in (None, SEQUENCES)] or every
     sure = [(sites, i) for sites, i in every if sites[i].doubt is None] or every
     whole = [(sites, i) for sites, i in sure if not sites[i].spec.rows] or [

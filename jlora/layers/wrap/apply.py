@@ -37,7 +37,7 @@ from jlora.layers.wrap.discover import Found
 from jlora.layers.wrap.make_sites import make_sites
 from jlora.layers.wrap.select import PackedModules
 from jlora.layers.wrap.wrapped import WrappedModel, set_class
-from jlora.pallas.api import load
+from jlora.pallas.api import import_backend
 
 
 def wrap_model(
@@ -73,7 +73,7 @@ def wrap_model(
     wrapped = WrappedModel(model, config, skip_patterns(skip))
     row_groups = _checked_groups(row_groups)
     layers = make_sites(wrapped, packed_modules, row_groups)
-    load(config.backend)
+    import_backend(config.backend)
     device = _device_of([found for found, _ in layers])
     every = [each for _, sites in layers for site in sites for each in site.with_all]
     arrays = {site: values for site, values in _allocate(every, make, device)}

@@ -89,7 +89,7 @@ class SlotArray:
 
 @dataclass(frozen=True)
 class SlotSpec:
-    """Shapes and dtype of the slot arrays of a site. Sites with equal specs are staged and written together.
+    """Shapes and dtype of the slot arrays of a site. Sites with equal specs are packed and written together.
 
     The ranks hold the true rank of each output slice, as a whole number, and the scale that multiplies its delta. In
     int8 they have a scale for each rank: the product of the steps of its rows of A and B and of the delta's scale.

@@ -189,7 +189,7 @@ def _load(state: State, own: Load) -> bool:
         with state.lock:
             newest = state.cache.loaded.get(request.name)
         if newest is not None:
-            state.slots.stage(newest, state.lock)
+            state.policy.prefetch(newest, state.lock)
     return result
 
 
@@ -213,7 +213,7 @@ def _read(state: State, own: Load, commit: str | None, key: str | None) -> Loade
                 with state.lock:
                     own.check_wanted()
                 packed, warnings = pack_files(
-                    request, found, state.wrapped, state.index, state.pool, config=state.config
+                    request, found, state.wrapped, state.index, state.slot_arrays, config=state.config
                 )
             read = LoadedAdapter(
                 packed,
@@ -302,26 +302,26 @@ def with_extras(state: State, packed: PackedAdapter) -> PackedAdapter:
     check_layers(packed, state.wrapped)
     if not any(placement.extras for placement in packed.placements):
         return packed
-    extras = slot_values(packed, state.wrapped, state.pool.sites)
+    extras = slot_values(packed, state.wrapped, state.slot_arrays.sites)
     state.peers.agree(lambda: [zlib.crc32(array.data) for array in extras.values()])
     return replace(packed, extras=extras)
 
 
 def page_locked(state: State, blocks: tuple[Block, ...], others: Collection[LoadedAdapter] = ()) -> tuple[Block, ...]:
     """Return the blocks in page-locked memory, or unchanged if all would exceed `page_locked_bytes`."""
-    if not state.pool.page_locks:
+    if not state.slot_arrays.page_locks:
         return blocks
     with state.lock:
         loaded = (*state.cache.loaded.values(), *others)
         taken = sum(adapter.nbytes for adapter in loaded if adapter.page_locked)
     fits = taken + sum(block.nbytes for block in blocks) <= page_locked_bytes()
-    return state.pool.page_lock(blocks) if fits else blocks
+    return state.slot_arrays.page_lock(blocks) if fits else blocks
 
 
 def add(state: State, adapter: Adapter, replaces: bool, deadline: Deadline) -> bool:
     """Pack an adapter from memory and admit it to the host cache."""
     with _logged(adapter.name, None):
-        packed, warnings = pack_in_memory(adapter, state.wrapped, state.index, state.pool, config=state.config)
+        packed, warnings = pack_in_memory(adapter, state.wrapped, state.index, state.slot_arrays, config=state.config)
         loaded = LoadedAdapter(packed, warnings=warnings, given=weakref.ref(adapter))
         return admit(state, agreed(state, loaded), replaces, deadline)
 
@@ -379,7 +379,9 @@ def exact_factors(state: State, adapter: LoadedAdapter) -> dict[Row, tuple[np.nd
     found = read_again(state, adapter) if adapter.given is None else adapter.given()
     if found is None and adapter.request is None:
         _log.warning(_ROUNDED, adapter.name, "has no files, and its jlora.Adapter is gone")
-    blocks = adapter.packed.blocks if found is None else pack_exactly(found, state.wrapped, state.index, state.pool)
+    blocks = (
+        adapter.packed.blocks if found is None else pack_exactly(found, state.wrapped, state.index, state.slot_arrays)
+    )
     return unpack(blocks, rows)
 
 
@@ -402,7 +404,7 @@ def read_folder(state: State, found: AdapterFolder) -> PackedAdapter:
     """Read and pack a folder, without adding the adapter to the host cache."""
     with _logged(found.name, str(found.folder)):
         request = LoRARequest(found.name, str(found.folder))
-        packed, _ = pack_files(request, found, state.wrapped, state.index, state.pool, config=state.config)
+        packed, _ = pack_files(request, found, state.wrapped, state.index, state.slot_arrays, config=state.config)
         return with_extras(state, packed)
 
 

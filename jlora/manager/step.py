@@ -20,7 +20,7 @@ from flax import nnx
 from jlora._compat import raw_value, trace_state_clean
 from jlora.errors import LoRAUsageError
 from jlora.layers.forward.compiling import compiler_options
-from jlora.layers.forward.context import around, staged
+from jlora.layers.forward.context import around, tracing
 from jlora.layers.forward.forward_record import ForwardRecord
 from jlora.manager.state import State
 
@@ -170,7 +170,7 @@ class Step:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the function on the model, the first of `args`."""
         with self._lock:
-            self._state.slots.takes_turns = True
+            self._state.policy.takes_turns = True
             program, values = self._read(*args[:1])
             return program(values, *args[1:], **kwargs)
 
@@ -186,7 +186,7 @@ class Step:
 
     def _read(self, model: Any = None, /) -> tuple[Any, list[Any]]:
         """Return the compiled function of a list of values, and the values of the model."""
-        if not trace_state_clean() and staged():
+        if not trace_state_clean() and tracing():
             raise LoRAUsageError(_NESTED)
         if model is self._state.wrapped.model:
             flat = self._flat

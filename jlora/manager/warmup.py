@@ -19,25 +19,25 @@ from jlora.manager.state import State
 from jlora.slots.blocks import Block, Chunk, Row, pack
 from jlora.slots.codec import Encoded, encode
 from jlora.slots.packed import PackedAdapter
-from jlora.slots.packing import rank_table, with_scales
+from jlora.slots.packing import rank_values, with_scales
 
 
 def warm_up(state: State, step: Callable[[LoRABatch], Any] | None, shape: BatchShape) -> None:
     """See `LoRAManager.warmup`."""
-    pool, slots, wrapped = state.pool, state.slots, state.wrapped
-    pool.compile()
-    none = len(pool.table)
-    about, ranks = Adapter(name="(warm-up)", modules={}), rank_table(pool.sites, ())
-    blank = LoadedAdapter(PackedAdapter(about, (), ranks, 0, _blank_blocks(pool.chunks)))
+    slot_arrays, policy, wrapped = state.slot_arrays, state.policy, state.wrapped
+    slot_arrays.compile()
+    none = len(slot_arrays.occupants)
+    about, ranks = Adapter(name="(warm-up)", modules={}), rank_values(slot_arrays.sites, ())
+    blank = LoadedAdapter(PackedAdapter(about, (), ranks, 0, _blank_blocks(slot_arrays.chunks)))
     lease = Lease([blank], ((),) * shape.num_sequences, threading.get_ident(), shape)
     try:
         with state.lock.writing:
             wrapped.check()
-            slots.sweep()
-            slot = next((slot for slot, adapter in enumerate(pool.table) if adapter is None), none)
+            policy.sweep()
+            slot = next((slot for slot, adapter in enumerate(slot_arrays.occupants) if adapter is None), none)
             state.leases.add(lease)
             if slot < none:
-                slots.write(slot, blank)
+                policy.write(slot, blank)
         if step is not None:
             index, unserved = [0] * shape.num_sequences, wrapped.unserved.sites
             batch = make_batch([[(slot, 0, 1.0)]], index, shape, wrapped.sites, lease, none=none, unserved=unserved)

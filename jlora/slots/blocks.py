@@ -1,7 +1,7 @@
 """Division of slots into blocks, the unit that is packed on the host, transferred and written by one program.
 
 A row is one site, one layer of a stacked site, or one expert of either. Rows of equal `SlotSpec` are collected in
-chunks. A block holds the factors of a chunk, or of one row of it, for `rank_step` ranks.
+chunks. A block holds the factors of a chunk, or of one row of it, for `rank_block` ranks.
 
 An adapter transfers only the rows and ranks that it has. A chunk is transferred in one block if the adapter has all of
 its rows, or at least half of them if they are experts. Otherwise each row is a block.
@@ -23,11 +23,11 @@ from jlora.layers.site import Site, SlotSpec
 from jlora.slots.casting import bits_of
 from jlora.slots.codec import Encoded, decode
 
-RANK_STEP = 16  # ranks of a block: missing ranks are zeros, and the kernels mask them
+RANK_BLOCK = 16  # ranks of a block: missing ranks are zeros, and the kernels mask them
 MAX_ROWS = 64  # rows of a chunk: dispatch time is negligible, and programs still compile quickly
 
 Row = tuple[Site, int]
-# First rank of a block, its A and B viewed as `bits_of`, and the steps of int8.
+# First rank of a block, its A and B viewed as `bits_of`, and the quanta of int8.
 _Bits = tuple[int, np.ndarray, np.ndarray, np.ndarray | None]
 
 
@@ -75,16 +75,16 @@ class Chunk:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """The factors of a chunk (or of one row of it) for `rank_step` ranks from `start` on.
+    """The factors of a chunk (or of one row of it) for `rank_block` ranks from `start` on.
 
     Attributes:
       chunk: The chunk of the rows.
       row: Index of the single row in `chunk.rows`, or None for all rows.
       start: The first rank.
-      a: [rows, n, rank_step, K] in slot dtype, on the host or on a device. K is `SlotSpec.stored_in`.
-      b: [rows, rank_step, N] in slot dtype. N is `SlotSpec.stored_out`.
-      steps: For int8, the steps of A and of each slice of B, float64 [2, rows, n, rank_step] on the host.
-      scales: For int8, float32 [rows, n, rank_step] on the host or on a device; see `packing.with_scales`.
+      a: [rows, n, rank_block, K] in slot dtype, on the host or on a device. K is `SlotSpec.stored_in`.
+      b: [rows, rank_block, N] in slot dtype. N is `SlotSpec.stored_out`.
+      quanta: For int8, the quanta of A and of each slice of B, float64 [2, rows, n, rank_block] on the host.
+      scales: For int8, float32 [rows, n, rank_block] on the host or on a device; see `packing.with_scales`.
     """
 
     chunk: Chunk
@@ -92,7 +92,7 @@ class Block:
     start: int
     a: Any
     b: Any
-    steps: Float[np.ndarray, "2 rows n step"] | None = None
+    quanta: Float[np.ndarray, "2 rows n rank_block"] | None = None
     scales: Any = None
 
     @property
@@ -103,7 +103,7 @@ class Block:
     @property
     def arrays(self) -> tuple[Any, ...]:
         """A, B and, for int8, the scales."""
-        return (self.a, self.b) if self.steps is None else (self.a, self.b, self.scales)
+        return (self.a, self.b) if self.quanta is None else (self.a, self.b, self.scales)
 
     def with_arrays(self, arrays: Iterator[Any]) -> "Block":
         """Return the block with the next of `arrays` as its arrays, in their order."""
@@ -124,22 +124,22 @@ class Block:
         return self.chunk.count * row_nbytes(spec) // spec.expert_shards * spec.most_shards
 
 
-def rank_step(spec: SlotSpec) -> int:
+def rank_block(spec: SlotSpec) -> int:
     """Return the number of ranks of each block."""
-    return min(RANK_STEP, spec.max_rank)
+    return min(RANK_BLOCK, spec.max_rank)
 
 
 def rank_starts(spec: SlotSpec, rank: int) -> list[int]:
     """Return the first ranks of the blocks that hold `rank` ranks. The last block of a slot can overlap another."""
-    step = rank_step(spec)
-    return sorted({min(start, spec.max_rank - step) for start in range(0, rank, step)})
+    width = rank_block(spec)
+    return sorted({min(start, spec.max_rank - width) for start in range(0, rank, width)})
 
 
 def row_nbytes(spec: SlotSpec) -> int:
     """Return the bytes of one block of one row."""
     values = spec.slices * spec.stored_in + spec.stored_out
     scales = 4 * spec.slices if spec.dtype == "int8" else 0
-    return rank_step(spec) * (values * np.dtype(spec.dtype).itemsize + scales)
+    return rank_block(spec) * (values * np.dtype(spec.dtype).itemsize + scales)
 
 
 def cut(sites: Sequence[Site], max_bytes: int) -> tuple[Chunk, ...]:
@@ -190,7 +190,7 @@ class Packing:
         """Allocate the blocks.
 
         Args:
-          chunks: All chunks of the pool.
+          chunks: All chunks of the slot arrays.
           ranks: The rank of each row that the adapter has.
         """
         blocks: list[Block] = []
@@ -210,13 +210,13 @@ class Packing:
                         None if whole else indices[0],
                         start,
                         *zeros(chunk.spec, len(indices)),
-                        _no_steps(chunk.spec, len(indices)),
+                        _no_quanta(chunk.spec, len(indices)),
                     )
                     for start in rank_starts(chunk.spec, max(ranks.get(rows[i], 0) for i in indices))
                 ]
                 blocks += made
                 bits = [
-                    (block.start, *(half.view(bits_of(half.dtype)) for half in (block.a, block.b)), block.steps)
+                    (block.start, *(half.view(bits_of(half.dtype)) for half in (block.a, block.b)), block.quanta)
                     for block in made
                 ]
                 together = chunk.together if whole else 1
@@ -240,8 +240,9 @@ class Packing:
           count: Number of rows.
 
         Yields:
-          (rows of the run, counted from `first`; its blocks). Each block is (first rank, A [rows, n, step, K],
-          B [rows, step, N], steps [2, rows, n, step] of int8). A and B are writable views of dtype `bits_of`.
+          (rows of the run, counted from `first`; its blocks). Each block is (first rank, A [rows, n, rank_block, K],
+          B [rows, rank_block, N], quanta [2, rows, n, rank_block] of int8). A and B are writable views of dtype
+          `bits_of`.
         """
         at = 0
         while at < count:
@@ -264,8 +265,8 @@ def _zeros(spec: SlotSpec, rows: int) -> tuple[np.ndarray, np.ndarray]:
     return a.reshape(of_a), b.reshape(of_b)
 
 
-def _no_steps(spec: SlotSpec, rows: int) -> Float[np.ndarray, "2 rows n step"] | None:
-    return np.zeros((2, rows, spec.slices, rank_step(spec))) if spec.dtype == "int8" else None
+def _no_quanta(spec: SlotSpec, rows: int) -> Float[np.ndarray, "2 rows n rank_block"] | None:
+    return np.zeros((2, rows, spec.slices, rank_block(spec))) if spec.dtype == "int8" else None
 
 
 def _no_memory(spec: SlotSpec, rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -276,11 +277,11 @@ def _no_memory(spec: SlotSpec, rows: int) -> tuple[np.ndarray, np.ndarray]:
 
 def block_shapes(spec: SlotSpec, rows: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a block of `rows` rows, by the name of the array that it is written into."""
-    step = rank_step(spec)
+    width = rank_block(spec)
     return {
-        "a": (rows, spec.slices, step, spec.stored_in),
-        "b": (rows, step, spec.stored_out),
-        "ranks": (rows, spec.slices, step),
+        "a": (rows, spec.slices, width, spec.stored_in),
+        "b": (rows, width, spec.stored_out),
+        "ranks": (rows, spec.slices, width),
     }
 
 
@@ -288,19 +289,19 @@ def pack(chunks: Iterable[Chunk], rows: Mapping[Row, Encoded]) -> tuple[Block, .
     """Return the blocks of encoded rows of NumPy.
 
     Args:
-      chunks: All chunks of the pool.
+      chunks: All chunks of the slot arrays.
       rows: The rows that the adapter has, each alone. Ranks can differ.
     """
     packing = Packing(chunks, {row: encoded.b.shape[1] for row, encoded in rows.items()})
-    for (site, row), (*halves, all_steps) in rows.items():
+    for (site, row), (*halves, all_quanta) in rows.items():
         for _, bits in packing.runs(site, row, 1):
-            for start, *targets, steps in bits:
+            for start, *targets, quanta in bits:
                 for target, half in zip(targets, halves, strict=True):
                     own = half[..., start : start + target.shape[-2], :].view(target.dtype)
                     target[..., : own.shape[-2], :] = own
-                if steps is not None:
-                    own = all_steps[..., start : start + steps.shape[-1]]
-                    steps[..., : own.shape[-1]] = own
+                if quanta is not None:
+                    own = all_quanta[..., start : start + quanta.shape[-1]]
+                    quanta[..., : own.shape[-1]] = own
     return packing.blocks
 
 
@@ -317,22 +318,22 @@ def unpack(blocks: Iterable[Block], wanted: Collection[Row]) -> dict[Row, tuple[
             a, b = jax.device_get((block.a, block.b))
             for i, row in enumerate(rows):
                 if row in wanted:
-                    steps = None if block.steps is None else block.steps[:, i]
-                    stored.setdefault(row, []).append((block.start, a[i], b[i], steps))
+                    quanta = None if block.quanta is None else block.quanta[:, i]
+                    stored.setdefault(row, []).append((block.start, a[i], b[i], quanta))
     found: dict[Row, tuple[np.ndarray, np.ndarray]] = {}
     for row, pieces in stored.items():
         spec = row[0].spec
-        rank = max(start for start, *_ in pieces) + rank_step(spec)
+        rank = max(start for start, *_ in pieces) + rank_block(spec)
         of_a, of_b = ((*half.shape[:-2], rank, half.shape[-1]) for half in pieces[0][1:3])
         joined = Encoded(
             np.zeros((1, *of_a), pieces[0][1].dtype),
             np.zeros((1, *of_b), pieces[0][2].dtype),
             np.zeros((2, 1, spec.slices, rank)),
         )
-        for start, own_a, own_b, steps in pieces:
+        for start, own_a, own_b, quanta in pieces:
             ranks = slice(start, start + len(own_b))
             joined.a[0, :, ranks], joined.b[0, ranks] = own_a, own_b
-            joined.largest[:, 0, :, ranks] = 0 if steps is None else steps
+            joined.largest[:, 0, :, ranks] = 0 if quanta is None else quanta
         a, b = decode(spec, joined)
         found[row] = a[0], b[0]
     return found

@@ -3,7 +3,7 @@
 A row of a site holds A [n, R, K] and B [R, N] for its n output slices. A module fills some adjacent slices: its A
 [r, K] is repeated for each of them, and its B [N', r] lies transposed in their columns. On meshes whose shards hold
 the features in another order than the adapter's, K and N are reordered and padded. In int8 a row of A, and a row of
-each slice of B, is rounded with a step of its own.
+each slice of B, is rounded with a quantum of its own.
 
 `encode` writes modules into rows, and `decode` is its inverse. Loads write the same places in parts (`places`), so that
 an adapter of gigabytes is not in memory twice.
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
-from jlora.adapters.int8 import restored, rounded, steps_of
+from jlora.adapters.int8 import quanta_of, restored, rounded
 from jlora.layers.site import SlotSpec
 from jlora.slots.casting import bits_of
 
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 class Encoded(NamedTuple):
     """Rows of a site as stored: A [rows, n, R, K] and B [rows, R, N].
 
-    For int8, `largest` [2, rows, n, R] determines the steps of A and of each slice of B. It is the steps in NumPy, and
+    For int8, `largest` [2, rows, n, R] gives the quanta of A and of each slice of B. It is the quanta in NumPy, and
     the largest magnitudes in JAX, which has no float64.
     """
 
@@ -172,10 +172,10 @@ def _set(array: Any, where: Any, values: Any) -> Any:
 
 
 def _in_int8(values: Any, xp: Any) -> tuple[Any, Any]:
-    """Return the codes of values [..., R, X], and for each row its step (NumPy) or its largest magnitude (JAX)."""
+    """Return the codes of values [..., R, X], and for each row its quantum (NumPy) or its largest magnitude (JAX)."""
     if xp is np:
-        steps = steps_of(values)
-        return rounded(values, steps), steps
+        quanta = quanta_of(values)
+        return rounded(values, quanta), quanta
     largest = xp.abs(values).max(axis=-1, initial=0)
     inverse = 127 / xp.where(largest > 0, largest, 1)
     return xp.rint(values * inverse[..., None]).clip(-127, 127).astype(np.int8), largest

@@ -17,17 +17,17 @@ from jax.sharding import NamedSharding
 
 from jlora._compat import explicit_transfers, without_graphs
 from jlora.adapters.checkpoint import sorted_keys
-from jlora.adapters.int8 import steps_for
+from jlora.adapters.int8 import quanta_for
 from jlora.adapters.peft_config import scaling_of
 from jlora.adapters.tensor_data import all_finite
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageError, nearest
 from jlora.layers.site import SlotSpec
 from jlora.slots.arrays import SlotArrays
-from jlora.slots.blocks import Block, Chunk, Row, pack, rank_starts, rank_step, unpack
+from jlora.slots.blocks import Block, Chunk, Row, pack, rank_block, rank_starts, unpack
 from jlora.slots.casting import check_scaling, in_slot_dtype
 from jlora.slots.codec import Part, encode, outputs
 from jlora.slots.packed import PackedAdapter, Placement, largest_rank
-from jlora.slots.packing import rank_table, with_scales
+from jlora.slots.packing import rank_values, with_scales
 from jlora.slots.placement import auto_axes, with_auto_axes
 
 _SHOWN = 4  # modules in a message
@@ -65,8 +65,8 @@ def _shape(chunks: Any, order: tuple[int, ...]) -> _Shape:
 
 
 @dataclass(frozen=True, eq=False)
-class _UpdatePlan:
-    """Plan of an update from device arrays of given names and shapes.
+class _UpdateProgram:
+    """Program of an update from device arrays of given names and shapes.
 
     Attributes:
       names: Names of the arrays.
@@ -86,7 +86,7 @@ class _UpdatePlan:
 
 
 def updated(
-    packed: PackedAdapter, arrays: Mapping[str, Any], pool: SlotArrays[Any], *, allow_nonfinite: bool
+    packed: PackedAdapter, arrays: Mapping[str, Any], slot_arrays: SlotArrays[Any], *, allow_nonfinite: bool
 ) -> tuple[PackedAdapter, tuple[Block, ...]]:
     """Return (packed adapter with new weights, its blocks that changed). `packed` is not changed.
 
@@ -94,7 +94,7 @@ def updated(
       packed: The current packed adapter.
       arrays: PEFT tensor name -> A [r, K] or B [N, r]. A factor without a new array keeps its weights. The
         rank of a module can change if both of its factors are given. Its scaling is then computed from its alpha.
-      pool: The slot arrays, whose chunks and sites are used.
+      slot_arrays: The slot arrays, whose chunks and sites are used.
       allow_nonfinite: True to accept NaN and infinity.
 
     Raises:
@@ -113,10 +113,10 @@ def updated(
         shapes = list(map(_shape_and_dtype, arrays.values()))
     except AttributeError:  # `_check` raises the error with details
         shapes = []
-    plan: _UpdatePlan | None = packed.update_plan
-    if on_device and plan is not None and plan.names == names and plan.shapes == shapes:
-        written = with_scales(_blocks_on_device(where, plan, arrays, {}, allow_nonfinite), packed.placements)
-        return packed.with_blocks((*_untouched(packed.blocks, plan.rows), *written)), written
+    program: _UpdateProgram | None = packed.update_program
+    if on_device and program is not None and program.names == names and program.shapes == shapes:
+        written = with_scales(_blocks_on_device(where, program, arrays, {}, allow_nonfinite), packed.placements)
+        return packed.with_blocks((*_untouched(packed.blocks, program.rows), *written)), written
     had = {placement.module: placement for placement in packed.placements if placement.site.kind != "head"}
     try:
         keys_of = _sorted_keys(names, where)
@@ -135,22 +135,22 @@ def updated(
         if (new.a is not None or not spec.in_features) and (new.b is not None or not spec.out_features):
             covered[p.site, p.row] += p.count
     old = unpack(packed.blocks, {row for row in rows if covered[row] < row[0].spec.slices})
-    plan = None
+    program = None
     if on_device:
-        plan = _plan_update(names, shapes, news, old, ranks, pool)
-        written = _blocks_on_device(where, plan, arrays, old, allow_nonfinite)
-        if old:  # the plan is not reusable, because the next update has other old factors
-            plan = None
+        program = _program_of(names, shapes, news, old, ranks, slot_arrays)
+        written = _blocks_on_device(where, program, arrays, old, allow_nonfinite)
+        if old:  # the program is not reusable, because the next update has other old factors
+            program = None
     else:
-        written = _assemble_on_host(where, news, old, ranks, pool, allow_nonfinite)
+        written = _assemble_on_host(where, news, old, ranks, slot_arrays, allow_nonfinite)
     written = with_scales(written, placements)
     new = replace(
         packed,
         placements=placements,
-        ranks=rank_table(pool.sites, placements),
+        ranks=rank_values(slot_arrays.sites, placements),
         rank=largest_rank(placements),
         blocks=(*_untouched(packed.blocks, rows), *written),
-        update_plan=plan,
+        update_program=program,
     )
     return new, written
 
@@ -237,9 +237,9 @@ def _untouched(blocks: Sequence[Block], rows: set[Row]) -> list[Block]:
                 for i, row in enumerate(own):
                     if row not in rows:
                         own = slice(i, i + 1)
-                        steps = None if block.steps is None else block.steps[:, own]
+                        quanta = None if block.quanta is None else block.quanta[:, own]
                         kept.append(
-                            replace(block, row=i, steps=steps).with_arrays(array[own] for array in block.arrays)
+                            replace(block, row=i, quanta=quanta).with_arrays(array[own] for array in block.arrays)
                         )
     return kept
 
@@ -249,7 +249,7 @@ def _assemble_on_host(
     news: Sequence[_NewFactors],
     old: Mapping[Row, Any],
     ranks: Mapping[Row, int],
-    pool: SlotArrays[Any],
+    slot_arrays: SlotArrays[Any],
     allow_nonfinite: bool,
 ) -> tuple[Block, ...]:
     """Return the blocks of the rows that an update writes, assembled from new and old factors."""
@@ -263,18 +263,18 @@ def _assemble_on_host(
             halves.append(cast)
         parts.setdefault((p.site, p.row), []).append(Part(p.first, p.count, p.rank, *halves))
     rows = {row: encode(row[0].spec, [(old.get(row), of)], ranks[row], np) for row, of in parts.items()}
-    return pack(pool.chunks, rows)
+    return pack(slot_arrays.chunks, rows)
 
 
-def _plan_update(
+def _program_of(
     names: tuple[str, ...],
     shapes: list[Any],
     news: Sequence[_NewFactors],
     old: Mapping[Row, Any],
     ranks: Mapping[Row, int],
-    pool: SlotArrays[Any],
-) -> _UpdatePlan:
-    """Return the plan of an update.
+    slot_arrays: SlotArrays[Any],
+) -> _UpdateProgram:
+    """Return the program of an update.
 
     Args:
       names: Names of the arrays.
@@ -282,13 +282,13 @@ def _plan_update(
       news: The new factors of each module.
       old: The current factors of rows that keep some of their values.
       ranks: Ranks of the rows that are written.
-      pool: The slot arrays, whose chunks are used.
+      slot_arrays: The slot arrays, whose chunks are used.
     """
     by_row: dict[Row, list[_NewFactors]] = {}
     for new in news:
         by_row.setdefault((new.placement.site, new.placement.row), []).append(new)
     chosen: list[tuple[Chunk, int | None, list[Row]]] = []
-    for chunk in pool.chunks:
+    for chunk in slot_arrays.chunks:
         touched = [i for i, row in enumerate(chunk.rows) if row in by_row]
         if len(touched) == chunk.count:
             chosen.append((chunk, None, list(chunk.rows)))
@@ -310,22 +310,22 @@ def _plan_update(
         chunks.append((chunk.spec, starts, tuple(sources)))
     position = {name: i for i, name in enumerate(names)}
     shape = _shape(tuple(chunks), tuple(position[key] for key in keys))
-    return _UpdatePlan(names, shapes, set(by_row), blocks, kept, shape)
+    return _UpdateProgram(names, shapes, set(by_row), blocks, kept, shape)
 
 
 def _blocks_on_device(
-    where: str, plan: _UpdatePlan, arrays: Mapping[str, Any], old: Mapping[Row, Any], allow_nonfinite: bool
+    where: str, program: _UpdateProgram, arrays: Mapping[str, Any], old: Mapping[Row, Any], allow_nonfinite: bool
 ) -> tuple[Block, ...]:
     """Return the blocks that an update writes, on the device. Messages start with `where`.
 
     Raises:
       AdapterFormatError: The blocks hold NaN or infinity, and `allow_nonfinite` is False.
     """
-    kept = [old[row] for row in plan.old]
+    kept = [old[row] for row in program.old]
     given = _off_explicit(list(arrays.values()))
     with auto_axes(), explicit_transfers():
         assemble = _assembler(jax.default_backend())
-        made, finite = assemble(plan.shape, given, kept)
+        made, finite = assemble(program.shape, given, kept)
         largest = jax.device_get([of_chunk for _, of_chunk in made])
     if not allow_nonfinite and not jax.device_get(finite):
         raise AdapterFormatError(
@@ -333,8 +333,8 @@ def _blocks_on_device(
             "finite numbers"
         )
     return tuple(
-        Block(chunk, i, start, a, b, None if own is None else steps_for(own))
-        for (chunk, i, starts), (factors, _), of_chunk in zip(plan.blocks, made, largest, strict=True)
+        Block(chunk, i, start, a, b, None if own is None else quanta_for(own))
+        for (chunk, i, starts), (factors, _), of_chunk in zip(program.blocks, made, largest, strict=True)
         for start, (a, b), own in zip(starts, factors, of_chunk, strict=True)
     )
 
@@ -368,14 +368,14 @@ def _assemble(shape: _Shape, given: Sequence[jax.Array], old: Sequence[Any]) -> 
     made: list[Any] = []
     finite = jnp.ones((), bool)
     for spec, starts, rows in shape.chunks:
-        step = rank_step(spec)
+        width = rank_block(spec)
         given_rows: list[tuple[Any, list[Part]]] = []
         for whole, modules in rows:
             parts = [part._replace(a=part.a and next(feed), b=part.b and next(feed)) for part in modules]
             given_rows.append((None if whole else next(kept), parts))
-        a, b, largest = encode(spec, given_rows, starts[-1] + step, jnp)
+        a, b, largest = encode(spec, given_rows, starts[-1] + width, jnp)
         for values in (a, b) if largest is None else (largest,):
             finite &= jnp.isfinite(values).all()
-        factors = [(a[:, :, s : s + step], b[:, s : s + step]) for s in starts]
-        made.append((factors, [None if largest is None else largest[..., s : s + step] for s in starts]))
+        factors = [(a[:, :, s : s + width], b[:, s : s + width]) for s in starts]
+        made.append((factors, [None if largest is None else largest[..., s : s + width] for s in starts]))
     return made, finite

@@ -67,12 +67,12 @@ class PackedAdapter:
     Attributes:
       about: The adapter without its arrays.
       placements: Destinations of its modules.
-      ranks: true rank and scale of each output slice of every site, in the order of the pool (`rank_table`).
+      ranks: true rank and scale of each output slice of every site, in the order of the slot arrays (`rank_values`).
       rank: The largest rank of a LoRA module.
       blocks: The factors, packed in the layout in which slots are written, on the host or on the device. Experts on
         devices of other processes are zeros, which take no memory.
       extras: name of a variant -> values of a slot (`slot_values`), for the variants of its modules.
-      update_plan: Plan of the last update from device arrays, reused for the same names and shapes.
+      update_program: Program of the last update from device arrays, reused for the same names and shapes.
     """
 
     about: Adapter
@@ -81,7 +81,7 @@ class PackedAdapter:
     rank: int
     blocks: tuple[Block, ...]
     extras: Mapping[str, Float[np.ndarray, "values"]] = field(default_factory=dict[str, np.ndarray])
-    update_plan: Any = None
+    update_program: Any = None
 
     @property
     def name(self) -> str:
@@ -139,6 +139,6 @@ class PackedAdapter:
                 found.update(name.encode() + array.tobytes())
         for block in self.blocks:
             if block.chunk.spec.experts is None:
-                for half in (block.a, block.b, *(() if block.steps is None else (block.steps,))):
+                for half in (block.a, block.b, *(() if block.quanta is None else (block.quanta,))):
                     found.update(zlib.crc32(np.asarray(half).view(np.uint8).data).to_bytes(4, "little"))
         return found.hexdigest()

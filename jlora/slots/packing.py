@@ -16,7 +16,7 @@ from jlora.errors import AdapterFormatError, AdapterMismatchError
 from jlora.layers.site import Site
 from jlora.layers.wrap.wrapped import WrappedModel, own_order_of
 from jlora.slots.blocks import Block, Chunk, Packing, Row
-from jlora.slots.casting import bits_of, check_scaling, in_slot_dtype, row_steps, write
+from jlora.slots.casting import bits_of, check_scaling, in_slot_dtype, quanta_of_rows, write
 from jlora.slots.codec import A, B, outputs, places
 from jlora.slots.packed import Placement, SiteSlices
 
@@ -59,7 +59,7 @@ def pack_modules(
         is freed while the blocks fill and an adapter of gigabytes is not in memory twice.
       slices_of: The slices that each module fills, from `find_slices`.
       wrapped: The wrapped model.
-      chunks: The chunks of the pool.
+      chunks: The chunks of the slot arrays.
 
     Returns:
       The placements, in the order of `slices_of`, and the blocks.
@@ -215,7 +215,7 @@ def _fill(
     fills = [(target, rows, piece) for target, rows in _targets(module, site, row, shared) for piece in pieces]
     for target, rows, piece in fills:
         slices = slice(piece.first, piece.first + piece.slices)
-        # In int8 each slice has steps of its own.
+        # In int8 each slice has quanta of its own.
         spans = [(i, 1) for i in range(slices.start, slices.stop)]
         spans = spans if dtype == np.int8 else [(piece.first, piece.slices)]
         parts = [_part(piece, site, *span) for span in spans]
@@ -223,19 +223,19 @@ def _fill(
             fits = True
             of_a, of_b = None, [None] * len(spans)
             if dtype == np.int8:
-                of_a, of_b = _steps(piece, run, parts, together=shared and bool(site.spec.experts))
-                for begin, _, _, steps in blocks:
-                    assert steps is not None
-                    ranks = slice(begin, begin + steps.shape[3])
+                of_a, of_b = _quanta(piece, run, parts, together=shared and bool(site.spec.experts))
+                for begin, _, _, quanta in blocks:
+                    assert quanta is not None
+                    ranks = slice(begin, begin + quanta.shape[3])
                     for j, own in enumerate((of_a[:, None, ranks], np.stack(of_b, axis=1)[..., ranks])):
-                        steps[j, :, slices, : own.shape[2]] = own
+                        quanta[j, :, slices, : own.shape[2]] = own
             for features, stored in places(target.spec, A) if target.spec.in_features else ():
                 into_a = [(begin, a[:, slices, :, stored]) for begin, a, _, _ in blocks]
                 fits &= write(piece.a[:, :, features], run, dtype, into_a, of_a)
-            for span, part, steps in zip(spans, parts, of_b, strict=True):
+            for span, part, quanta in zip(spans, parts, of_b, strict=True):
                 for features, stored in places(target.spec, B, *span) if target.spec.out_features else ():
                     into_b = [(begin, b[:, None, :, stored]) for begin, _, b, _ in blocks]
-                    fits &= write(part[:, :, features], run, dtype, into_b, steps)
+                    fits &= write(part[:, :, features], run, dtype, into_b, quanta)
             if not fits:
                 _refuse(where, dtype, pieces)
     extras = {
@@ -266,16 +266,18 @@ def _part(piece: _Piece, site: Site, first: int, count: int) -> np.ndarray:
     return piece.b[:, :, own.start - start : own.stop - start]
 
 
-def _steps(
+def _quanta(
     piece: _Piece, run: slice, parts: Sequence[np.ndarray], *, together: bool
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return the int8 steps [rows or 1, r] of A, and of each of the `parts` of B, in a run of rows.
+    """Return the int8 quanta [rows or 1, r] of A, and of each of the `parts` of B, in a run of rows.
 
-    If `together` is True and the rows share B, they have one step for A too, because a slot then has one scale for all.
+    If `together` is True and the rows share B, they have one quantum for A too, as a slot then has one scale for all.
     """
     a, *parts = (factor if len(factor) == 1 else factor[run] for factor in (piece.a, *parts))
     shared = together and len(piece.b) == 1
-    return row_steps(piece.a).max(axis=0, keepdims=True) if shared else row_steps(a), list(map(row_steps, parts))
+    return quanta_of_rows(piece.a).max(axis=0, keepdims=True) if shared else quanta_of_rows(a), list(
+        map(quanta_of_rows, parts)
+    )
 
 
 def _refuse(where: str, dtype: np.dtype, pieces: Sequence[_Piece]) -> NoReturn:
@@ -287,7 +289,7 @@ def _refuse(where: str, dtype: np.dtype, pieces: Sequence[_Piece]) -> NoReturn:
     raise AssertionError("slot dtype holds all values of all rows")
 
 
-def rank_table(sites: tuple[Site, ...], placements: tuple[Placement, ...]) -> Float[np.ndarray, "values"]:
+def rank_values(sites: tuple[Site, ...], placements: tuple[Placement, ...]) -> Float[np.ndarray, "values"]:
     """Return the true rank and the scale of each output slice of every row, float32, in the order of `sites`.
 
     In int8, where blocks have the scales, it is the true rank alone. Slices without factors, or with scale 0 and no
@@ -295,19 +297,19 @@ def rank_table(sites: tuple[Site, ...], placements: tuple[Placement, ...]) -> Fl
     """
     shapes = [site.spec.arrays["ranks"].slot_shape for site in sites]
     sizes = list(map(math.prod, shapes))
-    table = np.zeros(sum(sizes), np.float32)
-    views = np.split(table, np.cumsum(sizes)[:-1])
+    values = np.zeros(sum(sizes), np.float32)
+    views = np.split(values, np.cumsum(sizes)[:-1])
     of_site = {site: view.reshape(-1, *shape[-2:]) for site, view, shape in zip(sites, views, shapes, strict=True)}
     for p in placements:
         if np.float32(p.scaling) or p.extras:
             own = of_site[p.site][p.row, p.first : p.first + p.count]
             own[:, 0], own[:, 1:] = p.rank, p.scaling
-    return table
+    return values
 
 
 def with_scales(blocks: Sequence[Block], placements: Iterable[Placement]) -> tuple[Block, ...]:
-    """Return the blocks, in int8 with the scale of each rank: the product of its steps and of the delta's scale."""
-    if all(block.steps is None for block in blocks):
+    """Return the blocks, in int8 with the scale of each rank: the product of its quanta and of the delta's scale."""
+    if all(block.quanta is None for block in blocks):
         return tuple(blocks)
     of_row: dict[Row, np.ndarray] = {}
     for p in placements:
@@ -315,10 +317,10 @@ def with_scales(blocks: Sequence[Block], placements: Iterable[Placement]) -> tup
         of_row.setdefault((p.site, p.row), zeros)[p.first : p.first + p.count] = p.scaling
     found: list[Block] = []
     for block in blocks:
-        if block.steps is not None:
+        if block.quanta is not None:
             own = np.stack([of_row.get(row, np.zeros(block.chunk.spec.slices)) for row in block.rows])
             with np.errstate(over="ignore", invalid="ignore"):  # values that the configuration lets through
-                scales = (block.steps.prod(axis=0) * own[..., None]).astype(np.float32)
+                scales = (block.quanta.prod(axis=0) * own[..., None]).astype(np.float32)
             block = replace(block, scales=scales)
         found.append(block)
     return tuple(found)

@@ -12,7 +12,7 @@ from jlora._compat import Device, Launch, launch_of, without_graphs
 from jlora.layers.site import SlotSpec
 from jlora.slots.blocks import block_shapes
 from jlora.slots.placement import ArrayPlacement, a_device, as_sharded, everywhere, of_blocks
-from jlora.slots.slot_write import takes_kernels, write_block, write_table
+from jlora.slots.slot_write import takes_kernels, write_block, write_whole
 
 # (spec, rows of the block, number of sites) of each block that a program writes.
 WriteKey: TypeAlias = tuple[tuple[SlotSpec, int, int], ...]
@@ -78,27 +78,27 @@ def _write_sites(
 
 
 @lru_cache(maxsize=32)
-def compiled_table(
-    table: str, specs: tuple[SlotSpec, ...], stamps: tuple[int, ...], placements: tuple[ArrayPlacement, ...]
+def compiled_whole(
+    name: str, specs: tuple[SlotSpec, ...], stamps: tuple[int, ...], placements: tuple[ArrayPlacement, ...]
 ) -> Launch:
     """Compile the program that writes the ranks and scales, or an extra, of one slot, and increments its stamp.
 
-    Its signature is `write(*arrays, values, [slot, 0, 0, 0])`. The arrays are those of all sites that hold the table,
-    and the stamps. They are donated. `values` are those of one slot, one site after the other: `rank_table`, flat, or
+    Its signature is `write(*arrays, values, [slot, 0, 0, 0])`. The arrays are those of all sites that hold the array,
+    and the stamps. They are donated. `values` are those of one slot, one site after the other: `rank_values`, flat, or
     `slot_values`.
 
     Args:
-      table: "ranks" or `Extra.name`.
+      name: "ranks" or `Extra.name`.
       specs: Specs of the sites.
       stamps: As in `compiled_write`.
       placements: Placements of the arrays.
     """
 
     def write(arrays: Arrays, values: jax.Array, where: jax.Array) -> Arrays:
-        return *write_table(table, specs, arrays[:-1], values, where[0], stamps[-1]), _stamped(arrays[-1], where[0])
+        return *write_whole(name, specs, arrays[:-1], values, where[0], stamps[-1]), _stamped(arrays[-1], where[0])
 
     meshes = {spec.sharding.mesh for spec in specs if spec.sharding is not None}
-    held = [(spec.arrays[table], where) for spec, where in zip(specs, placements[:-1], strict=True)]
+    held = [(spec.arrays[name], where) for spec, where in zip(specs, placements[:-1], strict=True)]
     split = all(array.sharding == where for array, where in held)
     mesh = meshes.pop() if meshes and split else None
     arrays = [_struct(array.shape, array.dtype, where) for array, where in held]

@@ -30,7 +30,8 @@ def write_block(
       spec: the spec of the sites that hold the arrays.
       arrays: all A, all B and all ranks, or those of them in `spec.of_blocks`. There is one array for each row of the
         block, or one array in all if the site itself has several rows: a stack of layers, or the experts of a layer.
-      blocks: the values of some ranks for each: A [rows, n, step, K], B [rows, step, N], and scales [rows, n, step].
+      blocks: the values of some ranks for each: A [rows, n, rank_block, K], B [rows, rank_block, N], and scales
+        [rows, n, rank_block].
       where: int32 [4]: slot of the model, first row, first rank, and the shard of experts that owns a row written
         alone.
       ranks_over: mesh axes that split the ranks of A, if the arrays are those of one shard.
@@ -106,8 +107,8 @@ def _own_ranks(
     return jnp.where(inside.reshape((1,) * (update.ndim - 2) + (count, 1)), new, now)
 
 
-def write_table(
-    table: str,
+def write_whole(
+    name: str,
     specs: Sequence[SlotSpec],
     arrays: Sequence[Float[Array, "..."]],
     values: Float[Array, "values"],
@@ -122,7 +123,7 @@ def write_table(
     """
     start, written = 0, list[jax.Array]()
     for spec, array in zip(specs, arrays, strict=True):
-        of, axis = spec.arrays[table], len(spec.stack)
+        of, axis = spec.arrays[name], len(spec.stack)
         shape = of.slot_shape
         size = math.prod(shape)
         block = lax.slice_in_dim(values, start, start + size).reshape(shape)

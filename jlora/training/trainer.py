@@ -101,7 +101,7 @@ class TrainedModel:
 
     Attributes:
       model: the wrapped model.
-      pool: its slots.
+      slot_arrays: its slots.
       prepare: `LoRAManager.prepare`.
       update: `LoRAManager.update_adapter`, with a `check` of the version that it replaces.
       jit: `LoRAManager.jit`.
@@ -110,7 +110,7 @@ class TrainedModel:
     """
 
     model: nnx.Module
-    pool: SlotArrays[Any]
+    slot_arrays: SlotArrays[Any]
     prepare: Callable[..., LoRABatch]
     update: Callable[..., int]
     jit: Callable[..., Callable[..., Any]]
@@ -135,7 +135,7 @@ class Trainer:
         optimizers: Mapping[str, Optimizer],
     ):
         self._host, self._loss = host, loss
-        modules = host.pool.modules
+        modules = host.slot_arrays.modules
         if any(site.spec.dtype == "int8" for site in modules):
             raise LoRAUsageError(
                 "trainer: slots of int8 are constants of the gradients; train with a manager of another "
@@ -214,7 +214,7 @@ class Trainer:
                 )
         for label, names in self._members.items():
             for name, ranks in zip(names, jax.device_get(new[label]["ranks"]), strict=True):
-                if difference := _difference(self._host.pool.sites, ranks, self._packed[name].ranks):
+                if difference := _difference(self._host.slot_arrays.sites, ranks, self._packed[name].ranks):
                     raise LoRAUsageError(
                         f"Trainer.state: adapter {name!r} was trained with other modules, ranks or scalings: "
                         f"{difference}"
@@ -253,7 +253,7 @@ class Trainer:
             if packed.name not in self._packed:
                 continue
             self._check_same(packed)
-            slot = self._host.pool.slot_of(adapter)
+            slot = self._host.slot_arrays.slot_of(adapter)
             if slot is None or packed.name in slots:
                 raise LoRAUsageError(f"adapter {packed.name!r}: the batch has two versions of it")
             slots[packed.name] = slot
@@ -484,12 +484,12 @@ def _described(leaf: Any) -> str:
 
 
 def _difference(sites: Sequence[Site], found: np.ndarray, expected: np.ndarray) -> str | None:
-    """Return the first difference between two tables of ranks and scalings (`rank_table`), or None."""
+    """Return the first difference between two vectors of ranks and scalings (`rank_values`), or None."""
     start = 0
     for site in sites:
         shape = site.spec.arrays["ranks"].slot_shape
         stop = start + math.prod(shape)
-        pairs = [table[start:stop].reshape(-1, 2) for table in (found, expected)]
+        pairs = [values[start:stop].reshape(-1, 2) for values in (found, expected)]
         for i in np.flatnonzero((pairs[0] != pairs[1]).any(axis=1)):
             *row, part = map(int, np.unravel_index(i, shape[:-1]))
             has, wanted = (f"rank {rank:.0f} and scaling {scaling:g}" for rank, scaling in (pair[i] for pair in pairs))

@@ -99,7 +99,7 @@ class World:
             sizes = {"max_loras": 2, "max_lora_rank": 4, "max_cpu_loras": 8}
             sizes |= {"expert_slots": {"per_expert": 1, "shared": 1}} if shared else {}
             self.manager = jlora.LoRAManager(model, jlora.LoRAConfig(**sizes))
-            for site in self.manager._state.pool.sites:  # computed once, and kept
+            for site in self.manager._state.slot_arrays.sites:  # computed once, and kept
                 assert site.spec.experts is None or list(site.spec.own_shards) == list(own)
 
     def staged(self, adapter):

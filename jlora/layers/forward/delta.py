@@ -31,7 +31,7 @@ from jaxtyping import Bool, Float, Int, Integer
 from jlora.errors import LoRAError
 from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.forward.call_rows import CallRows
-from jlora.layers.forward.context import staged
+from jlora.layers.forward.context import tracing
 from jlora.layers.forward.merged_columns import merged_columns
 from jlora.layers.forward.mesh import experts_reached, on_mesh, reached, split_of
 from jlora.layers.forward.rows import RowMap
@@ -109,7 +109,7 @@ def _slot_arrays(layer: nnx.Module, site: Site) -> Sequence[Array]:
     """Return the slot arrays named in `site.attributes`."""
     arrays: list[Array] = [vars(layer)[name][...] for name in site.attributes]
     ranks = arrays[len(site.spec.factors)]
-    if not isinstance(ranks, jax.core.Tracer) and staged():
+    if not isinstance(ranks, jax.core.Tracer) and tracing():
         raise LoRAError(_STALE_SLOTS.format(path=site.path))
     if ranks.ndim != (3 if site.spec.experts is None else 4):
         raise LoRAError(
@@ -361,18 +361,18 @@ def options(site: Site) -> dict[str, Any]:
     return {"backend": site.backend, "batch_invariant": site.batch_invariant}
 
 
-def _by_group(slots: SlotSpec, *arrays: Array) -> Sequence[Array]:
+def _by_group(spec: SlotSpec, *arrays: Array) -> Sequence[Array]:
     """Return slot arrays with the axes of slots and experts merged into one."""
-    if slots.experts is None:
+    if spec.experts is None:
         return arrays
     return [array.reshape(-1, *array.shape[2:]) for array in arrays]
 
 
-def _shrink_own(site: Site, slots: SlotSpec, x: Array, first: Factor, plan: Plan, x_rows: Array | None) -> Array:
+def _shrink_own(site: Site, spec: SlotSpec, x: Array, first: Factor, plan: Plan, x_rows: Array | None) -> Array:
     """Return h [n, M, own R] of x [M or tokens, own K]: the ranks of this shard, as a partial sum if K is split."""
     a, ranks = first
     size = a.shape[2]
-    if (axes := split_of(slots).a[2]) and size:
+    if (axes := split_of(spec).a[2]) and size:
         # The scales beside the ranks do not matter here, because only `expand` uses them.
         first_rank = (lax.axis_index(axes) * size).astype(ranks.dtype)
         ranks = ranks.at[..., 0].set(jnp.clip(ranks[..., 0] - first_rank, 0, size))
@@ -382,7 +382,7 @@ def _shrink_own(site: Site, slots: SlotSpec, x: Array, first: Factor, plan: Plan
 
 def _expand_whole(
     site: Site,
-    slots: SlotSpec,
+    spec: SlotSpec,
     rows: Array | None,
     h: Array,
     second: Factor,
@@ -391,20 +391,20 @@ def _expand_whole(
     complete: bool,
 ) -> Array:
     """Return `rows` [M, own N] plus the expansion of `h` [n, M, own R], a partial sum or a part of the ranks."""
-    sharding = split_of(slots)
+    sharding = split_of(spec)
     if rows is None:
-        rows = jnp.full((h.shape[1], slots.stored_out // sharding.size(sharding.outs)), -0.0)
+        rows = jnp.full((h.shape[1], spec.stored_out // sharding.size(sharding.outs)), -0.0)
     if sharding.a[2]:
-        h = _gathered(h, sharding.a[2], 2)[:, :, : slots.max_rank]
+        h = _gathered(h, sharding.a[2], 2)[:, :, : spec.max_rank]
     further = sharding.b[2][len(sharding.outs) :]  # axes that split the columns of B but not those of the layer
     if complete or further:
         h = summed(h, sharding.ins)
     if not further:
-        return _expand_merged(site, slots, rows, h, second, plan)
+        return _expand_merged(site, spec, rows, h, second, plan)
     count = second.array.shape[-1]
     start = lax.axis_index(further) * count
     part = lax.dynamic_slice_in_dim(rows, start, count, axis=1)
-    part = _expand_merged(site, slots, part, h, second, plan)
+    part = _expand_merged(site, spec, part, h, second, plan)
     if complete:
         return _gathered(part, further, 1)
     return lax.dynamic_update_slice_in_dim(rows, part, start, axis=1)
@@ -412,19 +412,19 @@ def _expand_whole(
 
 def _expand_merged(
     site: Site,
-    slots: SlotSpec,
+    spec: SlotSpec,
     rows: Array,
     h: Array,
     second: Factor,
     plan: Plan,
 ) -> Array:
     """Call `expand` on the columns of the output slices that this shard holds."""
-    merged, (b, ranks) = merged_columns(slots), second
+    merged, (b, ranks) = merged_columns(spec), second
     sizes = merged.sizes
     if sizes is None:
-        table = jnp.asarray(merged.table)
-        ids = table[lax.axis_index(split_of(slots).b[2]) if len(table) > 1 else 0]
-        h, ranks, sizes = h[ids], ranks[:, ids], (merged.size,) * len(merged.table[0])
+        pieces = jnp.asarray(merged.pieces)
+        ids = pieces[lax.axis_index(split_of(spec).b[2]) if len(pieces) > 1 else 0]
+        h, ranks, sizes = h[ids], ranks[:, ids], (merged.size,) * len(merged.pieces[0])
     return expand(h, b, plan, slice_sizes=sizes, base=rows, ranks=ranks, finite=site.finite, **options(site))
 
 
@@ -442,19 +442,19 @@ def _real(sharding: KernelSharding, axes: AxisNames, blocks: Blocks) -> Bool[Arr
 # --- meshes -----------------------------------------------------------------------------------------------------------
 
 
-def factor_specs(slots: SlotSpec) -> SlotFactors:
+def factor_specs(spec: SlotSpec) -> SlotFactors:
     """Return the PartitionSpecs of `SlotFactors`, split as for a single layer of a stack."""
-    sharding = split_of(slots)
-    own = ((),) if slots.experts is None else ((), sharding.experts)
+    sharding = split_of(spec)
+    own = ((),) if spec.experts is None else ((), sharding.experts)
     specs = partition(*own, *sharding.a[1:]), partition(*own, *sharding.b[1:]), partition(*own)
-    of_extras = [partition((), sharding.outs)] * len(slots.extras)
+    of_extras = [partition((), sharding.outs)] * len(spec.extras)
     return SlotFactors(*cast("Any", (*specs, of_extras)))
 
 
-def _shared_specs(slots: SlotSpec) -> Factor:
+def _shared_specs(spec: SlotSpec) -> Factor:
     """Return the PartitionSpecs of the single `Factor` that these slots hold."""
-    specs = factor_specs(slots)
-    return specs.second if 1 in slots.factors else specs.first
+    specs = factor_specs(spec)
+    return specs.second if 1 in spec.factors else specs.first
 
 
 def plan_specs(rows: CallRows, experts: AxisNames = ()) -> PartitionSpec:

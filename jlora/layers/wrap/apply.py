@@ -34,10 +34,10 @@ from jlora.layers.site import (
 )
 from jlora.layers.specs import EmbedSpec, ExpertsSpec, LinearSpec
 from jlora.layers.wrap.discover import Found
-from jlora.layers.wrap.plan import choose
+from jlora.layers.wrap.make_sites import make_sites
 from jlora.layers.wrap.select import PackedModules
 from jlora.layers.wrap.wrapped import WrappedModel, set_class
-from jlora.pallas.api import load
+from jlora.pallas.api import import_backend
 
 
 def wrap_model(
@@ -72,16 +72,16 @@ def wrap_model(
     """
     wrapped = WrappedModel(model, config, skip_patterns(skip))
     row_groups = _checked_groups(row_groups)
-    plans = choose(wrapped, packed_modules, row_groups)
-    load(config.backend)
-    device = _device_of([found for found, _ in plans])
-    every = [each for _, sites in plans for site in sites for each in site.with_all]
+    layers = make_sites(wrapped, packed_modules, row_groups)
+    import_backend(config.backend)
+    device = _device_of([found for found, _ in layers])
+    every = [each for _, sites in layers for site in sites for each in site.with_all]
     arrays = {site: values for site, values in _allocate(every, make, device)}
     groups = frozenset(row_groups.values()) - OF_SEQUENCES
-    wrapped.sites = _model_sites(wrapped, plans, device, groups)
-    kept = [(f.module, type(f.module), dict(vars(f.module))) for f, _ in plans]
+    wrapped.sites = _model_sites(wrapped, layers, device, groups)
+    kept = [(f.module, type(f.module), dict(vars(f.module))) for f, _ in layers]
     try:
-        for found, sites in plans:
+        for found, sites in layers:
             for site in (each for one in sites for each in one.with_all):
                 attach(found.module, site, arrays[site])
                 wrapped.modules[site] = found.module
@@ -104,8 +104,8 @@ def wrap_model(
 def survey(model: nnx.Module, config: LoRAConfig, skip: Sequence[str] = ()) -> WrappedModel:
     """Return the result of `wrap_model` without changing the model, whose parameters may be shapes alone."""
     wrapped = WrappedModel(model, config, skip_patterns(skip))
-    plans = choose(wrapped, None, {})
-    wrapped.modules = {site: found.module for found, sites in plans for one in sites for site in one.with_all}
+    layers = make_sites(wrapped, None, {})
+    wrapped.modules = {site: found.module for found, sites in layers for one in sites for site in one.with_all}
     return wrapped
 
 
@@ -136,11 +136,11 @@ def _checked_groups(row_groups: Mapping[str, str] | None) -> Mapping[str, str]:
 
 def _model_sites(
     wrapped: WrappedModel,
-    plans: Sequence[tuple[Found, list[Site]]],
+    layers: Sequence[tuple[Found, list[Site]]],
     device: Device | None,
     groups: frozenset[str],
 ) -> ModelSites:
-    sites = [site for _, own in plans for site in own]
+    sites = [site for _, own in layers for site in own]
     names = {name for site in sites for name in (*site.aliases, *site.parts)}
     return ModelSites(
         wrapped.sites.config,
@@ -149,7 +149,7 @@ def _model_sites(
         sites[0].spec.sharding,
         device,
         groups=groups,
-        intercepted=any(_qwix.is_intercepted(found.module) for found, _ in plans),
+        intercepted=any(_qwix.is_intercepted(found.module) for found, _ in layers),
     )
 
 

@@ -77,7 +77,7 @@ class _Context:
     headless: dict[str, str] = field(default_factory=dict[str, str])  # name of a wrapped layer -> why it takes no head
 
 
-def choose(
+def make_sites(
     wrapped: WrappedModel, packed_modules: PackedModules | None, row_groups: Mapping[str, str]
 ) -> list[tuple[Found, list[Site]]]:
     """Return the layers to wrap with the sites of each. The model is not changed.
@@ -98,7 +98,7 @@ def choose(
             raise LoRAError(f"{found.aliases[0]}: this model is wrapped already; call unwrap() on its manager first")
     heads = tied_heads(model, everything, config.target_modules or ())
     context = _Context(config, row_groups, packed, heads, _mesh_of(everything, config), finishers_of(config))
-    plans: list[tuple[Found, list[Site]]] = []
+    layers: list[tuple[Found, list[Site]]] = []
     others: dict[str, str] = {}  # path -> class
     selected: list[str] = []  # names of wrapped and of excluded layers
     refused: list[tuple[Sequence[str], str]] = []  # names of a layer that cannot be wrapped, the layer with the reason
@@ -139,19 +139,19 @@ def choose(
                 wrapped.unwrapped.update(dict.fromkeys(use.names, made))
                 others[use.path] = name
         if chosen:
-            plans.append((found, chosen))
+            layers.append((found, chosen))
     check_names(config, row_groups, type(model).__name__, selected, refused, known)
-    if not plans:
+    if not layers:
         raise LoRAError(f"{type(model).__name__} has no layer that can serve LoRA{_listed(others, wrapped.unwrapped)}")
-    _stamp(plans)
-    every = [site for _, sites in plans for site in sites]
+    _stamp(layers)
+    every = [site for _, sites in layers for site in sites]
     wrapped.headless = context.headless
     _check_saved_heads(wrapped, every)
     attends = [name for name in wrapped.unwrapped if name.endswith(".attend") and name not in others]
     wrapped_names = {alias for site in every for alias in site.aliases}
     wrapped.others = tuple(name for name in (*others, *attends) if name not in wrapped_names)
     wrapped.set_unserved({site: site.doubt.reason for site in every if site.doubt is not None})
-    return plans
+    return layers
 
 
 def _check_saved_heads(wrapped: WrappedModel, sites: Sequence[Site]) -> None:
@@ -206,13 +206,13 @@ def _listed(others: Mapping[str, str], reasons: Mapping[str, str]) -> str:
     return ":\n  " + "\n  ".join(lines) if lines else ": no module of it holds a matrix"
 
 
-def _stamp(plans: list[tuple[Found, list[Site]]]) -> None:
+def _stamp(layers: list[tuple[Found, list[Site]]]) -> None:
     """Mark one site of the model as stamped.
 
     Prefer a site that is certain to serve, is called in every step (no tower of images), has all slots, and is not
     stacked, since a stack of layers is written in parts.
     """
-    every = [(sites, i) for _, sites in plans for i in range(len(sites))]
+    every = [(sites, i) for _, sites in layers for i in range(len(sites))]
     every = [(sites, i) for sites, i in every if sites[i].row_group in (None, SEQUENCES)] or every
     sure = [(sites, i) for sites, i in every if sites[i].doubt is None] or every
     whole = [(sites, i) for sites, i in sure if not sites[i].spec.rows] or [
@@ -231,8 +231,8 @@ def _uses(found: Found, spec: Spec, context: _Context) -> list[_Use]:
 
         def projection() -> Site:
             sizes, parts = slices(found.module, aliases, spec.real_out, context.packed)
-            slots = _slots(found, spec, spec, sizes, (*aliases, *parts), context)
-            site = Site(aliases[0], aliases, "linear", slots, parts, backend, doubt=found.guess)
+            slot_spec = _slot_spec(found, spec, spec, sizes, (*aliases, *parts), context)
+            site = Site(aliases[0], aliases, "linear", slot_spec, parts, backend, doubt=found.guess)
             return replace(site, head=_head(found.module, site, spec, context))
 
         return [_Use(aliases[0], (*aliases, *part_names(aliases, context.packed)), projection)]
@@ -241,10 +241,12 @@ def _uses(found: Found, spec: Spec, context: _Context) -> list[_Use]:
     if spec.lookup is not None:
 
         def lookup() -> Site:
-            slots = _slots(found, spec, spec.table, (spec.features,), aliases, context)
+            slot_spec = _slot_spec(found, spec, spec.table, (spec.features,), aliases, context)
             doubt = _POSITIONS if is_position_table(aliases) else None
             context.headless.update(dict.fromkeys(aliases, "it is an embedding, and only linear layers are replaced"))
-            return Site(aliases[0], aliases, "embedding", slots, dict.fromkeys(aliases, (0, 1)), backend, doubt=doubt)
+            return Site(
+                aliases[0], aliases, "embedding", slot_spec, dict.fromkeys(aliases, (0, 1)), backend, doubt=doubt
+            )
 
         uses.append(_Use(aliases[0], aliases, lookup))
     if spec.attend is not None and key not in context.heads.reasons:
@@ -253,11 +255,11 @@ def _uses(found: Found, spec: Spec, context: _Context) -> list[_Use]:
 
         def attend() -> Site:
             parts = dict.fromkeys((*aliases, *names), (0, 1))
-            slots = _slots(found, spec, spec.head, (spec.head.real_out,), parts, context)
+            slot_spec = _slot_spec(found, spec, spec.head, (spec.head.real_out,), parts, context)
             doubt = None if key in context.heads.known else _HEAD
             for name in names:
                 context.headless.setdefault(name, "its weight is that of an embedding (tied), which is not replaced")
-            return Site(names[0], names, "linear", slots, parts, backend, prefix=_ATTEND, doubt=doubt)
+            return Site(names[0], names, "linear", slot_spec, parts, backend, prefix=_ATTEND, doubt=doubt)
 
         uses.append(_Use(names[0], (*names, *aliases), attend))
     return uses
@@ -268,10 +270,10 @@ def _head(layer: nnx.Module, site: Site, spec: LinearSpec, context: _Context) ->
 
     If no adapter can replace it, its names are added to `context.headless` with the reason.
     """
-    slots, saved = site.spec, context.config.saved_heads or {}
-    sharding, reason = slots.sharding, None
+    slot_spec, saved = site.spec, context.config.saved_heads or {}
+    sharding, reason = slot_spec.sharding, None
     plain = spec.rows is None and len(spec.out_axes) == len(spec.in_axes) == 1
-    if not plain or spec.columns_in or spec.columns_out or slots.stack or slots.slices > 1:
+    if not plain or spec.columns_in or spec.columns_out or slot_spec.stack or slot_spec.slices > 1:
         reason = "it is not a plain projection [..., K] to [..., N]"
     elif sharding is not None and sharding.outs:
         reason = f"its outputs are split over {' and '.join(sharding.outs)}; leave them whole"
@@ -282,12 +284,12 @@ def _head(layer: nnx.Module, site: Site, spec: LinearSpec, context: _Context) ->
         return None
     sharding = None if sharding is None else replace(sharding, fully=False)
     dtype = _slot_dtype(layer, spec, spec, kernel_of(layer, spec), context.config)
-    slots = replace(slots, out_sizes=(1,), max_rank=saved[name], dtype=dtype, sharding=sharding, finishers=())
+    slot_spec = replace(slot_spec, out_sizes=(1,), max_rank=saved[name], dtype=dtype, sharding=sharding, finishers=())
     return Site(
         site.path,
         site.aliases,
         "head",
-        slots,
+        slot_spec,
         dict.fromkeys(site.aliases, (0, 1)),
         site.backend,
         prefix=HEAD,
@@ -306,8 +308,8 @@ def _product_use(found: Found, spec: ExpertsSpec, name: str, context: _Context) 
 
     def product() -> Site:
         sizes = (linear.real_out // len(names),) * len(names)
-        slots = _slots(found, spec, linear, sizes, parts, context)
-        site = Site(aliases[0], aliases, "linear", slots, parts, context.config.backend, prefix=prefix_of(name))
+        slot_spec = _slot_spec(found, spec, linear, sizes, parts, context)
+        site = Site(aliases[0], aliases, "linear", slot_spec, parts, context.config.backend, prefix=prefix_of(name))
         context.headless.update(dict.fromkeys(parts, "it is a product of experts, and only linear layers are replaced"))
         _, shared = count_expert_slots(context.config)
         return replace(site, shared=shared_sites(site, names, shared)) if shared else site
@@ -315,7 +317,7 @@ def _product_use(found: Found, spec: ExpertsSpec, name: str, context: _Context) 
     return _Use(aliases[0], tuple(parts), product)
 
 
-def _slots(
+def _slot_spec(
     found: Found, spec: Spec, linear: LinearSpec, sizes: tuple[int, ...], names: Iterable[str], context: _Context
 ) -> SlotSpec:
     """Return the spec of the slot arrays of one use of a layer. Raises LoRAError if none is possible."""
@@ -327,7 +329,7 @@ def _slots(
         raise LoRAError(f"its parameter has shape {shape}: {stack} axes more than one stack of layers")
     table = isinstance(spec, EmbedSpec) and linear is spec.table
     in_int8 = slot_dtype(config.dtype, CONFIG_DTYPES) == "int8"
-    slots = SlotSpec(
+    slot_spec = SlotSpec(
         layers=next(iter(shape)) if stack else None,
         num_slots=config.max_loras if experts is None else count_expert_slots(config)[0],
         in_features=linear.real_in,
@@ -338,8 +340,8 @@ def _slots(
         finishers=() if table or experts is not None else context.finishers,
     )
     if context.mesh is None:
-        return slots
-    return _on_mesh(slots, context.mesh, found.aliases[0], kernel, linear, config)
+        return slot_spec
+    return _on_mesh(slot_spec, context.mesh, found.aliases[0], kernel, linear, config)
 
 
 def _slot_dtype(layer: nnx.Module, spec: Spec, linear: LinearSpec, kernel: Kernel | None, config: LoRAConfig) -> str:
@@ -413,7 +415,7 @@ def _mesh_of(everything: Sequence[Found], config: LoRAConfig) -> Mesh | Abstract
 
 
 def _on_mesh(
-    slots: SlotSpec,
+    slot_spec: SlotSpec,
     mesh: Mesh | AbstractMesh,
     path: str,
     kernel: Kernel | None,
@@ -426,29 +428,29 @@ def _on_mesh(
       LoRAError: the sharding of the kernel is not supported.
     """
     where = f"{path}.{linear.param}"
-    stack = len(slots.stack)
-    first = stack + (slots.experts is not None)
+    stack = len(slot_spec.stack)
+    first = stack + (slot_spec.experts is not None)
     axes = [[first + axis for axis in own] for own in (linear.in_axes, linear.out_axes)]
-    axes += [[stack]] if slots.experts is not None else []
+    axes += [[stack]] if slot_spec.experts is not None else []
     data = tuple(config.data_axes)
     found = None
     if kernel is not None:
         array = kernel.array
         found = kernel_sharding(where, _sharding_of(array), axes, array.shape, data, config.fully_sharded)
     found = KernelSharding(mesh, data=data, fully=config.fully_sharded) if found is None else found
-    slots = replace(
-        slots,
+    slot_spec = replace(
+        slot_spec,
         sharding=found,
         in_blocks=linear.columns_in.blocks if found.ins and linear.columns_in is not None else (),
         out_blocks=linear.columns_out.blocks if found.outs and linear.columns_out is not None else (),
     )
     shards = found.size(found.b[2])
-    if slots.stored_out % shards:
+    if slot_spec.stored_out % shards:
         raise LoRAError(
-            f"{where}: LoRAConfig.fully_sharded splits its {slots.stored_out} outputs over the axes "
+            f"{where}: LoRAConfig.fully_sharded splits its {slot_spec.stored_out} outputs over the axes "
             f"{' and '.join(map(repr, found.b[2]))} of the mesh, {shards} shards, which do not divide them; set "
             "fully_sharded=False"
         )
-    if problem := too_many_pieces(slots):
+    if problem := too_many_pieces(slot_spec):
         raise LoRAError(f"{where}: {problem}")
-    return slots
+    return slot_spec

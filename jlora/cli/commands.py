@@ -208,6 +208,10 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
         "--admin-api-key", nargs="+", metavar="KEY", help="(default: the environment's JLORA_ADMIN_API_KEY)"
     )
     service.add_argument(
+        "--logprobs-mode", choices=("raw_logprobs", "processed_logprobs"), default="raw_logprobs",
+        help="of the model's distribution, or of the one that tokens are drawn from",
+    )  # fmt: skip
+    service.add_argument(
         "--max-waiting", type=_whole(1, 10**6), default=1024, metavar="N", help="requests in the queue"
     )
     service.add_argument(

@@ -124,6 +124,7 @@ def run_serve(args: argparse.Namespace) -> int:
         max_model_len=max_model_len,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_waiting=args.max_waiting,
+        logprobs_mode=args.logprobs_mode,
         request_timeout=args.request_timeout,
     )
     known = frozenset[str]() if state is None else state.restore(manager)

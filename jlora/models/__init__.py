@@ -26,3 +26,4 @@ from jlora.models.sampling import HOTTEST as HOTTEST
 from jlora.models.sampling import Sampling as Sampling
 from jlora.models.sampling import choose as choose
 from jlora.models.sampling import likeliest as likeliest
+from jlora.models.sampling import processed_logits as processed_logits

@@ -48,12 +48,24 @@ def choose(logits: Float[Array, "B V"], steps: Int[Array, "B"], sampling: Sampli
       ranked: Static. True applies `top_k` and `top_p`, which sorts the vocabulary.
     """
     keys = jax.vmap(jax.random.fold_in)(sampling.keys, steps)
+    drawn = jax.vmap(jax.random.categorical)(keys, _processed(logits, sampling, ranked)).astype(jnp.int32)
+    return jnp.where(sampling.temperature > 0, drawn, likeliest(logits))
+
+
+def processed_logits(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
+    """Return the logits that `choose` draws from, -inf for tokens that it cannot draw.
+
+    Rows of temperature 0 keep their logits.
+    """
+    return jnp.where(sampling.temperature[:, None] > 0, _processed(logits, sampling, True), logits)
+
+
+def _processed(logits: Float[Array, "B V"], sampling: Sampling, ranked: bool) -> Float[Array, "B V"]:
     temperature = jnp.maximum(sampling.temperature, COLDEST)[:, None]
     scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
-    if ranked:
-        scaled = jnp.where(_kept(scaled, sampling.top_k, sampling.top_p), scaled, -jnp.inf)
-    drawn = jax.vmap(jax.random.categorical)(keys, scaled).astype(jnp.int32)
-    return jnp.where(sampling.temperature > 0, drawn, likeliest(logits))
+    if not ranked:
+        return scaled
+    return jnp.where(_kept(scaled, sampling.top_k, sampling.top_p), scaled, -jnp.inf)
 
 
 def _kept(scores: Float[Array, "B V"], top_k: Int[Array, "B"], top_p: Float[Array, "B"]) -> Bool[Array, "B V"]:

@@ -31,7 +31,7 @@ def request_of(name: str, source: str | None = None, **options: Any) -> jlora.Lo
 
 def sequence_of(lora: str | None, request: jlora.LoRARequest | None = None) -> Sequence:
     """Return a request of one token for an adapter, as an engine's parts pass it on."""
-    params, answer = SamplingParams(temperature=0), Generation(1, lambda: None)
+    params, answer = SamplingParams(temperature=0), Generation([0], lambda: None)
     return Sequence([1], params, 0, 1, frozenset(), lora, request, None, answer, Detokenizer(None))
 
 

@@ -78,10 +78,13 @@ class Engine:
         if self._longest > longest:
             raise LoRAUsageError(f"max_model_len={self._longest} is more than the model's context of {longest}")
         self._pooling: Pooling | None = getattr(model.config, "pooling", None)
-        kind, dispatcher = (Steps, Dispatcher) if self._pooling is None else (EmbeddingSteps, EmbeddingDispatcher)
-        self._steps = kind(
-            model, manager, rows=options.max_num_seqs, max_model_len=self._longest, chunk=options.max_num_batched_tokens
-        )
+        sizes = {"rows": options.max_num_seqs, "max_model_len": self._longest, "chunk": options.max_num_batched_tokens}
+        if self._pooling is None:
+            dispatcher = Dispatcher
+            self._steps = Steps(model, manager, **sizes, logprobs_mode=options.logprobs_mode)
+        else:
+            dispatcher = EmbeddingDispatcher
+            self._steps = EmbeddingSteps(model, manager, **sizes)
         self._vocab = int(model.config.vocab_size)
         self._eos = frozenset(int(token) for token in model.config.eos_token_ids)
         self._silent = silent_tokens(tokenizer, self._vocab)
@@ -302,7 +305,7 @@ class Engine:
                     request=request,
                     absent=absent,
                     deadline=deadline,
-                    answer=Generation(len(tokens), self._dispatcher.wake),
+                    answer=Generation(tokens, self._dispatcher.wake),
                     detokenizer=Detokenizer(self._tokenizer, params.stop, self._silent),
                     arrived=arrived,
                     of_request=version,

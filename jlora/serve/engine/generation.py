@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.serve.engine.request import Completion, Piece, RequestTimeoutError
@@ -17,15 +17,16 @@ class Generation:
     """A running request, from `Engine.submit`. Its events have one consumer: `listen`, iteration or `result`.
 
     Args:
-      prompt_tokens: Number of tokens in the prompt.
+      prompt: Token ids of the prompt.
       wake: Called once it is cancelled. Must not block.
 
     Attributes:
+      prompt: Token ids of the prompt.
       cancelled: True once `cancel` was called.
     """
 
-    def __init__(self, prompt_tokens: int, wake: Callable[[], None]):
-        self._prompt_tokens = prompt_tokens
+    def __init__(self, prompt: Sequence[int], wake: Callable[[], None]):
+        self.prompt = prompt
         self._wake = wake
         self.cancelled = False
         self._changed = threading.Condition(threading.RLock())  # a callback may call a method of this object
@@ -38,7 +39,7 @@ class Generation:
     @property
     def prompt_tokens(self) -> int:
         """Number of tokens in the prompt."""
-        return self._prompt_tokens
+        return len(self.prompt)
 
     def listen(self, callback: Callable[[Event], None]) -> None:
         """Call `callback` with every event in order: past events now, later ones on a thread of the engine.
@@ -104,7 +105,7 @@ class Generation:
             tokens=tuple(token for piece in self._pieces for token in piece.tokens),
             logprobs=tuple(one for piece in self._pieces for one in piece.logprobs),
             finish_reason=finish,
-            prompt_tokens=self._prompt_tokens,
+            prompt_tokens=self.prompt_tokens,
             embedding=self._pieces[-1].embedding,
         )
 

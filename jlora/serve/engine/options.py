@@ -1,8 +1,11 @@
 """Sizes and limits of an engine."""
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from jlora.errors import LoRAUsageError
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 
 @dataclass(frozen=True)
@@ -16,6 +19,9 @@ class EngineOptions:
       max_waiting: Requests that may wait; further ones are refused.
       max_wait_ratio: Number of later requests that may overtake a waiting one because their adapter is in a slot.
       request_timeout: Seconds that a request may take in all, unless it sets its own; None for no limit.
+      logprobs_mode: "raw_logprobs" for log probabilities of the model's own distribution; "processed_logprobs" for
+        those of the distribution that tokens are drawn from, after temperature, `top_k` and `top_p`. The names are
+        vLLM's.
     """
 
     max_num_seqs: int = 64
@@ -24,6 +30,7 @@ class EngineOptions:
     max_waiting: int = 1024
     max_wait_ratio: int = 64
     request_timeout: float | None = None
+    logprobs_mode: LogprobsMode = "raw_logprobs"
 
 
 def check_options(options: EngineOptions) -> None:
@@ -44,6 +51,9 @@ def check_options(options: EngineOptions) -> None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise LoRAUsageError(f"EngineOptions.{name} must be an integer of at least {least}, got {value!r}")
+    if options.logprobs_mode not in get_args(LogprobsMode):
+        expected = " or ".join(map(repr, get_args(LogprobsMode)))
+        raise LoRAUsageError(f"EngineOptions.logprobs_mode must be {expected}, got {options.logprobs_mode!r:.100}")
     timeout: object = options.request_timeout
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0):
         raise LoRAUsageError(f"EngineOptions.request_timeout must be seconds above 0 or None, got {timeout!r}")

@@ -54,7 +54,7 @@ class SamplingParams:
       stop_token_ids: Tokens that end the completion, in addition to the model's end-of-sequence tokens.
       ignore_eos: Do not end at the model's end-of-sequence tokens.
       logprobs: Number of likeliest tokens to report beside the chosen one, at most `MAX_LOGPROBS`; None for no log
-        probabilities. They are of the model's own distribution, before temperature, top_k and top_p.
+        probabilities. `EngineOptions.logprobs_mode` chooses their distribution.
     """
 
     max_tokens: int | None = None

@@ -28,8 +28,9 @@ from jaxtyping import Array, Bool, Float, Int
 import jlora
 from jlora._threads import elapsed
 from jlora.errors import LoRAUsageError
-from jlora.models import HOTTEST, Sampling, choose, likeliest
+from jlora.models import HOTTEST, Sampling, choose, likeliest, processed_logits
 from jlora.serve.engine.model import ServableModel, cache_axes, check_place, row_of, with_row
+from jlora.serve.engine.options import LogprobsMode
 from jlora.serve.engine.request import MAX_LOGPROBS, SamplingParams, TokenLogprob
 
 _log = logging.getLogger("jlora.serve")
@@ -112,13 +113,23 @@ class Steps:
       rows: Sequences that decode together.
       max_model_len: Positions of a sequence.
       chunk: The most prompt tokens of one prefill step.
+      logprobs_mode: As in `EngineOptions`.
 
     Attributes:
       capacity: Positions of a row of the cache.
       extents: Cache extents that decode steps are compiled for.
     """
 
-    def __init__(self, model: Any, manager: jlora.LoRAManager, *, rows: int, max_model_len: int, chunk: int):
+    def __init__(
+        self,
+        model: Any,
+        manager: jlora.LoRAManager,
+        *,
+        rows: int,
+        max_model_len: int,
+        chunk: int,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
+    ):
         if not isinstance(model, ServableModel) or not isinstance(model, nnx.Module):
             raise LoRAUsageError(
                 f"an engine takes an nnx.Module with config, init_cache and extend (jlora.serve.ServableModel), got "
@@ -142,7 +153,7 @@ class Steps:
         self._decode = manager.jit(self._decode_program, static_argnames="extent", donate_argnames="cache")
         self._prefill = manager.jit(self._prefill_program, static_argnames="extent", donate_argnames=("cache", "rows"))
         self._begin, self._pick = jax.jit(self._begin_program, **choice), jax.jit(self._pick_program, **choice)
-        self._report = jax.jit(self._report_program)
+        self._report = jax.jit(partial(self._report_program, processed=logprobs_mode == "processed_logprobs"))
 
     # --- programs -----------------------------------------------------------------------------------------------
 
@@ -203,7 +214,10 @@ class Steps:
         last = jnp.where(active, jnp.maximum(tokens, 0), rows.last)
         return self._whole((tokens, rows._replace(last=last, length=rows.length + step, drawn=rows.drawn + step)))
 
-    def _report_program(self, logits: Any, tokens: Any) -> Any:
+    def _report_program(self, logits: Any, tokens: Any, sampling: Sampling, row: Any, *, processed: bool) -> Any:
+        if processed:
+            own = sampling if row is None else Sampling(*(each[row][None] for each in sampling))
+            logits = processed_logits(logits, own)
         logprobs = jax.nn.log_softmax(logits, axis=-1)
         values, ids = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[-1]))
         return jnp.take_along_axis(logprobs, jnp.maximum(tokens, 0)[:, None], axis=-1)[:, 0], values, ids
@@ -287,7 +301,7 @@ class Steps:
         cache, rows = self._held()
         tokens, rows = self._begin(logits, rows, ints, floats, halves, sampled=how.sampled, ranked=how.ranked)
         self._state = (cache, rows)
-        return self._told(logits, tokens, how)
+        return self._told(logits, tokens, how, np.int32(row))
 
     def decode(self, batch: jlora.LoRABatch, active: jax.Array, live: int, how: How) -> Chosen:
         """Choose the next token of every row.
@@ -305,8 +319,10 @@ class Steps:
         self._state = (cache, rows)
         return self._told(logits, tokens, how)
 
-    def _told(self, logits: jax.Array, tokens: jax.Array, how: How) -> Chosen:
-        chosen = Chosen(tokens, self._report(logits, tokens) if how.reported else None)
+    def _told(self, logits: jax.Array, tokens: jax.Array, how: How, row: np.int32 | None = None) -> Chosen:
+        """Return the tokens of all rows, or of one, and log probabilities if `how` reports them."""
+        sampling = self._held()[1].sampling
+        chosen = Chosen(tokens, self._report(logits, tokens, sampling, row) if how.reported else None)
         for array in jax.tree.leaves(chosen):
             array.copy_to_host_async()
         return chosen

@@ -53,10 +53,7 @@ async def _answer(service: Service, request: Request, read: Read) -> Response:
             # Streams also wait for the first part, so that earlier failures have a status of their own.
             pieces = await run.next()
             note["first_seconds"] = round(time.monotonic() - started, 4)
-            logprobs = api_request.params.logprobs is not None
-            writer = ResponseWriter(
-                api_request.chat, api_request.model, service.texts, logprobs, api_request.include_usage
-            )
+            writer = ResponseWriter(api_request, service.texts)
             if api_request.stream:
                 return _EventStream(run, writer, pieces)
             while pieces is not None:
@@ -133,7 +130,7 @@ class Run:
         note: dict[str, Any],
     ):
         self.api_request = api_request
-        self.choices = [Choice() for _ in generations]
+        self.choices = [Choice(generation.prompt) for generation in generations]
         self._generations = generations
         self._note = note
         self._events: dict[int, list[Event]] = {}
@@ -192,13 +189,13 @@ class Run:
     def usage(self) -> dict[str, int]:
         """Return the token counts so far."""
         prompts = sum(generation.prompt_tokens for generation in self._generations[:: self.api_request.n])
-        return usage_of(prompts, sum(choice.tokens for choice in self.choices))
+        return usage_of(prompts, sum(len(choice.tokens) for choice in self.choices))
 
     def usage_so_far(self, index: int) -> dict[str, int] | None:
         """Return the token counts of one completion so far, if events carry them."""
         if not self.api_request.continuous_usage:
             return None
-        return usage_of(self._generations[index].prompt_tokens, self.choices[index].tokens)
+        return usage_of(self._generations[index].prompt_tokens, len(self.choices[index].tokens))
 
     def end(self) -> None:
         """Cancel the generations that have not ended, and complete the log line."""

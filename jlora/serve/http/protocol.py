@@ -41,8 +41,6 @@ _UNSERVED: Mapping[str, tuple[Json, ...]] = {
     "guided_choice": (),
     "guided_grammar": (),
     "priority": (0,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
     "cache_salt": (),
     "echo": (False,),
     "response_format": ({"type": "text"},),
@@ -97,6 +95,8 @@ class ApiRequest:
       stream: Send events as they arrive.
       include_usage: End the stream with an event of token counts.
       continuous_usage: Give every event of the stream the token counts of its completion so far.
+      token_ids: Return the token ids of prompts and completions.
+      tokens_as_ids: Write tokens of log probabilities as "token_id:7" instead of their text.
       timeout: Seconds; None for the server's own.
       encoding: Of a request for embeddings of the prompts, "float" or "base64"; None for completions.
       dimensions: Of embeddings, the number of values; None for the model's.
@@ -111,6 +111,8 @@ class ApiRequest:
     stream: bool
     include_usage: bool
     continuous_usage: bool
+    token_ids: bool
+    tokens_as_ids: bool
     timeout: float | None
     encoding: str | None = None
     dimensions: int | None = None
@@ -173,8 +175,11 @@ def read_embeddings(body: dict[str, Json], limits: Limits) -> ApiRequest:
     for name, accepted in _UNSERVED_BY_EMBEDDINGS.items():
         fields.only(name, *accepted)
     fields.finish()
-    encoding = encoding or "float"
-    return ApiRequest(model, prompts, (), {}, SamplingParams(), 1, False, False, False, timeout, encoding, dimensions)
+    flags = dict.fromkeys(("stream", "include_usage", "continuous_usage", "token_ids", "tokens_as_ids"), False)
+    params, encoding = SamplingParams(), encoding or "float"
+    return ApiRequest(
+        model, prompts, (), {}, params, 1, **flags, timeout=timeout, encoding=encoding, dimensions=dimensions
+    )
 
 
 def _template(fields: RequestFields) -> dict[str, Any]:
@@ -197,11 +202,20 @@ def _common(fields: RequestFields, limits: Limits, prompts: int) -> dict[str, An
         raise bad_request(message, "n" if n > 1 else "prompt")
     stream = fields.flag("stream")
     usage, continuous = _stream_options(fields, stream)
+    token_ids, tokens_as_ids = fields.flag("return_token_ids"), fields.flag("return_tokens_as_token_ids")
     timeout = fields.number("timeout", 0, _LONGEST_SECONDS, open_below=True)
     fields.ignore(_IGNORED)
     for name, accepted in _UNSERVED.items():
         fields.only(name, *accepted)
-    return {"n": n, "stream": stream, "include_usage": usage, "continuous_usage": continuous, "timeout": timeout}
+    return {
+        "n": n,
+        "stream": stream,
+        "include_usage": usage,
+        "continuous_usage": continuous,
+        "token_ids": token_ids,
+        "tokens_as_ids": tokens_as_ids,
+        "timeout": timeout,
+    }
 
 
 def _stream_options(fields: RequestFields, stream: bool) -> tuple[bool, bool]:

@@ -13,6 +13,7 @@ from uuid import uuid4
 import numpy as np
 
 from jlora.serve.engine.request import Piece, TokenLogprob
+from jlora.serve.http.protocol import ApiRequest
 
 _LEAST = -9999.0  # JSON has no infinity
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -75,10 +76,11 @@ class TokenTexts:
 
 @dataclass
 class Choice:
-    """One completion of a request, accumulated so far."""
+    """One completion of a request, accumulated so far. `prompt` and `tokens` are token ids."""
 
+    prompt: Sequence[int]
     text: str = ""
-    tokens: int = 0
+    tokens: list[int] = field(default_factory=list[int])
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     finish_reason: str | None = None
     begun: bool = False
@@ -87,7 +89,7 @@ class Choice:
     def add(self, piece: Piece) -> None:
         """Append a piece."""
         self.text += piece.text
-        self.tokens += len(piece.tokens)
+        self.tokens += piece.tokens
         self.logprobs += piece.logprobs
         self.finish_reason = piece.finish_reason
         self.embedding = piece.embedding
@@ -97,16 +99,15 @@ class ResponseWriter:
     """Formats the responses of one request.
 
     Args:
-      chat: True for the chat API, False for completions.
-      model: Model name as given by the client.
+      api_request: The request. With `include_usage`, events carry `"usage": null` before a last one with token counts.
       texts: Texts of tokens.
-      logprobs: True if log probabilities were requested.
-      include_usage: True if events carry `"usage": null` before a last one with token counts.
     """
 
-    def __init__(self, chat: bool, model: str, texts: TokenTexts, logprobs: bool, include_usage: bool = False):
+    def __init__(self, api_request: ApiRequest, texts: TokenTexts):
+        chat, model, include_usage = api_request.chat, api_request.model, api_request.include_usage
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}"
-        self._chat, self._texts, self._logprobs = chat, texts, logprobs
+        self._chat, self._texts, self._logprobs = chat, texts, api_request.params.logprobs is not None
+        self._token_ids, self._tokens_as_ids = api_request.token_ids, api_request.tokens_as_ids
         kind = "chat.completion" if chat else "text_completion"
         self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
         self._event_head = {**self._head, "object": "chat.completion.chunk" if chat else kind}
@@ -116,11 +117,14 @@ class ResponseWriter:
 
     def whole(self, choices: Sequence[Choice], usage: dict[str, int]) -> dict[str, Any]:
         """Return the body of a whole response."""
-        return {**self._head, "choices": [self._choice(i, c) for i, c in enumerate(choices)], "usage": usage}
+        prompt = {"prompt_token_ids": choices[0].prompt} if self._token_ids and self._chat else {}
+        return {**self._head, "choices": [self._choice(i, c) for i, c in enumerate(choices)], "usage": usage, **prompt}
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         logprobs = self._logprobs_of(choice.logprobs)
-        end = {"logprobs": logprobs, "finish_reason": choice.finish_reason}
+        end: dict[str, Any] = {"logprobs": logprobs, "finish_reason": choice.finish_reason}
+        if self._token_ids:
+            end |= {"token_ids": choice.tokens} | ({} if self._chat else {"prompt_token_ids": choice.prompt})
         if self._chat:
             return {"index": index, "message": {"role": "assistant", "content": choice.text, "refusal": None}, **end}
         return {"index": index, "text": choice.text, **end}
@@ -128,19 +132,26 @@ class ResponseWriter:
     def events(self, index: int, choice: Choice, piece: Piece, usage: dict[str, int] | None = None) -> bytes:
         """Return the events for a piece; empty while its text is pending. `usage` are the token counts of each."""
         deltas: list[dict[str, Any]] = []
+        prompt = {"prompt_token_ids": choice.prompt} if self._token_ids and not choice.begun else {}
         if self._chat and not choice.begun:
             deltas.append({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
-            choice.begun = True
-        if piece.text or piece.finish_reason or (self._logprobs and piece.logprobs):
-            end = {"logprobs": self._logprobs_of(piece.logprobs), "finish_reason": piece.finish_reason}
+        wanted = self._token_ids or (self._logprobs and piece.logprobs)
+        if piece.text or piece.finish_reason or (wanted and piece.tokens):
+            end: dict[str, Any] = {"logprobs": self._logprobs_of(piece.logprobs), "finish_reason": piece.finish_reason}
+            end |= {"token_ids": piece.tokens} if self._token_ids else {}
             if self._chat:
                 delta = {"content": piece.text} if piece.text or not piece.finish_reason else {}
                 deltas.append({"index": index, "delta": delta, **end})
             else:
-                deltas.append({"index": index, "text": piece.text, **end})
+                deltas.append({"index": index, "text": piece.text, **end, **prompt})
+        choice.begun = choice.begun or bool(deltas)
         counts = self._usage if usage is None else b',"usage":' + _encode(usage).encode()
-        after = b"]" + counts + b"}\n\n"
-        return b"".join([self._before + _encode(delta).encode() + after for delta in deltas])
+        after = [b"]" + counts + b"}\n\n"] * len(deltas)
+        if self._chat and prompt:  # vLLM has it beside the choices of the first event
+            after[0] = b"]," + _encode(prompt)[1:-1].encode() + counts + b"}\n\n"
+        return b"".join(
+            [self._before + _encode(delta).encode() + end for delta, end in zip(deltas, after, strict=True)]
+        )
 
     def usage_event(self, usage: dict[str, int]) -> bytes:
         """Return the last event, with token counts."""
@@ -161,18 +172,25 @@ class ResponseWriter:
                 "refusal": None,
             }
         return {
-            "tokens": [self._texts.key(one.token) for one in logprobs],
+            "tokens": [self._name(one.token) for one in logprobs],
             "token_logprobs": [_logprob(one.logprob) for one in logprobs],
             "top_logprobs": [
-                {self._texts.key(token): _logprob(value) for token, value in [*one.top, (one.token, one.logprob)]}
+                {self._name(token): _logprob(value) for token, value in [*one.top, (one.token, one.logprob)]}
                 for one in logprobs
             ],
             "text_offset": [one.offset for one in logprobs],
         }
 
+    def _name(self, token: int) -> str:
+        return f"token_id:{token}" if self._tokens_as_ids else self._texts.key(token)
+
     def _entry(self, token: int, value: float) -> dict[str, Any]:
         text, raw = self._texts.of(token)
-        return {"token": text, "logprob": _logprob(value), "bytes": list(raw)}
+        return {
+            "token": self._name(token) if self._tokens_as_ids else text,
+            "logprob": _logprob(value),
+            "bytes": list(raw),
+        }
 
 
 def embeddings_body(model: str, choices: Sequence[Choice], usage: dict[str, int], encoding: str) -> bytes:

@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -206,3 +207,27 @@ def test_decode_updates_the_cache_in_place():
         one.result(60)
     assert {array.unsafe_buffer_pointer() for array in jax.live_arrays() if array.shape == shape} == caches
     assert engine.close(60)
+
+
+def test_processed_log_probabilities_are_those_of_the_draw():
+    prompt, drawn = [3, 1, 2], SamplingParams(temperature=2.0, top_k=4, seed=5, logprobs=VOCAB, max_tokens=4)
+    greedy, found = replace(GREEDY, logprobs=2, max_tokens=4), {}
+    for mode in ("raw_logprobs", "processed_logprobs"):
+        engine, _ = make_engine(logprobs_mode=mode)
+        engine.start()
+        answers = [engine.submit(prompt, params) for params in (greedy, drawn)]
+        found[mode] = [one.result(60) for one in answers]
+        engine.close()
+    raw, processed = found.values()
+    assert raw[0] == processed[0]
+    assert raw[1].tokens == processed[1].tokens
+    for before, after in zip(raw[1].logprobs, processed[1].logprobs, strict=True):
+        kept = before.top[:4]
+        scores = np.array([value for _, value in kept]) / 2
+        scores -= np.log(np.exp(scores).sum())
+        assert [token for token, _ in after.top[:4]] == [token for token, _ in kept]
+        np.testing.assert_allclose([value for _, value in after.top[:4]], scores, atol=1e-5)
+        assert after.logprob == pytest.approx(scores[[token for token, _ in kept].index(after.token)], abs=1e-5)
+        assert all(value == -np.inf for _, value in after.top[4:])
+    with pytest.raises(jlora.LoRAUsageError, match="logprobs_mode must be 'raw_logprobs' or 'processed_logprobs'"):
+        make_engine(logprobs_mode="raw")

@@ -12,6 +12,9 @@ from jlora.errors import (
     NoFreeSlotError,
 )
 from jlora.serve.engine.request import EngineClosedError, Piece, RequestTimeoutError, SamplingParams, TokenLogprob
+from jlora.serve.http.body import Limits
+from jlora.serve.http.protocol import read_completion
+from jlora.serve.http.responses import Choice, ResponseWriter
 from jlora.serve.http.template import ChatTemplate
 from tests.serve.client import make_service, post
 from tests.serve.fake_engine import BUSY, letters
@@ -116,6 +119,46 @@ def test_each_answer_of_a_prompt_has_its_own_seed(service, engine):
     complete(service, n=3, seed=2**63 - 2)
     complete(service, n=2)
     assert [one.params.seed for one in engine.generations] == [2**63 - 2, 2**63 - 1, -(2**63), None, None]
+
+
+def test_token_ids(service, engine):
+    (first, second) = complete(service, prompt=["ba", "c"], return_token_ids=True).json["choices"]
+    assert (first["prompt_token_ids"], first["token_ids"]) == (ids("ba"), ids("sort|ba"))
+    assert (second["prompt_token_ids"], second["token_ids"]) == (ids("c"), ids("sort|c"))
+    body = chat(service, n=2, return_token_ids=True).json
+    assert body["prompt_token_ids"] == list(engine.generations[-1].prompt)
+    answers = [[token for event in one.events for token in event.tokens] for one in engine.generations[-2:]]
+    assert [choice["token_ids"] for choice in body["choices"]] == answers
+    assert not {"prompt_token_ids", "token_ids"} & complete(service).json["choices"][0].keys()
+
+
+def test_token_ids_of_streams(service, engine):
+    events = complete(service, prompt="ba", stream=True, return_token_ids=True).events
+    choices = [event["choices"][0] for event in events]
+    assert [choice.get("prompt_token_ids") for choice in choices] == [ids("ba"), *[None] * (len(choices) - 1)]
+    assert [token for choice in choices for token in choice["token_ids"]] == ids("sort|ba")
+    events = chat(service, stream=True, return_token_ids=True).events
+    prompt = list(engine.generations[-1].prompt)
+    assert [event.get("prompt_token_ids") for event in events] == [prompt, *[None] * (len(events) - 1)]
+    answer = [token for event in engine.generations[-1].events for token in event.tokens]
+    assert [token for event in events for token in event["choices"][0].get("token_ids", ())] == answer
+
+
+@pytest.mark.parametrize("token_ids", [True, False])
+def test_a_token_without_text_is_an_event_if_ids_are_requested(service, token_ids):
+    body = {"model": "sort", "prompt": "a", "return_token_ids": token_ids}
+    writer = ResponseWriter(read_completion(body, Limits()), service.texts)
+    assert bool(writer.events(0, Choice([3]), Piece("", (4,)))) == token_ids
+
+
+def test_tokens_as_token_ids(service):
+    found = complete(service, logprobs=1, max_tokens=1, return_tokens_as_token_ids=True).json["choices"][0]["logprobs"]
+    own = f"token_id:{ids('s')[0]}"
+    assert (found["tokens"], found["top_logprobs"]) == ([own], [{"token_id:3": -1.5, own: -0.25}])
+    asked = {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True}
+    one = chat(service, max_tokens=1, **asked).json["choices"][0]["logprobs"]["content"][0]
+    assert one["token"].startswith("token_id:")
+    assert one["top_logprobs"][0]["token"] == "token_id:3"
 
 
 def test_logprobs_of_completions(service):

@@ -74,10 +74,10 @@ _ROWS = 1024  # rows that are compared at once: a table of 2**30 values would ta
 _Own: TypeAlias = tuple[np.ndarray, np.ndarray | None, np.dtype | None]
 
 
-def _own(wrapped: WrappedModel, site: Site, row: int, first: int, count: int) -> _Own | None:
+def _own(wrapped: WrappedModel, site: Site, entry: int, first: int, count: int) -> _Own | None:
     """Return the arguments of `difference` for slices of a layer, or None if no comparison is possible."""
     codes: np.dtype | None = None
-    if (base := checkpoint_weight(wrapped, site, row)) is not None:
+    if (base := checkpoint_weight(wrapped, site, entry)) is not None:
         own, known = base
     elif (values := dequantized_weight(wrapped, site)) is not None:
         (own, codes), known = values, None

@@ -32,7 +32,7 @@ from jlora.fit.shapes import describe
 from jlora.manager.loaded_adapter import LoadedAdapter
 from jlora.manager.loads import AT_ONCE, Deadline, Load, notify
 from jlora.manager.state import State, in_use
-from jlora.slots.blocks import Block, Row, unpack
+from jlora.slots.blocks import Block, Entry, unpack
 from jlora.slots.packed import PackedAdapter
 from jlora.slots.values import check_layers, slot_values
 
@@ -368,21 +368,21 @@ def read(state: State, request: LoRARequest, commit: str | None, key: str | None
         return adapter
 
 
-def exact_factors(state: State, adapter: LoadedAdapter) -> dict[Row, tuple[np.ndarray, np.ndarray]]:
-    """Return row -> (A [n, r, K], B [r, N]) of a loaded adapter, before they were rounded to the slots' dtype.
+def exact_factors(state: State, adapter: LoadedAdapter) -> dict[Entry, tuple[np.ndarray, np.ndarray]]:
+    """Return entry -> (A [n, r, K], B [r, N]) of a loaded adapter, before they were rounded to the slots' dtype.
 
     They are those of its files or of the arrays given. If these are gone, they are those of the slots, with a warning.
     """
-    rows = {(p.site, p.row) for p in adapter.packed.placements}
+    entries = {(p.site, p.entry) for p in adapter.packed.placements}
     if all(site.spec.dtype == "float32" for site in adapter.packed.sites):
-        return unpack(adapter.packed.blocks, rows)
+        return unpack(adapter.packed.blocks, entries)
     found = read_again(state, adapter) if adapter.given is None else adapter.given()
     if found is None and adapter.request is None:
         _log.warning(_ROUNDED, adapter.name, "has no files, and its jlora.Adapter is gone")
     blocks = (
         adapter.packed.blocks if found is None else pack_exactly(found, state.wrapped, state.index, state.slot_arrays)
     )
-    return unpack(blocks, rows)
+    return unpack(blocks, entries)
 
 
 def read_again(state: State, adapter: LoadedAdapter) -> Adapter | None:

@@ -265,7 +265,7 @@ def _mixed(values: jax.Array) -> jax.Array:
 def layers_digest(sites: Sequence[Site]) -> str:
     """Return a SHA-256 digest of the sites. It differs between managers that pack the same files differently."""
     about = [
-        (s.path, s.prefix, s.kind, s.spec.dtype, s.spec.in_features, s.spec.out_sizes, s.spec.rows, dict(s.parts))
+        (s.path, s.prefix, s.kind, s.spec.dtype, s.spec.in_features, s.spec.out_sizes, s.spec.entries, dict(s.parts))
         for s in sites
     ]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()

@@ -26,7 +26,7 @@ from jlora.layers.forward.mesh import off_explicit
 from jlora.layers.site import Site, SlotParam, SlotSpec
 from jlora.sharding.rules import names_of
 from jlora.slots.arrays import SlotArrays
-from jlora.slots.blocks import Row
+from jlora.slots.blocks import Entry
 from jlora.slots.codec import is_reordered, place, taken, to_stored, with_rank
 from jlora.slots.export import export_factors
 from jlora.slots.packed import PackedAdapter, Placement
@@ -53,7 +53,7 @@ class _Factor:
         """Shape without the axis of adapters."""
         spec = self.site.spec
         a, b = (spec.slices, spec.max_rank, spec.in_features), (spec.max_rank, spec.out_features)
-        return *spec.rows, *(b if self.half else a)
+        return *spec.entries, *(b if self.half else a)
 
     def placement(self, whole: ArrayPlacement) -> ArrayPlacement:
         """Return the sharding of the slots, without that of features in another order and of sizes that do not divide.
@@ -105,7 +105,7 @@ class TrainedModel:
       prepare: `LoRAManager.prepare`.
       update: `LoRAManager.update_adapter`, with a `check` of the version that it replaces.
       jit: `LoRAManager.jit`.
-      exact_factors: returns row -> (A [n, r, K], B [r, N]) of a loaded adapter, as its files have them.
+      exact_factors: returns entry -> (A [n, r, K], B [r, N]) of a loaded adapter, as its files have them.
       is_open: returns True for the lease of an open batch of this manager.
     """
 
@@ -114,7 +114,7 @@ class TrainedModel:
     prepare: Callable[..., LoRABatch]
     update: Callable[..., int]
     jit: Callable[..., Callable[..., Any]]
-    exact_factors: Callable[[Any], Mapping[Row, tuple[np.ndarray, np.ndarray]]]
+    exact_factors: Callable[[Any], Mapping[Entry, tuple[np.ndarray, np.ndarray]]]
     is_open: Callable[[Any], bool]
 
 
@@ -317,7 +317,7 @@ class Trainer:
             arrays = [with_auto_axes(factors[self._keys[site, j]]) for j in site.spec.factors]
             with auto_axes():
                 halves = [jax.device_get(array[index]) for array in arrays]
-            return lambda row: [half[_row(site.spec, row)] for half in halves]
+            return lambda entry: [half[_entry(site.spec, entry)] for half in halves]
 
         return export_factors(self._packed[name], {factor.site: None for factor in self._factors.values()}, factors_of)
 
@@ -336,8 +336,8 @@ class Trainer:
             for p in adapter.packed.placements:
                 for j in p.site.spec.factors:
                     key, own = self._keys[p.site, j], place(p.site.spec, j, p.first, p.count, p.rank)
-                    where = (i, *_row(p.site.spec, p.row), *own)
-                    values[key][where] = unpacked[p.site, p.row][j][own].astype(np.float32)
+                    where = (i, *_entry(p.site.spec, p.entry), *own)
+                    values[key][where] = unpacked[p.site, p.entry][j][own].astype(np.float32)
                     masks[key][where] = True
 
         def put(arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
@@ -432,7 +432,7 @@ class Trainer:
         for p in placements:
             name = "lora_embedding_{}" if p.site.kind == "embedding" else "lora_{}.weight"
             for j in p.site.spec.factors:
-                own = factors[self._keys[p.site, j]][index][_row(p.site.spec, p.row)]
+                own = factors[self._keys[p.site, j]][index][_entry(p.site.spec, p.entry)]
                 array = taken(p.site.spec, j, own, p.first, p.count, p.rank)
                 found[f"base_model.model.{p.module}.{name.format('AB'[j])}"] = array
         return found
@@ -491,9 +491,9 @@ def _difference(sites: Sequence[Site], found: np.ndarray, expected: np.ndarray) 
         stop = start + math.prod(shape)
         pairs = [values[start:stop].reshape(-1, 2) for values in (found, expected)]
         for i in np.flatnonzero((pairs[0] != pairs[1]).any(axis=1)):
-            *row, part = map(int, np.unravel_index(i, shape[:-1]))
+            *entry, part = map(int, np.unravel_index(i, shape[:-1]))
             has, wanted = (f"rank {rank:.0f} and scaling {scaling:g}" for rank, scaling in (pair[i] for pair in pairs))
-            return f"{site.path}{row or ''}, output slice {part}, has {has}; expected {wanted}"
+            return f"{site.path}{entry or ''}, output slice {part}, has {has}; expected {wanted}"
         start = stop
     return None
 
@@ -560,5 +560,5 @@ def _key(path: Any) -> str:
     return ".".join(map(str, path))
 
 
-def _row(spec: SlotSpec, row: int) -> tuple[int, ...]:
-    return tuple(map(int, np.unravel_index(row, spec.rows))) if spec.rows else ()
+def _entry(spec: SlotSpec, entry: int) -> tuple[int, ...]:
+    return tuple(map(int, np.unravel_index(entry, spec.entries))) if spec.entries else ()

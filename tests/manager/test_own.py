@@ -123,8 +123,8 @@ def assert_same_where_own(part, whole, own):
     assert len(part.blocks) == len(whole.blocks)
     seen = set()
     for mine, theirs in zip(part.blocks, whole.blocks, strict=True):
-        assert (mine.row, mine.start) == (theirs.row, theirs.start)
-        rows = [row for _, row in (mine.chunk.rows if mine.row is None else [mine.chunk.rows[mine.row]])]
+        assert (mine.entry, mine.start) == (theirs.entry, theirs.start)
+        rows = [row for _, row in (mine.chunk.entries if mine.entry is None else [mine.chunk.entries[mine.entry]])]
         for i, row in enumerate(rows):
             is_own = mine.chunk.spec.experts is None or row % E in own
             seen.add(is_own)
@@ -194,9 +194,9 @@ def test_rows_that_are_moved_alone_are_there_and_take_no_memory(folder_of):
     whole, world = world_of(Gathering, WHOLE).staged(request), world_of(Gathering, (0, 1))
     part = world.staged(request)
     assert_same_where_own(part, whole, world.own)
-    assert {block.chunk.rows[block.row][1] for block in part.blocks} == {1, 6}
+    assert {block.chunk.entries[block.entry][1] for block in part.blocks} == {1, 6}
     for block in part.blocks:
-        foreign = block.chunk.rows[block.row][1] == 6
+        foreign = block.chunk.entries[block.entry][1] == 6
         assert all((set(array.strides) == {0}) == foreign for array in (block.a, block.b))
         assert block.nbytes == block.a.nbytes + block.b.nbytes
 

@@ -179,7 +179,7 @@ def add_delta(
         out = add_rows(site, spec, base, x, own, adapters, complete=complete, x_rows=x_rows, shared=shared, bias=bias)
         if expert is None:
             return out
-        mine = expert.reshape(base.shape[:-1]) // (site.spec.rows[-1] // sharding.size(sums)) == lax.axis_index(sums)
+        mine = expert.reshape(base.shape[:-1]) // (site.spec.entries[-1] // sharding.size(sums)) == lax.axis_index(sums)
         return summed(jnp.where(mine[..., None], out, jnp.zeros_like(out)), sums)
 
     with jax.named_scope("lora"):
@@ -188,7 +188,7 @@ def add_delta(
             assert row_map is not None
             expert = jnp.asarray(row_map.expert)
             # A row without an expert counts for expert 0, since one shard must add its base.
-            expert = jnp.where((expert >= 0) & (expert < site.spec.rows[-1]), expert, 0)
+            expert = jnp.where((expert >= 0) & (expert < site.spec.entries[-1]), expert, 0)
         whole = PartitionSpec()
         lead = rows.sharding.axes
         of_base, of_x = partition(*lead, sharding.outs), partition(*lead, sharding.ins)

@@ -215,7 +215,7 @@ def _stamp(layers: list[tuple[Found, list[Site]]]) -> None:
     every = [(sites, i) for _, sites in layers for i in range(len(sites))]
     every = [(sites, i) for sites, i in every if sites[i].row_group in (None, SEQUENCES)] or every
     sure = [(sites, i) for sites, i in every if sites[i].doubt is None] or every
-    whole = [(sites, i) for sites, i in sure if not sites[i].spec.rows] or [
+    whole = [(sites, i) for sites, i in sure if not sites[i].spec.entries] or [
         (sites, i) for sites, i in sure if sites[i].spec.experts is None
     ]
     sites, i = (whole or sure)[0]

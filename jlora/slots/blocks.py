@@ -112,8 +112,8 @@ class Block:
     @property
     def operands(self) -> list[Any]:
         """The arrays without a factor that the sites do not hold."""
-        own = {"a": self.a, "b": self.b, "ranks": self.scales}
-        return [own[array.name] for array in self.chunk.spec.of_blocks]
+        arrays = {"a": self.a, "b": self.b, "ranks": self.scales}
+        return [arrays[array.name] for array in self.chunk.spec.of_blocks]
 
     @functools.cached_property
     def nbytes(self) -> int:
@@ -199,11 +199,11 @@ class Packing:
         for chunk in chunks:
             entries = chunk.entries
             brought = [i for i, entry in enumerate(entries) if entry in ranks]
-            own = [i // chunk.together in chunk.spec.own_shards for i in range(chunk.count)]
+            is_own = [i // chunk.together in chunk.spec.own_shards for i in range(chunk.count)]
             # Entries of missing experts are written as zeros, because many small writes take longer.
             whole = 2 * len(brought) >= chunk.count if chunk.spec.experts else len(brought) == chunk.count
             for indices in [range(chunk.count)] if whole else [[i] for i in brought]:
-                zeros = _zeros if whole or own[indices[0]] else _no_memory
+                zeros = _zeros if whole or is_own[indices[0]] else _no_memory
                 made = [
                     Block(
                         chunk,
@@ -221,7 +221,7 @@ class Packing:
                 ]
                 together = chunk.together if whole else 1
                 self._runs.update(
-                    (entries[i], (at, together - at % together, bits if own[i] else []))
+                    (entries[i], (at, together - at % together, bits if is_own[i] else []))
                     for at, i in enumerate(indices)
                     if entries[i] in ranks
                 )
@@ -249,10 +249,10 @@ class Packing:
             i, follow, bits = self._runs[site, first + at]
             more = min(follow, count - at)
             if bits:
-                own = slice(i, i + more)
+                run = slice(i, i + more)
                 yield (
                     slice(at, at + more),
-                    [(start, a[own], b[own], None if s is None else s[:, own]) for start, a, b, s in bits],
+                    [(start, a[run], b[run], None if s is None else s[:, run]) for start, a, b, s in bits],
                 )
             at += more
 
@@ -298,11 +298,11 @@ def pack(chunks: Iterable[Chunk], entries: Mapping[Entry, Encoded]) -> tuple[Blo
         for _, bits in packing.runs(site, entry, 1):
             for start, *targets, quanta in bits:
                 for target, half in zip(targets, halves, strict=True):
-                    own = half[..., start : start + target.shape[-2], :].view(target.dtype)
-                    target[..., : own.shape[-2], :] = own
+                    values = half[..., start : start + target.shape[-2], :].view(target.dtype)
+                    target[..., : values.shape[-2], :] = values
                 if quanta is not None:
-                    own = all_quanta[..., start : start + quanta.shape[-1]]
-                    quanta[..., : own.shape[-1]] = own
+                    values = all_quanta[..., start : start + quanta.shape[-1]]
+                    quanta[..., : values.shape[-1]] = values
     return packing.blocks
 
 

@@ -62,13 +62,13 @@ def place(spec: SlotSpec, half: int, first: int, count: int, rank: int) -> tuple
 
 def places(spec: SlotSpec, half: int, first: int = 0, count: int | None = None) -> list[Run]:
     """Return the runs of a module's features: those of K, or those of N counted from its first one."""
-    own = slice(0, spec.in_features) if half == A else outputs(spec, first, spec.slices if count is None else count)
+    module = slice(0, spec.in_features) if half == A else outputs(spec, first, spec.slices if count is None else count)
     found: list[Run] = []
     for features, stored in (spec.in_runs, spec.out_runs)[half]:
-        begin, end = max(features.start, own.start), min(features.stop, own.stop)
+        begin, end = max(features.start, module.start), min(features.stop, module.stop)
         if begin < end:
             at = stored.start + begin - features.start
-            found.append((slice(begin - own.start, end - own.start), slice(at, at + end - begin)))
+            found.append((slice(begin - module.start, end - module.start), slice(at, at + end - begin)))
     return found
 
 

@@ -79,9 +79,9 @@ class _Factor:
         def write(slots: jax.Array, factor: jax.Array, slots_of: jax.Array) -> jax.Array:
             factor = factor.astype(slots.dtype)
             factor = to_stored(factor if self.half else with_rank(factor, spec.stored_rank, jnp), spec, self.half, jnp)
-            slots = slots_of - spec.first_slot
-            slots = jnp.where((slots >= 0) & (slots < spec.num_slots), slots, spec.num_slots)
-            where = (*(slice(None),) * axis, slots)
+            index = slots_of - spec.first_slot
+            index = jnp.where((index >= 0) & (index < spec.num_slots), index, spec.num_slots)
+            where = (*(slice(None),) * axis, index)
             return slots.at[where].set(jnp.moveaxis(factor, 0, axis), mode="drop")
 
         return off_explicit(write, jax.typeof(slots).sharding)(slots, factor, slots_of)

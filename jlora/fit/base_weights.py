@@ -34,12 +34,12 @@ def check_base_shapes(where: str, weights: Mapping[str, HostArray], index: SiteI
 
 def _site(name: str, index: SiteIndex) -> tuple[Site, int, int, int] | str:
     """Return the place of the module `name`, or the reason why there is none."""
-    found: tuple[Site, int, int, int] | str = ""
+    place: tuple[Site, int, int, int] | str = ""
     for kind in ("embedding", "linear"):
-        found = index.find(kind, name)
-        if not isinstance(found, str):
-            return found
-    return f"no wrapped module can be compared with it ({found})"
+        place = index.find(kind, name)
+        if not isinstance(place, str):
+            return place
+    return f"no wrapped module can be compared with it ({place})"
 
 
 def check_base_weights(

@@ -136,13 +136,15 @@ def _misfit(site: Site, module: Layer, first: int, count: int) -> str | None:
     rank, spec = module.rank, site.spec
     outputs = sum(spec.out_sizes[first : first + count])
     expected = ((rank, spec.in_features), (outputs, rank))
-    found = (module.a.shape, module.b.shape)
-    if found != expected:
-        why = f"A and B have shapes {found[0]} and {found[1]}, and {site.path!r} takes {expected[0]} and {expected[1]}"
+    shapes = (module.a.shape, module.b.shape)
+    if shapes != expected:
+        why = (
+            f"A and B have shapes {shapes[0]} and {shapes[1]}, and {site.path!r} takes {expected[0]} and {expected[1]}"
+        )
         own = module.b.shape[0]
-        if found[0] == expected[0] and own < outputs and outputs % own == 0 and "attn" in site.path:
+        if shapes[0] == expected[0] and own < outputs and outputs % own == 0 and "attn" in site.path:
             why += f" (B has the rows of one head of {outputs // own}, as MaxText exports them: the others are lost)"
-        if (found[0][0], found[1][1]) == (spec.in_features, outputs) and found[0][1] == found[1][0]:
+        if (shapes[0][0], shapes[1][1]) == (spec.in_features, outputs) and shapes[0][1] == shapes[1][0]:
             why += " (they are transposed: A is [rank, in] and B is [out, rank])"
         return why
     return None

@@ -192,9 +192,9 @@ class SlotArrays(Generic[T]):
 
         The new array is placed like the array that replaced the lost one, if that has the same shape and dtype.
         """
-        found, known = raw_value(self._variables[i]), self._known[i]
-        foreign = isinstance(found, jax.Array) and found.shape == known.shape and found.dtype == known.dtype
-        where = refreshed(self._placements[i], found if foreign else known)
+        current, known = raw_value(self._variables[i]), self._known[i]
+        foreign = isinstance(current, jax.Array) and current.shape == known.shape and current.dtype == known.dtype
+        where = refreshed(self._placements[i], current if foreign else known)
         with jax.default_device(where if isinstance(where, Device) else None):
             stamps = i == len(self._variables) - 1
             values = np.broadcast_to(np.asarray(self.writes if stamps else 0, known.dtype), known.shape)

@@ -57,9 +57,9 @@ class Chunk:
         """(site, entry of the site) of each entry."""
         if not self.spec.entries:
             return tuple((site, 0) for site in self.sites)
-        shards, own = self.spec.expert_shards, self.spec.entries[-1] // self.spec.expert_shards
-        layer, first = divmod(self.first, own)
-        starts = range(layer * shards * own + first, (layer + 1) * shards * own, own)
+        shards, experts = self.spec.expert_shards, self.spec.entries[-1] // self.spec.expert_shards
+        layer, first = divmod(self.first, experts)
+        starts = range(layer * shards * experts + first, (layer + 1) * shards * experts, experts)
         return tuple((self.sites[0], start + i) for start in starts for i in range(self.together))
 
     def origin(self, entry: int | None) -> tuple[int, int]:

@@ -46,18 +46,18 @@ def write(
       True if slot dtype holds all values. If False, some values are not written.
     """
     shared = len(factor) == 1
-    own = factor if shared else factor[run]
-    sizes = own.shape
+    part = factor if shared else factor[run]
+    sizes = part.shape
     quanta = None if quanta is None else np.broadcast_to(quanta, sizes[:2])
-    if not shared and own.size <= _TILE:  # fast path for adapters of tens of thousands of small factors
-        return _write_tile(own, slice(None), slice(0, sizes[1]), slice(None), dtype, into, quanta)
-    outer = max(range(3), key=lambda axis: own.strides[axis] * (sizes[axis] > 1)) if own.size > _TILE else 0
-    most = max(1, _TILE * sizes[outer] // own.size)
+    if not shared and part.size <= _TILE:  # fast path for adapters of tens of thousands of small factors
+        return _write_tile(part, slice(None), slice(0, sizes[1]), slice(None), dtype, into, quanta)
+    outer = max(range(3), key=lambda axis: part.strides[axis] * (sizes[axis] > 1)) if part.size > _TILE else 0
+    most = max(1, _TILE * sizes[outer] // part.size)
     for at in range(0, sizes[outer], most):
         entries, ranks, columns = (
             slice(at, min(at + most, size)) if axis == outer else slice(0, size) for axis, size in enumerate(sizes)
         )
-        values, of_values = own[entries, ranks, columns], None if quanta is None else quanta[entries, ranks]
+        values, of_values = part[entries, ranks, columns], None if quanta is None else quanta[entries, ranks]
         if shared:
             entries = slice(None)
         if not _write_tile(values, entries, ranks, columns, dtype, into, of_values):

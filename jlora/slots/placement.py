@@ -61,13 +61,13 @@ def of_blocks(spec: SlotSpec, *, whole: bool) -> dict[str, ArrayPlacement]:
 
     If `whole` is False, the block has one entry and is replicated over the shards of experts.
     """
-    found = spec.sharding
-    assert found is not None
-    entries = found.experts if whole and spec.experts is not None else ()
+    sharding = spec.sharding
+    assert sharding is not None
+    entries = sharding.experts if whole and spec.experts is not None else ()
     return {
-        "a": found.named(entries, (), (), found.ins),
-        "b": found.named(entries, (), found.b[2]),
-        "ranks": found.named(entries),
+        "a": sharding.named(entries, (), (), sharding.ins),
+        "b": sharding.named(entries, (), sharding.b[2]),
+        "ranks": sharding.named(entries),
     }
 
 

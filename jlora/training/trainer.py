@@ -61,16 +61,16 @@ class _Factor:
         Off meshes it is `whole`, the placement of arrays that every device holds.
         """
         spec, array = self.site.spec, self.site.spec.arrays["ab"[self.half]]
-        found = array.sharding
-        if found is None:
+        sharding = array.sharding
+        if sharding is None:
             return whole
-        axes = [*found.spec, *(None,) * (len(array.shape) - len(found.spec))]
+        axes = [*sharding.spec, *(None,) * (len(array.shape) - len(sharding.spec))]
         del axes[len(spec.stack)]
         if is_reordered(spec, self.half):
             axes[-1] = None
-        counts = [math.prod(found.mesh.shape[name] for name in names_of(entry)) for entry in axes]
+        counts = [math.prod(sharding.mesh.shape[name] for name in names_of(entry)) for entry in axes]
         even = [None if size % n else entry for entry, n, size in zip(axes, counts, self.shape, strict=True)]
-        return NamedSharding(found.mesh, P(None, *even))
+        return NamedSharding(sharding.mesh, P(None, *even))
 
     def put(self, slots: jax.Array, factor: jax.Array, slots_of: jax.Array) -> jax.Array:
         """Return the slot array with the factors of each adapter in its slot. A slot beyond the last drops them."""
@@ -195,20 +195,20 @@ class Trainer:
 
     @state.setter
     def state(self, new: Any) -> None:
-        own, given = _by_path(self._state), _by_path(new)
-        if missing := [path for path in own if path not in given]:
-            others = [path for path in given if path not in own]
+        leaves, new_leaves = _by_path(self._state), _by_path(new)
+        if missing := [path for path in leaves if path not in new_leaves]:
+            others = [path for path in new_leaves if path not in leaves]
             raise LoRAUsageError(
                 f"Trainer.state lacks {missing[0]}{f' and has {others[0]}' if others else ''}: it is of other adapters "
                 "or optimizers, or was restored without the structure of this trainer's state "
                 "(orbax: StandardRestore(trainer.state))"
             )
-        if others := [path for path in given if path not in own]:
+        if others := [path for path in new_leaves if path not in leaves]:
             raise LoRAUsageError(f"Trainer.state has {others[0]}: it is of other adapters or optimizers")
-        for path, leaf in own.items():
-            if (found := _described(given[path])) != (expected := _described(leaf)):
+        for path, leaf in leaves.items():
+            if (found := _described(new_leaves[path])) != (expected := _described(leaf)):
                 raise LoRAUsageError(f"Trainer.state{path} is {found}; expected {expected}")
-            if isinstance(given[path], jax.Array) and given[path].is_deleted():
+            if isinstance(new_leaves[path], jax.Array) and new_leaves[path].is_deleted():
                 raise LoRAUsageError(
                     f"Trainer.state{path} was donated by a step; keep jax.device_get(trainer.state) to set it again"
                 )
@@ -219,7 +219,7 @@ class Trainer:
                         f"Trainer.state: adapter {name!r} was trained with other modules, ranks or scalings: "
                         f"{difference}"
                     )
-        moved = [_moved(given[path], leaf) for path, leaf in own.items()]
+        moved = [_moved(new_leaves[path], leaf) for path, leaf in leaves.items()]
         self._state = jax.tree.unflatten(cast("Any", jax.tree.structure(self._state)), moved)
 
     def step(self, batch: LoRABatch, *inputs: Any) -> dict[str, jax.Array]:

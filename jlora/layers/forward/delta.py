@@ -233,10 +233,10 @@ def add_lookup(
         base: Array, tokens: Array, ids: Sequence[Array], factors: SlotFactors, adapters: Sequence[tuple[Plan, ...]]
     ) -> Array:
         flat = base.reshape(-1, base.shape[-1])
-        found = tokens.reshape(-1)
-        found = jnp.where(found < 0, found + spec.vocab, found)  # negative ids count from the end, as in the table
+        index = tokens.reshape(-1)
+        index = jnp.where(index < 0, index + spec.vocab, index)  # negative ids count from the end, as in the table
         size = factors.a.shape[-1]
-        column = found - lax.axis_index(sharding.ins) * size if sharding.ins else found
+        column = index - lax.axis_index(sharding.ins) * size if sharding.ins else index
 
         def add(total: Array, plans: tuple[Plan, ...], slots: Array) -> Array:
             # Rows without an adapter read a column of an arbitrary slot here; `expand` has no tile for them.
@@ -249,7 +249,7 @@ def add_lookup(
 
         out = _summed_adapters(flat, [partial(add, plans=a, slots=s) for a, s in zip(adapters, ids, strict=True)])
         if spec.table.real_in < spec.vocab:
-            out = jnp.where((found < spec.table.real_in)[:, None], out, flat)
+            out = jnp.where((index < spec.table.real_in)[:, None], out, flat)
         return out.reshape(base.shape)
 
     with jax.named_scope("lora"):

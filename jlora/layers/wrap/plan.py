@@ -14,7 +14,7 @@ from jlora.layers.base_kernel import Kernel, arrays_of, kernel_of
 from jlora.layers.forward.experts import prefix_of, shared_sites
 from jlora.layers.forward.merged_columns import too_many_pieces
 from jlora.layers.site import HEAD, SEQUENCES, Site, SlotSpec
-from jlora.layers.specs import Doubt, EmbedSpec, ExpertsSpec, LinearSpec, Spec, own_attribute
+from jlora.layers.specs import Doubt, EmbedSpec, ExpertsSpec, LinearSpec, ProductsSpec, Spec, own_attribute
 from jlora.layers.variants import finishers_of
 from jlora.layers.variants.finisher import Finisher
 from jlora.layers.wrap.discover import Found, discover
@@ -228,14 +228,14 @@ def _uses(found: Found, spec: Spec, context: _Context) -> list[_Use]:
     if isinstance(spec, ExpertsSpec):
         return [_product_use(found, spec, name, context) for name in spec.products]
     if isinstance(spec, LinearSpec):
-
-        def projection() -> Site:
-            sizes, parts = slices(found.module, aliases, spec.real_out, context.packed)
-            slots = _slots(found, spec, spec, sizes, (*aliases, *parts), context)
-            site = Site(aliases[0], aliases, "linear", slots, parts, backend, doubt=found.guess)
-            return replace(site, head=_head(found.module, site, spec, context))
-
-        return [_Use(aliases[0], (*aliases, *part_names(aliases, context.packed)), projection)]
+        return [_linear_use(found, spec, spec, aliases, context)]
+    if isinstance(spec, ProductsSpec):
+        return [
+            _linear_use(
+                found, spec, one, [f"{alias}.{n}" for n in (one.param, name) for alias in aliases], context, name
+            )
+            for name, one in spec.products.items()
+        ]
     uses: list[_Use] = []
     key = id(found.module)
     if spec.lookup is not None:
@@ -261,6 +261,24 @@ def _uses(found: Found, spec: Spec, context: _Context) -> list[_Use]:
 
         uses.append(_Use(names[0], (*names, *aliases), attend))
     return uses
+
+
+def _linear_use(
+    found: Found, spec: Spec, linear: LinearSpec, names: Sequence[str], context: _Context, product: str | None = None
+) -> _Use:
+    """Return the use of a linear layer, or of a product inside a method, with these names."""
+    names = tuple(dict.fromkeys(names))
+
+    def projection() -> Site:
+        sizes, parts = slices(found.module, names, linear.real_out, context.packed)
+        slots = _slots(found, spec, linear, sizes, (*names, *parts), context)
+        site = Site(names[0], names, "linear", slots, parts, context.config.backend, doubt=found.guess)
+        if product is None:
+            return replace(site, head=_head(found.module, site, linear, context))
+        context.headless.update(dict.fromkeys((*names, *parts), "it is a product inside a method"))
+        return replace(site, prefix=prefix_of(product))
+
+    return _Use(names[0], (*names, *part_names(names, context.packed)), projection)
 
 
 def _head(layer: nnx.Module, site: Site, spec: LinearSpec, context: _Context) -> Site | None:

@@ -64,13 +64,12 @@ class GptOss(nnx.Module):
         k_TKH = jnp.einsum("TD,DKH->TKH", x_TD, self.kernel_k_DKH[...]) + self.bias_k_KH[...][None]
         v_TKH = jnp.einsum("TD,DKH->TKH", x_TD, self.kernel_v_DKH[...]) + self.bias_v_KH[...][None]
         out_TNH = jax.jit(attend)(q_TNH, k_TKH, v_TKH, same, self.sinks_N[...])
-        return (cache, k_TKH), jnp.einsum("TNH,NHD->TD", out_TNH, self.kernel_o_proj_NHD[...]) + self.bias_o_D[...][
-            None
-        ]
+        out_TD = jnp.einsum("TNH,NHD->TD", out_TNH, self.kernel_o_proj_NHD[...])
+        return (cache, k_TKH), out_TD + self.bias_o_D[...][None]
 
 
 class Llama4(nnx.Module):
-    """Attention of Llama 4 in tpu-inference: constraints, norms of heads, an attribute that a call sets and restores."""
+    """Attention of Llama 4 in tpu-inference: constraints, norms of heads, an attribute set and restored."""
 
     def __init__(self):
         self.kernel_q_proj_DNH, self.kernel_k_proj_DKH = param(D, N, H, seed=2), param(D, K, H, seed=4)
@@ -465,9 +464,8 @@ def exchange(self, x, w):
 def test_methods_that_change_their_module_are_refused(use):
     jlora.register_layer(Refused, describe_refused)
     manager = make_manager(model := Holder(Writes(use)))
-    what = {add_attribute: "sets attributes", exchange: "writes the Variable 'w'"}.get(
-        use, "writes the Variable 'cache'"
-    )
+    written = "w" if use is exchange else "cache"
+    what = "sets attributes" if use is add_attribute else f"writes the Variable '{written}'"
     with manager.prepare([None] * 3) as batch, pytest.raises(LoRAError, match=what):
         serve(model, normal(3, D), batch)
 

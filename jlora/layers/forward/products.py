@@ -4,6 +4,9 @@ The parameters of the products are inputs of the jaxpr. They are followed throug
 `dot_general` or `ragged_dot`, whose result gets the delta. Any other equation that takes one raises.
 """
 
+# Jaxprs have no types.
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -257,9 +260,8 @@ def _add_delta(call: _Call, equation: JaxprEqn, ins: Sequence[Any], y: Array) ->
     good = {p.axis for p in inner} <= {*spec.in_axes} and {p.axis for p in outer} <= {*spec.out_axes, *experts}
     good = good and {p.axis for p in [*shared, *groups]} <= experts and jnp.issubdtype(x.dtype, jnp.floating)
     if ragged is not None:  # rows [M, K], kernels [E, K, N]
-        good = (
-            good and side == 1 and len(lead) == len(groups) == 1 and not {p.axis for p in [*outer, *shared]} & experts
-        )
+        good = good and side == 1 and len(lead) == len(groups) == 1
+        good = good and not {p.axis for p in [*outer, *shared]} & experts
     if not good:
         call.refuse(
             product,

@@ -316,6 +316,24 @@ def test_layers_under_nnx_scan():
     assert len(make_manager(model).verify(serve, normal(5, 2, D)).checked) == 3
 
 
+@pytest.mark.device(devices=4)
+def test_kernels_split_over_a_mesh():
+    """Heads of queries, keys, values and of the output's input are split; slots are split as the kernels are."""
+    jlora.register_layer(GptOss, describe)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    model, targets = Packed(GptOss), targets_of(GptOss)
+    adapters = [make_adapter("one", targets, 3), make_adapter("two", targets, 2)]
+    twins = {adapter.name: merge(model, targets, adapter) for adapter in adapters} | {None: nnx.clone(model)}
+    for name, value in vars(model.self_attn).items():
+        if isinstance(value, nnx.Param):
+            spec = P("model") if "NHD" in name else P(None, "model") if name.startswith("kernel") else P()
+            value.set_value(jax.device_put(value.get_value(), NamedSharding(mesh, spec)))
+    manager, x, names = make_manager(model, adapters), normal(4, D), ["one", None, "two", "one"]
+    assert model.self_attn.jlora_q_proj_b[...].sharding.spec == P(None, None, "model")
+    with manager.prepare(names) as batch:
+        assert_close(serve(model, x, batch), expected_rows(twins, names, x))
+
+
 def test_use_of_the_base_model_alone_and_eager_calls():
     x = normal(3, D)
     jlora.register_layer(GptOss, describe)

@@ -244,7 +244,8 @@ class ExpertsSpec:
         merged tensor has the order of the layer.
       dtype: dtype of the slots of all products whose own spec sets none, as in `LinearSpec`.
       method: name of a method that multiplies the parameters of all products, by einsums over all experts, one expert
-        after another, or by `ragged_dot`; they are found as in `ProductsSpec`. None: no such method.
+        after another, or by `ragged_dot`; they are found as in `ProductsSpec`. `gathers` is not read. None: no such
+        method.
     """
 
     experts: int

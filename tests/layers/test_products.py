@@ -248,7 +248,7 @@ def describe_mlp(layer):
     return jlora.ProductsSpec({"up": up, "down": down})
 
 
-def served_and_expected(cls, x):
+def served_and_expected(cls):
     jlora.register_layer(cls, describe_mlp)
     model = Holder(cls())
     adapters = [make_adapter("one", TARGETS, 3), make_adapter("two", TARGETS, 2)]
@@ -259,7 +259,7 @@ def served_and_expected(cls, x):
 @pytest.mark.parametrize("cls", [Mlp, Remat])
 def test_checkpoints_inside_keep_their_policy(cls):
     x, names = normal(3, 2, D), ["one", None, "two"]
-    model, manager, twins = served_and_expected(cls, x)
+    model, manager, twins = served_and_expected(cls)
     with manager.prepare(names) as batch:
         assert_close(serve(model, x, batch), expected_rows(twins, names, x))
         text = str(jax.make_jaxpr(serve)(model, x, batch))
@@ -268,7 +268,7 @@ def test_checkpoints_inside_keep_their_policy(cls):
 
 def test_gradients_checkpoint_and_vmap_around():
     x, names = normal(3, 2, D), ["one", None, "two"]
-    model, manager, twins = served_and_expected(Mlp, x)
+    model, manager, twins = served_and_expected(Mlp)
 
     @jax.jit
     def gradient(model, x, batch):
@@ -314,6 +314,18 @@ def test_layers_under_nnx_scan():
     model = Scanned()
     check_against_merged(model, targets, normal(3, 2, D))
     assert len(make_manager(model).verify(serve, normal(5, 2, D)).checked) == 3
+
+
+@pytest.mark.device(devices=8)
+def test_step_in_a_shard_map_over_sequences():
+    """The shards of a method multiply their rows with kernels that JAX marks as equal in all shards."""
+    x, names = normal(8, 2, D), ["one", None, "two", "one"] * 2
+    model, manager, twins = served_and_expected(Mlp)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    specs = (P(), P("data"), P("data"))
+    step = jax.jit(jax.shard_map(serve.__wrapped__, mesh=mesh, in_specs=specs, out_specs=P("data")))
+    with manager.prepare(names) as batch:
+        assert_close(step(model, x, batch), expected_rows(twins, names, x))
 
 
 @pytest.mark.device(devices=4)

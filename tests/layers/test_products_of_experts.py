@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import jlora
-from jlora.errors import LoRAError
+from jlora.errors import LoRAError, LoRAUsageError
 from tests.layers import merging
 from tests.layers.expert_models import CHOSEN, draw, route, weighted_sum
 from tests.layers.merging import assert_close, serve
@@ -288,6 +288,15 @@ def test_sorted_rows_without_their_tokens_are_refused(cls):
         manager.prepare([None] * 3) as batch,
         pytest.raises(LoRAError, match=rf"mlp\.{cls.names[0]}: ragged_dot .* `rows`"),
     ):
+        serve(model, jnp.ones((3, 2, D)), batch)
+
+
+@pytest.mark.parametrize("found", [None, jlora.RowMap(np.arange(5), of="tokens", length=2)])
+def test_rows_that_are_not_those_of_the_product_are_refused(found):
+    rows = lambda layer, product, x, *args, **kwargs: found  # noqa: E731
+    jlora.register_layer(Sglang, lambda layer: describe(layer, rows, "experts"))
+    manager = make_manager(model := Model(Sglang))
+    with manager.prepare([None] * 3) as batch, pytest.raises(LoRAUsageError, match=r"mlp.wi_0: .* of \[12\] rows"):
         serve(model, jnp.ones((3, 2, D)), batch)
 
 

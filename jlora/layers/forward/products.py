@@ -19,7 +19,7 @@ from flax import nnx
 from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
-from jlora.errors import LoRAError
+from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.forward.delta import add_delta
 from jlora.layers.forward.experts import prefix_of
 from jlora.layers.forward.rows import RowMap
@@ -27,7 +27,7 @@ from jlora.layers.forward.scope import enter_site, open_scope
 from jlora.layers.site import Site
 from jlora.layers.specs import ExpertsSpec, ProductsSpec
 
-_CASTS = ("convert_element_type", "copy", "name", "stop_gradient", "sharding_constraint", "reshard")
+_CASTS = ("convert_element_type", "copy", "name", "stop_gradient", "sharding_constraint", "reshard", "pvary", "pcast")
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call")
 _REMATS = ("checkpoint", "remat", "remat2")
 _PRODUCTS = ("dot_general", "ragged_dot_general")
@@ -277,7 +277,12 @@ def _add_delta(call: _Call, equation: JaxprEqn, ins: Sequence[Any], y: Array) ->
     if not isinstance(call.spec, ExpertsSpec):
         return restore(add_delta(call.layer, site, scope, base, flat, spec))
     if call.spec.rows is not None:
-        found: RowMap | None = call.spec.rows(call.layer, product, flat, *call.args, **call.kwargs)
+        found: Any = call.spec.rows(call.layer, product, flat, *call.args, **call.kwargs)
+        if not isinstance(found, RowMap) or found.source.size != math.prod(piece.size for piece in rows):
+            raise LoRAUsageError(
+                f"{site.path}: `rows` of its ExpertsSpec must return a jlora.RowMap of {[p.size for p in rows]} rows, "
+                f"got {found!r:.200}"
+            )
     elif ragged is None:
         found = scope.map_of(site, flat[(0,) * len(shared)])
     else:

@@ -36,7 +36,8 @@ _STALE = (
     "this batch was opened outside `jax.jit` and is read inside it: it would be baked into the compiled function as a "
     "constant and go stale. Pass it as an argument: `forward(model, tokens, batch)`, with `with jlora.use(batch):` "
     "inside forward. `lax.scan`, `nnx.scan`, `jax.checkpoint` and `jax.eval_shape` trace what they are given as "
-    "`jax.jit` does: call them inside a function that is jitted, and open the batch there."
+    "`jax.jit` does, and methods with a ProductsSpec the layers that they call: call them inside a function that is "
+    "jitted, and open the batch there."
 )
 _NO_GROUP = (
     "{path}: this layer is of the row group {group!r}, and the batch was prepared without it. Say which sequence each "

@@ -47,6 +47,7 @@ __all__ = [
     "ModuleLoRA",
     "NoFreeSlotError",
     "Preset",
+    "ProductsSpec",
     "RowMap",
     "SavedHead",
     "SlotParam",

@@ -34,6 +34,7 @@ from jlora.layers.site import SlotRanks as SlotRanks
 from jlora.layers.specs import EmbedSpec as EmbedSpec
 from jlora.layers.specs import ExpertsSpec as ExpertsSpec
 from jlora.layers.specs import LinearSpec as LinearSpec
+from jlora.layers.specs import ProductsSpec as ProductsSpec
 from jlora.layers.wrap.discover import register_layer as register_layer
 from jlora.layers.wrap.linen import LinenModule as LinenModule
 from jlora.layers.wrap.wrapped import LayerInfo as LayerInfo

@@ -1,5 +1,6 @@
-"""Specs of layer classes: `LinearSpec`, `EmbedSpec` and `ExpertsSpec`, and the specs of Flax's own classes."""
+"""Specs of layer classes: `LinearSpec`, `EmbedSpec`, `ProductsSpec`, `ExpertsSpec`, and those of Flax's own classes."""
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -157,19 +158,81 @@ class EmbedSpec:
 
 
 @dataclass(frozen=True, eq=False)
+class ProductsSpec:
+    """Describe a class to jlora of which one method multiplies several parameters.
+
+    The method is traced in each call, and its parameters are followed through casts, reshapes and transposes. LoRA is
+    added at each product (`dot_general`) of an input and one of these parameters, which must be `nnx.Variable`s of
+    floats. Everything else that takes such a parameter raises: a scale, a sum, a slice, `jax.shard_map`,
+    `jax.custom_vjp`, `lax.scan`, a Pallas kernel. The method may call other layers, also wrapped ones, but cannot write
+    Variables.
+
+    Attributes:
+      products: name of a product in checkpoints, such as "q_proj" -> the spec of its parameter, by `einsum_spec` or
+        `LinearSpec`. The path of the product is that of the parameter; adapters and configurations can use both names.
+        Its rows are the axes of the input that are not contracted, in the order of the input. `rows` and `bias` are
+        not read; `product` and `dequantize` cannot be given.
+      method: name of the method.
+      dtype: dtype of the slots of all products whose own spec sets none, as in `LinearSpec`.
+
+    Example:
+      >>> def describe(layer):
+      ...     q = jlora.einsum_spec("TD,DNH->TNH", layer.kernel_q.shape, "kernel_q")
+      ...     o = jlora.einsum_spec("TNH,NHD->TD", layer.kernel_o.shape, "kernel_o")
+      ...     return jlora.ProductsSpec({"q_proj": q, "o_proj": o})
+      >>> jlora.register_layer(Attention, describe)
+    """
+
+    products: Mapping[str, LinearSpec]
+    method: str = "__call__"
+    dtype: DType | None = None
+
+    def __post_init__(self):
+        _check_products(self)
+        check_fields("ProductsSpec.", self, {"dtype": SLOT_DTYPE})
+        object.__setattr__(self, "products", {name: _without_bias(spec) for name, spec in self.products.items()})
+
+
+def _without_bias(spec: LinearSpec) -> LinearSpec:
+    """Return the spec of a product alone: a method adds its bias later."""
+    alone = copy.copy(spec)
+    object.__setattr__(alone, "bias", None)
+    return alone
+
+
+def _check_products(spec: "ProductsSpec | ExpertsSpec") -> None:
+    """Raise `LoRAUsageError` unless `products` are specs, of a parameter each if they are found in a method."""
+    label, products = type(spec).__name__, spec.products
+    if not products or not all(isinstance(each, LinearSpec) for each in products.values()):
+        raise LoRAUsageError(f"{label}.products must map the name of each product to its LinearSpec")
+    if spec.method is None:
+        return
+    for name, each in products.items():
+        alike = sum(other.param == each.param for other in products.values())
+        if each.param is None or each.product is not None or each.dequantize is not None or alike > 1:
+            raise LoRAUsageError(
+                f"{label}.products[{name!r}]: a product inside a method is found by its parameter, so its spec must "
+                f"name one of its own in `param`, without `product` and `dequantize`, got {each}"
+            )
+
+
+@dataclass(frozen=True, eq=False)
 class ExpertsSpec:
     """Describe the grouped products of a mixture-of-experts layer class to jlora.
 
-    A grouped product multiplies each of its rows by the kernel of that row's expert. It is served in one of two ways.
-    It can be a method of the class, which takes rows [*lead, K] first and returns [*lead, N]. Otherwise the class calls
-    `jlora.expert_delta` with the rows and the result. The router and shared experts are separate layers.
+    A grouped product multiplies each of its rows by the kernel of that row's expert. It is served in one of three ways.
+    It can be a method of the class, which takes rows [*lead, K] first and returns [*lead, N]. It can be found inside a
+    longer method (`method`). Otherwise the class calls `jlora.expert_delta` with the rows and the result. The router
+    and shared experts are separate layers.
 
     Attributes:
       experts: E, the number of experts.
       products: product name -> spec of one expert. `param` has the shape [E, ...]. The axes after the first are those
         of a `LinearSpec`. If a method has the product's name, that method is wrapped.
       rows: `rows(layer, name, x, *args, **kwargs)` returns the `RowMap` of the rows passed to the method, with `expert`
-        set. None if no product is a method.
+        set. None if no product is a method. With `method`, x [*lead, K] is the input of a product that was found, and
+        the arguments are those of the method. `expert` is not read, since the product shows it. None then says that
+        the axes of x other than the experts are those of a layer's rows. `ragged_dot` needs `rows`.
       names: product -> for each of its output slices, side by side, the checkpoint names of one expert's module. The
         usual names of "gate_up" (two slices), "up" and "down" are the default. Products named like "down" lead out of
         the experts, which can share their B. The experts can share A of all other products
@@ -180,6 +243,9 @@ class ExpertsSpec:
         layer (gpt-oss). Adapters of merged slices have that order, of one expert or of all. For other products the
         merged tensor has the order of the layer.
       dtype: dtype of the slots of all products whose own spec sets none, as in `LinearSpec`.
+      method: name of a method that multiplies the parameters of all products, by einsums over all experts, one expert
+        after another, or by `ragged_dot`; they are found as in `ProductsSpec`. `gathers` is not read. None: no such
+        method.
     """
 
     experts: int
@@ -189,12 +255,12 @@ class ExpertsSpec:
     gathers: Sequence[str] = ()
     alternating: Sequence[str] = ()
     dtype: DType | None = None
+    method: str | None = None
 
     def __post_init__(self):
         _check_sizes(self, "experts")
         check_fields("ExpertsSpec.", self, {"dtype": SLOT_DTYPE})
-        if not self.products or not all(isinstance(spec, LinearSpec) for spec in self.products.values()):
-            raise LoRAUsageError("ExpertsSpec.products must map the name of each product to its LinearSpec")
+        _check_products(self)
         names = {**{name: EXPERT_NAMES[name] for name in self.products if name in EXPERT_NAMES}, **self.names}
         if names.keys() != self.products.keys() or not all(names.values()):
             raise LoRAUsageError(
@@ -231,7 +297,7 @@ EXPERT_NAMES: Mapping[str, Sequence[Sequence[str]]] = {
 }
 
 
-Spec: TypeAlias = LinearSpec | EmbedSpec | ExpertsSpec
+Spec: TypeAlias = LinearSpec | EmbedSpec | ProductsSpec | ExpertsSpec
 Describe: TypeAlias = Callable[[Any], Spec | str]
 
 

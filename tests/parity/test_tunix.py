@@ -29,6 +29,7 @@ with warnings.catch_warnings():
     from tunix.generate.sampler import CacheConfig, Sampler
     from tunix.models.gemma import model as gemma
     from tunix.models.gemma import params_safetensors as gemma_params
+    from tunix.models.gemma4 import moe as gemma4_moe
     from tunix.models.llama3 import model as llama3
     from tunix.models.qwen2 import model as qwen2
     from tunix.models.qwen3 import model as qwen3
@@ -245,3 +246,56 @@ def test_models_pass_verify(make):
     assert not report.unserved
     assert not report.unchecked
     assert len(report.checked) >= 6
+
+
+# --- Experts --------------------------------------------------------------------------------------------------------
+
+
+def loop_of_qwen3():
+    def describe(layer):
+        experts, k, n = layer.gate_proj.shape
+        names = {"gate_proj": (k, n), "up_proj": (k, n), "down_proj": (n, k)}
+        products = {name: jlora.LinearSpec(*sizes, name) for name, sizes in names.items()}
+        return jlora.ExpertsSpec(experts, products, names={name: [[name]] for name in names}, method="__call__")
+
+    jlora.register_layer(qwen3.MoELayer, describe)
+    config = config_of(qwen3, **FLOAT32, num_experts=3, num_experts_per_tok=2)
+    return qwen3.MoELayer(config, rngs=nnx.Rngs(0)), ("router", "gate_proj", "up_proj", "down_proj")
+
+
+def sorted_of_gemma4():
+    def rows(layer, product, x, inputs, choices, weights):
+        token = jnp.argsort(choices.reshape(-1)) // choices.shape[-1]
+        return jlora.RowMap(token, of="tokens", length=inputs.shape[1])
+
+    def describe(layer):
+        experts, _, n, k = layer.gating_einsum.shape
+        up = jlora.LinearSpec(k, 2 * n, "gating_einsum", in_axes=(2,), out_axes=(0, 1))
+        products = {"gate_up": up, "down": jlora.LinearSpec(n, k, "linear")}
+        return jlora.ExpertsSpec(experts, products, rows, method="_run_ffw_and_routing")
+
+    jlora.register_layer(gemma4_moe.MoERagged, describe)
+    sharding = types.SimpleNamespace(exp_weight_edf=None, exp_weight_efd=None)
+    sizes = {"embed_dim": 16, "expert_dim": 8, "num_experts": 3, "num_experts_per_tok": 2}
+    config = types.SimpleNamespace(**sizes, **FLOAT32, shd_config=sharding)
+    return gemma4_moe.MoERagged(config, rngs=nnx.Rngs(0)), ("gating_einsum", "linear")
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("make", [loop_of_qwen3, sorted_of_gemma4])
+def test_experts_of_tunix_in_one_method(make):
+    """The products of experts in Tunix's own methods, each against merged weights."""
+    layer, names = make()
+    for _, value in nnx.iter_graph(layer):
+        if isinstance(value, nnx.Param) and value.ndim > 1:  # Tunix's initial values are too small to compare
+            value[...] = jax.random.normal(jax.random.key(value.size), value.shape) * 0.3
+    manager = jlora.LoRAManager(nnx.Dict(mlp=layer), jlora.LoRAConfig(max_loras=2, max_lora_rank=4))
+
+    @jax.jit
+    def step(model, x, batch):
+        with jlora.use(batch):
+            return model["mlp"](x)
+
+    features = layer.linear.shape[-1] if make is sorted_of_gemma4 else layer.gate_proj.shape[1]
+    report = manager.verify(step, jax.random.normal(jax.random.key(0), (5, 3, features)))
+    assert set(report.checked) == {f"mlp.{name}" for name in names}

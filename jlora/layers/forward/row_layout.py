@@ -1,5 +1,6 @@
 """How the rows of one call of a layer map to the row space of the layer, and how they are split over the mesh."""
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -49,6 +50,13 @@ class RowLayout:
     def num_indexed(self) -> int:
         """The number of rows of the space that a map indexes."""
         return self._row_slots.size * max(1, self.positions)
+
+    def as_map(self) -> RowMap:
+        """Return a map of the same rows, flattened."""
+        if self.row_map is not None:
+            return self.row_map
+        index = jnp.arange(math.prod(self.shape), dtype=jnp.int32) // (self.repeats // max(1, self.positions))
+        return RowMap(index, of="tokens", length=self.positions or None)
 
     @property
     def _row_slots(self) -> RowSlots:

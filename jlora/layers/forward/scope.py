@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 
 import jax
 import jax.core
@@ -35,7 +36,8 @@ _STALE = (
     "this batch was opened outside `jax.jit` and is read inside it: it would be baked into the compiled function as a "
     "constant and go stale. Pass it as an argument: `forward(model, tokens, batch)`, with `with jlora.use(batch):` "
     "inside forward. `lax.scan`, `nnx.scan`, `jax.checkpoint` and `jax.eval_shape` trace what they are given as "
-    "`jax.jit` does: call them inside a function that is jitted, and open the batch there."
+    "`jax.jit` does, and methods with a ProductsSpec the layers that they call: call them inside a function that is "
+    "jitted, and open the batch there."
 )
 _NO_GROUP = (
     "{path}: this layer is of the row group {group!r}, and the batch was prepared without it. Say which sequence each "
@@ -114,7 +116,17 @@ class Scope(Opened):
           LoRAUsageError: a row map is open around a layer of a row group, or as in `layout_of`.
         """
         rows = self._rows_of(site)
-        layout = rows.layout(site, base, row_map)
+        layout = self._accepted(site, rows.layout(site, base, row_map))
+        return None if layout is None else rows.of_call(site, base, layout)
+
+    def map_of(self, site: Site, rows: Float[Array, "*lead K"]) -> RowMap | None:
+        """Return a map of the rows that a layer without experts would have, for a product of experts. As `rows`."""
+        plain = replace(site, spec=replace(site.spec, experts=None))
+        layout = self._accepted(site, self._rows_of(site).layout(plain, rows, None))
+        return None if layout is None else layout.as_map()
+
+    def _accepted(self, site: Site, layout: RowLayout | str) -> RowLayout | None:
+        """Return the layout of a call, or None after recording why there is none. Raises as `rows`."""
         if isinstance(layout, str):
             if site.space != SEQUENCES and site.doubt is None:  # its rows are declared, so no other layout is meant
                 raise LoRAError(f"{site.path}: {layout}")
@@ -122,7 +134,7 @@ class Scope(Opened):
             return None
         if layout.length is not None:
             self.undeclared.add(site, layout.length)
-        return rows.of_call(site, base, layout)
+        return layout
 
     def num_indexed(self, site: Site, base: Float[Array, "*lead N"], row_map: RowMap) -> int:
         """Return the size of the range that the map of one call indexes: the number of sequences or of tokens."""
@@ -235,6 +247,18 @@ def _check_eager(scope: BaseScope | Scope) -> None:
 def enter_site(site: Site, layer: nnx.Module) -> Scope | None:
     """Record a call of a wrapped layer and return the open scope, or None if the layer serves the base model.
 
+    Raises as `open_scope`.
+    """
+    scope = open_scope(site, layer)
+    if scope is None:
+        return None
+    scope.calls.called.setdefault(site)
+    return None if site in scope.batch.layout.unserved else scope
+
+
+def open_scope(site: Site, layer: nnx.Module) -> Scope | None:
+    """Return the open scope around a wrapped layer, or None in `use(None)`.
+
     Raises:
       LoRAError: no scope is open, the batch belongs to another model, it may not be served here, or the layer is one of
         a copy that qwix made of the wrapped model.
@@ -251,5 +275,4 @@ def enter_site(site: Site, layer: nnx.Module) -> Scope | None:
         raise LoRAError(f"{site.path}: this batch was prepared by the manager of another model")
     _check_fresh(scope.batch)
     scope.batch.check_usable()  # the batch may have been closed inside the scope
-    scope.calls.called.setdefault(site)
-    return None if site in scope.batch.layout.unserved else scope
+    return scope

@@ -19,6 +19,7 @@ from jlora.layers.base_kernel import arrays_of
 from jlora.layers.forward.embedding import embed_methods
 from jlora.layers.forward.experts import experts_methods, product_of
 from jlora.layers.forward.linear import linear_methods
+from jlora.layers.forward.products import products_methods
 from jlora.layers.site import (
     LAST,
     OF_SEQUENCES,
@@ -32,7 +33,7 @@ from jlora.layers.site import (
     chosen_by_default,
     set_attribute,
 )
-from jlora.layers.specs import EmbedSpec, ExpertsSpec, LinearSpec
+from jlora.layers.specs import EmbedSpec, ExpertsSpec, LinearSpec, ProductsSpec
 from jlora.layers.wrap.discover import ModuleInfo
 from jlora.layers.wrap.make_sites import make_sites
 from jlora.layers.wrap.select import PackedModules
@@ -201,6 +202,8 @@ def _methods(info: ModuleInfo, sites: Sequence[Site]) -> tuple[tuple[str, str], 
     """Return (kind, name) of the methods that serve LoRA."""
     if isinstance(info.spec, LinearSpec):
         return (("linear", "__call__"),)
+    if isinstance(info.spec, ExpertsSpec | ProductsSpec) and info.spec.method is not None:
+        return (("products", info.spec.method),)
     if isinstance(info.spec, ExpertsSpec):
         names = [product_of(site) for site in sites]
         return tuple(("experts", name) for name in names if callable(getattr(type(info.module), name, None)))
@@ -212,6 +215,7 @@ def _methods(info: ModuleInfo, sites: Sequence[Site]) -> tuple[tuple[str, str], 
 _MAKERS: dict[str, Callable[[type, str], Callable[..., Any]]] = {
     "linear": linear_methods,
     "experts": experts_methods,
+    "products": products_methods,
     **embed_methods,
 }
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+import jax.numpy as jnp
 from flax import nnx
 
 from jlora import _qwix
@@ -19,6 +20,7 @@ from jlora.layers.specs import (
     EmbedSpec,
     ExpertsSpec,
     LinearSpec,
+    ProductsSpec,
     Spec,
     describe_embed,
     describe_general,
@@ -52,8 +54,8 @@ def register_layer(cls: type[nnx.Module], describe: Describe) -> None:
     Args:
       cls: a layer class. Linear: its `__call__` takes the input (the first argument that is an array) and returns its
         projection, or (projection, bias). Embedding: its methods are those named in the spec.
-      describe: function `describe(layer)` that returns a `LinearSpec` (also from `einsum_spec`), an `EmbedSpec`, an
-        `ExpertsSpec`, or a string with the reason why this instance cannot serve LoRA.
+      describe: function `describe(layer)` that returns a `LinearSpec` (also from `einsum_spec`), an `EmbedSpec`, a
+        `ProductsSpec`, an `ExpertsSpec`, or a string with the reason why this instance cannot serve LoRA.
 
     Raises:
       LoRAUsageError: `cls` is no subclass of `nnx.Module`.
@@ -208,21 +210,25 @@ def _described(module: nnx.Module, aliases: tuple[str, ...]) -> ModuleInfo:
     if stacks and all(axis for axis, _ in stacks):
         axis, layers = min(stacks)
         return ModuleInfo(module, aliases, _STACK.format(axis=axis, layers=layers, like=""), stacks=stacks)
-    if isinstance(spec, ExpertsSpec):
+    if isinstance(spec, ExpertsSpec | ProductsSpec):
+        experts = spec.experts if isinstance(spec, ExpertsSpec) else None
         for name, product in spec.products.items():
-            if base is not None and getattr(cls, name, None) is not getattr(base, name, None):
+            method = name if spec.method is None else spec.method
+            if base is not None and getattr(cls, method, None) is not getattr(base, method, None):
                 raise LoRAUsageError(
-                    f"{cls.__name__} overrides the {name} of {base.__name__}, and jlora cannot know what it computes; "
-                    "register the class itself with an ExpertsSpec"
+                    f"{cls.__name__} overrides the {method} of {base.__name__}, and jlora cannot know what it "
+                    f"computes; register the class itself with a spec of its own, a jlora.{type(spec).__name__}"
                 )
-            if problem := _contradiction(module, product, spec.experts) or _unsliced(name, product, spec):
+            problem = _contradiction(module, product, experts) or _unsliced(name, product, spec)
+            problem = problem or (None if spec.method is None else _unfollowed(module, product, spec.method))
+            if problem:
                 raise LoRAUsageError(f"{name}: {problem}")
     elif isinstance(spec, LinearSpec | EmbedSpec):
         spec = _contradiction(module, spec) or spec
     elif not isinstance(spec, str):
         raise LoRAUsageError(
-            f"describe of {cls.__name__} must return a LinearSpec, an EmbedSpec, an ExpertsSpec or a string that says "
-            f"why not, got {type(spec).__name__}"
+            f"describe of {cls.__name__} must return a LinearSpec, an EmbedSpec, a ProductsSpec, an ExpertsSpec or a "
+            f"string that says why not, got {type(spec).__name__}"
         )
     doubt = None
     if guess is not None and isinstance(spec, LinearSpec):
@@ -292,8 +298,18 @@ def _kept_methods(spec: EmbedSpec, cls: type, base: type) -> tuple[Spec | str, d
     return replace(spec, **dict.fromkeys(reasons)), reasons
 
 
-def _unsliced(name: str, product: LinearSpec, spec: ExpertsSpec) -> str | None:
-    slices = len(spec.names[name])
+def _unfollowed(module: nnx.Module, product: LinearSpec, method: str) -> str | None:
+    """Return why a product cannot be found in a method of a module, or None."""
+    if not callable(getattr(type(module), method, None)):
+        return f"its spec names the method {method!r}, and {type(module).__name__} has no such method"
+    kernel = kernel_of(module, product)
+    if kernel is None or not kernel.exact or jnp.dtype(kernel.dtype).itemsize < 2:
+        return f"its parameter {product.param!r} must be an nnx.Variable of floats of at least 16 bits to be followed"
+    return None
+
+
+def _unsliced(name: str, product: LinearSpec, spec: ExpertsSpec | ProductsSpec) -> str | None:
+    slices = len(spec.names[name]) if isinstance(spec, ExpertsSpec) else 1
     if product.real_out % slices:
         return f"its {product.real_out} outputs are no {slices} slices of one size, as its names say"
     return None
@@ -301,7 +317,7 @@ def _unsliced(name: str, product: LinearSpec, spec: ExpertsSpec) -> str | None:
 
 def _stacks(module: nnx.Module, spec: object) -> frozenset[tuple[int, int]]:
     """Return (axis, size) of each axis without which a kernel of floats fits its spec. See `ModuleInfo.stacks`."""
-    products = spec.products.values() if isinstance(spec, ExpertsSpec) else (spec,)
+    products = spec.products.values() if isinstance(spec, ExpertsSpec | ProductsSpec) else (spec,)
     experts = (spec.experts,) if isinstance(spec, ExpertsSpec) else ()
     found: set[tuple[int, int]] = set()
     for product in products:
@@ -405,7 +421,10 @@ def _how_to_register(module: nnx.Module) -> str:
     if several and all(len(shape) > 2 for shape in matrices.values()) and len({s[0] for s in matrices.values()}) == 1:
         return f"; if {', '.join(matrices)} are of experts, register {cls.__name__} with a jlora.ExpertsSpec"
     if several:
-        return f"; it holds {', '.join(matrices)}: make each of them a layer of its own"
+        return (
+            f"; it holds {', '.join(matrices)}: make each of them a layer of its own, or register {cls.__name__} with "
+            "a jlora.ProductsSpec"
+        )
     if isinstance(module, nnx.Embed) or "embed" in cls.__name__.lower():
         spec = f'jlora.EmbedSpec(*layer.{name}.shape, param="{name}")'
     elif equation is not None:

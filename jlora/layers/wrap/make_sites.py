@@ -14,7 +14,7 @@ from jlora.layers.base_kernel import Kernel, arrays_of, kernel_of
 from jlora.layers.forward.experts import prefix_of, shared_sites
 from jlora.layers.forward.merged_columns import too_many_pieces
 from jlora.layers.site import HEAD, SEQUENCES, Site, SlotSpec
-from jlora.layers.specs import Doubt, EmbedSpec, ExpertsSpec, LinearSpec, Spec, own_attribute
+from jlora.layers.specs import Doubt, EmbedSpec, ExpertsSpec, LinearSpec, ProductsSpec, Spec, own_attribute
 from jlora.layers.variants import finishers_of
 from jlora.layers.variants.finisher import Finisher
 from jlora.layers.wrap.discover import ModuleInfo, discover
@@ -228,14 +228,14 @@ def _uses(info: ModuleInfo, spec: Spec, context: _Context) -> list[_Use]:
     if isinstance(spec, ExpertsSpec):
         return [_product_use(info, spec, name, context) for name in spec.products]
     if isinstance(spec, LinearSpec):
-
-        def projection() -> Site:
-            sizes, parts = slices(info.module, aliases, spec.real_out, context.packed)
-            slot_spec = _slot_spec(info, spec, spec, sizes, (*aliases, *parts), context)
-            site = Site(aliases[0], aliases, "linear", slot_spec, parts, backend, doubt=info.guess)
-            return replace(site, head=_head(info.module, site, spec, context))
-
-        return [_Use(aliases[0], (*aliases, *part_names(aliases, context.packed)), projection)]
+        return [_linear_use(info, spec, spec, aliases, context)]
+    if isinstance(spec, ProductsSpec):
+        return [
+            _linear_use(
+                info, spec, one, [f"{alias}.{n}" for n in (one.param, name) for alias in aliases], context, name
+            )
+            for name, one in spec.products.items()
+        ]
     uses: list[_Use] = []
     key = id(info.module)
     if spec.lookup is not None:
@@ -263,6 +263,29 @@ def _uses(info: ModuleInfo, spec: Spec, context: _Context) -> list[_Use]:
 
         uses.append(_Use(names[0], (*names, *aliases), attend))
     return uses
+
+
+def _linear_use(
+    info: ModuleInfo,
+    spec: Spec,
+    linear: LinearSpec,
+    names: Sequence[str],
+    context: _Context,
+    product: str | None = None,
+) -> _Use:
+    """Return the use of a linear layer, or of a product inside a method, with these names."""
+    names = tuple(dict.fromkeys(names))
+
+    def projection() -> Site:
+        sizes, parts = slices(info.module, names, linear.real_out, context.packed)
+        slot_spec = _slot_spec(info, spec, linear, sizes, (*names, *parts), context)
+        site = Site(names[0], names, "linear", slot_spec, parts, context.config.backend, doubt=info.guess)
+        if product is None:
+            return replace(site, head=_head(info.module, site, linear, context))
+        context.headless.update(dict.fromkeys((*names, *parts), "it is a product inside a method"))
+        return replace(site, prefix=prefix_of(product))
+
+    return _Use(names[0], (*names, *part_names(names, context.packed)), projection)
 
 
 def _head(layer: nnx.Module, site: Site, spec: LinearSpec, context: _Context) -> Site | None:

@@ -15,7 +15,7 @@ from jlora.errors import LoRAError
 from jlora.layers.base_kernel import arrays_of, can_dequantize, dequantized, kernel_of
 from jlora.layers.forward.experts import product_of
 from jlora.layers.site import HEAD, ModelSites, Site, delete_attribute, detach
-from jlora.layers.specs import EmbedSpec, ExpertsSpec, LinearSpec, Spec
+from jlora.layers.specs import EmbedSpec, ExpertsSpec, LinearSpec, ProductsSpec, Spec
 from jlora.sharding.put import own_values
 
 _SHARED = ("jlora_spec", "jlora_sites")
@@ -167,7 +167,7 @@ def take_off(layer: nnx.Module, site: Site, cls: type) -> None:
 def spec_of(layer: nnx.Module, site: Site) -> LinearSpec | EmbedSpec:
     """Return the spec of a wrapped layer at one of its sites."""
     spec: Spec = vars(layer)["jlora_spec"]
-    return spec.products[product_of(site)] if isinstance(spec, ExpertsSpec) else spec
+    return spec.products[product_of(site)] if isinstance(spec, ExpertsSpec | ProductsSpec) else spec
 
 
 def own_order_of(layer: nnx.Module, site: Site) -> np.ndarray | None:

@@ -276,8 +276,8 @@ def _add_delta(call: _Call, equation: JaxprEqn, ins: Sequence[Any], y: Array) ->
     flat, _, _ = _flat(x.transpose(*batch_of_x, *lead, *of_x), [*shared, *rows, *inner], spec.in_axes)
     if not isinstance(call.spec, ExpertsSpec):
         return restore(add_delta(call.layer, site, scope, base, flat, spec))
-    if call.spec.entries is not None:
-        found: Any = call.spec.entries(call.layer, product, flat, *call.args, **call.kwargs)
+    if call.spec.rows is not None:
+        found: Any = call.spec.rows(call.layer, product, flat, *call.args, **call.kwargs)
         if not isinstance(found, RowMap) or found.source.size != math.prod(piece.size for piece in rows):
             raise LoRAUsageError(
                 f"{site.path}: `rows` of its ExpertsSpec must return a jlora.RowMap of {[p.size for p in rows]} rows, "

@@ -37,7 +37,7 @@ from jlora.manager.loading import add, exact_factors, load, prefetch, read_again
 from jlora.manager.loads import Deadline, notify
 from jlora.manager.locks import StateLock
 from jlora.manager.multihost import peers_of
-from jlora.manager.prepare import pin, prepare
+from jlora.manager.prepare import fits, pin, prepare
 from jlora.manager.report import AdapterInfo, Level, Stats, records
 from jlora.manager.snapshot import base_digest, restore, save
 from jlora.manager.state import State
@@ -565,6 +565,32 @@ class LoRAManager:
         deadline = self._deadline(timeout).at
         with self._state.peers.turn("prepare"):
             return prepare(self._state, args, deadline)
+
+    def fits(self, names: Sequence[Given | None]) -> bool:
+        """Return True if these adapters fit beside the open batches, so that `prepare(names)` finds a slot for each.
+
+        No adapter is loaded, no slot is written and no use is marked. A loop with continuous batching admits a waiting
+        sequence if its adapter fits with those of the sequences that run (docs/loop.md). An adapter that is in no slot
+        yet may take a free slot, or one whose adapter is neither pinned, held by an open batch nor among `names`.
+
+        Args:
+          names: the adapters, as in `prepare`, in any number. Repeated ones count once, and None needs no slot.
+
+        Returns:
+          False where `prepare` without `timeout` raises NoFreeSlotError: too few slots or too little room in the host
+          cache, or other calls wait for slots and these adapters need one too. False also while a slot that is needed
+          holds new weights of `update_adapter` that are not on the host yet; `prepare` waits for that copy. Adapters
+          that are not on the host count as one slot each. With `expert_slots`, whether one of those needs a slot for
+          experts shows only after its load, where `prepare` may still raise.
+
+        Raises:
+          AdapterNotFoundError: a name was not added.
+          AdapterMismatchError, LoRAUsageError: `prepare` refuses these adapters.
+        """
+        self._check_call("fits")
+        checked = checked_names(names, self.config)
+        with self._state.peers.turn("fits", alone=True):
+            return fits(self._state, BatchArguments(checked, BatchShape(len(checked))))
 
     def hold(self, name: str) -> AdapterHandle:
         """Return a handle on the newest version of an adapter, to finish a sequence on the version it began with.

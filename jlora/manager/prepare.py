@@ -57,9 +57,7 @@ def _attempt(state: State, args: BatchArguments, ticket: Ticket) -> LoRABatch | 
                 else:
                     loaded = _loaded(state, args)
                     wanted = list(dict.fromkeys(loaded.values()))
-                    if state.queue and any(adapter not in state.pool.table for adapter in wanted):
-                        _check_first(state, ticket)
-                    plan = state.slots.plan(wanted)
+                    plan = _plan(state, wanted, ticket)
                     state.peers.agree(_same(plan))
                     with state.peers.change():
                         state.slots.carry_out(plan, wanted)
@@ -76,6 +74,21 @@ def _attempt(state: State, args: BatchArguments, ticket: Ticket) -> LoRABatch | 
             with state.lock:
                 state.queue.append(ticket)
         return None
+
+
+def fits(state: State, args: BatchArguments) -> bool:
+    """See `LoRAManager.fits`."""
+    ticket = Ticket(None)
+    with state.lock:
+        state.wrapped.check()
+        try:
+            if _absent(state, args, ticket):
+                _check_room(state, args, ticket)
+            else:
+                _plan(state, list(dict.fromkeys(_loaded(state, args).values())), ticket)
+        except NoFreeSlotError:
+            return False
+    return True
 
 
 def pin(state: State, name: str) -> bool:
@@ -115,8 +128,19 @@ def _check_first(state: State, ticket: Ticket) -> None:
         raise NoFreeSlotError("other batches wait for slots, and this one needs one too")
 
 
+def _plan(state: State, wanted: Sequence[LoadedAdapter], ticket: Ticket) -> dict[LoadedAdapter, int]:
+    """Return adapter -> slot to write for distinct adapters. Nothing is changed.
+
+    Raises:
+      NoFreeSlotError: they do not fit, or one of them needs a slot and an earlier ticket waits.
+    """
+    if state.queue and any(adapter not in state.pool.table for adapter in wanted):
+        _check_first(state, ticket)
+    return state.slots.plan(wanted)
+
+
 def _start(state: State, args: BatchArguments, ticket: Ticket, absent: list[LoRARequest]) -> list[Load]:
-    """Start the loads of a batch.
+    """Start the loads of a batch, and mark a use of its adapters on the host: the loads then evict others first.
 
     With several processes only one load is started at a time, so that all processes admit them in the same order.
 
@@ -125,6 +149,8 @@ def _start(state: State, args: BatchArguments, ticket: Ticket, absent: list[LoRA
         ticket waits. The loads would evict each other from the host cache and be repeated without end.
     """
     _check_room(state, args, ticket)
+    for adapter in _loaded(state, args).values():
+        state.slots.touch(adapter)
     absent = absent[:1] if state.peers.several else absent
     state.peers.agree([request.name for request in absent])
     for request in absent:
@@ -152,9 +178,7 @@ def _absent(state: State, args: BatchArguments, ticket: Ticket) -> list[LoRARequ
 
 
 def _check_room(state: State, args: BatchArguments, ticket: Ticket) -> None:
-    """Check, before a load, that the batch fits, and mark a use of its adapters on the host.
-
-    The load then evicts other adapters first.
+    """Check, before a load, that the batch fits. Nothing is changed.
 
     Raises:
       NoFreeSlotError: the slots that are neither pinned nor leased are too few, or the host cache has no room.
@@ -172,8 +196,6 @@ def _check_room(state: State, args: BatchArguments, ticket: Ticket) -> None:
         )
     given = [name for name in args.adapters if not isinstance(name, AdapterHandle)]
     cache.check_room({name if isinstance(name, str) else name.name for name in given}, leased)
-    for packed in loaded.values():
-        state.slots.touch(packed)
 
 
 def _loaded(state: State, args: BatchArguments) -> dict[Name, LoadedAdapter]:

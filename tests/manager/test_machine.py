@@ -417,6 +417,12 @@ class ManagerMachine(RuleBasedStateMachine):
             items = [self.books.get(a) if isinstance(a, str) else item for a, item in zip(asked, items, strict=True)]
             distinct = [item for item in dict.fromkeys(items) if item is not None]
             want = self.books.activate(distinct)
+        if want is jlora.AdapterNotFoundError:
+            self.agree(want, self.manager.fits, asked)
+        else:
+            before = self.manager.list_adapters(), self.manager.stats()
+            assert self.manager.fits(asked) is (want is not jlora.NoFreeSlotError)
+            assert (self.manager.list_adapters(), self.manager.stats()) == before
         meanwhile = [(batch, self.step(batch)) for batch in self.batches if batch.thread != self.turn]
         batch = self.agree(want, self.poll, asked, timeout)
         for other, logits in meanwhile:

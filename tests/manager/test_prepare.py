@@ -16,7 +16,7 @@ import pytest
 import jlora
 from jlora.manager import loading
 from tests.manager.test_loader import until
-from tests.manager.tiny import make_adapter, make_world, request, same
+from tests.manager.tiny import World, make_adapter, make_world, request, same
 from tests.records import slot_names, waiting
 
 pytestmark = pytest.mark.device
@@ -110,6 +110,31 @@ def test_a_kept_batch_does_not_outlive_a_change(world):
     world.check(world.serve(names), [make_adapter("a", 2), make_adapter("b"), None])
 
 
+def test_adapters_that_fit_beside_open_batches(world: World) -> None:
+    """Two slots: repeated names and the base need no further one, slots that are pinned or leased are not evicted."""
+    world.load("a", "b", "c")
+    fits = world.manager.fits
+    assert fits(["a", None, "b", "a", None, "a"])
+    assert fits([jlora.Mix({"a": 1.0}), "a"])
+    assert fits([None])
+    assert not fits(["a", "b", "c"])
+    with world.manager.prepare(["a", None, None]):
+        assert fits(["b"])
+        assert fits(["a", "c"])
+        assert not fits(["b", "c"])
+    world.manager.pin_adapter("b")
+    assert fits(["a", "b"])
+    assert not fits(["a", "c"])
+    before = world.held(), world.manager.stats()
+    for names, error in ((["x"], jlora.AdapterNotFoundError), ("a", jlora.LoRAUsageError), ([], jlora.LoRAUsageError)):
+        for call in (fits, world.manager.prepare):
+            with pytest.raises(error):
+                call(names)
+    assert fits(["c", "b"])
+    assert same(before[0], world.held())
+    assert world.manager.stats() == before[1]
+
+
 def in_time(call: Callable[[], Any]) -> Any:
     """Return or raise the result of a call, made in a thread because it may hang."""
     done: Future[Any] = Future()
@@ -131,6 +156,8 @@ def test_more_adapters_than_fit_are_refused_before_any_is_loaded(tmp_path: Path)
     a, b, c = (jlora.LoRARequest(name, str(tmp_path / name)) for name in "abc")
     for name in "abc":
         make_adapter(name).save_pretrained(tmp_path / name)
+    assert m.fits([a, b])
+    assert not m.fits([a, b, c])
     with pytest.raises(jlora.NoFreeSlotError, match="3 adapters need a slot, but of 2 slots 0 are"):
         in_time(lambda: m.prepare([a, b, c]))
     assert m.stats().host_loads == 0
@@ -190,6 +217,8 @@ def test_waiting_batches_load_in_order_of_arrival(tmp_path: Path) -> None:
         for count, thread in enumerate(threads):
             thread.start()
             until(lambda count=count: waiting(m) > count)
+        assert m.fits(["a"])
+        assert not m.fits([jlora.LoRARequest("e", str(tmp_path / "e"))])
         with pytest.raises(jlora.NoFreeSlotError, match="other batches wait for slots"):
             m.prepare([jlora.LoRARequest("e", str(tmp_path / "e")), None, None])
     for thread in threads:

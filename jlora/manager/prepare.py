@@ -183,12 +183,14 @@ def _check_room(state: State, args: BatchArguments, ticket: Ticket) -> None:
     Raises:
       NoFreeSlotError: the slots that are neither pinned nor leased are too few, or the host cache has no room.
     """
-    loaded, leased, cache = _loaded(state, args), state.leases.leased(), state.cache
+    loaded, leased, cache, alive = _loaded(state, args), state.leases.leased(), state.cache, state.slots.alive()
     _check_first(state, ticket)
     wanted = {loaded.get(name, name.name if isinstance(name, LoRARequest) else name) for name in args.adapters}
     slots = len(state.pool.table)
     others = [packed for packed in state.pool.table if packed is not None and packed not in wanted]
-    stay = [c for c in others if c in leased or (cache.newest(c) and c.name in cache.pins)]
+    # A pinned name keeps the slot of an old version for the new one.
+    pinned = [c for c in others if c.name in cache.pins and cache.loaded[c.name] not in wanted]
+    stay = [c for c in others if c in leased or (c in pinned and (cache.newest(c) or not alive(c)))]
     if len(wanted) + len(stay) > slots:
         raise NoFreeSlotError(
             f"{len(wanted)} adapters need a slot, but of {slots} slots {len(stay)} are pinned or held by an open "

@@ -352,7 +352,8 @@ class ManagerMachine(RuleBasedStateMachine):
             item
             for item in books.slots
             if item is not None and item not in wanted
-            and (books.leased(item) or (item in books.host and item.name in books.pinned))
+            and (books.leased(item) or (item.name in books.pinned and books.get(item.name) not in wanted
+                                        and (item in books.host or not books.alive(item))))
         ]  # fmt: skip
         if len(wanted) + len(stay) > len(books.slots):
             return jlora.NoFreeSlotError

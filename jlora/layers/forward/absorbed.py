@@ -1,0 +1,108 @@
+"""LoRA of products of each head with its part of a layer's kernel, in place of the layer: absorbed latent attention."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float
+
+from jlora.errors import LoRAError
+from jlora.layers.forward.delta import SlotFactors, factor_specs, plan_specs, slot_factors
+from jlora.layers.forward.mesh import on_mesh, shards_of, split_of
+from jlora.layers.forward.scope import enter_site
+from jlora.layers.site import Site
+from jlora.layers.specs import LinearSpec
+from jlora.pallas.plan import Plan
+from jlora.pallas.xla import mask_ranks, scale_tiles, take_a, to_rows, to_tiles
+from jlora.sharding.rules import partition
+
+
+def absorbed_delta(
+    layer: nnx.Module,
+    x: Float[Array, "*lead heads F"],
+    y: Float[Array, "*lead heads G"],
+    part: slice,
+    *,
+    transposed: bool = False,
+) -> Float[Array, "*lead heads G"]:
+    """Return `y` plus the LoRA of every row, for a product of each head with its part W[n] of a layer's kernel.
+
+    Latent attention (MLA) in its absorbed form does not call `kv_b_proj`, whose kernel is [K, heads * features]. It
+    multiplies queries by W_UK[n]ᵀ and latent outputs by W_UV[n], two parts of the features of head n. An adapter of
+    `kv_b_proj` changes both. Call this right after each of the two products. It returns `y` if the layer is not
+    wrapped. The cost grows with the rows and with the adapters in use, as that of the XLA backend.
+
+    Args:
+      layer: the linear layer whose kernel is multiplied, such as `self.kv_b_proj`. Its outputs are head after head.
+      x: the input of the product: [..., K], or [..., features of `part`] if it is transposed.
+      y: the output of the product: [..., features of `part`], or [..., K] if it is transposed.
+      part: the features of each head that W[n] holds.
+      transposed: False for x @ W[n], True for x @ W[n]ᵀ.
+
+    Raises:
+      LoRAError: called outside `jlora.use`, the sizes of the arrays differ from the layer's, or the layer has outputs
+        of several checkpoint modules, indices, a variant such as DoRA, or inputs or ranks that a mesh splits.
+
+    Example:
+      >>> q = jnp.einsum("bthd,chd->bthc", q_nope, w_uk)
+      >>> q = jlora.absorbed_delta(self.kv_b_proj, q_nope, q, slice(0, nope), transposed=True)
+      >>> out = jnp.einsum("bthc,chv->bthv", latent, w_uv)
+      >>> out = jlora.absorbed_delta(self.kv_b_proj, latent, out, slice(nope, None))
+    """
+    site: Site | None = vars(layer).get("jlora_site")
+    scope = None if site is None else enter_site(site, layer)
+    if site is None or scope is None:
+        return y
+    _check(site, vars(layer)["jlora_spec"], x, y, part, transposed)
+    rows = scope.rows(site, y.reshape(*y.shape[:-2], -1))
+    if rows is None:
+        return y
+
+    def local(y: Array, x: Array, own: SlotFactors, adapters: tuple[tuple[Plan, ...], ...]) -> Array:
+        flat = x.reshape(-1, *x.shape[-2:])
+        deltas = [_delta(flat, own, part, transposed, plans[0]) for plans in adapters]
+        delta = sum(deltas[1:], deltas[0]).reshape(y.shape)
+        return jnp.where(delta == 0, y, (y + delta).astype(y.dtype))  # -0.0 of the base stays
+
+    sharding = split_of(site.spec)
+    of_rows = partition(*rows.sharding.axes, sharding.outs, ())
+    specs = of_rows, of_rows, factor_specs(site.spec), plan_specs(rows)
+    own = slot_factors(layer, site, scope.batch)
+    return on_mesh(sharding, local, specs, of_rows)(y, x, own, rows.adapters)
+
+
+def _delta(
+    x: Float[Array, "M heads F"], own: SlotFactors, part: slice, transposed: bool, plan: Plan
+) -> Float[Array, "M heads G"]:
+    """Return the delta of one adapter of each row in float32, in the tile space of `jlora.pallas.xla`."""
+    slots, rank, _ = own.b.shape
+    b = own.b.reshape(slots, rank, x.shape[1], -1)[..., part]
+    x = x if own.a.dtype == jnp.int8 else x.astype(own.a.dtype)
+    tiles = to_tiles(x, plan).astype(jnp.float32)
+    a_tiles = take_a(own.a, plan, own.ranks)[:, 0].astype(jnp.float32)
+    b_tiles = mask_ranks(jnp.moveaxis(b[plan.tile_group], 1, -1), plan, own.ranks).astype(jnp.float32)
+    of_a, of_b = ("trk", a_tiles), ("tnfr", b_tiles)
+    (first, into), (second, out) = (of_b, of_a) if transposed else (of_a, of_b)
+    h = jnp.einsum(f"tmn{'f' if transposed else 'k'},{first}->tnmr", tiles, into, precision="highest")
+    h = scale_tiles(h, plan, own.ranks)
+    return to_rows(jnp.einsum(f"tnmr,{second}->tmn{'k' if transposed else 'f'}", h, out, precision="highest"), plan)
+
+
+def _check(site: Site, spec: LinearSpec, x: Array, y: Array, part: slice, transposed: bool) -> None:
+    """Raise LoRAError unless the layer and the arrays are those of such a product."""
+    slots, sharding, heads = site.spec, split_of(site.spec), y.shape[-2]
+    if slots.slices > 1 or slots.finishers or spec.columns_in is not None or spec.columns_out is not None:
+        raise LoRAError(
+            f"{site.path}: absorbed_delta takes a layer with all outputs of one checkpoint module in its order, and "
+            "without variants such as DoRA; leave it out with LoRAConfig.exclude_modules"
+        )
+    if sharding.ins or sharding.a[2] or sharding.b[2] != sharding.outs:
+        raise LoRAError(f"{site.path}: absorbed_delta takes a kernel that is split by heads alone; replicate its inputs")
+    of_head, left = divmod(slots.out_features // shards_of(site)[1], heads)
+    sizes = (slots.in_features, len(range(of_head)[part]))
+    sizes = sizes[::-1] if transposed else sizes
+    if left or x.shape[:-1] != y.shape[:-1] or (x.shape[-1], y.shape[-1]) != sizes:
+        raise LoRAError(
+            f"{site.path}: absorbed_delta takes {list(x.shape)} to {list(y.shape)} by {part} of {heads} heads of a "
+            f"layer with {slots.in_features} features in and {slots.out_features} out; expected [..., heads, "
+            f"{sizes[0]}] to [..., heads, {sizes[1]}]"
+        )

@@ -1,5 +1,7 @@
 """LoRA of products of each head with its part of a layer's kernel, in place of the layer: absorbed latent attention."""
 
+import functools
+
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -12,7 +14,7 @@ from jlora.layers.forward.scope import enter_site
 from jlora.layers.site import Site
 from jlora.layers.specs import LinearSpec
 from jlora.pallas.plan import Plan
-from jlora.pallas.xla import mask_ranks, scale_tiles, take_a, to_rows, to_tiles
+from jlora.pallas.xla import by_head, has_group
 from jlora.sharding.rules import partition
 
 
@@ -59,32 +61,18 @@ def absorbed_delta(
 
     def local(y: Array, x: Array, own: SlotFactors, adapters: tuple[tuple[Plan, ...], ...]) -> Array:
         flat = x.reshape(-1, *x.shape[-2:])
-        deltas = [_delta(flat, own, part, transposed, plans[0]) for plans in adapters]
-        delta = sum(deltas[1:], deltas[0]).reshape(y.shape)
-        return jnp.where(delta == 0, y, (y + delta).astype(y.dtype))  # -0.0 of the base stays
+        flat = flat if own.a.dtype == jnp.int8 else flat.astype(own.a.dtype)
+        product = functools.partial(by_head, flat, own.a, own.b, ranks=own.ranks, part=part, transposed=transposed)
+        deltas = [product(plan) for plan, *_ in adapters]
+        total = (y + sum(deltas[1:], deltas[0]).reshape(y.shape)).astype(y.dtype)
+        served = functools.reduce(jnp.logical_or, [has_group(plan) for plan, *_ in adapters])
+        return jnp.where(served.reshape(*y.shape[:-2], 1, 1), total, y)  # -0.0 + 0.0 is +0.0
 
     sharding = split_of(site.spec)
     of_rows = partition(*rows.sharding.axes, sharding.outs, ())
     specs = of_rows, of_rows, factor_specs(site.spec), plan_specs(rows)
     own = slot_factors(layer, site, scope.batch)
     return on_mesh(sharding, local, specs, of_rows)(y, x, own, rows.adapters)
-
-
-def _delta(
-    x: Float[Array, "M heads F"], own: SlotFactors, part: slice, transposed: bool, plan: Plan
-) -> Float[Array, "M heads G"]:
-    """Return the delta of one adapter of each row in float32, in the tile space of `jlora.pallas.xla`."""
-    slots, rank, _ = own.b.shape
-    b = own.b.reshape(slots, rank, x.shape[1], -1)[..., part]
-    x = x if own.a.dtype == jnp.int8 else x.astype(own.a.dtype)
-    tiles = to_tiles(x, plan).astype(jnp.float32)
-    a_tiles = take_a(own.a, plan, own.ranks)[:, 0].astype(jnp.float32)
-    b_tiles = mask_ranks(jnp.moveaxis(b[plan.tile_group], 1, -1), plan, own.ranks).astype(jnp.float32)
-    of_a, of_b = ("trk", a_tiles), ("tnfr", b_tiles)
-    (first, into), (second, out) = (of_b, of_a) if transposed else (of_a, of_b)
-    h = jnp.einsum(f"tmn{'f' if transposed else 'k'},{first}->tnmr", tiles, into, precision="highest")
-    h = scale_tiles(h, plan, own.ranks)
-    return to_rows(jnp.einsum(f"tnmr,{second}->tmn{'k' if transposed else 'f'}", h, out, precision="highest"), plan)
 
 
 def _check(site: Site, spec: LinearSpec, x: Array, y: Array, part: slice, transposed: bool) -> None:
@@ -96,7 +84,7 @@ def _check(site: Site, spec: LinearSpec, x: Array, y: Array, part: slice, transp
             "without variants such as DoRA; leave it out with LoRAConfig.exclude_modules"
         )
     if sharding.ins or sharding.a[2] or sharding.b[2] != sharding.outs:
-        raise LoRAError(f"{site.path}: absorbed_delta takes a kernel that is split by heads alone; replicate its inputs")
+        raise LoRAError(f"{site.path}: absorbed_delta takes a kernel that a mesh splits by heads alone")
     of_head, left = divmod(slots.out_features // shards_of(site)[1], heads)
     sizes = (slots.in_features, len(range(of_head)[part]))
     sizes = sizes[::-1] if transposed else sizes

@@ -339,6 +339,12 @@ def test_rows_without_an_adapter_keep_their_bits():
     manager = make_manager(model, [KV_B])
     with manager.prepare(["kv_b", None]) as batch:
         np.testing.assert_array_equal(np.asarray(serve(model, x, batch))[1], base[1])
+        with jlora.use(batch, without=["*"]), jax.numpy_dtype_promotion("strict"):
+            y = jnp.full((2, 3, HEADS, V), -0.0, jnp.bfloat16)
+            out = jlora.absorbed_delta(model.kv_b_proj, jnp.ones((2, 3, HEADS, RANK), y.dtype), y, slice(NOPE, None))
+    assert out.dtype == y.dtype
+    assert jnp.all(out[0] != 0)
+    assert jnp.all(jnp.signbit(out[1]))
 
 
 def test_gradients_of_an_adapter_that_begins_with_zeros():

@@ -64,7 +64,7 @@ def absorbed_delta(
         flat = flat if own.a.dtype == jnp.int8 else flat.astype(own.a.dtype)
         product = functools.partial(by_head, flat, own.a, own.b, ranks=own.ranks, part=part, transposed=transposed)
         deltas = [product(plan) for plan, *_ in adapters]
-        total = (y + sum(deltas[1:], deltas[0]).reshape(y.shape)).astype(y.dtype)
+        total = (y.astype(jnp.float32) + sum(deltas[1:], deltas[0]).reshape(y.shape)).astype(y.dtype)
         served = functools.reduce(jnp.logical_or, [has_group(plan) for plan, *_ in adapters])
         return jnp.where(served.reshape(*y.shape[:-2], 1, 1), total, y)  # -0.0 + 0.0 is +0.0
 

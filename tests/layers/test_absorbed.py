@@ -225,11 +225,20 @@ class Deleted(Einsum):
 class Absorbed(nnx.Module):
     """An absorbed product, with the LoRA of `kv_b_proj`."""
 
-    def __init__(self, product, kv_b_proj, part, *, transposed=False):
-        self.product, self.kv_b_proj, self.part, self.transposed = product, kv_b_proj, part, transposed
+    def __init__(self, product, kv_b_proj):
+        self.product, self.kv_b_proj = product, kv_b_proj
 
-    def __call__(self, x):
-        return jlora.absorbed_delta(self.kv_b_proj, x, self.product(x), self.part, transposed=self.transposed)
+
+class KUp(Absorbed):
+    def __call__(self, q):
+        y = jnp.swapaxes(self.product(q), 0, 1)
+        return jnp.swapaxes(jlora.absorbed_delta(self.kv_b_proj, q, y, slice(0, NOPE), transposed=True), 0, 1)
+
+
+class VUp(Absorbed):
+    def __call__(self, latent):
+        x = jnp.swapaxes(latent, 0, 1)
+        return jlora.absorbed_delta(self.kv_b_proj, x, self.product(latent), slice(NOPE, None))
 
 
 class Packed(nnx.Module):
@@ -241,8 +250,8 @@ class Packed(nnx.Module):
         self.q_b_proj = Einsum("TA,AP->TP", model.q_b_proj.kernel[...].reshape(Q_RANK, -1))
         self.kv_a_proj_with_mqa = Einsum("SD,DA->SA", model.kv_a_proj_with_mqa.kernel[...])
         self.kv_b_proj = Einsum("SA,AL->SL", up.reshape(RANK, -1)) if keep else Deleted()
-        self.k_up_proj = Einsum("TNH,ANH->TNA", up[..., :NOPE])
-        self.v_up_proj = Einsum("TNA,ANH->TNH", up[..., NOPE:])
+        self.k_up_proj = Einsum("TNH,ANH->NTA", up[..., :NOPE])
+        self.v_up_proj = Einsum("NTA,ANH->TNH", up[..., NOPE:])
         self.o_proj = Einsum("TNH,NHD->TD", model.o_proj.kernel[...])
         self.q_norm, self.kv_norm = model.q_norm, model.kv_norm
 
@@ -251,9 +260,9 @@ class Packed(nnx.Module):
         q_nope, q_rope = jnp.split(q, [NOPE], axis=-1)
         latent, k_rope = jnp.split(self.kv_a_proj_with_mqa(x), [RANK], axis=-1)
         latent = self.kv_norm(latent)
-        scores = jnp.einsum("tnc,sc->nts", self.k_up_proj(q_nope), latent) + jnp.einsum("tnd,sd->nts", q_rope, k_rope)
+        scores = jnp.einsum("ntc,sc->nts", self.k_up_proj(q_nope), latent) + jnp.einsum("tnd,sd->nts", q_rope, k_rope)
         scores = jnp.where(owners[:, None] == owners, scores, -jnp.inf)
-        return self.o_proj(self.v_up_proj(jnp.einsum("nts,sc->tnc", jax.nn.softmax(scores), latent)))
+        return self.o_proj(self.v_up_proj(jnp.einsum("nts,sc->ntc", jax.nn.softmax(scores), latent)))
 
 
 def packed(keep):
@@ -263,8 +272,8 @@ def packed(keep):
         Deleted, lambda layer: jlora.LinearSpec(RANK, HEADS * (NOPE + V), param=None, dtype=jnp.float32)
     )
     model = Packed(Attention(), keep)
-    model.k_up_proj = Absorbed(model.k_up_proj, model.kv_b_proj, slice(0, NOPE), transposed=True)
-    model.v_up_proj = Absorbed(model.v_up_proj, model.kv_b_proj, slice(NOPE, None))
+    model.k_up_proj = KUp(model.k_up_proj, model.kv_b_proj)
+    model.v_up_proj = VUp(model.v_up_proj, model.kv_b_proj)
     return model
 
 

@@ -567,21 +567,18 @@ class LoRAManager:
             return prepare(self._state, args, deadline)
 
     def fits(self, names: Sequence[Given | None]) -> bool:
-        """Return True if these adapters fit beside the open batches, so that `prepare(names)` finds a slot for each.
+        """Return True if `prepare(names)` would find a slot for each adapter beside the open batches.
 
-        No adapter is loaded, no slot is written and no use is marked. A loop with continuous batching admits a waiting
-        sequence if its adapter fits with those of the sequences that run (docs/loop.md). An adapter that is in no slot
-        yet may take a free slot, or one whose adapter is neither pinned, held by an open batch nor among `names`.
+        For the admission of sequences in continuous batching (docs/loop.md). No adapter is loaded, no slot is written
+        and no use is marked.
 
         Args:
           names: the adapters, as in `prepare`, in any number. Repeated ones count once, and None needs no slot.
 
         Returns:
-          False where `prepare` without `timeout` raises NoFreeSlotError: too few slots or too little room in the host
-          cache, or other calls wait for slots and these adapters need one too. False also while a slot that is needed
-          holds new weights of `update_adapter` that are not on the host yet; `prepare` waits for that copy. Adapters
-          that are not on the host count as one slot each. With `expert_slots`, whether one of those needs a slot for
-          experts shows only after its load, where `prepare` may still raise.
+          False where `prepare` without `timeout` raises NoFreeSlotError, or waits until new weights of `update_adapter`
+          are on the host. An adapter that must be loaded counts as one that any slot can hold: with `expert_slots`,
+          `prepare` may still raise after its load.
 
         Raises:
           AdapterNotFoundError: a name was not added.

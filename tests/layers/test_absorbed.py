@@ -49,8 +49,8 @@ class Attention(nnx.Module):
 
     absorbed = True
 
-    def __init__(self):
-        rngs = nnx.Rngs(0)
+    def __init__(self, rngs=None):
+        rngs = rngs or nnx.Rngs(0)
         self.q_a_proj = nnx.Linear(WIDTH, Q_RANK, use_bias=False, rngs=rngs)
         self.q_norm = nnx.RMSNorm(Q_RANK, rngs=rngs)
         self.q_b_proj = nnx.LinearGeneral(Q_RANK, (HEADS, NOPE + ROPE), use_bias=False, rngs=rngs)
@@ -321,6 +321,27 @@ def test_verify_packed_rows():
 
 
 # --- other batches, slots and meshes ---------------------------------------------------------------------------------
+
+
+class Stack(nnx.Module):
+    def __init__(self):
+        self.layers = nnx.vmap(Attention, in_axes=0, out_axes=0)(nnx.Rngs(0).split(2))
+
+    def __call__(self, x):
+        return nnx.scan(lambda x, layer: x + layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+
+
+def test_stacked_layers():
+    model, x, names = Stack(), normal(4, 3, WIDTH), BATCHES[0]
+    modules = {f"layers.{i}.{name}": module for i in range(2) for name, module in ALL.modules.items()}
+    stacked = replace(ALL, modules=modules), replace(KV_B, modules={"layers.1.kv_b_proj": KV_B.modules["kv_b_proj"]})
+    want = np.asarray(x, np.float64)
+    for i, adapters in enumerate(({"all": ALL}, ADAPTERS)):
+        layer = jax.tree.map(lambda array, i=i: array[i], model.layers)
+        want = want + expected(layer, names, want, adapters)
+    manager = make_manager(model, stacked)
+    with manager.prepare(names) as batch:
+        assert_close(serve(model, x, batch), want)
 
 
 def test_sums_with_factors():

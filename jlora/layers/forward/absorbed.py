@@ -28,10 +28,9 @@ def absorbed_delta(
 ) -> Float[Array, "*lead heads G"]:
     """Return `y` plus the LoRA of every row, for a product of each head with its part W[n] of a layer's kernel.
 
-    Latent attention (MLA) in its absorbed form does not call `kv_b_proj`, whose kernel is [K, heads * features]. It
-    multiplies queries by W_UK[n]ᵀ and latent outputs by W_UV[n], two parts of the features of head n. An adapter of
-    `kv_b_proj` changes both. Call this right after each of the two products. It returns `y` if the layer is not
-    wrapped. The cost grows with the rows and with the adapters in use, as that of the XLA backend.
+    Absorbed latent attention (MLA) does not call `kv_b_proj`, whose kernel is [K, heads * features]. It multiplies
+    queries by W_UK[n]ᵀ and latent outputs by W_UV[n], two parts of the features of head n. Call this right after each
+    of the two products (docs/models.md). It returns `y` if the layer is not wrapped.
 
     Args:
       layer: the linear layer whose kernel is multiplied, such as `self.kv_b_proj`. Its outputs are head after head.
@@ -43,12 +42,6 @@ def absorbed_delta(
     Raises:
       LoRAError: called outside `jlora.use`, the sizes of the arrays differ from the layer's, or the layer has outputs
         of several checkpoint modules, indices, a variant such as DoRA, or inputs or ranks that a mesh splits.
-
-    Example:
-      >>> q = jnp.einsum("bthd,chd->bthc", q_nope, w_uk)
-      >>> q = jlora.absorbed_delta(self.kv_b_proj, q_nope, q, slice(0, nope), transposed=True)
-      >>> out = jnp.einsum("bthc,chv->bthv", latent, w_uv)
-      >>> out = jlora.absorbed_delta(self.kv_b_proj, latent, out, slice(nope, None))
     """
     site: Site | None = vars(layer).get("jlora_site")
     scope = None if site is None else enter_site(site, layer)

@@ -32,7 +32,7 @@ def prepare(state: State, args: BatchArguments, deadline: float | None) -> LoRAB
         state.wrapped.check()
         if (batch := _again(state, args)) is not None:
             return batch
-    state.pool.compile()
+    state.slot_arrays.compile()
     ticket = Ticket(deadline)
     try:
         batch = state.wait(lambda: _attempt(state, args, ticket), deadline)
@@ -57,16 +57,16 @@ def _attempt(state: State, args: BatchArguments, ticket: Ticket) -> LoRABatch | 
                 else:
                     loaded = _loaded(state, args)
                     wanted = list(dict.fromkeys(loaded.values()))
-                    plan = _plan(state, wanted, ticket)
-                    state.peers.agree(_same(plan))
+                    chosen = _plan(state, wanted, ticket)
+                    state.peers.agree(_same(chosen))
                     with state.peers.change():
-                        state.slots.carry_out(plan, wanted)
+                        state.policy.carry_out(chosen, wanted)
                         return _make(state, args, loaded)
             await_loads(state, loads, ticket.deadline)
     except NoFreeSlotError as error:  # no room now, or another call took it during the loads
         ticket.reloaded.difference_update(load.request for load in loads if load.outcome is not True)
         if ticket.over:
-            if not state.slots.copying:
+            if not state.policy.copying:
                 raise
             if ticket.deadline is not None:
                 raise LoadTimeoutError(f"an adapter is being copied from its slot: {error}") from error
@@ -93,32 +93,32 @@ def fits(state: State, args: BatchArguments) -> bool:
 
 def pin(state: State, name: str) -> bool:
     """See `LoRAManager.pin_adapter`."""
-    state.pool.compile()
+    state.slot_arrays.compile()
 
     def attempt() -> bool | None:
         with state.lock.writing:
             state.wrapped.check()
             adapter = recall(state, name)
             try:
-                plan = state.slots.plan([adapter])
+                chosen = state.policy.choose([adapter])
             except NoFreeSlotError:
-                if not state.slots.copying:
+                if not state.policy.copying:
                     raise
                 return None
-            state.peers.agree([adapter.name, adapter.version, _same(plan)])
+            state.peers.agree([adapter.name, adapter.version, _same(chosen)])
             with state.peers.change():
-                state.slots.carry_out(plan, [adapter])
+                state.policy.carry_out(chosen, [adapter])
                 state.cache.pins.add(name)
-            return bool(plan)
+            return bool(chosen)
 
     written = state.wait(attempt)
     assert written is not None
     return written
 
 
-def _same(plan: Mapping[LoadedAdapter, int]) -> list[tuple[str, int, int]] | None:
+def _same(chosen: Mapping[LoadedAdapter, int]) -> list[tuple[str, int, int]] | None:
     """Return the value that all processes compare before they write slots; None if no slot is written."""
-    return [(adapter.name, adapter.version, slot) for adapter, slot in plan.items()] or None
+    return [(adapter.name, adapter.version, slot) for adapter, slot in chosen.items()] or None
 
 
 def _check_first(state: State, ticket: Ticket) -> None:
@@ -134,9 +134,9 @@ def _plan(state: State, wanted: Sequence[LoadedAdapter], ticket: Ticket) -> dict
     Raises:
       NoFreeSlotError: they do not fit, or one of them needs a slot and an earlier ticket waits.
     """
-    if state.queue and any(adapter not in state.pool.table for adapter in wanted):
+    if state.queue and any(adapter not in state.slot_arrays.occupants for adapter in wanted):
         _check_first(state, ticket)
-    return state.slots.plan(wanted)
+    return state.policy.choose(wanted)
 
 
 def _start(state: State, args: BatchArguments, ticket: Ticket, absent: list[LoRARequest]) -> list[Load]:
@@ -150,7 +150,7 @@ def _start(state: State, args: BatchArguments, ticket: Ticket, absent: list[LoRA
     """
     _check_room(state, args, ticket)
     for adapter in _loaded(state, args).values():
-        state.slots.touch(adapter)
+        state.policy.touch(adapter)
     absent = absent[:1] if state.peers.several else absent
     state.peers.agree([request.name for request in absent])
     for request in absent:
@@ -183,11 +183,11 @@ def _check_room(state: State, args: BatchArguments, ticket: Ticket) -> None:
     Raises:
       NoFreeSlotError: the slots that are neither pinned nor leased are too few, or the host cache has no room.
     """
-    loaded, leased, cache, alive = _loaded(state, args), state.leases.leased(), state.cache, state.slots.alive()
+    loaded, leased, cache, alive = _loaded(state, args), state.leases.leased(), state.cache, state.policy.alive()
     _check_first(state, ticket)
     wanted = {loaded.get(name, name.name if isinstance(name, LoRARequest) else name) for name in args.adapters}
-    slots = len(state.pool.table)
-    others = [packed for packed in state.pool.table if packed is not None and packed not in wanted]
+    slots = len(state.slot_arrays.occupants)
+    others = [packed for packed in state.slot_arrays.occupants if packed is not None and packed not in wanted]
     # A pinned name keeps the slot of an old version for the new one.
     pinned = [c for c in others if c.name in cache.pins and cache.loaded[c.name] not in wanted]
     stay = [c for c in others if c in leased or (c in pinned and (cache.newest(c) or not alive(c)))]
@@ -245,12 +245,12 @@ def _again(state: State, args: BatchArguments) -> LoRABatch | None:
         return None
     if kept.batch.layout.unserved is not state.wrapped.unserved.sites:
         return None
-    pool = state.pool
-    if any(pool.table[s] is not c or pool.writes[s] != write for c, (s, write) in kept.slots.items()):
+    slot_arrays = state.slot_arrays
+    if any(slot_arrays.occupants[s] is not c or slot_arrays.writes[s] != write for c, (s, write) in kept.slots.items()):
         return None
-    if not pool.intact() or any(array.is_deleted() for array in kept.arrays):
+    if not slot_arrays.intact() or any(array.is_deleted() for array in kept.arrays):
         return None  # the second: a step donated them
-    state.slots.hit(kept.slots)
+    state.policy.hit(kept.slots)
     state.kept.move_to_end(args.key)
     old = kept.batch.lease
     assert old is not None
@@ -259,8 +259,8 @@ def _again(state: State, args: BatchArguments) -> LoRABatch | None:
 
 def _make(state: State, args: BatchArguments, served: dict[Name, LoadedAdapter]) -> LoRABatch:
     """Return a batch of adapters that are in slots."""
-    slot_of = {name: state.pool.table.index(adapter) for name, adapter in served.items()}
-    none, writes = state.config.max_loras, state.pool.writes
+    slot_of = {name: state.slot_arrays.occupants.index(adapter) for name, adapter in served.items()}
+    none, writes = state.config.max_loras, state.slot_arrays.writes
     order = {given: i for i, given in enumerate(args.terms)}
     index = [order[name] for name in args.names]
     entries: list[list[tuple[int, int, float]]] = []

@@ -56,6 +56,7 @@ __all__ = [
     "Survey",
     "Trainer",
     "VerifyReport",
+    "absorbed_delta",
     "active_from",
     "compiler_options",
     "einsum_spec",

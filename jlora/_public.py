@@ -21,6 +21,7 @@ from jlora.errors import LoRAUsageError as LoRAUsageError
 from jlora.errors import NoFreeSlotError as NoFreeSlotError
 from jlora.fit.survey import Survey as Survey
 from jlora.layers.einsum import einsum_spec as einsum_spec
+from jlora.layers.forward.absorbed import absorbed_delta as absorbed_delta
 from jlora.layers.forward.batch import LoRABatch as LoRABatch
 from jlora.layers.forward.batch_shape import BatchShape as BatchShape
 from jlora.layers.forward.compiling import compiler_options as compiler_options

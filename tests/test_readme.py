@@ -74,5 +74,10 @@ def test_loop_of_readme_in_two_threads():
 
 def test_python_blocks_of_loop_run():
     namespace, compiled = run_blocks("docs/loop.md")
-    assert compiled == [0, 1, 1, 1, 1, 1]  # defined, warm-up, split model, loads and swaps (2), kernels
+    # Defined, warm-up, split model, loads and swaps (2), a loop of its own, kernels.
+    assert compiled == [0, 1, 1, 1, 1, 1, 1]
     assert compiled_programs(namespace["split_step"]) == 1
+    assert compiled_programs(namespace["decode"]) == 1
+    texts = {(name, "".join(chr(93 + token) for token in tokens[5:-1])) for name, tokens in namespace["finished"]}
+    assert texts == {("sort", "acp"), ("reverse", "cap"), (None, "pac"), ("swap", "apc"), ("shift", "qbd")}
+    assert len(namespace["finished"]) == 6

@@ -37,7 +37,7 @@ from jlora.manager.loading import add, exact_factors, load, prefetch, read_again
 from jlora.manager.loads import Deadline, notify
 from jlora.manager.locks import StateLock
 from jlora.manager.multihost import peers_of
-from jlora.manager.prepare import pin, prepare
+from jlora.manager.prepare import fits, pin, prepare
 from jlora.manager.report import AdapterInfo, Level, Stats, records
 from jlora.manager.snapshot import base_digest, restore, save
 from jlora.manager.state import State
@@ -565,6 +565,29 @@ class LoRAManager:
         deadline = self._deadline(timeout).at
         with self._state.peers.turn("prepare"):
             return prepare(self._state, args, deadline)
+
+    def fits(self, names: Sequence[Given | None]) -> bool:
+        """Return True if `prepare(names)` would find a slot for each adapter beside the open batches.
+
+        For the admission of sequences in continuous batching (docs/loop.md). No adapter is loaded, no slot is written
+        and no use is marked.
+
+        Args:
+          names: the adapters, as in `prepare`, in any number. Repeated ones count once, and None needs no slot.
+
+        Returns:
+          False where `prepare` without `timeout` raises NoFreeSlotError, or waits until new weights of `update_adapter`
+          are on the host. An adapter that must be loaded counts as one that any slot can hold: with `expert_slots`,
+          `prepare` may still raise after its load.
+
+        Raises:
+          AdapterNotFoundError: a name was not added.
+          AdapterMismatchError, LoRAUsageError: `prepare` refuses these adapters.
+        """
+        self._check_call("fits")
+        checked = checked_names(names, self.config)
+        with self._state.peers.turn("fits", alone=True):
+            return fits(self._state, BatchArguments(checked, BatchShape(len(checked))))
 
     def hold(self, name: str) -> AdapterHandle:
         """Return a handle on the newest version of an adapter, to finish a sequence on the version it began with.

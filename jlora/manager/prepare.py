@@ -57,9 +57,7 @@ def _attempt(state: State, args: BatchArguments, ticket: Ticket) -> LoRABatch | 
                 else:
                     loaded = _loaded(state, args)
                     wanted = list(dict.fromkeys(loaded.values()))
-                    if state.queue and any(adapter not in state.slot_arrays.occupants for adapter in wanted):
-                        _check_first(state, ticket)
-                    chosen = state.policy.choose(wanted)
+                    chosen = _plan(state, wanted, ticket)
                     state.peers.agree(_same(chosen))
                     with state.peers.change():
                         state.policy.carry_out(chosen, wanted)
@@ -76,6 +74,21 @@ def _attempt(state: State, args: BatchArguments, ticket: Ticket) -> LoRABatch | 
             with state.lock:
                 state.queue.append(ticket)
         return None
+
+
+def fits(state: State, args: BatchArguments) -> bool:
+    """See `LoRAManager.fits`."""
+    ticket = Ticket(None)
+    with state.lock:
+        state.wrapped.check()
+        try:
+            if _absent(state, args, ticket):
+                _check_room(state, args, ticket)
+            else:
+                _plan(state, list(dict.fromkeys(_loaded(state, args).values())), ticket)
+        except NoFreeSlotError:
+            return False
+    return True
 
 
 def pin(state: State, name: str) -> bool:
@@ -115,8 +128,19 @@ def _check_first(state: State, ticket: Ticket) -> None:
         raise NoFreeSlotError("other batches wait for slots, and this one needs one too")
 
 
+def _plan(state: State, wanted: Sequence[LoadedAdapter], ticket: Ticket) -> dict[LoadedAdapter, int]:
+    """Return adapter -> slot to write for distinct adapters. Nothing is changed.
+
+    Raises:
+      NoFreeSlotError: they do not fit, or one of them needs a slot and an earlier ticket waits.
+    """
+    if state.queue and any(adapter not in state.slot_arrays.occupants for adapter in wanted):
+        _check_first(state, ticket)
+    return state.policy.choose(wanted)
+
+
 def _start(state: State, args: BatchArguments, ticket: Ticket, absent: list[LoRARequest]) -> list[Load]:
-    """Start the loads of a batch.
+    """Start the loads of a batch, and mark a use of its adapters on the host: the loads then evict others first.
 
     With several processes only one load is started at a time, so that all processes admit them in the same order.
 
@@ -125,6 +149,8 @@ def _start(state: State, args: BatchArguments, ticket: Ticket, absent: list[LoRA
         ticket waits. The loads would evict each other from the host cache and be repeated without end.
     """
     _check_room(state, args, ticket)
+    for adapter in _loaded(state, args).values():
+        state.policy.touch(adapter)
     absent = absent[:1] if state.peers.several else absent
     state.peers.agree([request.name for request in absent])
     for request in absent:
@@ -152,19 +178,19 @@ def _absent(state: State, args: BatchArguments, ticket: Ticket) -> list[LoRARequ
 
 
 def _check_room(state: State, args: BatchArguments, ticket: Ticket) -> None:
-    """Check, before a load, that the batch fits, and mark a use of its adapters on the host.
-
-    The load then evicts other adapters first.
+    """Check, before a load, that the batch fits. Nothing is changed.
 
     Raises:
       NoFreeSlotError: the slots that are neither pinned nor leased are too few, or the host cache has no room.
     """
-    loaded, leased, cache = _loaded(state, args), state.leases.leased(), state.cache
+    loaded, leased, cache, alive = _loaded(state, args), state.leases.leased(), state.cache, state.policy.alive()
     _check_first(state, ticket)
     wanted = {loaded.get(name, name.name if isinstance(name, LoRARequest) else name) for name in args.adapters}
     slots = len(state.slot_arrays.occupants)
     others = [packed for packed in state.slot_arrays.occupants if packed is not None and packed not in wanted]
-    stay = [c for c in others if c in leased or (cache.newest(c) and c.name in cache.pins)]
+    # A pinned name keeps the slot of an old version for the new one.
+    pinned = [c for c in others if c.name in cache.pins and cache.loaded[c.name] not in wanted]
+    stay = [c for c in others if c in leased or (c in pinned and (cache.newest(c) or not alive(c)))]
     if len(wanted) + len(stay) > slots:
         raise NoFreeSlotError(
             f"{len(wanted)} adapters need a slot, but of {slots} slots {len(stay)} are pinned or held by an open "
@@ -172,8 +198,6 @@ def _check_room(state: State, args: BatchArguments, ticket: Ticket) -> None:
         )
     given = [name for name in args.adapters if not isinstance(name, AdapterHandle)]
     cache.check_room({name if isinstance(name, str) else name.name for name in given}, leased)
-    for packed in loaded.values():
-        state.policy.touch(packed)
 
 
 def _loaded(state: State, args: BatchArguments) -> dict[Name, LoadedAdapter]:

@@ -71,6 +71,29 @@ def add_lora(
     return (out, kept) if keep_h else out
 
 
+def by_head(
+    x: Float[jax.Array, "M heads F"],
+    a: Real[jax.Array, "G n R K"],
+    b: Real[jax.Array, "G R N"],
+    plan: Plan,
+    *,
+    ranks: Float[jax.Array, "G n s"],
+    part: slice,
+    transposed: bool,
+) -> Float[jax.Array, "M heads W"]:
+    """Return the delta of x[:, h] @ W[h], or of x[:, h] @ W[h]ᵀ, in float32. W[h] has the features `part` of head h."""
+    b = b.reshape(*b.shape[:2], x.shape[1], -1)[..., part]
+    a_tiles = take_a(a, plan, ranks)[:, 0].astype(jnp.float32)
+    b_tiles = mask_ranks(jnp.moveaxis(b[plan.tile_group], 1, 3), plan, ranks).astype(jnp.float32)
+    first, second = ("thfr", b_tiles), ("trg", a_tiles)
+    if not transposed:
+        first, second = ("trf", a_tiles), ("thgr", b_tiles)
+    tiles = to_tiles(x, plan).astype(jnp.float32)
+    h = jnp.einsum(f"tmhf,{first[0]}->thmr", tiles, first[1], precision="highest")
+    h = scale_tiles(h, plan, ranks)
+    return to_rows(jnp.einsum(f"thmr,{second[0]}->tmhg", h, second[1], precision="highest"), plan)
+
+
 def expand_grads(
     h: Float[jax.Array, "P M nR"],
     dout: Float[jax.Array, "M N"],

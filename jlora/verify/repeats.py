@@ -85,7 +85,8 @@ def describe(repeats: Mapping[str, Site]) -> str:
     more = f" (and {len(repeats) - 1} more)" if len(repeats) > 1 else ""
     return (
         f"{path}{more} repeats weights of {site.path}. Adapters change the output of {site.path}, so code that "
-        f"multiplies {path} in its place serves the base model. Compute it from the layer, or leave {site.path} out "
+        f"multiplies {path} in its place serves the base model. Compute it from the layer, call jlora.absorbed_delta "
+        f"after each product of a head with it, or leave {site.path} out "
         "with LoRAConfig.exclude_modules. manager.verify(..., rederive=) compares code that reads both"
     )
 

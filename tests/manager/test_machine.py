@@ -352,7 +352,8 @@ class ManagerMachine(RuleBasedStateMachine):
             item
             for item in books.slots
             if item is not None and item not in wanted
-            and (books.leased(item) or (item in books.host and item.name in books.pinned))
+            and (books.leased(item) or (item.name in books.pinned and books.get(item.name) not in wanted
+                                        and (item in books.host or not books.alive(item))))
         ]  # fmt: skip
         if len(wanted) + len(stay) > len(books.slots):
             return jlora.NoFreeSlotError
@@ -417,6 +418,12 @@ class ManagerMachine(RuleBasedStateMachine):
             items = [self.books.get(a) if isinstance(a, str) else item for a, item in zip(asked, items, strict=True)]
             distinct = [item for item in dict.fromkeys(items) if item is not None]
             want = self.books.activate(distinct)
+        if want is jlora.AdapterNotFoundError:
+            self.agree(want, self.manager.fits, asked)
+        else:
+            before = self.manager.list_adapters(), self.manager.stats()
+            assert self.manager.fits(asked) is (want is not jlora.NoFreeSlotError)
+            assert (self.manager.list_adapters(), self.manager.stats()) == before
         meanwhile = [(batch, self.step(batch)) for batch in self.batches if batch.thread != self.turn]
         batch = self.agree(want, self.poll, asked, timeout)
         for other, logits in meanwhile:

@@ -1,5 +1,6 @@
 """`prepare`: refusals, the content of a batch, and no transfer for an unchanged batch."""
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -12,11 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import jlora
 from jlora.manager import loading
 from tests.manager.test_loader import until
-from tests.manager.tiny import make_adapter, make_world, request, same
+from tests.manager.tiny import World, make_adapter, make_world, request, same
 from tests.records import slot_names, waiting
 
 pytestmark = pytest.mark.device
@@ -110,6 +113,82 @@ def test_a_kept_batch_does_not_outlive_a_change(world):
     world.check(world.serve(names), [make_adapter("a", 2), make_adapter("b"), None])
 
 
+def test_adapters_that_fit_beside_open_batches(world: World) -> None:
+    """Two slots: repeated names and the base need no further one, slots that are pinned or leased are not evicted."""
+    world.load("a", "b", "c")
+    fits = world.manager.fits
+    assert fits(["a", None, "b", "a", None, "a"])
+    assert fits([jlora.Mix({"a": 1.0}), "a"])
+    assert fits([None])
+    assert not fits(["a", "b", "c"])
+    with world.manager.prepare(["a", None, None]):
+        assert fits(["b"])
+        assert fits(["a", "c"])
+        assert not fits(["b", "c"])
+    world.manager.pin_adapter("b")
+    assert fits(["a", "b"])
+    assert not fits(["a", "c"])
+    before = world.held(), world.manager.stats()
+    for names, error in ((["x"], jlora.AdapterNotFoundError), ("a", jlora.LoRAUsageError), ([], jlora.LoRAUsageError)):
+        for call in (fits, world.manager.prepare):
+            with pytest.raises(error):
+                call(names)
+    assert fits(["c", "b"])
+    assert same(before[0], world.held())
+    assert world.manager.stats() == before[1]
+
+
+ENTRIES = st.lists(st.none() | st.sampled_from("abcdefgh"), min_size=1, max_size=4)
+CHANGES = st.tuples(st.sampled_from(["lease", "close", "pin", "unpin", "replace"]), st.integers(0, 7))
+
+
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory: pytest.TempPathFactory) -> tuple[World, list[jlora.LoRARequest]]:
+    """Three slots, five places on the host, and eight adapters."""
+    folder = tmp_path_factory.mktemp("adapters")
+    return make_world(max_loras=3, max_cpu_loras=5), [request(folder, name) for name in "abcdefgh"]
+
+
+@settings(max_examples=settings().max_examples // 2)
+@given(rounds=st.lists(st.tuples(CHANGES, ENTRIES), min_size=25, max_size=30))
+def test_adapters_fit_if_prepare_finds_slots(
+    crowded: tuple[World, list[jlora.LoRARequest]], rounds: list[tuple[tuple[str, int], list[str | None]]]
+) -> None:
+    """Under random leases, pins, loads, evictions and new versions."""
+    (world, requests), opened = crowded, deque[jlora.LoRABatch]()
+    m = world.manager
+    try:
+        for each in requests:
+            m.add_adapter(each)
+        for (change, at), names in rounds:
+            name = requests[at].name
+            with contextlib.suppress(jlora.NoFreeSlotError, jlora.AdapterInUseError, jlora.AdapterNotFoundError):
+                if change == "lease" and len(opened) < 2:
+                    opened.append(m.prepare([name]))
+                elif change == "close" and opened:
+                    opened.popleft().close()
+                elif change == "pin":
+                    m.pin_adapter(name)
+                elif change == "unpin":
+                    m.unpin_adapter(name)
+                elif change == "replace":
+                    m.add_adapter(requests[at], load_inplace=True)
+            before = m.list_adapters(), m.stats()
+            fits = m.fits(names)
+            assert (m.list_adapters(), m.stats()) == before
+            try:
+                m.prepare(names).close()
+            except jlora.NoFreeSlotError:
+                assert not fits
+                assert m.stats() == before[1]  # nothing was loaded
+            else:
+                assert fits
+    finally:
+        while opened:
+            opened.popleft().close()
+        m.remove_all_adapters()
+
+
 def in_time(call: Callable[[], Any]) -> Any:
     """Return or raise the result of a call, made in a thread because it may hang."""
     done: Future[Any] = Future()
@@ -131,6 +210,8 @@ def test_more_adapters_than_fit_are_refused_before_any_is_loaded(tmp_path: Path)
     a, b, c = (jlora.LoRARequest(name, str(tmp_path / name)) for name in "abc")
     for name in "abc":
         make_adapter(name).save_pretrained(tmp_path / name)
+    assert m.fits([a, b])
+    assert not m.fits([a, b, c])
     with pytest.raises(jlora.NoFreeSlotError, match="3 adapters need a slot, but of 2 slots 0 are"):
         in_time(lambda: m.prepare([a, b, c]))
     assert m.stats().host_loads == 0
@@ -143,6 +224,23 @@ def test_more_adapters_than_fit_are_refused_before_any_is_loaded(tmp_path: Path)
         threading.Timer(0.1, batch.close).start()
         in_time(lambda: m.prepare([b, c, None], timeout=20)).close()
     assert set(slot_names(m)) == {"b", "c"}
+
+
+def test_a_slot_that_a_pinned_name_keeps_for_its_new_version_counts_before_a_load(tmp_path: Path) -> None:
+    world = make_world(max_loras=1, max_cpu_loras=2)
+    m = world.manager
+    m.add_adapter(request(tmp_path, "b"))
+    m.add_adapter(request(tmp_path, "a"))
+    m.pin_adapter("a")
+    m.add_adapter(request(tmp_path, "a"), load_inplace=True)  # its slot still holds the old version
+    m.add_adapter(request(tmp_path, "c"))  # evicts b
+    loads = m.stats().host_loads
+    assert not m.fits(["b"])
+    with pytest.raises(jlora.NoFreeSlotError, match="1 adapters need a slot, but of 1 slots 1 are"):
+        m.prepare(["b"])
+    assert m.stats().host_loads == loads
+    assert m.fits(["a"])
+    m.prepare(["a"]).close()
 
 
 def test_prepare_waits_for_room_taken_during_its_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +288,8 @@ def test_waiting_batches_load_in_order_of_arrival(tmp_path: Path) -> None:
         for count, thread in enumerate(threads):
             thread.start()
             until(lambda count=count: waiting(m) > count)
+        assert m.fits(["a"])
+        assert not m.fits([jlora.LoRARequest("e", str(tmp_path / "e"))])
         with pytest.raises(jlora.NoFreeSlotError, match="other batches wait for slots"):
             m.prepare([jlora.LoRARequest("e", str(tmp_path / "e")), None, None])
     for thread in threads:

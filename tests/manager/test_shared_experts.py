@@ -298,6 +298,8 @@ def test_no_room_for_experts(few):
     with few.manager.prepare(["e0", "e1"]), few.manager.prepare(["d0"]):
         with pytest.raises(jlora.NoFreeSlotError, match=r"Raise max_loras or expert_slots\['per_expert'\]"):
             few.manager.prepare(["e2"])
+        assert few.manager.fits(["d1"])
+        assert not few.manager.fits(["e2"])
         few.manager.prepare(["d1"]).close()
 
 

@@ -109,6 +109,7 @@ class SlotSpec:
         padding, count) from left to right. They are set if the features are split and the layer's order differs from
         the adapter's; () for the adapter's order.
       finishers: functions of the output with its LoRA, in the order in which they run. The site holds their extras.
+      scale: `LinearSpec.scale`.
     """
 
     layers: int | None
@@ -123,6 +124,7 @@ class SlotSpec:
     in_blocks: Blocks = ()
     out_blocks: Blocks = ()
     finishers: tuple[Finisher, ...] = ()
+    scale: float = 1.0
 
     @functools.cached_property
     def extras(self) -> tuple[Variant, ...]:
@@ -354,6 +356,15 @@ class Site:
         """Name of the layer attribute that holds the stamps."""
         return f"{self.prefix}_stamps"
 
+    @property
+    def index(self) -> str:
+        """Name of the layer attribute that holds the index in a stack, int32 [layers].
+
+        Slots that are cut on axis 1 as well have the shapes of slots in place if there are as many slots as layers.
+        This array has no axis 1, so JAX raises when such a scan is traced.
+        """
+        return f"{self.prefix}_index"
+
 
 @dataclass(frozen=True, eq=False)
 class ModelSites:
@@ -412,6 +423,10 @@ def allocate(site: Site, device: Device | None = None) -> dict[str, SlotParam]:
     }
     if site.stamped:
         allocated[site.stamps] = _variable(SlotRanks, SlotArray("stamps", "S", stamps, "int32"), whole)
+    if spec.stack:
+        # Scans that give the axis of a stack a name expect it in the metadata, if there is any.
+        allocated = {name: type(variable)(variable.get_value()) for name, variable in allocated.items()}
+        allocated[site.index] = SlotRanks(jnp.arange(spec.layers, dtype=jnp.int32, device=whole))
     return allocated
 
 
@@ -469,7 +484,7 @@ def attach(layer: nnx.Module, site: Site, arrays: Mapping[str, SlotParam]) -> No
 
 def detach(layer: nnx.Module, site: Site) -> None:
     """Remove a site and its slot arrays from a layer. Attributes that are already gone are ignored."""
-    for name in (*site.attributes, site.stamps, f"{site.prefix}_site"):
+    for name in (*site.attributes, site.stamps, site.index, f"{site.prefix}_site"):
         delete_attribute(layer, name)
 
 

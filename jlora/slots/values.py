@@ -151,7 +151,7 @@ def _brought(variant: Variant, placements: Sequence[Placement]) -> Float[np.ndar
     values = np.full(spec.out_features, variant.fill, np.float32)
     for p in placements:
         vector = p.extras[variant.name]
-        values[outputs(spec, p.first, p.count)] = vector * np.float32(p.scaling) if variant.scaled else vector
+        values[outputs(spec, p.first, p.count)] = vector * np.float32(p.scale) if variant.scaled else vector
     return values
 
 
@@ -170,8 +170,9 @@ def _computed(
             scaled, modules = np.zeros(b.shape, np.float32), dict[str, tuple[slice, np.ndarray]]()
             for p in by_row[site, row]:
                 columns = outputs(slots, p.first, p.count)
-                scaled[:, columns] = b[:, columns].astype(np.float32) * np.float32(p.scaling)
-                modules[f"adapter {packed.name!r}: {p.module}"] = columns, p.extras[finisher.variant.name]
+                scaled[:, columns] = b[:, columns].astype(np.float32) * np.float32(p.scale)
+                vector = p.extras[finisher.variant.name] * np.float32(slots.scale)
+                modules[f"adapter {packed.name!r}: {p.module}"] = columns, vector
             slices = np.repeat(np.arange(slots.slices, dtype=np.int32), slots.out_sizes)
             own = a.astype(np.float32), scaled, slices, modules
             kernel = _kernel(wrapped.modules[site], spec)

@@ -1,0 +1,87 @@
+"""MaxText's decoder, scanned with parameters on axis 1, against weights merged in NumPy."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import jlora
+from tests import maxtext_model as maxtext
+from tests.layers.merging import assert_close
+
+pytestmark = pytest.mark.usefixtures("registered")
+
+MODELS = {
+    "llama": maxtext.LLAMA,
+    "llama, unscanned": dataclasses.replace(maxtext.LLAMA, scan=False),
+    "gemma3": maxtext.GEMMA,
+    "qwen3": maxtext.QWEN,
+}
+TOKENS = np.random.default_rng(0).integers(0, maxtext.VOCAB, (3, 5))
+NAMES = ["one", None, "two"]
+
+
+def wrapped(model, **kwargs):
+    preset = jlora.presets.maxtext(model)
+    config = jlora.LoRAConfig(max_loras=3, max_lora_rank=4, **kwargs)
+    return jlora.LoRAManager(model, config, name_map=preset.name_map)
+
+
+def adapters_of(model):
+    """Return two adapters: of all modules, and of every second one."""
+    rng, modules = np.random.default_rng(1), {}
+    for name, (_, n, k) in maxtext.weights(model).items():
+        kind = "embedding" if name.endswith("embed_tokens") else "linear"
+        n, k = (k, n) if kind == "embedding" else (n, k)
+        a, b = rng.normal(size=(3, k)).astype(np.float32), rng.normal(size=(n, 3)).astype(np.float32)
+        modules[name] = jlora.ModuleLoRA(a=a, b=b, kind=kind, alpha=1.5, scaling=0.5)
+    half = dict(list(modules.items())[::2])
+    return jlora.Adapter(name="one", modules=modules), jlora.Adapter(name="two", modules=half)
+
+
+def merged(model, adapter):
+    copy = nnx.clone(model)
+    for name, (add, _, _) in maxtext.weights(copy).items():
+        if (module := adapter.modules.get(name)) is not None:
+            delta = module.scaling * module.b.astype(np.float64) @ module.a.astype(np.float64)
+            add(delta.T if module.kind == "embedding" else delta)
+    return copy
+
+
+def rows_of(model, adapters):
+    """Return the outputs of `NAMES`, each of a model with merged weights."""
+    run = jax.jit(lambda model, tokens: model(tokens))
+    by_name = {each.name: np.asarray(run(merged(model, each), TOKENS)) for each in adapters}
+    by_name[None] = np.asarray(run(model, TOKENS))
+    assert all(np.abs(by_name[None] - by_name[each.name]).max() > 0.1 for each in adapters)
+    return np.stack([by_name[name][i] for i, name in enumerate(NAMES)])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_maxtext_models_serve_adapters_of_transformers(name):
+    model = maxtext.Transformer(MODELS[name])
+    adapters = adapters_of(model)
+    expected = rows_of(model, adapters)
+    manager = wrapped(model)
+
+    @manager.jit
+    def step(model, tokens, batch):
+        with jlora.use(batch):
+            return model(tokens)
+
+    report = manager.verify(step, TOKENS)
+    assert len(report.checked) == sum(layer.wrapped for layer in manager.layers())
+    assert not report.unserved
+    for adapter in adapters:
+        manager.add_adapter(adapter)
+    with manager.prepare(NAMES) as batch:
+        assert_close(step(model, TOKENS, batch), expected, tolerance=1e-4)
+    traces = step._cache_size()
+    manager.remove_adapter("one")  # a swap
+    manager.add_adapter(dataclasses.replace(adapters[1], name="three"))
+    with manager.prepare(["three", None, "two"]) as batch:
+        found = step(model, TOKENS, batch)
+    assert_close(found[1:], expected[1:], tolerance=1e-4)
+    assert step._cache_size() == traces

@@ -108,7 +108,8 @@ def maxtext(model: nnx.Module) -> Preset:
       LoRAUsageError: the model has no decoder layer of MaxText.
 
     Example:
-      >>> manager = jlora.LoRAManager(model, config, name_map=jlora.presets.maxtext(model).name_map)
+      >>> from jlora.presets import maxtext
+      >>> manager = jlora.LoRAManager(model, config, name_map=maxtext(model).name_map)
     """
     prefix, names = r"^(?:(?:language_)?model\.)*", dict[str, str]()
     layers: list[tuple[re.Match[str], Any]] = []

@@ -415,17 +415,15 @@ def allocate(site: Site, device: Device | None = None) -> dict[str, SlotParam]:
       device: placement of the arrays off meshes; None for the default device.
     """
     spec = site.spec
-    stamps = (*spec.stack, max(each.spec.slots.stop for each in site.with_shared))
+    axes, stamps = "L" * len(spec.stack) + "S", (*spec.stack, max(each.spec.slots.stop for each in site.with_shared))
     whole = device if spec.sharding is None else spec.sharding.named()
     allocated = {
         name: _variable(SlotParam if array.name in ("a", "b") else SlotRanks, array, array.sharding or device)
         for name, array in zip(site.attributes, spec.arrays.values(), strict=True)
     }
     if site.stamped:
-        allocated[site.stamps] = _variable(SlotRanks, SlotArray("stamps", "S", stamps, "int32"), whole)
+        allocated[site.stamps] = _variable(SlotRanks, SlotArray("stamps", axes, stamps, "int32"), whole)
     if spec.stack:
-        # Scans that give the axis of a stack a name expect it in the metadata, if there is any.
-        allocated = {name: type(variable)(variable.get_value()) for name, variable in allocated.items()}
         allocated[site.index] = SlotRanks(jnp.arange(spec.layers, dtype=jnp.int32, device=whole))
     return allocated
 
@@ -467,10 +465,11 @@ def _variable(kind: type[SlotParam], array: SlotArray, where: NamedSharding | De
     """Return a variable of empty slots, with the sharding `where`.
 
     Each shard is created on its own device, so a split array is never whole on one device. The PartitionSpec is stored
-    on the variable, as in Flax (`nnx.get_partition_spec`), for code that maps over the mesh.
+    on the variable, as in Flax (`nnx.get_partition_spec`), for code that maps over the mesh. That of a stack has
+    none, since scans that name the axis of the layers would look for the name in it.
     """
     filled = jnp.full(array.shape, array.fill, array.dtype, device=where)
-    if not isinstance(where, NamedSharding):
+    if not isinstance(where, NamedSharding) or "L" in array.axes:
         return kind(filled)
     # The array has its sharding already. Flax would reshard it, and does not support meshes with both axis types.
     return kind(filled, out_sharding=where.spec, mesh=where.mesh, eager_sharding=False)

@@ -136,7 +136,7 @@ def maxtext(model: nnx.Module) -> Preset:
         above, stack, at, name = match.groups(default="")
         for i in range(depth) if stack == "layers." else [depth if stack else 0]:
             path = f"{above}{stack}{f'{i}.' if stack == 'layers.' else ''}{f'layers_{at}.' if at else ''}{name}"
-            names[rf"{prefix}layers\.{i * block + int(at or 0)}\.{_OF_LAYER[name]}$"] = path
+            names[rf"{prefix}layers\.{i * block + int(at or 0)}\.{re.escape(_OF_LAYER[name])}$"] = path
     return Preset(MappingProxyType(names))
 
 

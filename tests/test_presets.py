@@ -17,12 +17,13 @@ pytestmark = pytest.mark.usefixtures("registered")
 
 MODELS = {
     "llama": maxtext.LLAMA,
-    "llama, unscanned": dataclasses.replace(maxtext.LLAMA, scan=False),
+    "llama, unscanned": dataclasses.replace(maxtext.LLAMA, scan=False, layers=2),
     "gemma3": maxtext.GEMMA,
     "qwen3": maxtext.QWEN,
 }
 TOKENS = np.random.default_rng(0).integers(0, maxtext.VOCAB, (3, 5))
 NAMES = ["one", None, "two"]
+MESH = pytest.mark.mesh
 
 
 def wrapped(model, **kwargs):
@@ -96,13 +97,17 @@ def test_maxtext_models_serve_adapters_of_transformers(name):
     check(model, wrapped(model), adapters, expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.mesh) for name in ("gemma3", "qwen3"))]
+)
 def test_maxtext_models_on_a_mesh(name):
     model = maxtext.Transformer(MODELS[name])
     adapters = adapters_of(model)
     expected = rows_of(model, adapters)
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("fsdp", "tensor"))
     manager = wrapped(maxtext.sharded(model, mesh), data_axes=("fsdp",))
+    heads = model.decoder.layers.layers_1 if name == "gemma3" else model.decoder.layers
+    assert heads.self_attention.query.jlora_b[...].sharding.spec[-1] == "tensor"
     check(model, manager, adapters, expected)
 
 

@@ -28,7 +28,7 @@ class Config:
 
 
 LLAMA = Config("llama2", 3, rotary="LLaMARotaryEmbedding")
-GEMMA = Config("gemma3", 8, block=3, use_qk_norm=True, scalar=SIZE**-0.5, tied=True)  # two blocks, and two layers
+GEMMA = Config("gemma3", 5, block=2, use_qk_norm=True, scalar=SIZE**-0.5, tied=True)  # two blocks, and a layer
 QWEN = Config("qwen3", 4, use_qk_norm=True, scalar=SIZE**-0.5)  # as many layers as heads
 
 

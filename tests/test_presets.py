@@ -89,7 +89,7 @@ def check(model, manager, adapters, expected):
     assert step._cache_size() == traces
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * ("un" in n)) for n in MODELS])
 def test_maxtext_models_serve_adapters_of_transformers(name):
     model = maxtext.Transformer(MODELS[name])
     adapters = adapters_of(model)

@@ -75,7 +75,7 @@ def _values(weight: AdaptedWeight) -> Float[np.ndarray, "N"]:
 def _squares(weight: AdaptedWeight) -> Float[np.ndarray, "2 N"]:
     """Return the squared norms of the columns of W + B A, and the sums of the terms that do not cancel."""
     kernel, spec, a, b, of_slice = weight.kernel, weight.spec, weight.a, weight.b, weight.slices
-    stack = None if weight.row is None else spec.stack_axis or 0
+    stack = None if weight.layer is None else spec.stack_axis or 0
     axes = [size for axis, size in enumerate(kernel.shape) if axis != stack]
     real = np.ones(spec.in_features, bool)
     if spec.columns_in is not None:  # padding features may hold any value
@@ -86,7 +86,7 @@ def _squares(weight: AdaptedWeight) -> Float[np.ndarray, "2 N"]:
         places = spec.columns_out.positions
         b, of_slice = _spread(b, places, spec.out_features), _spread(of_slice, places, spec.out_features)
     ins = [axes[i] for i in spec.in_axes]
-    operands = [np.int32(weight.row or 0), a.reshape(*a.shape[:2], *ins), b, of_slice, real.reshape(ins)]
+    operands = [np.int32(weight.layer or 0), a.reshape(*a.shape[:2], *ins), b, of_slice, real.reshape(ins)]
     mesh = None
     if isinstance(kernel.sharding, NamedSharding):
         mesh = cast("Mesh", kernel.sharding.mesh)
@@ -117,7 +117,7 @@ def _column_squares(
     out_axes: tuple[int, ...],
     stack: int | None,
     kernel: Float[Array, "*axes"],
-    row: Int[Array, ""],
+    layer: Int[Array, ""],
     a: Float[Array, "n R *ins"],
     b: Float[Array, "R N"],
     of_slice: Int[Array, "N"],

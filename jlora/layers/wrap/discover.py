@@ -67,7 +67,7 @@ def register_layer(cls: type[nnx.Module], describe: Describe) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class ModuleInfo:
     """One module of a model.
 
     Attributes:
@@ -96,7 +96,7 @@ class Found:
         return _base_of(type(self.module)) is not None or _is_bridged(self.module) or bool(_matrices(self.module))
 
 
-def discover(model: nnx.Module, excluded: Callable[[tuple[str, ...]], str | None]) -> list[Found]:
+def discover(model: nnx.Module, excluded: Callable[[tuple[str, ...]], str | None]) -> list[ModuleInfo]:
     """Return every module below `model` in path order, shared modules once.
 
     Args:
@@ -116,41 +116,41 @@ def discover(model: nnx.Module, excluded: Callable[[tuple[str, ...]], str | None
     for path, module in walk(model):
         modules[id(module)] = module
         aliases.setdefault(id(module), []).append(path)
-    found: list[Found] = []
+    infos: list[ModuleInfo] = []
     for key, paths in aliases.items():
         module, names = modules[key], tuple(paths)
         reason = excluded(names)
-        found.append(_found(module, names) if reason is None else Found(module, names, reason, excluded=True))
-    return _with_stack_axes(found)
+        infos.append(_info_of(module, names) if reason is None else ModuleInfo(module, names, reason, excluded=True))
+    return _with_stack_axes(infos)
 
 
-def _with_stack_axes(everything: Sequence[Found]) -> list[Found]:
+def _with_stack_axes(everything: Sequence[ModuleInfo]) -> list[ModuleInfo]:
     """Return the modules, each with the axis of its stack in its spec, or with the reason why it is not known.
 
     A kernel [heads, layers, ...] with as many layers as heads has two such axes. Then the axis is one that fits all
     stacks of as many layers.
     """
     shared: dict[int, frozenset[tuple[int, int]]] = {}
-    for found in everything:
-        for _, layers in found.stacks if not isinstance(found.spec, str) else ():
-            shared[layers] = shared.get(layers, found.stacks) & found.stacks
-    return [_with_stack_axis(found, shared) for found in everything]
+    for info in everything:
+        for _, layers in info.stacks if not isinstance(info.spec, str) else ():
+            shared[layers] = shared.get(layers, info.stacks) & info.stacks
+    return [_with_stack_axis(found, shared) for info in everything]
 
 
-def _with_stack_axis(found: Found, shared: Mapping[int, frozenset[tuple[int, int]]]) -> Found:
-    spec, axis = found.spec, None
+def _with_stack_axis(info: ModuleInfo, shared: Mapping[int, frozenset[tuple[int, int]]]) -> ModuleInfo:
+    spec, axis = info.spec, None
     if isinstance(spec, str | EmbedSpec):
         return found
-    if found.stacks:
-        (axis, layers), *others = sorted(shared[min(found.stacks)[1]] or found.stacks)
+    if info.stacks:
+        (axis, layers), *others = sorted(shared[min(info.stacks)[1]] or info.stacks)
         if axis and others:
-            axes = " or ".join(str(one) for one, _ in sorted(found.stacks))
+            axes = " or ".join(str(one) for one, _ in sorted(info.stacks))
             reason = f"its kernel fits as a stack of {layers} layers on axis {axes}: LinearSpec(stack_axis=) says which"
-            return replace(found, spec=reason)
+            return replace(info, spec=reason)
     if isinstance(spec, LinearSpec):
-        return replace(found, spec=spec.with_stack_axis(axis))
+        return replace(info, spec=spec.with_stack_axis(axis))
     products = {name: product.with_stack_axis(axis) for name, product in spec.products.items()}
-    return replace(found, spec=replace(spec, products=products))
+    return replace(info, spec=replace(spec, products=products))
 
 
 def walk(model: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
@@ -176,18 +176,18 @@ def walk(model: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
     return below(model, "", ())
 
 
-def _found(module: nnx.Module, aliases: tuple[str, ...]) -> Found:
+def _info_of(module: nnx.Module, aliases: tuple[str, ...]) -> ModuleInfo:
     """Return a module with its spec. Any error becomes the module's reason, so that the others are still served."""
     try:
         return _described(module, aliases)
     except LoRAError as error:
-        return Found(module, aliases, str(error))
+        return ModuleInfo(module, aliases, str(error))
     except Exception as error:  # `describe` of a layer class may raise any error
         reason = f"{type(module).__name__} cannot be described: {error!r}{_how_to_register(module)}"
-        return Found(module, aliases, reason)
+        return ModuleInfo(module, aliases, reason)
 
 
-def _described(module: nnx.Module, aliases: tuple[str, ...]) -> Found:
+def _described(module: nnx.Module, aliases: tuple[str, ...]) -> ModuleInfo:
     """Return a module with its spec.
 
     Raises:
@@ -232,7 +232,7 @@ def _described(module: nnx.Module, aliases: tuple[str, ...]) -> Found:
     doubt = None
     if guess is not None and isinstance(spec, LinearSpec):
         doubt = Doubt(guess, "say what the class computes with jlora.register_layer")
-    return Found(module, aliases, spec, doubt, reasons, stacks)
+    return ModuleInfo(module, aliases, spec, doubt, reasons, stacks)
 
 
 def _base_of(cls: type[nnx.Module]) -> type[nnx.Module] | None:
@@ -305,7 +305,7 @@ def _unsliced(name: str, product: LinearSpec, spec: ExpertsSpec) -> str | None:
 
 
 def _stacks(module: nnx.Module, spec: object) -> frozenset[tuple[int, int]]:
-    """Return (axis, size) of each axis without which the kernels of a module fit its spec. See `Found.stacks`."""
+    """Return (axis, size) of each axis without which the kernels of a module fit its spec. See `ModuleInfo.stacks`."""
     products = spec.products.values() if isinstance(spec, ExpertsSpec) else (spec,)
     experts = (spec.experts,) if isinstance(spec, ExpertsSpec) else ()
     found: list[set[tuple[int, int]]] = []  # of each kernel

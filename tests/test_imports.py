@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "errors": COMMON,
     "config": COMMON,
     "adapters": COMMON,
-    "presets": COMMON,
+    "presets": COMMON | {"layers"},
     "pallas": COMMON,
     "ops": COMMON | {"pallas"},
     "sharding": COMMON,

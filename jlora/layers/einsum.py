@@ -137,7 +137,8 @@ def einsum_spec(
 
     Args:
       equation: input, kernel and output: "BTD,DNH->BTNH". A call of the layer may pass another equation for the same
-        kernel, as any argument.
+        kernel, as any argument. A letter that only the kernel has, as L in "BTD,DLNH->BTNH", is the axis of a stack of
+        layers (`LinearSpec.stack_axis`), which are called without it.
       shape: the kernel's shape, in the equation's order.
       param: name of the kernel attribute; None if the layer stores the kernel in a form of its own.
       in_index: as in `LinearSpec`: positions in the flattened in axes, in the kernel's order, that belong to a
@@ -159,9 +160,11 @@ def einsum_spec(
     Example:
       >>> jlora.register_layer(Einsum, lambda layer: jlora.einsum_spec(layer.equation, layer.w.shape))
     """
+    equation, stack_axis = _without_stack(equation)
     axes = einsum_axes(equation)
     if isinstance(axes, str):
         raise LoRAUsageError(f"einsum_spec: {axes}")
+    shape = [size for axis, size in enumerate(shape) if axis != stack_axis]
     if len(shape) != len(axes.kernel_in) + len(axes.kernel_out):
         raise LoRAUsageError(f"einsum_spec: the kernel of {equation!r} cannot have the shape {tuple(shape)}")
     return LinearSpec(
@@ -178,7 +181,17 @@ def einsum_spec(
         bias=bias,
         dequantize=dequantize,
         product=product,
+        stack_axis=stack_axis,
     )
+
+
+def _without_stack(equation: str) -> tuple[str, int | None]:
+    """Return an equation without the letter that only the kernel has, and its axis; None if there is no such letter."""
+    x, kernel, y = re.split(",|->", re.sub(r"\s", "", equation)) if is_equation(equation) else ("", "", "")
+    alone = [axis for axis, letter in enumerate(kernel) if letter not in x + y]
+    if len(alone) != 1:
+        return equation, None
+    return f"{x},{kernel[: alone[0]]}{kernel[alone[0] + 1 :]}->{y}", alone[0]
 
 
 def describe_einsum(layer: nnx.Einsum) -> LinearSpec | str:

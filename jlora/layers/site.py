@@ -109,6 +109,7 @@ class SlotSpec:
         padding, count) from left to right. They are set if the features are split and the layer's order differs from
         the adapter's; () for the adapter's order.
       finishers: functions of the output with its LoRA, in the order in which they run. The site holds their extras.
+      scale: `LinearSpec.scale`.
     """
 
     layers: int | None
@@ -123,6 +124,7 @@ class SlotSpec:
     in_blocks: Blocks = ()
     out_blocks: Blocks = ()
     finishers: tuple[Finisher, ...] = ()
+    scale: float = 1.0
 
     @functools.cached_property
     def extras(self) -> tuple[Variant, ...]:
@@ -354,6 +356,15 @@ class Site:
         """Name of the layer attribute that holds the stamps."""
         return f"{self.prefix}_stamps"
 
+    @property
+    def index(self) -> str:
+        """Name of the layer attribute that holds the index in a stack, int32 [layers].
+
+        Slots that are cut on axis 1 as well have the shapes of slots in place if there are as many slots as layers.
+        This array has no axis 1, so JAX raises when such a scan is traced.
+        """
+        return f"{self.prefix}_index"
+
 
 @dataclass(frozen=True, eq=False)
 class ModelSites:
@@ -404,14 +415,16 @@ def allocate(site: Site, device: Device | None = None) -> dict[str, SlotParam]:
       device: placement of the arrays off meshes; None for the default device.
     """
     spec = site.spec
-    stamps = (*spec.stack, max(each.spec.slots.stop for each in site.with_shared))
+    axes, stamps = "L" * len(spec.stack) + "S", (*spec.stack, max(each.spec.slots.stop for each in site.with_shared))
     whole = device if spec.sharding is None else spec.sharding.named()
     allocated = {
         name: _variable(SlotParam if array.name in ("a", "b") else SlotRanks, array, array.sharding or device)
         for name, array in zip(site.attributes, spec.arrays.values(), strict=True)
     }
     if site.stamped:
-        allocated[site.stamps] = _variable(SlotRanks, SlotArray("stamps", "S", stamps, "int32"), whole)
+        allocated[site.stamps] = _variable(SlotRanks, SlotArray("stamps", axes, stamps, "int32"), whole)
+    if spec.stack:
+        allocated[site.index] = SlotRanks(jnp.arange(spec.layers, dtype=jnp.int32, device=whole))
     return allocated
 
 
@@ -452,10 +465,11 @@ def _variable(kind: type[SlotParam], array: SlotArray, where: NamedSharding | De
     """Return a variable of empty slots, with the sharding `where`.
 
     Each shard is created on its own device, so a split array is never whole on one device. The PartitionSpec is stored
-    on the variable, as in Flax (`nnx.get_partition_spec`), for code that maps over the mesh.
+    on the variable, as in Flax (`nnx.get_partition_spec`), for code that maps over the mesh. That of a stack has
+    none, since scans that name the axis of the layers would look for the name in it.
     """
     filled = jnp.full(array.shape, array.fill, array.dtype, device=where)
-    if not isinstance(where, NamedSharding):
+    if not isinstance(where, NamedSharding) or "L" in array.axes:
         return kind(filled)
     # The array has its sharding already. Flax would reshard it, and does not support meshes with both axis types.
     return kind(filled, out_sharding=where.spec, mesh=where.mesh, eager_sharding=False)
@@ -469,7 +483,7 @@ def attach(layer: nnx.Module, site: Site, arrays: Mapping[str, SlotParam]) -> No
 
 def detach(layer: nnx.Module, site: Site) -> None:
     """Remove a site and its slot arrays from a layer. Attributes that are already gone are ignored."""
-    for name in (*site.attributes, site.stamps, f"{site.prefix}_site"):
+    for name in (*site.attributes, site.stamps, site.index, f"{site.prefix}_site"):
         delete_attribute(layer, name)
 
 

@@ -51,6 +51,11 @@ class LinearSpec:
         for a class that computes exactly `product(x, kernel) + bias` with the arrays of `param` and `bias`. If the
         kernel is split by input features, LoRA then joins the layer's reduction and needs none of its own. `rows` must
         be None, with one axis in and one out, or those of `einsum_spec`. None: the layer is always called.
+      stack_axis: axis of `param` that runs over the layers of a stack (`nnx.scan`, `nnx.vmap`), if `param` has one axis
+        besides those of the spec and of experts. The layer is called without that axis. Slots have their layers on axis
+        0. None: the axis that fits the sizes of all stacks with as many layers, or axis 0.
+      scale: factor of the kernel over that of a checkpoint, if the model folds one into it (the query scale of
+        attention). Adapters are scaled by it when they are loaded.
     """
 
     in_features: int
@@ -67,9 +72,14 @@ class LinearSpec:
     bias: str | None = "bias"
     dequantize: Callable[[Any], Array] | None = None
     product: Callable[[Array, Array], Array] | None = None
+    stack_axis: int | None = None
+    scale: float = 1.0
 
     def __post_init__(self):
         _check_sizes(self, "in_features", "out_features")
+        axis = self.stack_axis
+        if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int) or axis < 0):
+            raise LoRAUsageError(f"LinearSpec.stack_axis must be an int from 0, the axis of the layers, got {axis!r}")
         for name in ("param", "bias"):
             if not isinstance(given := getattr(self, name), str | None):
                 raise LoRAUsageError(f"LinearSpec.{name} must be the name of an attribute or None, got {given!r}")
@@ -112,6 +122,18 @@ class LinearSpec:
         """The checkpoint's N."""
         return self.out_features if self.columns_out is None else self.columns_out.size
 
+    def own_axes(self, ndim: int) -> tuple[int, ...]:
+        """Return the positions of the spec's axes among the `ndim` axes of a parameter with a stack or experts."""
+        count = len(self.in_axes + self.out_axes)
+        stack = (self.stack_axis or 0) if ndim > count else None
+        return tuple(axis for axis in range(ndim) if axis != stack)[-count:]
+
+    def with_stack_axis(self, axis: int | None) -> "LinearSpec":
+        """Return the spec with another `stack_axis`."""
+        spec = copy.copy(self)  # `replace` would convert `out_blocks` and `real_vocab` again
+        object.__setattr__(spec, "stack_axis", axis)
+        return spec
+
 
 @dataclass(frozen=True, eq=False)
 class EmbedSpec:
@@ -149,12 +171,11 @@ class EmbedSpec:
         check_fields("EmbedSpec.", self, {"dtype": SLOT_DTYPE})
         if self.lookup is None and self.attend is None:
             raise LoRAUsageError("EmbedSpec: lookup and attend are both None, so nothing could serve LoRA")
-        head = LinearSpec(
-            self.features, self.vocab, self.param, in_axes=(1,), out_axes=(0,), real_vocab=self.real_vocab
-        )
+        head = LinearSpec(self.features, self.vocab, self.param, (1,), (0,), real_vocab=self.real_vocab, stack_axis=0)
         object.__setattr__(self, "head", head)
         real = None if self.real_vocab is None else range(self.real_vocab)
-        object.__setattr__(self, "table", LinearSpec(self.vocab, self.features, self.param, in_index=real))
+        table = LinearSpec(self.vocab, self.features, self.param, in_index=real, stack_axis=0)
+        object.__setattr__(self, "table", table)
 
 
 @dataclass(frozen=True, eq=False)
@@ -467,7 +488,7 @@ def describe_general(layer: nnx.LinearGeneral) -> LinearSpec | str:
     )
 
 
-def general_rows(layer: nnx.LinearGeneral, x: Array, y: Array, *_: Any, **__: Any) -> tuple[Array, Array, Restore]:
+def general_rows(layer: Any, x: Array, y: Array, *_: Any, **__: Any) -> tuple[Array, Array, Restore]:
     """Return x as [*lead, K], y as [*lead, N], and the way back: the `rows` of an `nnx.LinearGeneral`."""
     # Flax sorts the axes before it contracts them with the kernel's leading ones.
     axes = sorted(axis % x.ndim for axis in layer.axis)

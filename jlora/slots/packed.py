@@ -54,6 +54,11 @@ class Placement:
     scaling: float
     extras: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray], compare=False, repr=False)
 
+    @property
+    def scale(self) -> float:
+        """Factor of the delta in the layer: PEFT's scaling, and that of the layer's kernel over the checkpoint's."""
+        return self.scaling * self.site.spec.scale
+
 
 def largest_rank(placements: Iterable[Placement]) -> int:
     """Return the largest rank of the LoRA modules, 0 if all are saved heads."""

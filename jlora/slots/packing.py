@@ -301,9 +301,9 @@ def rank_values(sites: tuple[Site, ...], placements: tuple[Placement, ...]) -> F
     views = np.split(values, np.cumsum(sizes)[:-1])
     of_site = {site: view.reshape(-1, *shape[-2:]) for site, view, shape in zip(sites, views, shapes, strict=True)}
     for p in placements:
-        if np.float32(p.scaling) or p.extras:
+        if np.float32(p.scale) or p.extras:
             own = of_site[p.site][p.entry, p.first : p.first + p.count]
-            own[:, 0], own[:, 1:] = p.rank, p.scaling
+            own[:, 0], own[:, 1:] = p.rank, p.scale
     return values
 
 
@@ -314,7 +314,7 @@ def with_scales(blocks: Sequence[Block], placements: Iterable[Placement]) -> tup
     of_entry: dict[Entry, np.ndarray] = {}
     for p in placements:
         zeros = np.zeros(p.site.spec.slices)
-        of_entry.setdefault((p.site, p.entry), zeros)[p.first : p.first + p.count] = p.scaling
+        of_entry.setdefault((p.site, p.entry), zeros)[p.first : p.first + p.count] = p.scale
     found: list[Block] = []
     for block in blocks:
         if block.quanta is not None:

@@ -151,7 +151,7 @@ def _brought(variant: Variant, placements: Sequence[Placement]) -> Float[np.ndar
     values = np.full(spec.out_features, variant.fill, np.float32)
     for p in placements:
         vector = p.extras[variant.name]
-        values[outputs(spec, p.first, p.count)] = vector * np.float32(p.scaling) if variant.scaled else vector
+        values[outputs(spec, p.first, p.count)] = vector * np.float32(p.scale) if variant.scaled else vector
     return values
 
 
@@ -170,8 +170,9 @@ def _computed(
             scaled, modules = np.zeros(b.shape, np.float32), dict[str, tuple[slice, np.ndarray]]()
             for p in by_entry[site, entry]:
                 columns = outputs(slot_spec, p.first, p.count)
-                scaled[:, columns] = b[:, columns].astype(np.float32) * np.float32(p.scaling)
-                modules[f"adapter {packed.name!r}: {p.module}"] = columns, p.extras[finisher.variant.name]
+                scaled[:, columns] = b[:, columns].astype(np.float32) * np.float32(p.scale)
+                vector = p.extras[finisher.variant.name] * np.float32(slot_spec.scale)
+                modules[f"adapter {packed.name!r}: {p.module}"] = columns, vector
             slices = np.repeat(np.arange(slot_spec.slices, dtype=np.int32), slot_spec.out_sizes)
             own = a.astype(np.float32), scaled, slices, modules
             kernel = _kernel(wrapped.modules[site], spec)

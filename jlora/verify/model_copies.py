@@ -176,7 +176,7 @@ def _bias(layer: nnx.Module, site: Site, spec: LinearSpec) -> Float[np.ndarray, 
     held: Any = None if spec.bias is None else vars(layer).get(spec.bias)
     if held is None:
         return np.zeros((*lead, spec.out_features))
-    bias = whole(held.get_value()).astype(np.float64)
+    bias = np.moveaxis(whole(held.get_value()).astype(np.float64), spec.stack_axis or 0, 0)
     axes = einsum_axes(spec.rows.equation) if isinstance(spec.rows, EinsumRows) else ""
     if not isinstance(axes, str):  # the bias has the order of the output's axes
         order = np.argsort(np.argsort(axes.y[axes.lead :]))
@@ -236,6 +236,7 @@ def _spread(index: Index | None, values: np.ndarray) -> np.ndarray:
 def _flatten(spec: LinearSpec, kernel: np.ndarray) -> np.ndarray:
     """Transpose and reshape a kernel to [(layers,) K, N]."""
     axes = (*spec.in_axes, *spec.out_axes)
+    kernel = np.moveaxis(kernel, spec.stack_axis or 0, 0)
     lead = kernel.ndim - len(axes)
     moved = kernel.transpose(*range(lead), *(lead + axis for axis in axes))
     return moved.reshape(*kernel.shape[:lead], spec.in_features, spec.out_features)
@@ -243,11 +244,12 @@ def _flatten(spec: LinearSpec, kernel: np.ndarray) -> np.ndarray:
 
 def _unflatten(spec: LinearSpec, delta: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Reshape and transpose [(layers,) K, N] to the kernel's own axes."""
-    axes = (*spec.in_axes, *spec.out_axes)
+    axes, own = (*spec.in_axes, *spec.out_axes), spec.own_axes(len(shape))
     lead = len(shape) - len(axes)
-    sizes = [shape[lead + axis] for axis in axes]
+    sizes = [shape[own[axis]] for axis in axes]
     order = [*range(lead), *(lead + axes.index(axis) for axis in range(len(axes)))]
-    return delta.reshape(*shape[:lead], *sizes).transpose(order)
+    moved = delta.reshape(*delta.shape[:lead], *sizes).transpose(order)
+    return np.moveaxis(moved, 0, spec.stack_axis or 0)
 
 
 def _add(base: jax.Array, delta: np.ndarray) -> jax.Array:

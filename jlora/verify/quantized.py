@@ -29,7 +29,7 @@ from jlora.errors import LoRAError
 from jlora.layers.base_kernel import arrays_of, can_dequantize, dequantized
 from jlora.layers.forward.linear import parameters_of, rows_of_call
 from jlora.layers.forward.mesh import across_mesh, shards_of
-from jlora.layers.site import Site, set_attribute
+from jlora.layers.site import Site, SlotRanks, set_attribute
 from jlora.layers.specs import LinearSpec
 
 _DEVIATIONS = 6  # of the sum of rounding errors
@@ -147,7 +147,7 @@ def compare_product(layer: nnx.Module, site: Site, spec: LinearSpec, products: P
     """Make the class of a copied layer add each of its products to `products`."""
     set_attribute(layer, "jlora_product", _ProductTask(site, spec, products))
     where = site.spec.stack
-    set_attribute(layer, "jlora_product_index", nnx.Param(jnp.arange(where[0] if where else 1).reshape(*where)))
+    set_attribute(layer, "jlora_product_index", SlotRanks(jnp.arange(where[0] if where else 1).reshape(*where)))
 
 
 def float_product(layer: nnx.Module, site: Site, spec: LinearSpec, dtype: Any = None) -> None:
@@ -161,13 +161,13 @@ def float_product(layer: nnx.Module, site: Site, spec: LinearSpec, dtype: Any = 
 def add_factors(layer: nnx.Module, factors: Sequence[jax.Array]) -> None:
     """Add x aᵀ b to the product of a layer, for float32 a [(layers,) r, K] and b [(layers,) r, N] of its features."""
     for name, value in zip(_FACTORS, factors, strict=True):
-        set_attribute(layer, name, nnx.Param(value))
+        set_attribute(layer, name, SlotRanks(value))
 
 
 def map_columns(layer: nnx.Module, scale_and_offset: Sequence[jax.Array]) -> None:
     """Multiply the output of a layer, with its factors, by a scale and add an offset, each [(layers,) N] in float32."""
     for name, value in zip(_COLUMNS, scale_and_offset, strict=True):
-        set_attribute(layer, name, nnx.Param(value))
+        set_attribute(layer, name, SlotRanks(value))
 
 
 @functools.cache

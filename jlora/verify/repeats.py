@@ -54,8 +54,8 @@ def find_repeats(wrapped: WrappedModel) -> dict[str, Site]:
         linear = spec.table if isinstance(spec, EmbedSpec) else spec
         array: jax.Array = cast("Any", variable).get_value()
         for axes in (linear.in_axes, linear.out_axes) if _is_readable(array) else ():
-            lead = array.ndim - len(linear.in_axes + linear.out_axes)
-            kernels.append((site, array, tuple(lead + axis for axis in axes)))
+            own = linear.own_axes(array.ndim)
+            kernels.append((site, array, tuple(own[axis] for axis in axes)))
     lengths = {_length(array, axes) for _, array, axes in kernels}
     parameters = [
         (path, _length(array, axes), _hashes(array, axes, _LINES))

@@ -227,44 +227,6 @@ def test_the_line_for_a_class_follows_its_parameters(params, line):
     assert re.search(line, reason)
 
 
-class Heads(nnx.Module):
-    """An attention without scores: a stack of two or four layers, with two heads of three features."""
-
-    def __init__(self, layers, axis):
-        def make(rngs):
-            return nnx.Dict(
-                q=nnx.LinearGeneral(D, (2, 3), rngs=rngs),
-                k=nnx.Einsum("BTD,NDH->BTNH", (2, D, 3), rngs=rngs),
-                o=nnx.LinearGeneral((2, 3), D, axis=(-2, -1), rngs=rngs),
-            )
-
-        self.axes = nnx.StateAxes({nnx.Param: axis, jlora.SlotParam: 0, ...: None})
-        self.layers = nnx.vmap(make, out_axes=nnx.StateAxes({nnx.Param: axis, ...: None}))(nnx.Rngs(0).split(layers))
-        self.head = nnx.Linear(D, D, rngs=nnx.Rngs(1))
-
-    def __call__(self, x):
-        def apply(layer, x):
-            return x + layer["o"](jnp.tanh(layer["q"](x) + layer["k"](x)))
-
-        return self.head(nnx.scan(apply, in_axes=(self.axes, nnx.Carry), out_axes=nnx.Carry)(self.layers, x))
-
-
-@pytest.mark.parametrize("layers", [2, 3])  # as many as heads, which fits as a stack on axis 0 too, and more
-def test_a_stack_on_another_axis_is_refused_by_name(layers):
-    manager = make_manager(Heads(layers, axis=1))
-    reasons = {layer.path: layer.reason for layer in manager.layers() if not layer.wrapped}
-    assert reasons.keys() == {f"layers.{name}" for name in "qko"}
-    for reason in reasons.values():
-        assert re.search(rf"as a stack of {layers} layers on axis 1.* served with the layers on axis 0", reason)
-    assert manager.verify(serve, X).checked == ("head",)
-
-
-@pytest.mark.parametrize("layers", [2, D])  # as many as heads, and as features
-def test_a_stack_on_axis_0_is_served(layers):
-    manager = make_manager(Heads(layers, axis=0))
-    assert set(manager.verify(serve, X).checked) == {"layers.q", "layers.k", "layers.o", "head"}
-
-
 # --- exclude_modules of unread layers --------------------------------------------------------------------------------
 
 

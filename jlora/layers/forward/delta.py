@@ -114,7 +114,7 @@ def _slot_arrays(layer: nnx.Module, site: Site) -> Sequence[Array]:
     if ranks.ndim != (3 if site.spec.experts is None else 4):
         raise LoRAError(
             f"{site.path}: this layer is one of a stack of {site.spec.layers}, but its slot arrays still have the "
-            "stack axis; map jlora.SlotParam over axis 0 in the StateAxes of your nnx.scan, as the kernel is"
+            "stack axis; map jlora.SlotParam over axis 0 in the StateAxes of your nnx.scan"
         )
     return arrays
 

@@ -75,7 +75,8 @@ def _values(weight: AdaptedWeight) -> Float[np.ndarray, "N"]:
 def _squares(weight: AdaptedWeight) -> Float[np.ndarray, "2 N"]:
     """Return the squared norms of the columns of W + B A, and the sums of the terms that do not cancel."""
     kernel, spec, a, b, of_slice = weight.kernel, weight.spec, weight.a, weight.b, weight.slices
-    axes = kernel.shape[weight.layer is not None :]
+    stack = None if weight.layer is None else spec.stack_axis or 0
+    axes = [size for axis, size in enumerate(kernel.shape) if axis != stack]
     real = np.ones(spec.in_features, bool)
     if spec.columns_in is not None:  # padding features may hold any value
         real[:] = False
@@ -90,7 +91,7 @@ def _squares(weight: AdaptedWeight) -> Float[np.ndarray, "2 N"]:
     if isinstance(kernel.sharding, NamedSharding):
         mesh = cast("Mesh", kernel.sharding.mesh)
         operands = put(operands, [NamedSharding(mesh, PartitionSpec())] * len(operands))
-    compute = _compiled(spec.in_axes, spec.out_axes, weight.layer is not None, mesh)
+    compute = _compiled(spec.in_axes, spec.out_axes, stack, mesh)
     found = np.asarray(compute(kernel, *operands))  # waited for, so that a step waits for one layer at most
     return found if spec.columns_out is None else found[:, spec.columns_out.positions]
 
@@ -104,17 +105,17 @@ def _spread(values: np.ndarray, positions: np.ndarray, total: int) -> np.ndarray
 
 @functools.lru_cache(maxsize=256)
 def _compiled(
-    in_axes: tuple[int, ...], out_axes: tuple[int, ...], stacked: bool, mesh: Mesh | None
+    in_axes: tuple[int, ...], out_axes: tuple[int, ...], stack: int | None, mesh: Mesh | None
 ) -> Callable[..., Array]:
     """Return `_column_squares` under `jax.jit`, with a result that every process holds."""
     where = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    return jax.jit(functools.partial(_column_squares, in_axes, out_axes, stacked), out_shardings=where)
+    return jax.jit(functools.partial(_column_squares, in_axes, out_axes, stack), out_shardings=where)
 
 
 def _column_squares(
     in_axes: tuple[int, ...],
     out_axes: tuple[int, ...],
-    stacked: bool,
+    stack: int | None,
     kernel: Float[Array, "*axes"],
     layer: Int[Array, ""],
     a: Float[Array, "n R *ins"],
@@ -123,7 +124,7 @@ def _column_squares(
     real: Bool[Array, "*ins"],
 ) -> Float[Array, "2 N"]:
     """Compute `_squares` on the device. Column n takes the factor a[of_slice[n]]."""
-    w = cast("Array", jax.lax.dynamic_index_in_dim(kernel, layer, keepdims=False)) if stacked else kernel
+    w = kernel if stack is None else cast("Array", lax.dynamic_index_in_dim(kernel, layer, stack, keepdims=False))
     slices, ranks, *ins = a.shape
     a = a.reshape(slices * ranks, *ins)
     chosen = jnp.arange(slices, dtype=jnp.int32)[:, None, None] == of_slice[None, None]

@@ -66,8 +66,8 @@ class AdaptedWeight:
     """The base weight of one layer, with the modules of one adapter for it.
 
     Attributes:
-      kernel: the weight as floats on its devices, with the axes of `spec` after that of a stack. The axes of a mesh are
-        Auto axes.
+      kernel: the weight as floats on its devices, with the axes of `spec` and of its stack. The axes of a mesh are Auto
+        axes.
       spec: the spec of the layer.
       layer: index of the layer in its stack; None for a single layer.
       a: A of each output slice, in float32.

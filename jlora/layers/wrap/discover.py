@@ -41,9 +41,9 @@ _describe: dict[type[nnx.Module], Describe] = {
 }
 _BIASES = ("bias", "b")
 _NO_WEIGHTS = (nnx.Cache, nnx.BatchStat, nnx.Intermediate, nnx.RngState)
-_STACK = (
-    "its kernel fits its spec as a stack of {layers} layers on axis {axis}{like}, and stacks are served with the "
-    "layers on axis 0: nnx.StateAxes({{nnx.Param: 0, ...}}) in nnx.vmap and nnx.scan"
+_SCANNED_TWICE = (
+    "several axes more than its spec names, as of a scan inside of a scan. Stacks of one axis are served: call the "
+    "inner layers in a Python loop, each with parameters of its own"
 )
 _NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.InstanceNorm)
 
@@ -78,7 +78,7 @@ class ModuleInfo:
       spec: its spec, or the reason why it cannot serve LoRA.
       guess: the uncertainty of a guessed spec, else None.
       reasons: method of an embedding ("lookup" or "attend") -> the reason why it serves no LoRA.
-      stacks: (axis, layers) of each axis of a kernel that can be the axis of a stack of layers; empty for one layer.
+      stacks: (axis, layers) of each axis of a kernel that can be that of a stack of layers; empty for a single layer.
       excluded: True if the configuration excludes it. `spec` is then the reason, and the module was not described.
     """
 
@@ -123,28 +123,36 @@ def discover(model: nnx.Module, excluded: Callable[[tuple[str, ...]], str | None
         module, names = modules[key], tuple(paths)
         reason = excluded(names)
         infos.append(_info_of(module, names) if reason is None else ModuleInfo(module, names, reason, excluded=True))
-    return _with_known_stacks(infos)
+    return _with_stack_axes(infos)
 
 
-def _with_known_stacks(everything: Sequence[ModuleInfo]) -> list[ModuleInfo]:
-    """Return the modules, and refuse layers that fit as a stack on axis 0 and on one that is known from other layers.
+def _with_stack_axes(everything: Sequence[ModuleInfo]) -> list[ModuleInfo]:
+    """Return the modules, each with the axis of its stack in its spec, or with the reason why it is not known.
 
-    A kernel [heads, layers, ...] with as many layers as heads is an example: its shape is that of both.
+    A kernel [heads, layers, ...] with as many layers as heads has two such axes. Then the axis is one that fits all
+    stacks of as many layers.
     """
-    known = {
-        stack: info.aliases[0]
-        for info in reversed(everything)
-        if not any(axis == 0 for axis, _ in info.stacks)
-        for stack in info.stacks
-    }
-    kept: list[ModuleInfo] = []
+    shared: dict[int, frozenset[tuple[int, int]]] = {}
     for info in everything:
-        stack = next((stack for stack in sorted(info.stacks) if stack in known), None)
-        if stack is not None and not isinstance(info.spec, str):
-            like = f", as that of {known[stack]!r} does"
-            info = replace(info, spec=_STACK.format(axis=stack[0], layers=stack[1], like=like))
-        kept.append(info)
-    return kept
+        for _, layers in info.stacks if not isinstance(info.spec, str) else ():
+            shared[layers] = shared.get(layers, info.stacks) & info.stacks
+    return [_with_stack_axis(info, shared) for info in everything]
+
+
+def _with_stack_axis(info: ModuleInfo, shared: Mapping[int, frozenset[tuple[int, int]]]) -> ModuleInfo:
+    spec, axis = info.spec, None
+    if isinstance(spec, str | EmbedSpec):
+        return info
+    if info.stacks:
+        (axis, layers), *others = sorted(shared[min(info.stacks)[1]] or info.stacks)
+        if axis and others:
+            axes = " or ".join(str(one) for one, _ in sorted(info.stacks))
+            reason = f"its kernel fits as a stack of {layers} layers on axis {axes}: LinearSpec(stack_axis=) says which"
+            return replace(info, spec=reason)
+    if isinstance(spec, LinearSpec):
+        return replace(info, spec=spec.with_stack_axis(axis))
+    products = {name: product.with_stack_axis(axis) for name, product in spec.products.items()}
+    return replace(info, spec=replace(spec, products=products))
 
 
 def walk(model: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
@@ -207,9 +215,6 @@ def _described(module: nnx.Module, aliases: tuple[str, ...]) -> ModuleInfo:
     if isinstance(spec, EmbedSpec):
         spec, reasons = _kept_methods(spec, cls, base or cls)
     stacks = _stacks(module, spec)
-    if stacks and all(axis for axis, _ in stacks):
-        axis, layers = min(stacks)
-        return ModuleInfo(module, aliases, _STACK.format(axis=axis, layers=layers, like=""), stacks=stacks)
     if isinstance(spec, ExpertsSpec | ProductsSpec):
         experts = spec.experts if isinstance(spec, ExpertsSpec) else None
         for name, product in spec.products.items():
@@ -219,12 +224,12 @@ def _described(module: nnx.Module, aliases: tuple[str, ...]) -> ModuleInfo:
                     f"{cls.__name__} overrides the {method} of {base.__name__}, and jlora cannot know what it "
                     f"computes; register the class itself with a spec of its own, a jlora.{type(spec).__name__}"
                 )
-            problem = _contradiction(module, product, experts) or _unsliced(name, product, spec)
+            problem = _contradiction(module, product, stacks, experts) or _unsliced(name, product, spec)
             problem = problem or (None if spec.method is None else _unfollowed(module, product, spec.method))
             if problem:
                 raise LoRAUsageError(f"{name}: {problem}")
     elif isinstance(spec, LinearSpec | EmbedSpec):
-        spec = _contradiction(module, spec) or spec
+        spec = _contradiction(module, spec, stacks) or spec
     elif not isinstance(spec, str):
         raise LoRAUsageError(
             f"describe of {cls.__name__} must return a LinearSpec, an EmbedSpec, a ProductsSpec, an ExpertsSpec or a "
@@ -316,28 +321,34 @@ def _unsliced(name: str, product: LinearSpec, spec: ExpertsSpec | ProductsSpec) 
 
 
 def _stacks(module: nnx.Module, spec: object) -> frozenset[tuple[int, int]]:
-    """Return (axis, size) of each axis without which a kernel of floats fits its spec. See `ModuleInfo.stacks`."""
+    """Return (axis, size) of each axis without which the kernels of a module fit its spec. See `ModuleInfo.stacks`."""
     products = spec.products.values() if isinstance(spec, ExpertsSpec | ProductsSpec) else (spec,)
     experts = (spec.experts,) if isinstance(spec, ExpertsSpec) else ()
-    found: set[tuple[int, int]] = set()
+    found: list[set[tuple[int, int]]] = []  # of each kernel
     for product in products:
         if not isinstance(product, LinearSpec | EmbedSpec) or (kernel := kernel_of(module, product)) is None:
             continue
         linear = product.table if isinstance(product, EmbedSpec) else product
         shape: tuple[int, ...] = tuple(kernel.array.shape)
         named = sorted((*linear.in_axes, *linear.out_axes))
-        if named != list(range(len(shape) - len(experts) - 1)) or not _is_float(kernel.dtype):
+        if named != list(range(len(shape) - len(experts) - 1)):
             continue
+        fitting = set[tuple[int, int]]()
         for axis, size in enumerate(shape):
             one = shape[:axis] + shape[axis + 1 :]
             own = one[len(experts) :]
             sizes = [math.prod(own[i] for i in axes) for axes in (linear.in_axes, linear.out_axes)]
-            if one[: len(experts)] == experts and sizes == [linear.in_features, linear.out_features]:
-                found.add((axis, size))
-    return frozenset(found)
+            fits = one[: len(experts)] == experts and sizes == [linear.in_features, linear.out_features]
+            # Packed weights have other shapes.
+            if (fits and linear.stack_axis is None and _is_float(kernel.dtype)) or axis == linear.stack_axis:
+                fitting.add((axis, size))
+        found.append(fitting)
+    return frozenset(found[0].intersection(*found)) if found else frozenset()
 
 
-def _contradiction(module: nnx.Module, spec: LinearSpec | EmbedSpec, experts: int | None = None) -> str | None:
+def _contradiction(
+    module: nnx.Module, spec: LinearSpec | EmbedSpec, stacks: frozenset[tuple[int, int]], experts: int | None = None
+) -> str | None:
     """Return how the parameter of a layer contradicts its spec, or None.
 
     With `experts`, the parameter has an axis of that size before the axes of the spec.
@@ -354,6 +365,15 @@ def _contradiction(module: nnx.Module, spec: LinearSpec | EmbedSpec, experts: in
     axes = (0, 1) if isinstance(spec, EmbedSpec) else (*spec.in_axes, *spec.out_axes)
     if len(shape) < len(axes) + (experts is not None):
         return f"its parameter {spec.param!r} has shape {shape}, and its spec names {len(axes)} axes"
+    if len(shape) > len(axes) + (experts is not None) + 1:
+        return f"its parameter {spec.param!r} has shape {shape}: {_SCANNED_TWICE}"
+    where = ""
+    if len(shape) > len(axes) + (experts is not None):
+        stack = min(stacks)[0] if stacks else 0 if isinstance(spec, EmbedSpec) else spec.stack_axis or 0
+        if stack >= len(shape):
+            return f"its parameter {spec.param!r} has shape {shape}, and its spec has the stack_axis {stack}"
+        where = f" without axis {stack} of a stack"
+        shape = shape[:stack] + shape[stack + 1 :]
     if experts is not None and shape[-len(axes) - 1] != experts:
         return f"its parameter {spec.param!r} has shape {shape}, and its spec says {experts} experts before its axes"
     own = shape[len(shape) - len(axes) :]
@@ -366,7 +386,7 @@ def _contradiction(module: nnx.Module, spec: LinearSpec | EmbedSpec, experts: in
     sizes = tuple(math.prod(own[i] for i in axes) for axes in (spec.in_axes, spec.out_axes))
     if sizes != (spec.in_features, spec.out_features):
         return (
-            f"its parameter {spec.param!r} {own} has {sizes[0]} features in and {sizes[1]} out by in_axes="
+            f"its parameter {spec.param!r} {own}{where} has {sizes[0]} features in and {sizes[1]} out by in_axes="
             f"{spec.in_axes} and out_axes={spec.out_axes}, and its spec says {spec.in_features} and {spec.out_features}"
         )
     return None

@@ -296,7 +296,8 @@ def _head(layer: nnx.Module, site: Site, spec: LinearSpec, context: _Context) ->
     slot_spec, saved = site.spec, context.config.saved_heads or {}
     sharding, reason = slot_spec.sharding, None
     plain = spec.rows is None and len(spec.out_axes) == len(spec.in_axes) == 1
-    if not plain or spec.columns_in or spec.columns_out or slot_spec.stack or slot_spec.slices > 1:
+    plain &= not (spec.columns_in or spec.columns_out or slot_spec.stack) and spec.scale == 1
+    if not plain or slot_spec.slices > 1:
         reason = "it is not a plain projection [..., K] to [..., N]"
     elif sharding is not None and sharding.outs:
         reason = f"its outputs are split over {' and '.join(sharding.outs)}; leave them whole"
@@ -348,12 +349,10 @@ def _slot_spec(
     kernel = kernel_of(info.module, linear)
     shape: tuple[int, ...] = () if kernel is None else tuple(kernel.array.shape)
     stack = 0 if kernel is None else len(shape) - len(linear.in_axes + linear.out_axes) - (experts is not None)
-    if stack > 1:
-        raise LoRAError(f"its parameter has shape {shape}: {stack} axes more than one stack of layers")
     table = isinstance(spec, EmbedSpec) and linear is spec.table
     in_int8 = slot_dtype(config.dtype, CONFIG_DTYPES) == "int8"
     slot_spec = SlotSpec(
-        layers=next(iter(shape)) if stack else None,
+        layers=shape[linear.stack_axis or 0] if stack else None,
         num_slots=config.max_loras if experts is None else count_expert_slots(config)[0],
         in_features=linear.real_in,
         out_sizes=sizes,
@@ -361,6 +360,7 @@ def _slot_spec(
         dtype="int8" if in_int8 and not table else _slot_dtype(info.module, spec, linear, kernel, config),
         experts=experts,
         finishers=() if table or experts is not None else context.finishers,
+        scale=linear.scale,
     )
     if context.mesh is None:
         return slot_spec
@@ -451,14 +451,14 @@ def _on_mesh(
       LoRAError: the sharding of the kernel is not supported.
     """
     where = f"{path}.{linear.param}"
-    stack = len(slot_spec.stack)
-    first = stack + (slot_spec.experts is not None)
-    axes = [[first + axis for axis in own] for own in (linear.in_axes, linear.out_axes)]
-    axes += [[stack]] if slot_spec.experts is not None else []
     data = tuple(config.data_axes)
     sharding = None
     if kernel is not None:
         array = kernel.array
+        own = linear.own_axes(array.ndim)
+        axes = [[own[axis] for axis in of] for of in (linear.in_axes, linear.out_axes)]
+        if slot_spec.experts is not None:  # the first axis besides that of a stack
+            axes.append([int(bool(slot_spec.stack) and not linear.stack_axis)])
         sharding = kernel_sharding(where, _sharding_of(array), axes, array.shape, data, config.fully_sharded)
     sharding = KernelSharding(mesh, data=data, fully=config.fully_sharded) if sharding is None else sharding
     slot_spec = replace(

@@ -181,12 +181,12 @@ def checkpoint_weight(wrapped: WrappedModel, site: Site, entry: int = 0) -> tupl
 
     Returns:
       The weight without padding, [N, K] of a linear layer or [V, F] of a table, and a bool array of its shape;
-        None if the layer stores its weight in another form, such as a quantized one.
+        None if the layer stores its weight in another form, such as a quantized or a scaled one.
     """
     module = wrapped.modules[site]
     spec = spec_of(module, site)
     kernel = kernel_of(module, spec)
-    if kernel is None or not kernel.exact:
+    if kernel is None or not kernel.exact or site.spec.scale != 1:
         return None
     weight, known = own_values(cast("jax.Array", kernel.array))
     own = np.broadcast_to(True, weight.shape) if known is None else known
@@ -214,7 +214,8 @@ def dequantized_weight(wrapped: WrappedModel, site: Site) -> tuple[np.ndarray, n
 
 def _as_stored(spec: LinearSpec | EmbedSpec, site: Site, entry: int, weight: np.ndarray) -> np.ndarray:
     if site.spec.entries:
-        weight = weight[np.unravel_index(entry, site.spec.entries)]
+        axis = 0 if isinstance(spec, EmbedSpec) else spec.stack_axis or 0
+        weight = np.moveaxis(weight, axis, 0)[np.unravel_index(entry, site.spec.entries)]
     if isinstance(spec, EmbedSpec):
         return weight[: spec.head.real_out]
     flat = weight.transpose(*spec.out_axes, *spec.in_axes).reshape(spec.out_features, spec.in_features)

@@ -35,7 +35,6 @@ from jlora.layers.specs import EmbedSpec as EmbedSpec
 from jlora.layers.specs import ExpertsSpec as ExpertsSpec
 from jlora.layers.specs import LinearSpec as LinearSpec
 from jlora.layers.wrap.discover import register_layer as register_layer
-from jlora.layers.wrap.linen import LinenModule as LinenModule
 from jlora.layers.wrap.wrapped import LayerInfo as LayerInfo
 from jlora.manager.batch_arguments import Mix as Mix
 from jlora.manager.leases import AdapterHandle as AdapterHandle

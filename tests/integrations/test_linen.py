@@ -1,0 +1,275 @@
+"""Linen models, pure and in the NNX bridge, compared with their own parameters merged in float64 NumPy."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jlora
+from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
+from tests.layers.merging import Target, assert_close, at_path, delta, make_adapter, make_manager, serve
+
+pytestmark = pytest.mark.device
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(6)(jnp.tanh(nn.Dense(8, use_bias=False, name="up")(x)))
+
+
+class Model(nn.Module):
+    """A model with compact and setup modules, and one block under remat."""
+
+    def setup(self):
+        self.embed = nn.Embed(11, 6)
+        self.first = Block()
+        self.again = nn.remat(Block)()
+        self.general = nn.DenseGeneral((2, 3))
+        self.scanned = nn.scan(nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)(6)
+
+    def __call__(self, tokens):
+        x = self.again(self.first(self.embed(tokens)))
+        x = x + self.general(x).reshape(x.shape)
+        return self.embed.attend(x)
+
+
+TOKENS = np.random.default_rng(0).integers(0, 11, (3, 4)).astype(np.int32)
+TARGETS = [
+    Target("first.up", 6, 8, ""),
+    Target("first.Dense_0", 8, 6, ""),
+    Target("again.up", 6, 8, ""),
+    Target("embed", 11, 6, "", kind="embedding"),
+    Target("lm_head", 6, 11, ""),
+]
+
+
+def expected(variables, module, adapter):
+    """Return the logits with one adapter merged. The two uses of the table have separate deltas."""
+    params = jax.tree.map(np.array, variables["params"])
+    d = {name: delta(m).T for name, m in adapter.modules.items()} if adapter else {}
+    for block, name in (("first", "up"), ("first", "Dense_0"), ("again", "up")):
+        params[block][name]["kernel"] += d.get(f"{block}.{name}", np.float32(0)).astype(np.float32)
+    table = params["embed"]["embedding"].astype(np.float64)
+
+    def run(module, tokens):
+        x = jnp.asarray(table + d.get("embed", 0), jnp.float32)[tokens]
+        x = module.again(module.first(x))
+        return x + module.general(x).reshape(x.shape)
+
+    hidden = np.asarray(module.apply({"params": params}, TOKENS, method=run), np.float64)
+    return hidden @ (table.T + d.get("lm_head", 0))
+
+
+@pytest.mark.parametrize("bridge", [False, True])
+def test_linen_model(bridge):
+    module = Model()
+    variables = module.init(jax.random.key(0), TOKENS)
+    if bridge:
+        bridged = nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0)).lazy_init(TOKENS)
+        variables = {"params": nnx.to_pure_dict(nnx.state(bridged, nnx.Param))}
+        model = jlora.LinenModule(bridged)
+    else:
+        model = jlora.LinenModule(module, variables)
+    assert_close(model(TOKENS), module.apply(variables, TOKENS), 1e-6)
+    model.tie_word_embeddings = True
+    one, two = make_adapter("one", TARGETS, 3), make_adapter("two", TARGETS[:1], 2)
+    manager = make_manager(model, [one, two])
+    with manager.prepare(["one", None, "two"]) as batch:
+        found = serve(model, TOKENS, batch)
+    want = [expected(variables, module, adapter)[i] for i, adapter in enumerate([one, None, two])]
+    assert_close(found, np.stack(want))
+    assert np.abs(want[0] - expected(variables, module, None)[0]).max() > 0.1
+
+    report = manager.verify(serve, TOKENS)
+    assert set(report.checked) == {"embed", "first.up", "first.Dense_0", "again.up", "again.Dense_0", "embed.attend"}
+    manager.unwrap()
+    assert_close(model(TOKENS), module.apply(variables, TOKENS), 1e-6)
+
+
+def merged(params, targets, adapter):
+    """Return nested parameters with one adapter merged in float64 NumPy."""
+    params = jax.tree.map(lambda value: np.array(value, np.float64), params)
+    for target in targets:
+        if adapter is not None and target.name in adapter.modules:
+            weight = at_path(params, target.param)
+            change = target.into(delta(adapter.modules[target.name]))
+            weight[target.at] += change.reshape(weight[target.at].shape)
+    return jax.tree.map(np.float32, params)
+
+
+def stacked(name, k, n, param, layers, into=np.transpose, axis=0):
+    """Return the targets of the layers of a stack below `layers`, of which `name` is a path."""
+    below, slices = name.removeprefix("layers."), (slice(None),) * axis
+    return [Target(f"layers.{i}.{below}", k, n, param, into, (*slices, i)) for i in range(layers)]
+
+
+def check(module, x, targets, calls=lambda model, x: model(x), rank=4, forward=serve, **kwargs):
+    """Serve two adapters and the base in one batch, compared with merged weights, swap one without a trace, verify."""
+    variables = module.init(jax.random.key(0), x)
+    model = jlora.LinenModule(module, variables, lambda model: calls(model, x), **kwargs)
+    base = module.apply(variables, x)
+    assert_close(model(x), base, 1e-6)
+    one, three = (make_adapter(name, targets, 2) for name in ("1", "3"))
+    two = make_adapter("2", targets[::2], 2)
+    manager = make_manager(model, max_lora_rank=rank)
+    manager.verify(forward, x)  # layers found by their equation take adapters afterwards
+    for adapter in (one, two, three):
+        manager.add_adapter(adapter)
+    step = jax.jit(chex.assert_max_traces(forward.__wrapped__, n=1))
+    for names in (["1", None, "2"], ["3", "2", "3"]):
+        with manager.prepare(names) as batch:
+            found = step(model, x, batch)
+        adapters = {"1": one, "2": two, "3": three, None: None}
+        want = [
+            module.apply({**variables, "params": merged(variables["params"], targets, adapters[name])}, x)[i]
+            for i, name in enumerate(names)
+        ]
+        assert_close(found, np.stack(want))
+        assert all(name is None or np.abs(w - b).max() > 0.01 for name, w, b in zip(names, want, base, strict=True))
+    return manager
+
+
+class General(nn.Module):
+    """Flax's attention, and a projection along two axes that are not the last."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = x + nn.MultiHeadDotProductAttention(num_heads=2, qkv_features=8, name="attn")(x)
+        heads = nn.DenseGeneral((2, 3), name="split")(x)
+        return nn.DenseGeneral(6, axis=(-1, 2), use_bias=False, name="join")(heads)
+
+
+X = np.random.default_rng(1).normal(size=(3, 5, 6)).astype(np.float32)
+
+
+def test_general_layers_and_flax_own_attention():
+    targets = [Target(f"attn.{name}", 6, 8, f"attn.{name}.kernel") for name in ("query", "key", "value")]
+    targets += [Target("attn.out", 8, 6, "attn.out.kernel"), Target("split", 6, 6, "split.kernel")]
+    check(General(), X, [*targets, Target("join", 6, 6, "join.kernel")])
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        y = nn.Dense(8, use_bias=False, name="up")(nn.LayerNorm(name="norm")(x))
+        return x + nn.DenseGeneral(6, name="down")(jnp.tanh(y)), None
+
+
+class Scanned(nn.Module):
+    axis: int = 0
+    remat: bool = False
+    layers: int = 2
+
+    @nn.compact
+    def __call__(self, x):
+        block = nn.remat(Layer, prevent_cse=False) if self.remat else Layer
+        scan = nn.scan(block, {"params": self.axis}, split_rngs={"params": True}, length=self.layers)
+        x, _ = scan(name="layers")(x, None)
+        mapped = nn.vmap(nn.Dense, {"params": 0}, split_rngs={"params": True}, in_axes=None, axis_size=2)
+        return nn.Dense(6, name="last")(x) + (mapped(6, name="heads")(x).sum(0) if self.axis == 0 else 0)
+
+
+@pytest.mark.parametrize(("axis", "remat"), [(0, True), (1, False)])
+def test_layers_under_scan_remat_and_vmap(axis, remat):
+    targets = stacked("layers.up", 6, 8, "layers.up.kernel", 2, axis=axis)
+    targets += stacked("layers.down", 8, 6, "layers.down.kernel", 2, axis=axis)
+    targets += [Target("last", 6, 6, "last.kernel")]
+    if axis == 0:
+        targets += [Target(f"heads.{i}", 6, 6, "heads.kernel", at=(i,)) for i in range(2)]
+    check(Scanned(axis, remat), X, targets, stack_axis=axis)
+
+
+@pytest.mark.parametrize("layers", [2, 6])
+def test_a_wrong_stack_axis_is_refused(layers):
+    """With six layers the kernel is 6 x 6 x 8, and with as many slots, so are the slots."""
+    module = Scanned(1, layers=layers)
+    variables = module.init(jax.random.key(0), X)
+    with pytest.raises(LoRAError, match=r"layers\.(up|down): stack_axis=0 of LinenModule is not the axis of its"):
+        jlora.LinenModule(module, variables, lambda model: model(X))(X)
+
+
+def test_a_stack_of_stacks_is_refused_by_name():
+    class Inner(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            scan = nn.scan(Layer, {"params": 0}, split_rngs={"params": True}, length=3)
+            return scan(name="inner")(x, None)[0], None
+
+    class Outer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            scan = nn.scan(Inner, {"params": 0}, split_rngs={"params": True}, length=2)
+            return nn.Dense(6, name="last")(scan(name="layers")(x, None)[0])
+
+    module = Outer()
+    model = jlora.LinenModule(module, module.init(jax.random.key(0), X), lambda model: model(X))
+    manager = make_manager(model)
+    with pytest.raises(AdapterMismatchError, match=r"'layers.0.inner.1.up' is not wrapped: its kernel .* is a stack"):
+        manager.add_adapter(make_adapter("one", [Target("layers.0.inner.1.up", 6, 8, "")], 2))
+
+
+def test_layers_that_cannot_be_served_are_refused_by_name():
+    class Doubled(nn.Dense):
+        def __call__(self, x):
+            return 2 * super().__call__(x)
+
+    class Own(nn.Dense):
+        @nn.compact
+        def __call__(self, x):
+            return x @ self.param("kernel", nn.initializers.normal(), (6, 6))
+
+    class Gated(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            gate, up = self.param("gating", nn.initializers.normal(), (2, 6, 8))
+            return (jnp.dot(x, gate) * jnp.dot(x, up)) @ self.param("linear", nn.initializers.normal(), (8, 6))
+
+    class Other(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = Own(6, name="own")(nn.Dense(6, name="good")(x)) + Gated(name="mlp")(x)
+            return Doubled(6, name="doubled")(x) + nn.Conv(6, (1,), name="conv")(x)
+
+    targets = [Target("good", 6, 6, "good.kernel"), Target("doubled", 6, 6, "doubled.kernel")]
+    manager = check(Other(), X, targets)
+    for name, reason in {
+        "own": "Own overrides the methods of Dense, and jlora cannot know",
+        "conv": r"Conv is not a linear .* jlora\.register_layer\(Conv, ",
+        "mlp.gating": r"Gated is not a linear",
+        "mlp.linear": r"Gated is not a linear",
+    }.items():
+        with pytest.raises(AdapterMismatchError, match=f"'{name}' is not wrapped: {reason}"):
+            manager.add_adapter(make_adapter("bad", [Target(name, 6, 6, "")], 2))
+
+
+def test_models_that_linen_module_cannot_hold_are_refused():
+    module = nn.Dense(3)
+    variables = module.init(jax.random.key(0), X)
+    for arguments in ((module,), (module, {}), (module, variables), (module, variables, X)):
+        with pytest.raises(LoRAUsageError, match="LinenModule"):
+            jlora.LinenModule(*arguments)
+    with pytest.raises(LoRAUsageError, match=r"stack_axis must be an int of at least 0, got -1"):
+        jlora.LinenModule(module, variables, stack_axis=-1)
+
+
+def test_a_bare_linen_module_raises_with_the_line_to_write():
+    class Held(nnx.Module):
+        def __init__(self):
+            self.linen = nnx.bridge.ToNNX(nn.Dense(6), rngs=nnx.Rngs(0)).lazy_init(np.ones((1, 6), np.float32))
+            self.proj = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
+
+    manager = make_manager(Held())
+    with pytest.raises(AdapterMismatchError, match=r"a Linen module: hold it in a jlora\.LinenModule"):
+        manager.add_adapter(make_adapter("one", [Target("linen", 6, 6, "")], 2))
+
+
+def test_a_stack_without_calls_is_named_and_its_norms_are_not_listed():
+    module = Scanned()
+    model = jlora.LinenModule(module, module.init(jax.random.key(0), X))
+    reasons = {layer.path: layer.reason for layer in make_manager(model).layers() if layer.reason}
+    assert reasons.keys() == {"layers.up", "layers.down", "heads"}
+    assert "it holds kernel (2, 6, 8), which is of a stack or" in reasons["layers.up"]

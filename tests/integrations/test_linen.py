@@ -273,3 +273,145 @@ def test_a_stack_without_calls_is_named_and_its_norms_are_not_listed():
     reasons = {layer.path: layer.reason for layer in make_manager(model).layers() if layer.reason}
     assert reasons.keys() == {"layers.up", "layers.down", "heads"}
     assert "it holds kernel (2, 6, 8), which is of a stack or" in reasons["layers.up"]
+
+
+class Einsum(nn.Module):
+    """As in openpi and the gemma library: the call passes the equation, and modules that share a scope have names."""
+
+    shape: tuple[int, ...]
+    param_name: str = "w"
+
+    @nn.compact
+    def __call__(self, equation, x):
+        return jnp.einsum(equation, x, self.param(self.param_name, nn.initializers.normal(0.5), self.shape))
+
+
+class Table(nn.Module):
+    vocab: int
+    width: int
+
+    def setup(self):
+        self.table = self.param("input_embedding", nn.initializers.normal(), (self.vocab, self.width))
+
+    def encode(self, tokens):
+        return self.table[(tokens,)] * jnp.sqrt(self.width)
+
+    def decode(self, x):
+        return jnp.dot(x, self.table.T)
+
+
+class Shared(nn.Module):
+    """The feed-forward of the gemma library: two einsums in the scope of their parent."""
+
+    @nn.compact
+    def __call__(self, x):
+        gating = Einsum((2, 8, 6), "gating_einsum")
+        nn.share_scope(self, gating)
+        gate = gating("...F,NHF->...NH", x)
+        linear = Einsum((8, 6), "linear")
+        nn.share_scope(self, linear)
+        return linear("...H,HF->...F", nn.gelu(gate[..., 0, :]) * gate[..., 1, :])
+
+
+class Attention(nn.Module):
+    """The attention of pi0, with queries and stacked keys and values per head. `merged` has all three in one."""
+
+    merged: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        if self.merged:
+            q, k, v = Einsum((3, 2, 6, 4), name="qkv_einsum")("BSD,3KDH->3BSKH", x)
+        else:
+            q = Einsum((2, 6, 4), name="q_einsum")("BTD,NDH->BTNH", x)
+            k, v = Einsum((2, 2, 6, 4), name="kv_einsum")("BSD,2KDH->2BSKH", x)
+        weights = jax.nn.softmax(jnp.einsum("BTNH,BSNH->BNTS", q, k))
+        heads = jnp.einsum("BNTS,BSNH->BTNH", weights, v)
+        return Einsum((2, 4, 6), name="attn_vec_einsum")("BTNH,NHD->BTD", heads)
+
+
+class GemmaBlock(nn.Module):
+    merged: bool = False
+
+    @nn.compact
+    def __call__(self, x, _):
+        x = x + Attention(self.merged, name="attn")(nn.RMSNorm(name="pre_attention_norm")(x))
+        return x + Shared(name="mlp")(nn.RMSNorm(name="pre_ffw_norm")(x)), None
+
+
+class Gemma(nn.Module):
+    scanned: bool = True
+
+    def setup(self):
+        self.embedder = Table(11, 6)
+        if self.scanned:
+            block = nn.remat(GemmaBlock, prevent_cse=False)
+            self.layers = nn.scan(block, {"params": 0}, split_rngs={"params": True}, length=2)()
+        else:
+            self.layer_0 = GemmaBlock(True)
+
+    def __call__(self, tokens):
+        x = self.embedder.encode(tokens)
+        x, _ = self.layers(x, None) if self.scanned else self.layer_0(x, None)
+        return self.embedder.decode(x)
+
+
+def per_head(k, n):
+    """Return the function from a delta [heads N, K] to a kernel [heads, K, N]."""
+    return lambda change: change.reshape(-1, n, k).swapaxes(1, 2)
+
+
+BLOCK = [
+    ("attn.attn_vec_einsum", 8, 6, "w", np.transpose),
+    ("mlp.gating_einsum", 6, 16, "", lambda change: change),
+    ("mlp.linear", 8, 6, "", np.transpose),
+]
+OF_TABLE = [
+    Target("embedder", 11, 6, "embedder.input_embedding", kind="embedding"),
+]
+
+
+def describe_table(layer):
+    shape = layer.vocab, layer.width
+    return jlora.EmbedSpec(*shape, "input_embedding", lookup="encode", attend="decode", scale=layer.width**0.5)
+
+
+@pytest.mark.parametrize("scanned", [True, False])
+def test_einsums_of_ones_own_with_shared_scopes(scanned):
+    jlora.register_layer(Table, describe_table)
+    own = [("attn.q_einsum", 6, 8, "w", per_head(6, 4)), ("attn.kv_einsum", 6, 16, "w", per_head(6, 4))]
+    own = own if scanned else [("attn.qkv_einsum", 6, 24, "w", per_head(6, 4))]
+    targets = []
+    for name, k, n, param, into in (*own, *BLOCK):
+        where = f"{name}.{param}".removesuffix(".")
+        if scanned:
+            targets += stacked(f"layers.{name}", k, n, f"layers.{where}", 2, into)
+        else:
+            targets.append(Target(f"layer_0.{name}", k, n, f"layer_0.{where}", into))
+    manager = check(Gemma(scanned), TOKENS, targets)
+    assert {layer.path for layer in manager.layers() if layer.wrapped and layer.path.endswith("mlp.linear")}
+
+
+def test_a_table_of_ones_own_and_its_logits():
+    jlora.register_layer(Table, describe_table)
+    module = Gemma(False)
+    variables = module.init(jax.random.key(0), TOKENS)
+    model = jlora.LinenModule(module, variables, lambda model: model(TOKENS))
+    model.tie_word_embeddings = True
+    targets = [Target("embedder", 11, 6, "", kind="embedding"), Target("lm_head", 6, 11, "")]
+    manager = make_manager(model, [make_adapter("one", targets, 2)])
+    with manager.prepare([None, "one", None]) as batch:
+        found = serve(model, TOKENS, batch)
+    change = {name: delta(lora).T for name, lora in make_adapter("one", targets, 2).modules.items()}
+    params = jax.tree.map(np.array, variables["params"])
+    table = params["embedder"]["input_embedding"].astype(np.float64)
+
+    def hidden(module, tokens):
+        return module.layer_0(module.embedder.encode(tokens), None)[0]
+
+    params["embedder"]["input_embedding"] = np.float32(table + change["embedder"])
+    x = np.asarray(module.apply({"params": params}, TOKENS, method=hidden), np.float64)
+    want = np.array(module.apply(variables, TOKENS))
+    want[1] = (x @ (table.T + change["lm_head"]))[1]
+    assert_close(found, want)
+    assert {"embedder", "embedder.attend"} <= set(manager.verify(serve, TOKENS).checked)

@@ -10,6 +10,7 @@ from flax import nnx
 
 import jlora
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
+from jlora.integrations.linen import openpi_adapter
 from tests.layers.merging import Target, assert_close, at_path, delta, make_adapter, make_manager, serve
 
 pytestmark = pytest.mark.device
@@ -107,7 +108,7 @@ def stacked(name, k, n, param, layers, into=np.transpose, axis=0):
     return [Target(f"layers.{i}.{below}", k, n, param, into, (*slices, i)) for i in range(layers)]
 
 
-def check(module, x, targets, calls=lambda model, x: model(x), rank=4, forward=serve, **kwargs):
+def check(module, x, targets, calls=lambda model, x: model(x), row_groups=None, forward=serve, **kwargs):
     """Serve two adapters and the base in one batch, compared with merged weights, swap one without a trace, verify."""
     variables = module.init(jax.random.key(0), x)
     model = jlora.LinenModule(module, variables, lambda model: calls(model, x), **kwargs)
@@ -115,7 +116,7 @@ def check(module, x, targets, calls=lambda model, x: model(x), rank=4, forward=s
     assert_close(model(x), base, 1e-6)
     one, three = (make_adapter(name, targets, 2) for name in ("1", "3"))
     two = make_adapter("2", targets[::2], 2)
-    manager = make_manager(model, max_lora_rank=rank)
+    manager = make_manager(model, row_groups=row_groups)
     manager.verify(forward, x)  # layers found by their equation take adapters afterwards
     for adapter in (one, two, three):
         manager.add_adapter(adapter)
@@ -415,3 +416,135 @@ def test_a_table_of_ones_own_and_its_logits():
     want[1] = (x @ (table.T + change["lm_head"]))[1]
     assert_close(found, want)
     assert {"embedder", "embedder.attend"} <= set(manager.verify(serve, TOKENS).checked)
+
+
+class Experts(nn.Module):
+    """The attention of pi0's two experts, with rows of other lengths: q and k of both meet in one softmax."""
+
+    lora: bool = False
+
+    @nn.compact
+    def __call__(self, xs, _):
+        both, out, start = [], [], 0
+        for i, x in enumerate(xs):
+            last = f"_{i}" * (i > 0)
+            q = PairEinsum((2, 6, 4), self.lora, name=f"q_einsum{last}")("BTD,NDH->BTNH", x)
+            k, v = PairEinsum((2, 1, 6, 4), self.lora, name=f"kv_einsum{last}")("BSD,2KDH->2BSKH", x)
+            both.append((q, k, v))
+        q, k, v = (jnp.concatenate(each, axis=1) for each in zip(*both, strict=True))
+        heads = jnp.einsum("BNTS,BSKH->BTNH", jax.nn.softmax(jnp.einsum("BTNH,BSKH->BNTS", q, k)), v)
+        for i, x in enumerate(xs):
+            own = heads[:, start : start + x.shape[1]]
+            einsum = PairEinsum((2, 4, 6), self.lora, name="attn_vec_einsum" + f"_{i}" * (i > 0))
+            out.append(x + einsum("BTNH,NHD->BTD", own))
+            start += x.shape[1]
+        return out, None
+
+
+class PairEinsum(nn.Module):
+    """openpi's einsum, whose factors have the letters of the equation, one of the last two replaced by L."""
+
+    shape: tuple[int, ...]
+    lora: bool = False
+
+    @nn.compact
+    def __call__(self, equation, x):
+        init = nn.initializers.normal(0.5)
+        y = jnp.einsum(equation, x, self.param("w", init, self.shape))
+        if not self.lora:
+            return y
+        *heads, k, n = self.shape
+        a, b = self.param("lora_a", init, (*heads, k, 2)), self.param("lora_b", init, (*heads, 2, n))
+        (given, kernel), out = equation.split("->")[0].split(","), equation.split("->")[1]
+        middle = out.replace(kernel[-1], "L")
+        lora = jnp.einsum(f"{given},{kernel[:-1]}L->{middle}", x, a)
+        return y + jnp.einsum(f"{middle},{kernel[:-2]}L{kernel[-1]}->{out}", lora, b) * (16 / 2)
+
+
+class Pi0(nn.Module):
+    lora: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        block = nn.remat(Experts, prevent_cse=False)
+        scan = nn.scan(block, {"params": 0}, split_rngs={"params": True}, length=2)
+        (prefix, suffix), _ = scan(self.lora, name="layers")([x, x[:, :2] * 2], None)
+        return jnp.concatenate([prefix, suffix], axis=1)
+
+
+ACTIONS = {f"{name}_einsum_1": "sequences" for name in ("q", "kv", "attn_vec")}
+
+
+def test_the_experts_of_pi0_have_rows_of_their_own():
+    parts = [("q_einsum", 6, 8, per_head(6, 4)), ("kv_einsum", 6, 8, per_head(6, 4))]
+    parts += [("attn_vec_einsum", 8, 6, np.transpose)]
+    parts += [(f"{name}_1", k, n, into) for name, k, n, into in parts]
+    targets = [
+        target
+        for name, k, n, into in parts
+        for target in stacked(f"layers.{name}", k, n, f"layers.{name}.w", 2, into)
+    ]
+    check(Pi0(), X, targets, row_groups=ACTIONS)
+
+
+def test_adapters_that_openpi_trained_compute_as_in_openpi():
+    """The reference is openpi's own computation, with its factors beside the weights and the scaling of 8."""
+    trained = Pi0(lora=True).init(jax.random.key(3), X)["params"]
+    base = {name: {"w": own["w"]} for name, own in trained["layers"].items()}
+    model = jlora.LinenModule(Pi0(), {"params": {"layers": base}}, lambda model: model(X))
+    adapter = openpi_adapter("one", model, trained, alpha=16)
+    assert {name: len(lora.a) for name, lora in adapter.modules.items() if name.startswith("layers.1.")} == {
+        **dict.fromkeys(("layers.1.q_einsum", "layers.1.q_einsum_1"), 4),  # two heads
+        **dict.fromkeys(("layers.1.kv_einsum", "layers.1.kv_einsum_1"), 4),  # keys and values of one head
+        **dict.fromkeys(("layers.1.attn_vec_einsum", "layers.1.attn_vec_einsum_1"), 2),  # all heads go in
+    }
+    manager = make_manager(model, row_groups=ACTIONS)
+    manager.verify(serve, X)
+    manager.add_adapter(adapter)
+    with manager.prepare(["one", None, "one"]) as batch:
+        found = serve(model, X, batch)
+    own, without = Pi0(lora=True).apply({"params": trained}, X), Pi0().apply({"params": {"layers": base}}, X)
+    assert_close(found, np.stack([own[0], without[1], own[2]]))
+    rslora = openpi_adapter("two", model, trained, alpha=16, use_rslora=True)
+    assert np.isclose(rslora.modules["layers.0.q_einsum"].scaling, 16 / 2**0.5)
+
+
+def test_openpi_parameters_without_a_layer_are_refused():
+    trained = {"layers": {"mlp": {"linear_lora_a": np.ones((8, 2)), "linear_lora_b": np.ones((2, 6))}}}
+    model = jlora.LinenModule(Scanned(), Scanned().init(jax.random.key(0), X), lambda model: model(X))
+    with pytest.raises(AdapterMismatchError, match=r"the model .* layers\.mlp\.linear_lora_a"):
+        openpi_adapter("one", model, trained, alpha=16)
+
+
+class Stream(nn.Module):
+    """A double block of FLUX: two streams, each modulated by one vector for each sequence."""
+
+    @nn.compact
+    def __call__(self, image, text, vector):
+        streams = {"img": image, "txt": text}
+        shift = {name: nn.Dense(12, name=f"{name}_mod")(nn.silu(vector))[:, None] for name in streams}
+        qkv = {}
+        for name, x in streams.items():
+            add, gain = jnp.split(shift[name], 2, axis=-1)
+            y = nn.Dense(18, name=f"{name}_qkv")((1 + gain) * nn.LayerNorm(use_bias=False, use_scale=False)(x) + add)
+            qkv[name] = jnp.split(y, 3, axis=-1)
+        q, k, v = (jnp.concatenate([qkv["txt"][i], qkv["img"][i]], axis=1) for i in range(3))
+        y = jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v
+        size = text.shape[1]
+        return image + nn.Dense(6, name="img_proj")(y[:, size:]), text + nn.Dense(6, name="txt_proj")(y[:, :size])
+
+
+class Flux(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        image, text = nn.Dense(6, name="img_in")(x), nn.Dense(6, name="txt_in")(x[:, :3])
+        image, text = Stream(name="double_0")(image, text, nn.Dense(6, name="vector_in")(x[:, 0]))
+        return jnp.concatenate([image, text], axis=1)
+
+
+def test_the_two_streams_of_flux():
+    sizes = {"mod": (6, 12), "qkv": (6, 18), "proj": (6, 6)}
+    names = [(f"double_0.{stream}_{name}", k, n) for stream in ("img", "txt") for name, (k, n) in sizes.items()]
+    names += [(name, 6, 6) for name in ("img_in", "txt_in", "vector_in")]
+    text = {name: "sequences" for name in ("txt_in", "txt_qkv", "txt_proj")}
+    check(Flux(), X, [Target(name, k, n, f"{name}.kernel") for name, k, n in names], row_groups=text)

@@ -4,6 +4,7 @@ The slots of a layer are passed to Linen beside its parameters, so that `nn.scan
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias, cast
@@ -20,12 +21,11 @@ from jaxtyping import Float
 from jlora._typing import is_mapping
 from jlora.adapters import Adapter, ModuleLoRA
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
-from jlora.layers.einsum import EinsumRows, einsum_spec, is_equation
+from jlora.layers.einsum import einsum_spec, is_equation
 from jlora.layers.specs import EmbedSpec, LinearSpec, Restore, rows_along
 from jlora.layers.wrap.discover import register_layer, registered
 
 Path: TypeAlias = tuple[str, ...]  # of a Linen scope
-Key: TypeAlias = tuple[Path, str]  # scope and name of a parameter
 _NO_MATRICES = ("scale", "bias", "b")  # the parameters of norms and biases, which have two axes in a stack
 _NESTED = "jlora_nested"  # flag of scopes in which no call is served
 _PROBE = "jlora_probe"
@@ -40,7 +40,7 @@ class Use:
       param: name of the parameter.
       spec: the spec of one layer, or the reason why it is not served. None: `equation` is a guess.
       owner: the class whose own methods are served.
-      equation: the equation of an einsum of a class that is not registered.
+      equation: the equation of the call; None without one.
       shape: shape of the parameter inside the module.
       stack: axis of the layers in the parameter of a stack; None for one layer.
     """
@@ -73,14 +73,14 @@ class LinenNode(nnx.Module):
 
 
 class LinenLayer(LinenNode):
-    """The variables of a layer. Its methods run on a copy that holds the arrays of one call (`linen_view`).
+    """The variables of a layer, those of a stack with the layers first.
 
-    In a stack it holds them with the layers first.
+    Its methods run on a copy that holds the arrays of one call (`linen_view`).
     """
 
     def __init__(self, children: Mapping[str, Any], use: Use, shared: bool):
         super().__init__(children)
-        self.linen_use, self.linen_shared, self.linen_names = use, shared, tuple(children)
+        self.linen_use, self.linen_shared = use, shared
         if use.spec is None:
             self.equation = use.equation  # by which jlora finds the spec
 
@@ -88,37 +88,35 @@ class LinenLayer(LinenNode):
         """Return the variables and the slots with the layers of a stack on its own axis."""
         values, axis = super().linen_variables(), self.linen_use.stack
         if axis is not None:
-            size = self._layers
-            # Sliced on another axis it has another shape, even where all other arrays have not.
-            values[_PROBE] = np.zeros((size, *(size + 1,) * (axis + 1)), bool)
+            # Sliced on another axis, a probe has another shape, even where all other arrays have not.
+            layers = len(values[self.linen_use.param])
+            values[_PROBE] = np.zeros((layers, *(layers + 1,) * (axis + 1)), bool)
         moved = {k: jnp.moveaxis(v, 0, axis) if axis and not is_mapping(v) else v for k, v in values.items()}
         return {self._key(name): value for name, value in moved.items()}
 
     def linen_view(self, compute: Callable[..., Any], context: Any) -> "LinenLayer":
         """Return a copy with the arrays that the Linen module sees, such as those of one layer of a stack."""
-        view, axis = cast("LinenLayer", object.__new__(type(self))), self.linen_use.stack
-        seen = context.module.variables["params"]
-        if axis is not None and seen[self._key(_PROBE)].shape != (self._layers + 1,) * (axis + 1):
-            raise LoRAError(_WRONG_AXIS.format(name=".".join(context.module.scope.path), axis=axis, why=""))
+        view, use, seen = (
+            cast("LinenLayer", object.__new__(type(self))),
+            self.linen_use,
+            context.module.variables["params"],
+        )
+        if use.stack is not None:
+            layers: int = vars(self)[use.param].shape[0]
+            if seen[self._key(_PROBE)].shape != (layers + 1,) * (use.stack + 1):
+                raise LoRAError(_WRONG_AXIS.format(name=".".join(context.module.scope.path), axis=use.stack, why=""))
         for name, value in vars(self).items():
-            vars(view)[name] = _like(value, seen[self._key(name)]) if isinstance(value, nnx.Variable) else value
+            kind: type[Any] = type(cast("object", value))
+            vars(view)[name] = kind(seen[self._key(name)]) if issubclass(kind, nnx.Variable) else value
         vars(view)["linen_call"] = compute, context
         return view
 
-    @property
-    def _layers(self) -> int:
-        return vars(self)[self.linen_use.param].shape[0]
-
     def _key(self, name: str) -> str:
         """Return the name of an attribute among the parameters of the scope, which other layers may share."""
-        return name if name in self.linen_names else f"{name}.{self.linen_use.param}"
+        return f"{name}.{self.linen_use.param}" if name.startswith("jlora_") else name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return vars(self)["linen_call"][0](*args, **kwargs)
-
-
-def _like(variable: Any, value: jax.Array) -> Any:
-    return type(variable)(value)
 
 
 class LinenLinear(LinenLayer):
@@ -220,24 +218,25 @@ class LinenModule(LinenNode):
         return node if isinstance(node, LinenLayer) and node.linen_use.param == param else None
 
 
-def _node(variables: Mapping[str, Any], path: Path, uses: Mapping[Key, Use] | None) -> LinenNode:
+def _node(variables: Mapping[str, Any], path: Path, uses: Mapping[tuple[Path, str], Use] | None) -> LinenNode:
     """Return the node of a scope. The scope of a single layer is that layer."""
     children = {k: _node(v, (*path, k), uses) if is_mapping(v) else v for k, v in variables.items()}
-    missing = "no module that is called holds it"
-    own = [
-        _guessed(name, value.shape) if uses is None else uses.get((path, name), Use(name, missing))
+
+    def layer(use: Use, own: Mapping[str, Any], shared: bool) -> LinenLayer:
+        cls = LinenEmbed if isinstance(use.spec, EmbedSpec) else LinenLayer if use.spec is None else LinenLinear
+        if use.stack:
+            own = {k: v if isinstance(v, LinenNode) else jnp.moveaxis(v, use.stack, 0) for k, v in own.items()}
+        return cls(own, use, shared)
+
+    held = [
+        _guessed(name, value.shape)
+        if uses is None
+        else uses.get((path, name), Use(name, "it was not called in `calls`"))
         for name, value in _matrices(variables).items()
     ]
-    if len(own) == 1:
-        return _layer(children, own[0], shared=False)
-    return LinenNode(children | {use.param: _layer({use.param: children[use.param]}, use, shared=True) for use in own})
-
-
-def _layer(children: Mapping[str, Any], use: Use, shared: bool) -> LinenLayer:
-    cls = LinenEmbed if isinstance(use.spec, EmbedSpec) else LinenLayer if use.spec is None else LinenLinear
-    if use.stack:
-        children = {k: v if isinstance(v, LinenNode) else jnp.moveaxis(v, use.stack, 0) for k, v in children.items()}
-    return cls(children, use, shared)
+    if len(held) == 1:
+        return layer(held[0], children, shared=False)
+    return LinenNode(children | {use.param: layer(use, {use.param: children[use.param]}, shared=True) for use in held})
 
 
 def _matrices(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -256,9 +255,7 @@ def _guessed(name: str, shape: tuple[int, ...]) -> Use:
     if len(shape) == 2 and name == "embedding":
         return Use(name, EmbedSpec(*shape, attend="attend"), nn.Embed)
     return Use(
-        name,
-        f"it holds {name} {tuple(shape)}, which is of a stack or of no nn.Dense or nn.Embed, and LinenModule was made "
-        "without calls to see its use: jlora.LinenModule(module, variables, lambda model: model(inputs))",
+        name, f"it holds {name} {tuple(shape)}, and no nn.Dense or nn.Embed; give LinenModule `calls`, to see its use"
     )
 
 
@@ -271,57 +268,45 @@ def _use_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], context: Any) -> t
     if module.scope is None or module.scope.get_flag(_NESTED, False) or method == "setup":
         return None
     cls = type(cast("object", context.module))
-    params, described = module.variables.get("params", {}), registered(cls)
-    if described is None:
-        return _einsum_of(module, params, args, kwargs) if method == "__call__" else None
-    owner, describe = described
-    if not _matrices(params) or context.orig_method.func is not getattr(getattr(owner, method, None), "__wrapped__", 0):
-        return None
-    try:
-        spec = describe(module)
-    except Exception as error:  # `describe` of a class may raise any error
-        spec = f"{cls.__name__} cannot be described: {error!r}"
+    params = module.variables.get("params", {})
+    fields = [getattr(module, each.name, None) for each in dataclasses.fields(module)]
+    equation = next((value for value in (*args, *kwargs.values(), *fields) if is_equation(value)), None)
+    # Modules that share a scope hold the name of their parameter.
+    named = [value for value in fields if isinstance(value, str) and value in _matrices(params)] or [*_matrices(params)]
+    param: str | None = named[0] if len(named) == 1 else None
+    owner, describe = registered(cls) or (cls, None)
+    spec: Any = None
     methods: dict[str | None, str] = {"__call__": "__call__"}
+    try:
+        if describe is None and equation is not None and param is not None:
+            einsum_spec(equation, params[param].shape, param)
+        elif describe is not None and context.orig_method.func is getattr(getattr(owner, method), "__wrapped__", None):
+            spec = describe(module)
+        else:
+            return None
+    except Exception as error:  # `describe` of a class may raise any error
+        spec = f"{cls.__name__} cannot be described: {error}"
     if isinstance(spec, EmbedSpec):
         methods = {spec.lookup: "lookup", spec.attend: "attend"}
-    elif not isinstance(spec, LinearSpec | str):
+    elif not isinstance(spec, LinearSpec | str | None):
         spec = f"a Linen class needs a LinearSpec or an EmbedSpec, and {owner.__name__} has {spec!r:.100}"
-    param = next(iter(_matrices(params))) if isinstance(spec, str) else spec.param
+    param = spec.param if isinstance(spec, LinearSpec | EmbedSpec) else param
     if method not in methods or param is None or param not in params:
         return None
-    return Use(param, spec, owner, shape=params[param].shape), methods[method]
-
-
-def _einsum_of(
-    module: nn.Module, params: Mapping[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Use, str] | None:
-    """Return the use of a parameter by a module that is called with, or holds, an einsum equation."""
-    own = [getattr(module, each.name, None) for each in dataclasses.fields(module)]
-    equation = next((value for value in (*args, *kwargs.values(), *own) if is_equation(value)), None)
-    matrices = _matrices(params)
-    # Modules that share a scope hold the name of their parameter.
-    named = [value for value in own if isinstance(value, str) and value in matrices] or [*matrices]
-    if equation is None or len(named) != 1:
-        return None
-    spec, shape = None, params[named[0]].shape
-    try:
-        einsum_spec(equation, shape, named[0])
-    except LoRAUsageError as error:
-        spec = str(error)
-    return Use(named[0], spec, type(module), equation, shape), "__call__"
+    return Use(param, spec, owner, equation, params[param].shape), methods[method]
 
 
 def _find_uses(
     module: nn.Module, variables: Mapping[str, Any], calls: Callable[[Callable[..., Any]], Any], axis: int
-) -> dict[Key, Use]:
-    """Return the use of each parameter from a trace of `calls`. Raises as `LinenModule`."""
-    uses: dict[Key, Use] = {}
+) -> dict[tuple[Path, str], Use]:
+    """Return the use of each parameter, by scope and name, from a trace of `calls`. Raises as `LinenModule`."""
+    uses: dict[tuple[Path, str], Use] = {}
 
     def note(compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: Any) -> Any:
         scope, cls = context.module.scope, type(cast("object", context.module))
         if scope is not None and context.method_name != "setup":
-            for name, value in _matrices(context.module.variables.get("params", {})).items():
-                uses.setdefault((scope.path, name), Use(name, _reason(cls, name), shape=value.shape))
+            for name in _matrices(context.module.variables.get("params", {})):
+                uses.setdefault((scope.path, name), Use(name, _reason(cls, name)))
             use, _ = _use_of(args, kwargs, context) or (None, "")
             if use is not None and (not isinstance(use.spec, str) or isinstance(uses[scope.path, use.param].spec, str)):
                 uses[scope.path, use.param] = use
@@ -336,28 +321,25 @@ def _find_uses(
 
     jax.eval_shape(trace, variables)
     for (path, name), use in uses.items():
-        held: Any = variables["params"]
-        for key in (*path, name):
-            held = held[key]
-        stacks = held.ndim - len(use.shape)
-        if isinstance(use.spec, str) or not stacks:
+        held: Any = functools.reduce(lambda node, key: node[key], (*path, name), variables["params"])
+        if isinstance(use.spec, str) or held.shape == use.shape:
             continue
-        if stacks > 1:
-            reason = f"its {name} {held.shape} is a stack of stacks of {use.shape}, and jlora serves a single stack"
-            uses[path, name] = dataclasses.replace(use, spec=reason)
-            continue
-        if held.shape[:axis] + held.shape[axis + 1 :] != use.shape:
+        change: dict[str, Any] = {"stack": axis}
+        if held.ndim - len(use.shape) > 1:
+            change = {
+                "spec": f"its {name} {held.shape} is a stack of stacks of {use.shape}, and jlora serves one stack"
+            }
+        elif held.shape[:axis] + held.shape[axis + 1 :] != use.shape:
             why = f": {name} {held.shape} is {use.shape} inside"
             raise LoRAUsageError(_WRONG_AXIS.format(name=".".join(path), axis=axis, why=why))
-        uses[path, name] = dataclasses.replace(use, stack=axis)
+        uses[path, name] = dataclasses.replace(use, **change)
     return uses
 
 
 def _reason(cls: type, name: str) -> str:
     """Return the reason why a parameter of a class is not served."""
     if (described := registered(cls)) is not None:
-        base = described[0].__name__
-        return f"{cls.__name__} overrides the methods of {base}, and jlora cannot know what it computes"
+        return f"{cls.__name__} overrides the call of {described[0].__name__}, and jlora cannot know what it computes"
     line = f'jlora.einsum_spec("<its equation>", layer.variables["params"]["{name}"].shape, "{name}")'
     return (
         f"{cls.__name__} is not a linear or embedding layer that jlora knows; say what it computes before the "
@@ -412,22 +394,21 @@ def openpi_adapter(
     """
     modules: dict[str, ModuleLoRA] = {}
     for path, prefix, pair in _pairs(params, ()):
-        layer = model.linen_layer(path, prefix.removesuffix("_") or "w")
-        use, rank = layer and layer.linen_use, pair[0].shape[-1]
-        rows = getattr(use and use.spec, "rows", None)
-        equation = rows.equation if isinstance(rows, EinsumRows) else use and use.equation
-        if prefix:  # `x @ w[i]` in the feed-forward layers
-            equation = "td,ndf->tnf" if prefix.startswith("gating") else "tf,fd->td"
-        if use is None or equation is None:
+        layer, rank = model.linen_layer(path, prefix or "w"), pair[0].shape[-1]
+        use = None if layer is None else layer.linen_use
+        feed_forward = {"gating_einsum": "td,ndf->tnf", "linear": "tf,fd->td"}  # `x @ w[i]` and `x @ w`
+        equation = feed_forward.get(prefix, use and use.equation)
+        if layer is None or use is None or equation is None:
+            where = ".".join((*path, prefix))
             raise AdapterMismatchError(
-                f"adapter {name!r}: the model does not call an einsum for {'.'.join((*path, prefix + 'lora_a'))}"
+                f"adapter {name!r}: the model calls no einsum for the lora_a and lora_b of {where}"
             )
         scaling = 1.0 if prefix else alpha / (math.sqrt(rank) if use_rslora else rank)
-        where = path if layer is None or not layer.linen_shared else (*path, use.param)
-        layers = [pair] if pair[0].ndim == len(use.shape) else zip(*pair, strict=True)
-        for i, (a, b) in enumerate(layers):
+        names = (*path, prefix) if layer.linen_shared else path
+        stacked = pair[0].ndim > len(equation.partition(",")[2].partition("->")[0])
+        for i, (a, b) in enumerate(zip(*pair, strict=True) if stacked else [pair]):
             a, b = _side_by_side(equation, a, b)
-            own = where if pair[0].ndim == len(use.shape) else (where[0], str(i), *where[1:])
+            own = (names[0], str(i), *names[1:]) if stacked else names
             modules[".".join(own)] = ModuleLoRA(a=a, b=b, alpha=scaling * len(a), scaling=scaling)
     return Adapter(name=name, modules=modules)
 
@@ -438,8 +419,8 @@ def _pairs(params: Mapping[str, Any], path: Path) -> Iterator[tuple[Path, str, l
         if is_mapping(value):
             yield from _pairs(value, (*path, name))
         elif name.endswith("lora_a"):
-            prefix = name.removesuffix("lora_a")
-            yield path, prefix, [np.asarray(params[f"{prefix}lora_{half}"], np.float32) for half in "ab"]
+            pair = [np.asarray(params[f"{name[:-1]}{half}"], np.float32) for half in "ab"]
+            yield path, name.removesuffix("lora_a").removesuffix("_"), pair
 
 
 def _side_by_side(

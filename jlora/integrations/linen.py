@@ -280,7 +280,9 @@ def _use_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], context: Any) -> t
     try:
         if describe is None and equation is not None and param is not None:
             einsum_spec(equation, params[param].shape, param)
-        elif describe is not None and context.orig_method.func is getattr(getattr(owner, method), "__wrapped__", None):
+        elif describe is not None and context.orig_method.func is getattr(
+            getattr(owner, method, None), "__wrapped__", 0
+        ):
             spec = describe(module)
         else:
             return None
@@ -288,7 +290,7 @@ def _use_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], context: Any) -> t
         spec = f"{cls.__name__} cannot be described: {error}"
     if isinstance(spec, EmbedSpec):
         methods = {spec.lookup: "lookup", spec.attend: "attend"}
-    elif not isinstance(spec, LinearSpec | str | None):
+    elif describe is not None and not isinstance(spec, LinearSpec | str):
         spec = f"a Linen class needs a LinearSpec or an EmbedSpec, and {owner.__name__} has {spec!r:.100}"
     param = spec.param if isinstance(spec, LinearSpec | EmbedSpec) else param
     if method not in methods or param is None or param not in params:

@@ -546,3 +546,65 @@ def test_the_two_streams_of_flux():
     names += [(name, 6, 6) for name in ("img_in", "txt_in", "vector_in")]
     text = {name: "sequences" for name in ("txt_in", "txt_qkv", "txt_proj")}
     check(Flux(), X, [Target(name, k, n, f"{name}.kernel") for name, k, n in names], row_groups=text)
+
+
+class Fixed(nn.Module):
+    """An einsum that scales its output, or whose kernel its parent reads too."""
+
+    scale: float = 1.0
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("w", nn.initializers.normal(0.5), (4, 6, 4))
+        return jnp.einsum("BTD,NDH->BTNH", x, kernel) * self.scale
+
+
+class Wrong(nn.Module):
+    scale: float = 1.0
+    twice: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        layer = Fixed(self.scale, name="fixed")
+        y = layer(x)
+        return y + jnp.einsum("BTD,NDH->BTNH", x, layer.variables["params"]["w"]) if self.twice else y
+
+
+@pytest.mark.parametrize(
+    ("module", "equation", "right"),
+    [
+        (Wrong(), "BTD,NDH->BTNH", True),
+        (Wrong(), "BTD,HDN->BTNH", False),  # the heads and their features are exchanged
+        (Wrong(3.0), "BTD,NDH->BTNH", False),
+        (Wrong(twice=True), "BTD,NDH->BTNH", False),  # the second product is missed
+    ],
+)
+def test_verify_finds_a_spec_that_is_wrong(module, equation, right):
+    jlora.register_layer(Fixed, lambda layer: jlora.einsum_spec(equation, (4, 6, 4)))
+    variables = Wrong().init(jax.random.key(0), X)
+    manager = make_manager(jlora.LinenModule(module, variables, lambda model: model(X)))
+    if right:
+        assert manager.verify(serve, X).checked == ("fixed",)
+    else:
+        with pytest.raises(LoRAError, match="fixed"):
+            manager.verify(serve, X)
+
+
+def test_a_describe_that_fails_leaves_its_class_unserved_with_the_reason():
+    class Odd(nn.Dense):
+        pass
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(6, name="good")(Odd(6, name="odd")(x))
+
+    variables = Model().init(jax.random.key(0), X)
+    for describe, reason in (
+        (lambda layer: layer.missing, "Odd cannot be described"),
+        (lambda _: None, "Odd has None"),
+    ):
+        jlora.register_layer(Odd, describe)
+        manager = make_manager(jlora.LinenModule(Model(), variables, lambda model: model(X)))
+        with pytest.raises(AdapterMismatchError, match=f"'odd' is not wrapped: .*{reason}"):
+            manager.add_adapter(make_adapter("one", [Target("odd", 6, 6, "")], 2))

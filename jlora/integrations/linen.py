@@ -25,6 +25,8 @@ from jlora.layers.einsum import einsum_spec, is_equation
 from jlora.layers.specs import EmbedSpec, LinearSpec, Restore, rows_along
 from jlora.layers.wrap.discover import register_layer, registered
 
+__all__ = ["LinenModule", "openpi_adapter"]
+
 Path: TypeAlias = tuple[str, ...]  # of a Linen scope
 _NO_MATRICES = ("scale", "bias", "b")  # the parameters of norms and biases, which have two axes in a stack
 _NESTED = "jlora_nested"  # flag of scopes in which no call is served

@@ -510,7 +510,7 @@ def test_adapters_that_openpi_trained_compute_as_in_openpi():
 def test_openpi_parameters_without_a_layer_are_refused():
     trained = {"layers": {"mlp": {"linear_lora_a": np.ones((8, 2)), "linear_lora_b": np.ones((2, 6))}}}
     model = jlora.LinenModule(Scanned(), Scanned().init(jax.random.key(0), X), lambda model: model(X))
-    with pytest.raises(AdapterMismatchError, match=r"no einsum for lora_a and lora_b of layers\.mlp\.linear"):
+    with pytest.raises(AdapterMismatchError, match=r"no einsum for the lora_a and lora_b of layers\.mlp\.linear"):
         openpi_adapter("one", model, trained, alpha=16)
 
 

@@ -54,7 +54,7 @@ from benchmarks.decode_step import CONTEXT, base_step, decode, prefill
 from benchmarks.mesh import PROJECTIONS, SHAPES
 from benchmarks.timing import write_rows
 from jlora.layers.forward.batch import Layout, LoRABatch
-from jlora.layers.forward.row_space import RowSpace, Table
+from jlora.layers.forward.row_space import RowSlots, RowSpace
 from jlora.layers.site import allocate
 from jlora.layers.wrap.apply import wrap_model
 from jlora.layers.wrap.wrapped import WrappedModel
@@ -227,7 +227,7 @@ def compile_step(case: Case, model: nnx.Module, wrapped: WrappedModel | None) ->
     batch = None
     if wrapped is not None:
         ids = _shape((sequences,), "int32", NamedSharding(mesh_of(case), P()))
-        space = RowSpace(Table((ids,)), stamps=(ids,))
+        space = RowSpace(RowSlots((ids,)), stamps=(ids,))
         batch = LoRABatch({"sequences": space}, Layout(wrapped.sites, sequences, wrapped.unserved.sites), None)
     step, values = base_step(model, run)
     return step.lower(values, *given, batch).compile()

@@ -35,7 +35,7 @@ from jlora.integrations.vllm_jax.hooks import take_metadata
 from jlora.integrations.vllm_jax.layers import PACKED_MODULES, describe_layers
 from jlora.integrations.vllm_jax.worker import WorkerLoRAs
 from jlora.layers.forward.batch import Layout, LoRABatch
-from jlora.layers.forward.row_space import RowSpace, Table
+from jlora.layers.forward.row_space import RowSlots, RowSpace
 from jlora.layers.site import allocate
 from jlora.layers.wrap.apply import wrap_model
 from tests.integrations import vllm_stubs
@@ -89,7 +89,7 @@ def compiled(chip: str, name: str, rows: int, *, lora: bool) -> str:
         take_metadata(model, WorkerLoRAs(SimpleNamespace(layers=wrapped.layers), REQUESTS))
         ids, slots = operand((REQUESTS,)), operand((rows,))
         layout = Layout(wrapped.sites, REQUESTS, wrapped.unserved.sites)
-        space = RowSpace(Table((ids,)), Table((slots,)), stamps=(ids,))
+        space = RowSpace(RowSlots((ids,)), RowSlots((slots,)), stamps=(ids,))
         batch[0] = {"step": LoRABatch({"sequences": space}, layout, None)}
         return model
 

@@ -114,7 +114,7 @@ def steps_of(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh | None,
         with manager.prepare(["adapter0", None, "adapter1", "adapter0", None, "adapter1", "adapter1", None]) as batch:
             found["logits"] = logits_of((runs["prefill"], model, *inputs["prefill"][1], batch))
     fill_slots(manager, args.rank)
-    manager._state.pool._known = manager._state.pool.arrays()  # frees the empty slots
+    manager._state.slot_arrays._known = manager._state.slot_arrays.arrays()  # frees the empty slots
     for name, (_, given, sequences) in inputs.items():
         batch = make_batch(manager, sequences, min(args.adapters, sequences))
         made[name] = call_of(name, runs[name], model, *given, batch)
@@ -210,14 +210,14 @@ def swaps(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh) -> dict[s
         manager.add_adapter(adapter)
         names.append(adapter.name)
     contents = [manager._state.cache.loaded[name].packed for name in names]
-    pool = manager._state.pool
+    slot_arrays = manager._state.slot_arrays
     hosts, alls, copies = [], [], []
     for i in range(48):  # alternating, since a machine is slower after idling
         host, whole = swap.timed(manager, lambda i=i: manager.prepare([names[i % 6]]))
         hosts.append(host)
         alls.append(whole)
         blocks = contents[i % 6].blocks
-        targets = [target for block in blocks for target in pool._targets(block)]
+        targets = [target for block in blocks for target in slot_arrays._targets(block)]
         start = time.perf_counter()
         jax.block_until_ready(jax.device_put([x for block in blocks for x in (block.a, block.b)], targets))
         copies.append((time.perf_counter() - start) * 1e3)

@@ -86,7 +86,7 @@ def adapters(config: DecoderConfig, rank: int, prefix: str, count: int, *, dora:
 
 
 def slot_arrays(manager: jlora.LoRAManager) -> list[jax.Array]:
-    return manager._state.pool.arrays()
+    return manager._state.slot_arrays.arrays()
 
 
 def check(manager: jlora.LoRAManager, name: str, adapter: jlora.Adapter) -> None:
@@ -146,7 +146,7 @@ def measure(manager: jlora.LoRAManager, made: list[jlora.Adapter], folder: Path,
     """Time the swaps of one model."""
     figures: dict[str, object] = {}
     start = time.perf_counter()
-    manager._state.pool.compile()
+    manager._state.slot_arrays.compile()
     figures["compile_s"] = round(time.perf_counter() - start, 2)
     start = time.perf_counter()
     manager.warmup()
@@ -222,7 +222,7 @@ def unchanged(manager: jlora.LoRAManager, before: Callable[[int], object], count
     This is the part of a swap that is JAX's own. Unlike slots, no step reads these arrays in between, so they may be
     colder.
     """
-    arrays = [jnp.zeros(16, jnp.bfloat16) for site in manager._state.pool.sites for _ in site.spec.factors]
+    arrays = [jnp.zeros(16, jnp.bfloat16) for site in manager._state.slot_arrays.sites for _ in site.spec.factors]
     same = jax.jit(lambda *arrays: (*arrays[:-1], arrays[-1] + 1), donate_argnums=range(len(arrays)), keep_unused=True)
     launch = launch_of(same.lower(*arrays).compile())
     times: list[tuple[float, float]] = []
@@ -362,11 +362,11 @@ def main() -> None:
             made = adapters(config, args.rank, "", ADAPTERS)
             keep("plain copies", plain_copies(made[0].nbytes))
             manager = jlora.LoRAManager(Separate(config), options)
-            assert len(manager._state.pool.sites) == 7 * args.layers
+            assert len(manager._state.slot_arrays.sites) == 7 * args.layers
             keep("224 separate", measure(manager, made, Path(folder), args.profile))
             del manager, made
         programs.compiled_write.cache_clear()
-        programs.compiled_table.cache_clear()
+        programs.compiled_whole.cache_clear()
     with tempfile.TemporaryDirectory() as folder:
         made = adapters(config, args.rank, "model.", ADAPTERS, dora=args.dora)
         model = Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))

@@ -126,7 +126,7 @@ class LoRAConfig:
         other adapter takes another slot if one is available. The S slots after them store factors shared by all
         experts once: A of gate and up, B of down. An adapter with only such factors (`ExpertsLoRA` with a single A of
         gate and up, a single B of down) takes one of these slots and no other. Without "shared", its shared factors are
-        expanded during staging and it takes one of the first P slots.
+        expanded when it is packed, and it takes one of the first P slots.
       max_cpu_loras: Number of adapters in the host cache, at least `max_loras` (the default). Adapters from memory, or
         changed by `update_adapter`, are never evicted from it.
       dtype: Dtype of the slot arrays, bfloat16, float16, float32 or int8. None uses, for each layer, the dtype of its

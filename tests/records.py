@@ -48,4 +48,4 @@ def waiting(manager: jlora.LoRAManager) -> int:
 
 def write_programs(manager: jlora.LoRAManager) -> list[jax.stages.Compiled]:
     """Return the compiled programs that write slots. No public name leads to them."""
-    return [program.compiled for program in manager._state.pool._programs.values()]
+    return [program.compiled for program in manager._state.slot_arrays._programs.values()]

@@ -170,7 +170,7 @@ WRONG = {
     "pallas/x.py": ("if TYPE_CHECKING:\n    import jlora.sharding.rules", "pallas may not import sharding"),
     "pallas/y.py": ("from jax.experimental.pallas import triton", "only jlora.pallas.triton.parts may mention"),
     "pallas/z.py": ("import jax.experimental.pallas as pl\npl.triton.CompilerParams", "z.py:2: only jlora.pallas"),
-    "layers/forward/x.py": ("from jlora.layers.wrap import plan", "jlora.layers.forward may not mention"),
+    "layers/forward/x.py": ("from jlora.layers.wrap import make_sites", "jlora.layers.forward may not mention"),
     "slots/x.py": ("import jlora.config as c\nc.LoRARequest", "x.py:2: jlora.slots may not mention"),
     "models/x.py": ("from jlora.layers.forward.scope import use", "models may not import layers"),
     "cli/x.py": ("from jlora.models import generation", "cli may only import names of jlora.models"),

@@ -1,7 +1,7 @@
-"""Rounding of LoRA factors to int8, with one step for each row of A and for each row of an output slice of B.
+"""Rounding of LoRA factors to int8, with one quantum for each row of A and of an output slice of B.
 
-A value is code * step. Codes are whole numbers from -127 to 127, and the step is the largest magnitude of the row
-divided by 127, so a value changes by half a step at most.
+A value is code * quantum. Codes are whole numbers from -127 to 127, and the quantum is the largest magnitude of the row
+divided by 127, so a value changes by half a quantum at most.
 """
 
 import math
@@ -15,37 +15,37 @@ _LARGEST_CODE = 127
 _RUN = 4096  # values that are compared with one another along contiguous memory
 
 
-def steps_of(factor: Float[np.ndarray, "*lead r X"]) -> Float[np.ndarray, "*lead r"]:
-    """Return the step of each row, float64. It is 0 for zeros, and NaN for a row with NaN or infinity."""
+def quanta_of(factor: Float[np.ndarray, "*lead r X"]) -> Float[np.ndarray, "*lead r"]:
+    """Return the quantum of each row, float64. It is 0 for zeros, and NaN for a row with NaN or infinity."""
     values = np.abs(factor)
     if values.shape[-1] > _RUN > values.strides[-1] // values.itemsize > 1:
         # The rows alternate in memory. Compare long runs of it, not one value of each row at a time.
         more = values.shape[-1] % _RUN
         runs = values[..., more:].reshape(*values.shape[:-1], -1, _RUN).max(axis=-2)
         values = np.concatenate([runs, values[..., :more]], axis=-1)
-    return steps_for(values.max(axis=-1, initial=0))
+    return quanta_for(values.max(axis=-1, initial=0))
 
 
-def steps_for(largest: Float[np.ndarray, "*lead r"]) -> Float[np.ndarray, "*lead r"]:
-    """Return the steps of rows with these largest magnitudes, float64, so that a row rounded again keeps its step."""
+def quanta_for(largest: Float[np.ndarray, "*lead r"]) -> Float[np.ndarray, "*lead r"]:
+    """Return the quanta of rows of these largest magnitudes, float64. A row rounded again keeps its quantum."""
     return np.where(np.isfinite(largest), largest.astype(np.float64) / _LARGEST_CODE, np.nan)
 
 
-def rounded(values: Float[np.ndarray, "*lead r X"], steps: Float[np.ndarray, "*lead r"]) -> Int8[np.ndarray, "..."]:
-    """Return the codes of values for the steps of their rows, rounded to nearest, ties to even.
+def rounded(values: Float[np.ndarray, "*lead r X"], quanta: Float[np.ndarray, "*lead r"]) -> Int8[np.ndarray, "..."]:
+    """Return the codes of values for the quanta of their rows, rounded to nearest, ties to even.
 
-    The codes of a row whose step is NaN have no meaning.
+    The codes of a row whose quantum is NaN have no meaning.
     """
-    inverse = np.divide(1, steps, out=np.zeros(steps.shape), where=steps > 0)
+    inverse = np.divide(1, quanta, out=np.zeros(quanta.shape), where=quanta > 0)
     wide = np.float64 if (inverse > np.finfo(np.float32).max).any() else np.float32
     with np.errstate(invalid="ignore"):
         codes = np.multiply(values, inverse.astype(wide)[..., None], dtype=wide)
         return np.rint(codes, out=codes).astype(np.int8)
 
 
-def restored(codes: Int8[np.ndarray, "*lead r X"], steps: Float[np.ndarray, "*lead r"]) -> Float[np.ndarray, "..."]:
+def restored(codes: Int8[np.ndarray, "*lead r X"], quanta: Float[np.ndarray, "*lead r"]) -> Float[np.ndarray, "..."]:
     """Return the float32 values of codes."""
-    return (codes * steps[..., None]).astype(np.float32)
+    return (codes * quanta[..., None]).astype(np.float32)
 
 
 def error_of(module: LoRA) -> float:
@@ -55,7 +55,7 @@ def error_of(module: LoRA) -> float:
     products [2r, 2r] of the factors.
     """
     a, b = (factor.astype(np.float32) for factor in (module.a, module.b.swapaxes(-1, -2)))
-    new_a, new_b = (restored(rounded(each, steps), steps) for each, steps in ((a, steps_of(a)), (b, steps_of(b))))
+    new_a, new_b = (restored(rounded(each, quanta), quanta) for each, quanta in ((a, quanta_of(a)), (b, quanta_of(b))))
     changed = _squared_norm(np.concatenate([a, new_a - a], axis=-2), np.concatenate([new_b - b, new_b], axis=-2))
     total = _squared_norm(a, b)
     return math.sqrt(changed / total) if total else 0.0

@@ -85,7 +85,7 @@ def run_serve(args: argparse.Namespace) -> int:
         bitwise_base=args.bitwise_base,
     )
 
-    def plan_over(sizes: Mapping[str, int]) -> Budget:
+    def budget_on(sizes: Mapping[str, int]) -> Budget:
         return budget(
             config,
             lora,
@@ -97,8 +97,8 @@ def run_serve(args: argparse.Namespace) -> int:
             share=args.gpu_memory_utilization,
         )
 
-    plan = _plan(plan_over, sizes)
-    plan.check()
+    needs = _budget(budget_on, sizes)
+    needs.check()
     mesh = _mesh(sizes)
     state = None if args.lora_state is None else StateFolder(Path(args.lora_state).expanduser())
 
@@ -115,12 +115,12 @@ def run_serve(args: argparse.Namespace) -> int:
         raise LoRAError(f"--host {args.host} --port {args.port}: {error.strerror or error}") from error
 
     _log_to_stderr()
-    logging.getLogger("jlora.serve").info("memory of each device: %s", plan.table())
+    logging.getLogger("jlora.serve").info("memory of each device: %s", needs.text())
     with device_errors():
         model = load_model(folder, dtype, mesh, args.quantization)
         manager = LoRAManager(model, lora, name_map=name_map, skip=args.skip_modules)
     options = EngineOptions(
-        max_num_seqs=plan.sequences,
+        max_num_seqs=needs.sequences,
         max_model_len=max_model_len,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_waiting=args.max_waiting,
@@ -281,10 +281,10 @@ def _mesh(sizes: Mapping[str, int]) -> jax.sharding.Mesh | None:
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds, devices=devices)
 
 
-def _plan(plan_over: Callable[[Mapping[str, int]], Budget], sizes: Mapping[str, int]) -> Budget:
-    """Return `plan_over(sizes)`. If the model cannot be split so, raise `LoRAUsageError` with the flags."""
+def _budget(budget_on: Callable[[Mapping[str, int]], Budget], sizes: Mapping[str, int]) -> Budget:
+    """Return `budget_on(sizes)`. If the model cannot be split so, raise `LoRAUsageError` with the flags."""
     try:
-        return plan_over(sizes)
+        return budget_on(sizes)
     except LoRAError as error:
         if math.prod(sizes.values()) == 1:
             raise

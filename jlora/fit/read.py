@@ -24,7 +24,7 @@ from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.slots.arrays import SlotArrays
 from jlora.slots.blocks import Block
 from jlora.slots.packed import PackedAdapter, SiteSlices, largest_rank
-from jlora.slots.packing import pack_modules, rank_table
+from jlora.slots.packing import pack_modules, rank_values
 
 _log = logging.getLogger("jlora")
 
@@ -34,7 +34,7 @@ def pack_files(
     found: AdapterFolder,
     wrapped: WrappedModel,
     index: SiteIndex,
-    pool: SlotArrays[Any],
+    slot_arrays: SlotArrays[Any],
     *,
     config: LoRAConfig,
 ) -> tuple[PackedAdapter, tuple[str, ...]]:
@@ -58,11 +58,11 @@ def pack_files(
         adapter = opened.read(own, allow_nonfinite=config.allow_nonfinite)
     warnings = without_effect(adapter, slices_of, wrapped, own)
     layers, adapter = adapter.layers, adapter.with_layers({})
-    return _pack(where, adapter, layers, slices_of, warnings, wrapped, index, pool)
+    return _pack(where, adapter, layers, slices_of, warnings, wrapped, index, slot_arrays)
 
 
 def pack_in_memory(
-    adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, pool: SlotArrays[Any], *, config: LoRAConfig
+    adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, slot_arrays: SlotArrays[Any], *, config: LoRAConfig
 ) -> tuple[PackedAdapter, tuple[str, ...]]:
     """Check and pack an adapter that is in memory, and return it with the warnings about its modules.
 
@@ -77,14 +77,16 @@ def pack_in_memory(
     index = read_as(where, adapter, index)
     slices_of = find_slices(where, adapter, index)
     warnings = without_effect(adapter, slices_of, wrapped)
-    return _pack(where, adapter, adapter.layers, slices_of, warnings, wrapped, index, pool)
+    return _pack(where, adapter, adapter.layers, slices_of, warnings, wrapped, index, slot_arrays)
 
 
-def pack_exactly(adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, pool: SlotArrays[Any]) -> tuple[Block, ...]:
+def pack_exactly(
+    adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, slot_arrays: SlotArrays[Any]
+) -> tuple[Block, ...]:
     """Pack an adapter that fits the model into blocks of float32, whatever the dtype of the slots."""
     where = describe(adapter.name, None)
     slices_of = find_slices(where, adapter, read_as(where, adapter, index))
-    chunks = [replace(chunk, spec=replace(chunk.spec, dtype="float32")) for chunk in pool.chunks]
+    chunks = [replace(chunk, spec=replace(chunk.spec, dtype="float32")) for chunk in slot_arrays.chunks]
     return pack_modules(where, adapter.layers, slices_of, wrapped, chunks)[1]
 
 
@@ -124,16 +126,16 @@ def _pack(
     warnings: list[str],
     wrapped: WrappedModel,
     index: SiteIndex,
-    pool: SlotArrays[Any],
+    slot_arrays: SlotArrays[Any],
 ) -> tuple[PackedAdapter, tuple[str, ...]]:
     """Cast and pack the layers of an adapter, and log and return its warnings.
 
     They are removed from `layers`, so that their memory is freed early.
     """
     warnings = [*check_base_weights(where, adapter.base_weights, wrapped, index), *warnings]
-    placements, blocks = pack_modules(where, layers, slices_of, wrapped, pool.chunks)
+    placements, blocks = pack_modules(where, layers, slices_of, wrapped, slot_arrays.chunks)
     if warnings:
         _log.warning("%s: %s", where, "; ".join(warnings))
     about = replace(adapter.with_layers({}), base_weights={}, config=None)
-    ranks = rank_table(pool.sites, placements)
+    ranks = rank_values(slot_arrays.sites, placements)
     return PackedAdapter(about, placements, ranks, largest_rank(placements), blocks), tuple(warnings)

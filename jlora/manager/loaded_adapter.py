@@ -15,7 +15,7 @@ from jlora.slots.packed import PackedAdapter
 class LoadedAdapter:
     """One version of one adapter. Compared by identity.
 
-    `packed`, `version`, `on_host`, `copying` and `staged` change while it is served, under the state lock.
+    `packed`, `version`, `on_host`, `copying` and `prefetched` change while it is served, under the state lock.
 
     Attributes:
       packed: its values. Their blocks are replaced, never mutated.
@@ -28,7 +28,7 @@ class LoadedAdapter:
       version: version of the weights under the adapter's name, counted from 0; set when the host cache stores it.
       on_host: False until the blocks of an update from device arrays are copied to the host.
       copying: True during that copy. If the copy fails, the blocks stay on the device and the adapter in its slot.
-      staged: the blocks if they are already on the device, for the next write.
+      prefetched: the blocks if they are already on the device, for the next write.
       name: name of the adapter.
       invocation_tokens: invocation tokens of an aLoRA adapter; () for others.
     """
@@ -43,7 +43,7 @@ class LoadedAdapter:
     version: int = 0
     on_host: bool = True
     copying: bool = False
-    staged: tuple[Block, ...] | None = None
+    prefetched: tuple[Block, ...] | None = None
     name: str = field(init=False)
     invocation_tokens: tuple[int, ...] = field(init=False)
 
@@ -63,4 +63,4 @@ class LoadedAdapter:
 
     def to_write(self, only: tuple[Block, ...] | None = None) -> PackedAdapter:
         """Return the values for a write of a slot: `only` these blocks, or all, from the device if they are there."""
-        return self.packed.with_blocks(only or self.staged or self.packed.blocks)
+        return self.packed.with_blocks(only or self.prefetched or self.packed.blocks)

@@ -24,7 +24,7 @@ from jlora.errors import AdapterInUseError, LoRAError, LoRAUsageError
 from jlora.fit.names import SiteIndex, name_rules
 from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.forward.batch_shape import BatchShape, FirstRows
-from jlora.layers.forward.context import staged
+from jlora.layers.forward.context import tracing
 from jlora.layers.forward.row_groups import Items
 from jlora.layers.site import SlotParam
 from jlora.layers.wrap.apply import wrap_model
@@ -347,7 +347,7 @@ class LoRAManager:
             raise LoRAUsageError(f"list_adapters takes names in a list, got {names!r}; write [{names!r}]")
         state = self._state
         with state.lock:
-            return records(names, level, state.cache, state.pool, state.leases)
+            return records(names, level, state.cache, state.slot_arrays, state.leases)
 
     def export_adapter(self, name: str) -> Adapter:
         """Read an adapter from its slot on the device. `Trainer.adapter` returns one that is being trained.
@@ -373,12 +373,12 @@ class LoRAManager:
         )
         with state.lock.writing:
             adapter = state.newest(name)
-            slot = state.pool.slot_of(adapter)
+            slot = state.slot_arrays.slot_of(adapter)
             if slot is None:
                 raise LoRAError(f"adapter {name!r} is in no slot; prepare a batch with it first")
             if all(site.spec.dtype != "int8" for site in adapter.packed.sites):
                 return export(adapter.packed, slot, state.wrapped.modules)
-        return read_again(state, adapter) or export_blocks(adapter.packed, state.pool.sites)
+        return read_again(state, adapter) or export_blocks(adapter.packed, state.slot_arrays.sites)
 
     # --- save and restore ---------------------------------------------------------------------------------------
 
@@ -492,7 +492,7 @@ class LoRAManager:
           LoRAError: the model was unwrapped.
         """
         with self._state.lock:
-            arrays = self._state.pool.arrays()
+            arrays = self._state.slot_arrays.arrays()
             if self._slots is None or not all(map(operator.is_, arrays, self._slots[0])):
                 self._slots = (arrays, self._tree_of(arrays))
             return self._slots[1]
@@ -672,7 +672,7 @@ class LoRAManager:
         state.peers.refuse("trainer", "train on the devices of one")
         host = TrainedModel(
             self.model,
-            state.pool,
+            state.slot_arrays,
             self.prepare,
             self._update,
             self.jit,
@@ -778,16 +778,16 @@ class LoRAManager:
             names = ("host_loads", "host_evictions", "slot_loads", "slot_evictions", "slot_hits")
             return Stats(
                 **{name: state.counts[name] for name in names},
-                compilations=state.pool.compilations,
+                compilations=state.slot_arrays.compilations,
                 registered=len(state.cache.loaded),
                 unevictable=len(state.cache.unevictable()),
-                active=state.slots.active,
+                active=state.policy.num_in_slots,
                 leased=len({adapter.name for adapter in state.leases.leased()}),
-                slot_bytes=state.pool.slot_nbytes[0],
+                slot_bytes=state.slot_arrays.slot_nbytes[0],
                 host_bytes=state.cache.nbytes,
                 open_leases=sum(1 for _ in state.leases.open()),
                 load_seconds=state.load_seconds.read(),
-                swap_seconds=state.slots.seconds.read(),
+                swap_seconds=state.policy.seconds.read(),
             )
 
     def _check_call(self, what: str, *, waits: bool = False) -> None:
@@ -798,7 +798,7 @@ class LoRAManager:
                 "for that load, which waits for resolve. Return the folder there; load other adapters outside of it, "
                 "or with prefetch"
             )
-        if not trace_state_clean() and staged():
+        if not trace_state_clean() and tracing():
             raise LoRAUsageError(
                 f"LoRAManager.{what} was called inside jax.jit: it would run once, while the function is traced, and "
                 "its arrays would go stale. Call it outside and pass the batch as an argument"

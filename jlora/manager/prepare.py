@@ -32,7 +32,7 @@ def prepare(state: State, args: BatchArguments, deadline: float | None) -> LoRAB
         state.wrapped.check()
         if (batch := _again(state, args)) is not None:
             return batch
-    state.pool.compile()
+    state.slot_arrays.compile()
     ticket = Ticket(deadline)
     try:
         batch = state.wait(lambda: _attempt(state, args, ticket), deadline)
@@ -57,18 +57,18 @@ def _attempt(state: State, args: BatchArguments, ticket: Ticket) -> LoRABatch | 
                 else:
                     loaded = _loaded(state, args)
                     wanted = list(dict.fromkeys(loaded.values()))
-                    if state.queue and any(adapter not in state.pool.table for adapter in wanted):
+                    if state.queue and any(adapter not in state.slot_arrays.occupants for adapter in wanted):
                         _check_first(state, ticket)
-                    plan = state.slots.plan(wanted)
-                    state.peers.agree(_same(plan))
+                    chosen = state.policy.choose(wanted)
+                    state.peers.agree(_same(chosen))
                     with state.peers.change():
-                        state.slots.carry_out(plan, wanted)
+                        state.policy.carry_out(chosen, wanted)
                         return _make(state, args, loaded)
             await_loads(state, loads, ticket.deadline)
     except NoFreeSlotError as error:  # no room now, or another call took it during the loads
         ticket.reloaded.difference_update(load.request for load in loads if load.outcome is not True)
         if ticket.over:
-            if not state.slots.copying:
+            if not state.policy.copying:
                 raise
             if ticket.deadline is not None:
                 raise LoadTimeoutError(f"an adapter is being copied from its slot: {error}") from error
@@ -80,32 +80,32 @@ def _attempt(state: State, args: BatchArguments, ticket: Ticket) -> LoRABatch | 
 
 def pin(state: State, name: str) -> bool:
     """See `LoRAManager.pin_adapter`."""
-    state.pool.compile()
+    state.slot_arrays.compile()
 
     def attempt() -> bool | None:
         with state.lock.writing:
             state.wrapped.check()
             adapter = recall(state, name)
             try:
-                plan = state.slots.plan([adapter])
+                chosen = state.policy.choose([adapter])
             except NoFreeSlotError:
-                if not state.slots.copying:
+                if not state.policy.copying:
                     raise
                 return None
-            state.peers.agree([adapter.name, adapter.version, _same(plan)])
+            state.peers.agree([adapter.name, adapter.version, _same(chosen)])
             with state.peers.change():
-                state.slots.carry_out(plan, [adapter])
+                state.policy.carry_out(chosen, [adapter])
                 state.cache.pins.add(name)
-            return bool(plan)
+            return bool(chosen)
 
     written = state.wait(attempt)
     assert written is not None
     return written
 
 
-def _same(plan: Mapping[LoadedAdapter, int]) -> list[tuple[str, int, int]] | None:
+def _same(chosen: Mapping[LoadedAdapter, int]) -> list[tuple[str, int, int]] | None:
     """Return the value that all processes compare before they write slots; None if no slot is written."""
-    return [(adapter.name, adapter.version, slot) for adapter, slot in plan.items()] or None
+    return [(adapter.name, adapter.version, slot) for adapter, slot in chosen.items()] or None
 
 
 def _check_first(state: State, ticket: Ticket) -> None:
@@ -162,8 +162,8 @@ def _check_room(state: State, args: BatchArguments, ticket: Ticket) -> None:
     loaded, leased, cache = _loaded(state, args), state.leases.leased(), state.cache
     _check_first(state, ticket)
     wanted = {loaded.get(name, name.name if isinstance(name, LoRARequest) else name) for name in args.adapters}
-    slots = len(state.pool.table)
-    others = [packed for packed in state.pool.table if packed is not None and packed not in wanted]
+    slots = len(state.slot_arrays.occupants)
+    others = [packed for packed in state.slot_arrays.occupants if packed is not None and packed not in wanted]
     stay = [c for c in others if c in leased or (cache.newest(c) and c.name in cache.pins)]
     if len(wanted) + len(stay) > slots:
         raise NoFreeSlotError(
@@ -173,7 +173,7 @@ def _check_room(state: State, args: BatchArguments, ticket: Ticket) -> None:
     given = [name for name in args.adapters if not isinstance(name, AdapterHandle)]
     cache.check_room({name if isinstance(name, str) else name.name for name in given}, leased)
     for packed in loaded.values():
-        state.slots.touch(packed)
+        state.policy.touch(packed)
 
 
 def _loaded(state: State, args: BatchArguments) -> dict[Name, LoadedAdapter]:
@@ -221,12 +221,12 @@ def _again(state: State, args: BatchArguments) -> LoRABatch | None:
         return None
     if kept.batch.layout.unserved is not state.wrapped.unserved.sites:
         return None
-    pool = state.pool
-    if any(pool.table[s] is not c or pool.writes[s] != write for c, (s, write) in kept.slots.items()):
+    slot_arrays = state.slot_arrays
+    if any(slot_arrays.occupants[s] is not c or slot_arrays.writes[s] != write for c, (s, write) in kept.slots.items()):
         return None
-    if not pool.intact() or any(array.is_deleted() for array in kept.arrays):
+    if not slot_arrays.intact() or any(array.is_deleted() for array in kept.arrays):
         return None  # the second: a step donated them
-    state.slots.hit(kept.slots)
+    state.policy.hit(kept.slots)
     state.kept.move_to_end(args.key)
     old = kept.batch.lease
     assert old is not None
@@ -235,8 +235,8 @@ def _again(state: State, args: BatchArguments) -> LoRABatch | None:
 
 def _make(state: State, args: BatchArguments, served: dict[Name, LoadedAdapter]) -> LoRABatch:
     """Return a batch of adapters that are in slots."""
-    slot_of = {name: state.pool.table.index(adapter) for name, adapter in served.items()}
-    none, writes = state.config.max_loras, state.pool.writes
+    slot_of = {name: state.slot_arrays.occupants.index(adapter) for name, adapter in served.items()}
+    none, writes = state.config.max_loras, state.slot_arrays.writes
     order = {given: i for i, given in enumerate(args.terms)}
     index = [order[name] for name in args.names]
     entries: list[list[tuple[int, int, float]]] = []

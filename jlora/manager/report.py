@@ -121,14 +121,18 @@ def records(
     names: Collection[str] | None,
     level: Level | None,
     cache: HostCache,
-    pool: SlotArrays[LoadedAdapter],
+    slot_arrays: SlotArrays[LoadedAdapter],
     leases: Leases,
 ) -> dict[str, AdapterInfo]:
     """See `LoRAManager.list_adapters`. Called under the state lock."""
     if names is None:
-        in_slots = [adapter.name for adapter in pool.table if adapter is not None]
+        in_slots = [adapter.name for adapter in slot_arrays.occupants if adapter is not None]
         names = in_slots if level == "slot" else [*cache.known, *cache.loaded]
-    slots = {adapter: slot for slot, adapter in enumerate(pool.table) if adapter is not None and slot not in pool.dirty}
+    slots = {
+        adapter: slot
+        for slot, adapter in enumerate(slot_arrays.occupants)
+        if adapter is not None and slot not in slot_arrays.dirty
+    }
     leased = Counter(adapter for lease in leases.open() for adapter in lease.adapters)
     found = {name: _record(name, cache, slots, leased) for name in names if name in cache.loaded or name in cache.known}
     return found if level is None else {name: info for name, info in found.items() if info.level == level}

@@ -117,7 +117,7 @@ def save(state: State, folder: Path, base: str, without: Collection[str]) -> Non
             fcntl.flock(lock, fcntl.LOCK_EX)  # released at the latest when the process ends
             with state.lock:
                 taken, loaded = _take(state, base, without)
-            files = {adapter.name: _save_adapter(adapter, state.pool.sites, weights) for adapter in loaded}
+            files = {adapter.name: _save_adapter(adapter, state.slot_arrays.sites, weights) for adapter in loaded}
             adapters = [asdict(replace(entry, weights=files.get(entry.name))) for entry in taken.adapters]
             saved = {**vars(taken), "adapters": adapters}
             text = json.dumps({"format": _FORMAT, "sha256": _digest(saved), "saved": saved}, indent=1)
@@ -142,9 +142,9 @@ def _take(state: State, base: str, without: Collection[str]) -> tuple[_Snapshot,
         commit = cached[name].commit if name in cached else cache.commits.get(name)
         warnings = cached[name].warnings if request is None else ()
         entries.append(_Entry(name, version, key, request, commit, None, warnings, cache.pinned(name), name in cached))
-    in_slots = (adapter.name for adapter in state.slots.by_use() if cached.get(adapter.name) is adapter)
+    in_slots = (adapter.name for adapter in state.policy.by_use() if cached.get(adapter.name) is adapter)
     removed = {name: version for name, (version, _) in cache.last.items() if name not in requests}
-    taken = _Snapshot(base, layers_digest(state.pool.sites), tuple(entries), tuple(in_slots), removed)
+    taken = _Snapshot(base, layers_digest(state.slot_arrays.sites), tuple(entries), tuple(in_slots), removed)
     return taken, [adapter for adapter in cached.values() if adapter.request is None]
 
 
@@ -265,7 +265,7 @@ def _mixed(values: jax.Array) -> jax.Array:
 def layers_digest(sites: Sequence[Site]) -> str:
     """Return a SHA-256 digest of the sites. It differs between managers that pack the same files differently."""
     about = [
-        (s.path, s.prefix, s.kind, s.spec.dtype, s.spec.in_features, s.spec.out_sizes, s.spec.rows, dict(s.parts))
+        (s.path, s.prefix, s.kind, s.spec.dtype, s.spec.in_features, s.spec.out_sizes, s.spec.entries, dict(s.parts))
         for s in sites
     ]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()
@@ -285,9 +285,9 @@ def restore(state: State, folder: Path, base: str) -> frozenset[str]:
             f"{folder}: was saved beside another base model: its parameters have other names, shapes, dtypes or "
             "values, or name_map or skip are others. Restore it beside that model, or begin with an empty folder"
         )
-    same_layers = saved.layers == layers_digest(state.pool.sites)
+    same_layers = saved.layers == layers_digest(state.slot_arrays.sites)
     loaded = _load(state, folder, saved, same_layers)
-    state.pool.compile()
+    state.slot_arrays.compile()
     with state.lock.writing:
         _check_new(cache)
         try:
@@ -298,7 +298,7 @@ def restore(state: State, folder: Path, base: str) -> frozenset[str]:
                     cache.loaded.move_to_end(entry.name)
         except BaseException:
             for adapter in loaded.values():
-                state.slots.release(adapter)
+                state.policy.release(adapter)
             cache.clear()
             raise
         return frozenset(cache.last)
@@ -338,24 +338,24 @@ def _read(folder: Path) -> _Snapshot:
         raise AdapterFormatError(f"{file}: is not a saved manager: {type(error).__name__}: {error!s:.200}") from error
 
 
-def _decoded(kind: Any, found: Any, where: str) -> Any:
+def _decoded(kind: Any, value: Any, where: str) -> Any:
     """Return a JSON value as a dataclass, tuple, dict or scalar of the annotation `kind`.
 
     Raises:
       AdapterFormatError: The value is of another type, or an object does not have exactly the fields of the dataclass.
     """
     if get_origin(kind) is UnionType:
-        kind = NoneType if found is None else get_args(kind)[0]
+        kind = NoneType if value is None else get_args(kind)[0]
     if is_dataclass(kind):
         kinds = get_type_hints(kind)
-        if not is_mapping(found) or {*found} != {*kinds}:
-            names: Any = [*found] if is_mapping(found) else found
+        if not is_mapping(value) or {*value} != {*kinds}:
+            names: Any = [*value] if is_mapping(value) else value
             raise AdapterFormatError(f"{where} must have the fields {[*kinds]}, found {names!r:.200}")
-        return cast("Any", kind)(**{name: _decoded(kinds[name], one, f"{where}.{name}") for name, one in found.items()})
+        return cast("Any", kind)(**{name: _decoded(kinds[name], one, f"{where}.{name}") for name, one in value.items()})
     expected: Any = {tuple: list}.get(get_origin(kind), get_origin(kind) or kind)
-    if type(found) is not expected:  # a bool is an int for isinstance
-        raise AdapterFormatError(f"{where} must be a JSON {expected.__name__}, found {found!r:.80}")
-    values = cast("Any", found)
+    if type(value) is not expected:  # a bool is an int for isinstance
+        raise AdapterFormatError(f"{where} must be a JSON {expected.__name__}, found {value!r:.80}")
+    values = cast("Any", value)
     if expected is list:
         return tuple(_decoded(get_args(kind)[0], one, f"{where}[{i}]") for i, one in enumerate(values))
     if expected is dict:
@@ -449,15 +449,15 @@ def _fill_cache(state: State, saved: _Snapshot, loaded: Mapping[str, LoadedAdapt
 
 def _fill_slots(state: State, saved: _Snapshot, loaded: Mapping[str, LoadedAdapter]) -> None:
     """Write all pinned adapters into slots, then as many others as fit, from the most recently used one on."""
-    slots = state.slots
+    policy = state.policy
     fit = [loaded[entry.name] for entry in saved.adapters if entry.pinned and entry.name in loaded]
-    plan = slots.plan(fit)
+    chosen = policy.choose(fit)
     for name in reversed(saved.slots):
         if name in loaded and loaded[name] not in fit:
             with contextlib.suppress(NoFreeSlotError):
-                plan = slots.plan([*fit, loaded[name]])
+                chosen = policy.choose([*fit, loaded[name]])
                 fit.append(loaded[name])
-    slots.carry_out(plan, fit)
+    policy.carry_out(chosen, fit)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

@@ -80,8 +80,8 @@ class State:
       lock: the state lock, with the step lock. Code under it does not wait, read files, compile or call user code.
       changed: the bell. Its lock is the last, since `batch.close()` rings and waits for no other lock.
       cache: newest version of each name on the host, and the requests of evicted names.
-      pool: the slot arrays, and the adapter in each slot.
-      slots: choice of slots and victims.
+      slot_arrays: the slot arrays, and the adapter in each slot.
+      policy: choice of slots and victims.
       leases: open batches and handles.
       loads: running and failed loads.
       queue: calls that wait for slots, in order of arrival.
@@ -103,10 +103,10 @@ class State:
         self.config, self.wrapped, self.index, self.resolve = config, wrapped, index, resolve
         self.peers, self.lock, self.changed = peers, peers.lock, Bell()
         self.cache = HostCache(config.max_cpu_loras or config.max_loras, memory)
-        self.pool: SlotArrays[LoadedAdapter] = SlotArrays(wrapped.modules, config.max_loras, staging)
+        self.slot_arrays: SlotArrays[LoadedAdapter] = SlotArrays(wrapped.modules, config.max_loras, staging)
         self.leases = Leases()
         self.counts: Counter[str] = Counter()
-        self.slots = SlotPolicy(self.pool, self.cache, self.leases, self.counts)
+        self.policy = SlotPolicy(self.slot_arrays, self.cache, self.leases, self.counts)
         self.loads = Loads()
         self.queue: list[Ticket] = []
         self.kept: OrderedDict[Hashable, KeptBatch] = OrderedDict()
@@ -209,7 +209,7 @@ class State:
         """Evict an adapter from the host cache and from its slot."""
         adapter = self.cache.loaded[name]
         self.cache.evict(name)
-        self.slots.release(adapter)
+        self.policy.release(adapter)
         self.counts["host_evictions"] += 1
         _log.info("evicted %r from the host cache", name)
 
@@ -220,7 +220,7 @@ class State:
             adapter = self.cache.loaded.get(name)
             found |= self.cache.forget(name)
             if adapter is not None:
-                self.slots.release(adapter)
+                self.policy.release(adapter)
         return found
 
 

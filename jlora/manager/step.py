@@ -20,7 +20,7 @@ from flax import nnx
 from jlora._compat import raw_value, trace_state_clean
 from jlora.errors import LoRAUsageError
 from jlora.layers.forward.compiling import compiler_options
-from jlora.layers.forward.context import around, staged
+from jlora.layers.forward.context import around, tracing
 from jlora.layers.forward.forward_record import ForwardRecord
 from jlora.manager.state import State
 
@@ -170,7 +170,7 @@ class Step:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the function on the model, the first of `args`."""
         with self._lock:
-            self._state.slots.takes_turns = True
+            self._state.policy.takes_turns = True
             program, values = self._read(*args[:1])
             return program(values, *args[1:], **kwargs)
 
@@ -186,7 +186,7 @@ class Step:
 
     def _read(self, model: Any = None, /) -> tuple[Any, list[Any]]:
         """Return the compiled function of a list of values, and the values of the model."""
-        if not trace_state_clean() and staged():
+        if not trace_state_clean() and tracing():
             raise LoRAUsageError(_NESTED)
         if model is self._state.wrapped.model:
             flat = self._flat
@@ -236,9 +236,9 @@ def _check_options(function: Callable[..., Any], options: dict[str, Any]) -> Non
     if not ordered:
         raise LoRAUsageError("LoRAManager.jit takes a function whose first argument is the model")
     for option in ("donate_argnums", "donate_argnames", "static_argnums", "static_argnames"):
-        given = options.get(option)
-        given = () if given is None else (given,) if isinstance(given, int | str) else given
-        if {0, -len(ordered), ordered[0].name}.intersection(given):
+        named = options.get(option)
+        named = () if named is None else (named,) if isinstance(named, int | str) else named
+        if {0, -len(ordered), ordered[0].name}.intersection(named):
             raise LoRAUsageError(
                 f"LoRAManager.jit({option}={options[option]!r}) names the model, the argument {ordered[0].name!r} at "
                 "position 0. Its variables are kept and passed as arrays at every call: leave it out"

@@ -33,12 +33,12 @@ def update(
     if on_device:
         state.peers.refuse("update_adapter from device arrays", "give it NumPy arrays, the same in each")
     on_host = old.on_host  # read before the blocks, because a finished copy replaces them first
-    packed, written = updated(old.packed, arrays, state.pool, allow_nonfinite=state.config.allow_nonfinite)
+    packed, written = updated(old.packed, arrays, state.slot_arrays, allow_nonfinite=state.config.allow_nonfinite)
     if not (on_device or on_host):
         packed = packed.with_blocks(to_host(packed.blocks))
     state.peers.agree(lambda: [name, packed.digest()])
     adapter = LoadedAdapter(with_extras(state, packed), on_host=not on_device)
-    state.pool.compile()
+    state.slot_arrays.compile()
 
     def ready() -> bool | None:
         state.wrapped.check()
@@ -61,7 +61,7 @@ def update(
                 copying.start()
                 adapter.copying = True
             state.put(adapter, victims)
-            state.slots.replace(old, adapter, written)
+            state.policy.replace(old, adapter, written)
     _log.info("updated %r to version %d", name, adapter.version)
     return adapter.version
 
@@ -79,5 +79,5 @@ def _copy_back(state: State, adapter: LoadedAdapter) -> None:
     finally:
         with state.lock:
             adapter.copying = False
-            state.slots.let_go()
+            state.policy.let_go()
         state.changed.ring()

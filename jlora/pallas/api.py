@@ -257,7 +257,7 @@ def _kernels(backend: Backend) -> ModuleType | None:
     raise LoRAError(f"backend must be 'auto', 'xla', 'mosaic_tpu' or 'triton', got {backend!r}")
 
 
-def load(backend: Backend) -> None:
+def import_backend(backend: Backend) -> None:
     """Import the kernels of a backend before a function that may use them is traced.
 
     From JAX 0.11 on, this import adds settings that belong to the key of each trace. A function that imports the

@@ -87,7 +87,7 @@ def _plan_kernels(backend: Backend, rows: int):
     """Return the kernels that plan, or None for XLA; both give equal results."""
     if (own_backend() if backend == "auto" else backend) != "triton":
         return None
-    api.load("triton")
+    api.import_backend("triton")
     from jlora.pallas.triton import plan as triton_plan  # slow import, needed on GPUs only
 
     capability = current_gpu().capability

@@ -31,7 +31,7 @@ from jlora.slots.placement import (
     put_operands,
     refreshed,
 )
-from jlora.slots.programs import WriteKey, compiled_table, compiled_write
+from jlora.slots.programs import WriteKey, compiled_whole, compiled_write
 from jlora.slots.values import empty_values
 
 T = TypeVar("T")  # an adapter
@@ -58,13 +58,13 @@ class SlotArrays(Generic[T]):
       max_bytes: largest size of the blocks that are moved to the device at a time.
 
     Attributes:
-      table: adapter in each slot, any object that is compared by identity; None for an empty slot.
-      dirty: slots whose arrays may differ from `table`.
+      occupants: adapter in each slot, any object that is compared by identity; None for an empty slot.
+      dirty: slots whose arrays may differ from `occupants`.
       writes: number of programs that have written each slot. The stamps have the same counts on the device, to detect
         copies of the model that missed a write.
       modules: as above.
       sites: the sites, in the order of the variables.
-      chunks: how the rows of a slot are divided into blocks.
+      chunks: how the entries of a slot are divided into blocks.
       page_locks: True if page-locked host memory is available, which the device reads directly.
       joined: chunks that one program writes if an adapter has all of them; see `_joins`.
       max_bytes: as above.
@@ -73,7 +73,7 @@ class SlotArrays(Generic[T]):
     """
 
     def __init__(self, modules: Mapping[Site, nnx.Module], num_slots: int, max_bytes: int):
-        self.table: list[T | None] = [None] * num_slots
+        self.occupants: list[T | None] = [None] * num_slots
         self.dirty: set[int] = set()
         self.writes = [0] * num_slots
         self.modules, self.sites = modules, tuple(modules)
@@ -107,8 +107,8 @@ class SlotArrays(Generic[T]):
         self._written = self._variables[0]  # a variable of the last write
         self._empty = empty_values(self.sites)  # extras of an adapter that brings none
         # Values of the ranks and of each extra last written to each slot; None if unknown.
-        self._tables: dict[str, list[np.ndarray | None]] = {"ranks": [None] * num_slots}
-        self._tables |= {name: [values] * num_slots for name, values in self._empty.items()}
+        self._whole: dict[str, list[np.ndarray | None]] = {"ranks": [None] * num_slots}
+        self._whole |= {name: [values] * num_slots for name, values in self._empty.items()}
         self._indices: dict[tuple[int, ...], jax.Array] = {}
         self._compiling = threading.RLock()
         self._programs: dict[Any, Launch] = {}
@@ -135,7 +135,7 @@ class SlotArrays(Generic[T]):
 
     def slot_of(self, adapter: T) -> int | None:
         """Return the clean slot that holds an adapter; None if there is none."""
-        for slot, other in enumerate(self.table):
+        for slot, other in enumerate(self.occupants):
             if other is adapter:
                 return None if slot in self.dirty else slot
         return None
@@ -165,11 +165,11 @@ class SlotArrays(Generic[T]):
             for i, (variable, known) in enumerate(zip(self._variables, self._known, strict=True))
             if raw_value(variable) is not known or known.is_deleted()
         }
-        whole = {slot for slot, adapter in enumerate(self.table) if adapter is not None} - self.dirty
+        whole = {slot for slot, adapter in enumerate(self.occupants) if adapter is not None} - self.dirty
         numbers = {slot: self.writes[slot] for slot in whole}
         if lost:
             self.dirty |= whole
-            self._tables = {table: [None] * len(self.table) for table in self._tables}
+            self._whole = {name: [None] * len(self.occupants) for name in self._whole}
         if lost or self._renumbering:
             self._renumbering = True
             lost.add(len(self._variables) - 1)  # the stamps, for the counts that follow
@@ -177,7 +177,7 @@ class SlotArrays(Generic[T]):
             for i in sorted(lost):
                 self._renew(i)
         for slot in sorted(self.dirty):
-            adapter = self.table[slot]
+            adapter = self.occupants[slot]
             if adapter is None or (packed := packed_of(adapter)) is None:
                 self.clear(slot)
             else:
@@ -192,9 +192,9 @@ class SlotArrays(Generic[T]):
 
         The new array is placed like the array that replaced the lost one, if that has the same shape and dtype.
         """
-        found, known = raw_value(self._variables[i]), self._known[i]
-        foreign = isinstance(found, jax.Array) and found.shape == known.shape and found.dtype == known.dtype
-        where = refreshed(self._placements[i], found if foreign else known)
+        current, known = raw_value(self._variables[i]), self._known[i]
+        foreign = isinstance(current, jax.Array) and current.shape == known.shape and current.dtype == known.dtype
+        where = refreshed(self._placements[i], current if foreign else known)
         with jax.default_device(where if isinstance(where, Device) else None):
             stamps = i == len(self._variables) - 1
             values = np.broadcast_to(np.asarray(self.writes if stamps else 0, known.dtype), known.shape)
@@ -207,7 +207,7 @@ class SlotArrays(Generic[T]):
 
     def clear(self, slot: int) -> None:
         """Mark a slot as empty. Its arrays are not written, because no new batch will refer to this slot."""
-        self.table[slot] = None
+        self.occupants[slot] = None
         self.dirty.discard(slot)
 
     # --- writing ----------------------------------------------------------------------------------------------------
@@ -234,9 +234,9 @@ class SlotArrays(Generic[T]):
 
         Args:
           slot: index of the slot.
-          adapter: the entry of `table`.
+          adapter: the new occupant.
           packed: its values. Only the blocks are moved, and may be left out if the slot already holds them; the ranks
-            mark the other rows as unused.
+            mark the other entries as unused.
           spent: list that keeps the arrays which the write consumes, since freeing these hundreds of buffers takes
             0.2 ms.
           donate: donate the old arrays. If False, they are copied first and stay valid.
@@ -245,12 +245,12 @@ class SlotArrays(Generic[T]):
         waves = self._waves(packed.blocks)
         # Most adapters of a deployment have the same ranks, so the slot often has them already.
         values = {"ranks": packed.ranks, **self._empty, **packed.extras}
-        new = [table for table in self._tables if not self._holds(slot, table, values[table])]
-        ready, tables = self.move(waves[0] if waves else [], [values[table] for table in new])
+        new = [name for name in self._whole if not self._holds(slot, name, values[name])]
+        ready, arrays = self.move(waves[0] if waves else [], [values[name] for name in new])
         self.dirty.add(slot)
-        for table in new:
-            self._tables[table][slot] = None
-        self.table[slot] = adapter
+        for name in new:
+            self._whole[name][slot] = None
+        self.occupants[slot] = adapter
         for wave in itertools.count():
             for blocks in self._together(ready):
                 operands = [operand for block in blocks for operand in (*block.operands, self._where(slot, block))]
@@ -260,16 +260,16 @@ class SlotArrays(Generic[T]):
             jax.block_until_ready(self._last())
             ready = blocks = operands = ()  # free this wave before the next is moved
             ready, _ = self.move(waves[wave + 1])
-        for table, moved in zip(new, tables, strict=True):
-            self._run(slot, self._table_job(table), [moved, self._index(slot, 0, 0, 0)], donate)
-            self._tables[table][slot] = values[table]
+        for name, moved in zip(new, arrays, strict=True):
+            self._run(slot, self._whole_job(name), [moved, self._index(slot, 0, 0, 0)], donate)
+            self._whole[name][slot] = values[name]
         self.dirty.discard(slot)
         # Keep the blocks until the write is done, because freeing arrays in use takes longer.
         self._in_flight.extend(ready)
 
-    def _holds(self, slot: int, table: str, values: np.ndarray) -> bool:
-        """Return True if a clean slot is known to hold these values of a table."""
-        written = None if slot in self.dirty else self._tables[table][slot]
+    def _holds(self, slot: int, name: str, values: np.ndarray) -> bool:
+        """Return True if a clean slot is known to hold these values of a whole array."""
+        written = None if slot in self.dirty else self._whole[name][slot]
         return written is not None and np.array_equal(written, values)
 
     def _waves(self, blocks: Sequence[Block]) -> list[list[Block]]:
@@ -302,40 +302,40 @@ class SlotArrays(Generic[T]):
         """Divide blocks into batches, one for each program: a block of each `joined` chunk, or a single block."""
         batches: list[tuple[Block, ...]] = []
         for start in dict.fromkeys(block.start for block in blocks) if self.joined else ():
-            of = {block.chunk: block for block in blocks if block.start == start and block.row is None}
+            of = {block.chunk: block for block in blocks if block.start == start and block.entry is None}
             if of.keys() >= set(self.joined):
                 batches.append(tuple(of[chunk] for chunk in self.joined))
         taken = {id(block) for batch in batches for block in batch}
         return batches + [(block,) for block in blocks if id(block) not in taken]
 
     def _where(self, slot: int, block: Block) -> jax.Array:
-        row, owner = block.chunk.origin(block.row)
-        return self._index(slot, row, block.start, owner)
+        entry, owner = block.chunk.origin(block.entry)
+        return self._index(slot, entry, block.start, owner)
 
     def _job(self, blocks: Sequence[Block]) -> "_Job":
         """Return the program that writes the blocks, and its variables."""
-        at = tuple((block.chunk, block.row) for block in blocks)
+        at = tuple((block.chunk, block.entry) for block in blocks)
         if at not in self._jobs:
             self._jobs[at] = self._make_job(*self._task(at))
         return self._jobs[at]
 
-    def _table_job(self, table: str) -> "_Job":
+    def _whole_job(self, name: str) -> "_Job":
         """Return the program that writes the ranks or an extra, and its variables."""
-        if table not in self._jobs:
-            self._jobs[table] = self._make_job(table, self._of(table))
-        return self._jobs[table]
+        if name not in self._jobs:
+            self._jobs[name] = self._make_job(name, self._of(name))
+        return self._jobs[name]
 
     def _make_job(self, key: WriteKey | str, indices: tuple[int, ...]) -> "_Job":
         program = self._program(key, tuple(self._placements[i] for i in indices))
         return _Job(indices, tuple(self._variables[i] for i in indices), program)
 
     def _task(self, at: Sequence[tuple[Chunk, int | None]]) -> tuple[WriteKey, tuple[int, ...]]:
-        """Return the compile key and variable indices of the program that writes these rows of chunks (None: all)."""
+        """Return the compile key and variable indices of the program for these entries of chunks (None: all)."""
         key: list[tuple[SlotSpec, int, int]] = []
         indices: list[int] = []
-        for chunk, row in at:
-            sites = chunk.sites if row is None or chunk.spec.rows else (chunk.sites[row],)
-            key.append((chunk.spec, chunk.count if row is None else 1, len(sites)))
+        for chunk, entry in at:
+            sites = chunk.sites if entry is None or chunk.spec.entries else (chunk.sites[entry],)
+            key.append((chunk.spec, chunk.count if entry is None else 1, len(sites)))
             indices += self._of_blocks(sites)
         return tuple(key), (*indices, len(self._variables) - 1)
 
@@ -359,7 +359,7 @@ class SlotArrays(Generic[T]):
         return raw_value(self._written)
 
     def _index(self, *where: int) -> jax.Array:
-        """Return int32 [slot, row, rank, shard] on the device. It is cached, to avoid a transfer at each write."""
+        """Return int32 [slot, entry, rank, shard] on the device. It is cached, to avoid a transfer at each write."""
         if where not in self._indices:
             (self._indices[where],) = put_operands([np.array(where, np.int32)], [everywhere(self._placements[0])])
         return self._indices[where]
@@ -373,17 +373,17 @@ class SlotArrays(Generic[T]):
         """Return the placements of a block's arrays for the write: sharded like the slots, else replicated."""
         spec, placements = block.chunk.spec, [self._placements[i] for i in self._of_blocks(block.chunk.sites[:1])]
         if as_sharded(spec, placements):
-            return tuple(of_blocks(spec, whole=block.row is None).values())[: len(block.arrays)]
+            return tuple(of_blocks(spec, whole=block.entry is None).values())[: len(block.arrays)]
         return (everywhere(placements[0]),) * len(block.arrays)
 
     def _of_blocks(self, sites: Sequence[Site]) -> tuple[int, ...]:
         """Return the variable indices of the arrays that blocks of sites with one spec are written into."""
         return tuple(self._ranges[site][j] for j in range(len(sites[0].spec.of_blocks)) for site in sites)
 
-    def _of(self, table: str) -> tuple[int, ...]:
+    def _of(self, name: str) -> tuple[int, ...]:
         """Return the variable indices of the ranks or an extra of all sites that hold it, and of the stamps."""
-        having = [(site, list(site.spec.arrays)) for site in self.sites if table in site.spec.arrays]
-        return *(self._ranges[site][names.index(table)] for site, names in having), len(self._variables) - 1
+        having = [(site, list(site.spec.arrays)) for site in self.sites if name in site.spec.arrays]
+        return *(self._ranges[site][names.index(name)] for site, names in having), len(self._variables) - 1
 
     # --- programs ---------------------------------------------------------------------------------------------------
 
@@ -406,16 +406,16 @@ class SlotArrays(Generic[T]):
             self._programs, self.compilations = programs, self.compilations + 1
 
     def _wanted(self) -> set[tuple[WriteKey | str, tuple[ArrayPlacement, ...]]]:
-        """Return the keys of all programs (chunks, rows of chunks, tables), each with the placements of its arrays."""
+        """Return the keys of all programs (chunks, their entries, whole arrays), each with its arrays' placements."""
         tasks: list[tuple[WriteKey | str, tuple[int, ...]]]
-        tasks = [self._task([(chunk, row)]) for chunk in self.chunks for row in (None, *self._kinds(chunk))]
+        tasks = [self._task([(chunk, entry)]) for chunk in self.chunks for entry in (None, *self._kinds(chunk))]
         tasks += [self._task([(chunk, None) for chunk in self.joined])] if self.joined else []
-        tasks += [(table, self._of(table)) for table in self._tables]
+        tasks += [(name, self._of(name)) for name in self._whole]
         return {(key, tuple(self._placements[i] for i in indices)) for key, indices in tasks}
 
     def _kinds(self, chunk: Chunk) -> range:
-        """Return one row of each site of a chunk."""
-        return range(1) if chunk.spec.rows else range(chunk.count)
+        """Return one entry of each site of a chunk."""
+        return range(1) if chunk.spec.entries else range(chunk.count)
 
     def _program(self, key: WriteKey | str, placements: tuple[ArrayPlacement, ...]) -> Launch:
         found = self._programs.get((key, placements))
@@ -423,7 +423,7 @@ class SlotArrays(Generic[T]):
             return found
         if isinstance(key, str):
             specs = tuple(site.spec for site in self.sites if key in site.spec.arrays)
-            return compiled_table(key, specs, self._stamps, placements)
+            return compiled_whole(key, specs, self._stamps, placements)
         return compiled_write(key, self._stamps, placements)
 
 

@@ -16,7 +16,7 @@ from jlora.adapters.variants import described
 from jlora.layers.site import Site
 from jlora.slots.blocks import Block
 
-SiteSlices: TypeAlias = tuple[Site, int, int, int]  # site, row, first slice, number of slices
+SiteSlices: TypeAlias = tuple[Site, int, int, int]  # site, entry, first slice, number of slices
 
 
 @functools.lru_cache(maxsize=64)
@@ -35,7 +35,7 @@ class Placement:
     Attributes:
       module: Name of the module in the checkpoint. A site with slots for one factor holds only that factor of it.
       site: The site.
-      row: Row of the site, which is a layer of a stack, an expert, or 0 if the site has a single row.
+      entry: Entry of the site, which is a layer of a stack, an expert, or 0 if the site has a single entry.
       first: The first output slice.
       count: Number of output slices.
       rank: Rank of the module; the number of outputs of a saved head.
@@ -46,7 +46,7 @@ class Placement:
 
     module: str
     site: Site
-    row: int
+    entry: int
     first: int
     count: int
     rank: int
@@ -67,12 +67,12 @@ class PackedAdapter:
     Attributes:
       about: The adapter without its arrays.
       placements: Destinations of its modules.
-      ranks: true rank and scale of each output slice of every site, in the order of the pool (`rank_table`).
+      ranks: true rank and scale of each output slice of every site, in the order of the slot arrays (`rank_values`).
       rank: The largest rank of a LoRA module.
       blocks: The factors, packed in the layout in which slots are written, on the host or on the device. Experts on
         devices of other processes are zeros, which take no memory.
       extras: name of a variant -> values of a slot (`slot_values`), for the variants of its modules.
-      update_plan: Plan of the last update from device arrays, reused for the same names and shapes.
+      update_program: Program of the last update from device arrays, reused for the same names and shapes.
     """
 
     about: Adapter
@@ -81,7 +81,7 @@ class PackedAdapter:
     rank: int
     blocks: tuple[Block, ...]
     extras: Mapping[str, Float[np.ndarray, "values"]] = field(default_factory=dict[str, np.ndarray])
-    update_plan: Any = None
+    update_program: Any = None
 
     @property
     def name(self) -> str:
@@ -133,12 +133,12 @@ class PackedAdapter:
         """
         found = hashlib.sha256(repr(self.about.invocation_tokens).encode())
         for p in self.placements:
-            about = (p.module, p.site.path, p.row, p.first, p.count, p.rank, p.alpha, p.scaling)
+            about = (p.module, p.site.path, p.entry, p.first, p.count, p.rank, p.alpha, p.scaling)
             found.update(repr(about).encode())
             for name, array in sorted(p.extras.items()):
                 found.update(name.encode() + array.tobytes())
         for block in self.blocks:
             if block.chunk.spec.experts is None:
-                for half in (block.a, block.b, *(() if block.steps is None else (block.steps,))):
+                for half in (block.a, block.b, *(() if block.quanta is None else (block.quanta,))):
                     found.update(zlib.crc32(np.asarray(half).view(np.uint8).data).to_bytes(4, "little"))
         return found.hexdigest()

@@ -12,9 +12,9 @@ from jlora._compat import Device, Launch, launch_of, without_graphs
 from jlora.layers.site import SlotSpec
 from jlora.slots.blocks import block_shapes
 from jlora.slots.placement import ArrayPlacement, a_device, as_sharded, everywhere, of_blocks
-from jlora.slots.slot_write import takes_kernels, write_block, write_table
+from jlora.slots.slot_write import takes_kernels, write_block, write_whole
 
-# (spec, rows of the block, number of sites) of each block that a program writes.
+# (spec, entries of the block, number of sites) of each block that a program writes.
 WriteKey: TypeAlias = tuple[tuple[SlotSpec, int, int], ...]
 Arrays: TypeAlias = tuple[jax.Array, ...]
 
@@ -24,7 +24,7 @@ def compiled_write(key: WriteKey, stamps: tuple[int, ...], placements: tuple[Arr
     """Compile the program that writes blocks into one slot and increments the stamp of the slot.
 
     Its signature is `write(*arrays, *operands)`, and it returns the updated arrays. The arrays are donated. For each
-    block, the operands are its factors, in int8 its scales, and the int32 vector [slot, row, rank, shard].
+    block, the operands are its factors, in int8 its scales, and the int32 vector [slot, entry, rank, shard].
 
     Args:
       key: Specs and sizes of the blocks, in the order of the operands.
@@ -36,19 +36,19 @@ def compiled_write(key: WriteKey, stamps: tuple[int, ...], placements: tuple[Arr
     arrays: list[jax.ShapeDtypeStruct] = []
     operands: list[tuple[jax.ShapeDtypeStruct, ...]] = []
     meshes: set[Any] = set()
-    for spec, rows, count in key:
+    for spec, entries, count in key:
         own = placements[len(arrays) : len(arrays) + len(spec.of_blocks) * count]
         sharding = spec.sharding if as_sharded(spec, own) else None
         over, alone, of = (), (), {array.name: whole for array in spec.of_blocks}
         if sharding is not None:
             over = sharding.a[2]
-            alone = sharding.experts if rows == 1 and spec.expert_shards > 1 else ()
+            alone = sharding.experts if entries == 1 and spec.expert_shards > 1 else ()
             of = of_blocks(spec, whole=not alone)
         meshes.add(None if sharding is None else sharding.mesh)
         writers.append(partial(_write_sites, spec, count, over, alone, takes_kernels(a_device(placements[0]))))
         held = [array for array in spec.of_blocks for _ in range(count)]
         arrays += [_struct(array.shape, array.dtype, where) for array, where in zip(held, own, strict=True)]
-        shapes = block_shapes(spec, rows)
+        shapes = block_shapes(spec, entries)
         structs = [_struct(shapes[array.name], array.dtype, of[array.name]) for array in spec.of_blocks]
         operands.append((*structs, _struct((4,), "int32", whole)))
 
@@ -78,27 +78,27 @@ def _write_sites(
 
 
 @lru_cache(maxsize=32)
-def compiled_table(
-    table: str, specs: tuple[SlotSpec, ...], stamps: tuple[int, ...], placements: tuple[ArrayPlacement, ...]
+def compiled_whole(
+    name: str, specs: tuple[SlotSpec, ...], stamps: tuple[int, ...], placements: tuple[ArrayPlacement, ...]
 ) -> Launch:
     """Compile the program that writes the ranks and scales, or an extra, of one slot, and increments its stamp.
 
-    Its signature is `write(*arrays, values, [slot, 0, 0, 0])`. The arrays are those of all sites that hold the table,
-    and the stamps. They are donated. `values` are those of one slot, one site after the other: `rank_table`, flat, or
+    Its signature is `write(*arrays, values, [slot, 0, 0, 0])`. The arrays are those of all sites that hold the array,
+    and the stamps. They are donated. `values` are those of one slot, one site after the other: `rank_values`, flat, or
     `slot_values`.
 
     Args:
-      table: "ranks" or `Extra.name`.
+      name: "ranks" or `Extra.name`.
       specs: Specs of the sites.
       stamps: As in `compiled_write`.
       placements: Placements of the arrays.
     """
 
     def write(arrays: Arrays, values: jax.Array, where: jax.Array) -> Arrays:
-        return *write_table(table, specs, arrays[:-1], values, where[0], stamps[-1]), _stamped(arrays[-1], where[0])
+        return *write_whole(name, specs, arrays[:-1], values, where[0], stamps[-1]), _stamped(arrays[-1], where[0])
 
     meshes = {spec.sharding.mesh for spec in specs if spec.sharding is not None}
-    held = [(spec.arrays[table], where) for spec, where in zip(specs, placements[:-1], strict=True)]
+    held = [(spec.arrays[name], where) for spec, where in zip(specs, placements[:-1], strict=True)]
     split = all(array.sharding == where for array, where in held)
     mesh = meshes.pop() if meshes and split else None
     arrays = [_struct(array.shape, array.dtype, where) for array, where in held]

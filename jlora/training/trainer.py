@@ -26,7 +26,7 @@ from jlora.layers.forward.mesh import off_explicit
 from jlora.layers.site import Site, SlotParam, SlotSpec
 from jlora.sharding.rules import names_of
 from jlora.slots.arrays import SlotArrays
-from jlora.slots.blocks import Row
+from jlora.slots.blocks import Entry
 from jlora.slots.codec import is_reordered, place, taken, to_stored, with_rank
 from jlora.slots.export import export_factors
 from jlora.slots.packed import PackedAdapter, Placement
@@ -53,7 +53,7 @@ class _Factor:
         """Shape without the axis of adapters."""
         spec = self.site.spec
         a, b = (spec.slices, spec.max_rank, spec.in_features), (spec.max_rank, spec.out_features)
-        return *spec.rows, *(b if self.half else a)
+        return *spec.entries, *(b if self.half else a)
 
     def placement(self, whole: ArrayPlacement) -> ArrayPlacement:
         """Return the sharding of the slots, without that of features in another order and of sizes that do not divide.
@@ -61,16 +61,16 @@ class _Factor:
         Off meshes it is `whole`, the placement of arrays that every device holds.
         """
         spec, array = self.site.spec, self.site.spec.arrays["ab"[self.half]]
-        found = array.sharding
-        if found is None:
+        sharding = array.sharding
+        if sharding is None:
             return whole
-        axes = [*found.spec, *(None,) * (len(array.shape) - len(found.spec))]
+        axes = [*sharding.spec, *(None,) * (len(array.shape) - len(sharding.spec))]
         del axes[len(spec.stack)]
         if is_reordered(spec, self.half):
             axes[-1] = None
-        counts = [math.prod(found.mesh.shape[name] for name in names_of(entry)) for entry in axes]
+        counts = [math.prod(sharding.mesh.shape[name] for name in names_of(entry)) for entry in axes]
         even = [None if size % n else entry for entry, n, size in zip(axes, counts, self.shape, strict=True)]
-        return NamedSharding(found.mesh, P(None, *even))
+        return NamedSharding(sharding.mesh, P(None, *even))
 
     def put(self, slots: jax.Array, factor: jax.Array, slots_of: jax.Array) -> jax.Array:
         """Return the slot array with the factors of each adapter in its slot. A slot beyond the last drops them."""
@@ -79,9 +79,9 @@ class _Factor:
         def write(slots: jax.Array, factor: jax.Array, slots_of: jax.Array) -> jax.Array:
             factor = factor.astype(slots.dtype)
             factor = to_stored(factor if self.half else with_rank(factor, spec.stored_rank, jnp), spec, self.half, jnp)
-            own = slots_of - spec.first_slot
-            own = jnp.where((own >= 0) & (own < spec.num_slots), own, spec.num_slots)
-            where = (*(slice(None),) * axis, own)
+            index = slots_of - spec.first_slot
+            index = jnp.where((index >= 0) & (index < spec.num_slots), index, spec.num_slots)
+            where = (*(slice(None),) * axis, index)
             return slots.at[where].set(jnp.moveaxis(factor, 0, axis), mode="drop")
 
         return off_explicit(write, jax.typeof(slots).sharding)(slots, factor, slots_of)
@@ -101,20 +101,20 @@ class TrainedModel:
 
     Attributes:
       model: the wrapped model.
-      pool: its slots.
+      slot_arrays: its slots.
       prepare: `LoRAManager.prepare`.
       update: `LoRAManager.update_adapter`, with a `check` of the version that it replaces.
       jit: `LoRAManager.jit`.
-      exact_factors: returns row -> (A [n, r, K], B [r, N]) of a loaded adapter, as its files have them.
+      exact_factors: returns entry -> (A [n, r, K], B [r, N]) of a loaded adapter, as its files have them.
       is_open: returns True for the lease of an open batch of this manager.
     """
 
     model: nnx.Module
-    pool: SlotArrays[Any]
+    slot_arrays: SlotArrays[Any]
     prepare: Callable[..., LoRABatch]
     update: Callable[..., int]
     jit: Callable[..., Callable[..., Any]]
-    exact_factors: Callable[[Any], Mapping[Row, tuple[np.ndarray, np.ndarray]]]
+    exact_factors: Callable[[Any], Mapping[Entry, tuple[np.ndarray, np.ndarray]]]
     is_open: Callable[[Any], bool]
 
 
@@ -135,7 +135,7 @@ class Trainer:
         optimizers: Mapping[str, Optimizer],
     ):
         self._host, self._loss = host, loss
-        modules = host.pool.modules
+        modules = host.slot_arrays.modules
         if any(site.spec.dtype == "int8" for site in modules):
             raise LoRAUsageError(
                 "trainer: slots of int8 are constants of the gradients; train with a manager of another "
@@ -195,31 +195,31 @@ class Trainer:
 
     @state.setter
     def state(self, new: Any) -> None:
-        own, given = _by_path(self._state), _by_path(new)
-        if missing := [path for path in own if path not in given]:
-            others = [path for path in given if path not in own]
+        leaves, new_leaves = _by_path(self._state), _by_path(new)
+        if missing := [path for path in leaves if path not in new_leaves]:
+            others = [path for path in new_leaves if path not in leaves]
             raise LoRAUsageError(
                 f"Trainer.state lacks {missing[0]}{f' and has {others[0]}' if others else ''}: it is of other adapters "
                 "or optimizers, or was restored without the structure of this trainer's state "
                 "(orbax: StandardRestore(trainer.state))"
             )
-        if others := [path for path in given if path not in own]:
+        if others := [path for path in new_leaves if path not in leaves]:
             raise LoRAUsageError(f"Trainer.state has {others[0]}: it is of other adapters or optimizers")
-        for path, leaf in own.items():
-            if (found := _described(given[path])) != (expected := _described(leaf)):
+        for path, leaf in leaves.items():
+            if (found := _described(new_leaves[path])) != (expected := _described(leaf)):
                 raise LoRAUsageError(f"Trainer.state{path} is {found}; expected {expected}")
-            if isinstance(given[path], jax.Array) and given[path].is_deleted():
+            if isinstance(new_leaves[path], jax.Array) and new_leaves[path].is_deleted():
                 raise LoRAUsageError(
                     f"Trainer.state{path} was donated by a step; keep jax.device_get(trainer.state) to set it again"
                 )
         for label, names in self._members.items():
             for name, ranks in zip(names, jax.device_get(new[label]["ranks"]), strict=True):
-                if difference := _difference(self._host.pool.sites, ranks, self._packed[name].ranks):
+                if difference := _difference(self._host.slot_arrays.sites, ranks, self._packed[name].ranks):
                     raise LoRAUsageError(
                         f"Trainer.state: adapter {name!r} was trained with other modules, ranks or scalings: "
                         f"{difference}"
                     )
-        moved = [_moved(given[path], leaf) for path, leaf in own.items()]
+        moved = [_moved(new_leaves[path], leaf) for path, leaf in leaves.items()]
         self._state = jax.tree.unflatten(cast("Any", jax.tree.structure(self._state)), moved)
 
     def step(self, batch: LoRABatch, *inputs: Any) -> dict[str, jax.Array]:
@@ -253,7 +253,7 @@ class Trainer:
             if packed.name not in self._packed:
                 continue
             self._check_same(packed)
-            slot = self._host.pool.slot_of(adapter)
+            slot = self._host.slot_arrays.slot_of(adapter)
             if slot is None or packed.name in slots:
                 raise LoRAUsageError(f"adapter {packed.name!r}: the batch has two versions of it")
             slots[packed.name] = slot
@@ -317,7 +317,7 @@ class Trainer:
             arrays = [with_auto_axes(factors[self._keys[site, j]]) for j in site.spec.factors]
             with auto_axes():
                 halves = [jax.device_get(array[index]) for array in arrays]
-            return lambda row: [half[_row(site.spec, row)] for half in halves]
+            return lambda entry: [half[_entry(site.spec, entry)] for half in halves]
 
         return export_factors(self._packed[name], {factor.site: None for factor in self._factors.values()}, factors_of)
 
@@ -336,8 +336,8 @@ class Trainer:
             for p in adapter.packed.placements:
                 for j in p.site.spec.factors:
                     key, own = self._keys[p.site, j], place(p.site.spec, j, p.first, p.count, p.rank)
-                    where = (i, *_row(p.site.spec, p.row), *own)
-                    values[key][where] = unpacked[p.site, p.row][j][own].astype(np.float32)
+                    where = (i, *_entry(p.site.spec, p.entry), *own)
+                    values[key][where] = unpacked[p.site, p.entry][j][own].astype(np.float32)
                     masks[key][where] = True
 
         def put(arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
@@ -432,7 +432,7 @@ class Trainer:
         for p in placements:
             name = "lora_embedding_{}" if p.site.kind == "embedding" else "lora_{}.weight"
             for j in p.site.spec.factors:
-                own = factors[self._keys[p.site, j]][index][_row(p.site.spec, p.row)]
+                own = factors[self._keys[p.site, j]][index][_entry(p.site.spec, p.entry)]
                 array = taken(p.site.spec, j, own, p.first, p.count, p.rank)
                 found[f"base_model.model.{p.module}.{name.format('AB'[j])}"] = array
         return found
@@ -484,16 +484,16 @@ def _described(leaf: Any) -> str:
 
 
 def _difference(sites: Sequence[Site], found: np.ndarray, expected: np.ndarray) -> str | None:
-    """Return the first difference between two tables of ranks and scalings (`rank_table`), or None."""
+    """Return the first difference between two vectors of ranks and scalings (`rank_values`), or None."""
     start = 0
     for site in sites:
         shape = site.spec.arrays["ranks"].slot_shape
         stop = start + math.prod(shape)
-        pairs = [table[start:stop].reshape(-1, 2) for table in (found, expected)]
+        pairs = [values[start:stop].reshape(-1, 2) for values in (found, expected)]
         for i in np.flatnonzero((pairs[0] != pairs[1]).any(axis=1)):
-            *row, part = map(int, np.unravel_index(i, shape[:-1]))
+            *entry, part = map(int, np.unravel_index(i, shape[:-1]))
             has, wanted = (f"rank {rank:.0f} and scaling {scaling:g}" for rank, scaling in (pair[i] for pair in pairs))
-            return f"{site.path}{row or ''}, output slice {part}, has {has}; expected {wanted}"
+            return f"{site.path}{entry or ''}, output slice {part}, has {has}; expected {wanted}"
         start = stop
     return None
 
@@ -560,5 +560,5 @@ def _key(path: Any) -> str:
     return ".".join(map(str, path))
 
 
-def _row(spec: SlotSpec, row: int) -> tuple[int, ...]:
-    return tuple(map(int, np.unravel_index(row, spec.rows))) if spec.rows else ()
+def _entry(spec: SlotSpec, entry: int) -> tuple[int, ...]:
+    return tuple(map(int, np.unravel_index(entry, spec.entries))) if spec.entries else ()

@@ -90,8 +90,8 @@ def merge(
     layer: nnx.Module,
     wrapped: WrappedModel,
     site: Site,
-    a: Float[np.ndarray, "*rows n r K"],
-    b: Float[np.ndarray, "*rows r N"],
+    a: Float[np.ndarray, "*entries n r K"],
+    b: Float[np.ndarray, "*entries r N"],
     extras: Sequence[Float[np.ndarray, "*layers N"]],
 ) -> None:
     """Merge the values of one slot into a layer of an unwrapped copy, in float32.
@@ -146,7 +146,7 @@ def _replicated(wrapped: WrappedModel, site: Site, *arrays: np.ndarray) -> list[
 
 
 def _finished(
-    slots: SlotSpec,
+    slot_spec: SlotSpec,
     spec: LinearSpec,
     weight: Float[np.ndarray, "*layers K N"],
     bias: Float[np.ndarray, "*layers N"],
@@ -156,12 +156,14 @@ def _finished(
 
     The extras have the features of the checkpoint, and all else has those of the layer.
     """
-    if slots.layers is not None:
-        one = replace(slots, layers=None)
-        pairs = [_finished(one, spec, weight[i], bias[i], [extra[i] for extra in extras]) for i in range(slots.layers)]
+    if slot_spec.layers is not None:
+        one = replace(slot_spec, layers=None)
+        pairs = [
+            _finished(one, spec, weight[i], bias[i], [extra[i] for extra in extras]) for i in range(slot_spec.layers)
+        ]
         return np.stack([each for each, _ in pairs]), np.stack([each for _, each in pairs])
     finished, finished_bias = weight, bias
-    for finisher, vector in zip(slots.finishers, extras, strict=True):
+    for finisher, vector in zip(slot_spec.finishers, extras, strict=True):
         own = _spread(spec.columns_out, vector.astype(np.float64))
         finished, finished_bias = finisher.reference(finished, finished_bias, own)
     real = True if spec.columns_out is None else spec.columns_out.source >= 0

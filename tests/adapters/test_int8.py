@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jlora
-from jlora.adapters.int8 import restored, rounded, steps_of
+from jlora.adapters.int8 import quanta_of, restored, rounded
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 ROWS = hypothesis.extra.numpy.arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(1, 9)), elements=FLOATS)
@@ -18,20 +18,20 @@ ROWS = hypothesis.extra.numpy.arrays(np.float32, st.tuples(st.integers(1, 3), st
 @hypothesis.example(np.array([[1e-45], [-1e-45]], np.float32))
 @hypothesis.example(np.array([[1e-45, 3e-39, 0], [3e38, -3.4e38, 1e-45]], np.float32))
 def test_a_value_changes_by_half_a_step_at_most(values):
-    steps = steps_of(values)
-    np.testing.assert_allclose(steps * 127, np.abs(values).max(axis=1).astype(np.float64), rtol=1e-15)
-    codes = rounded(values, steps)
+    quanta = quanta_of(values)
+    np.testing.assert_allclose(quanta * 127, np.abs(values).max(axis=1).astype(np.float64), rtol=1e-15)
+    codes = rounded(values, quanta)
     assert codes.dtype == np.int8
     assert np.abs(codes.astype(int)).max() <= 127
-    error = np.abs(codes * steps[:, None] - values.astype(np.float64))
-    assert (error <= 0.5 * (1 + 1e-4) * steps[:, None]).all()  # quotients are float32
-    np.testing.assert_array_equal(rounded(restored(codes, steps), steps), codes)
+    error = np.abs(codes * quanta[:, None] - values.astype(np.float64))
+    assert (error <= 0.5 * (1 + 1e-4) * quanta[:, None]).all()  # quotients are float32
+    np.testing.assert_array_equal(rounded(restored(codes, quanta), quanta), codes)
 
 
 @pytest.mark.parametrize("shape", [(16, 4096), (3, 9000), (2, 5000)])
 def test_rows_that_alternate_in_memory_have_the_same_steps(rng, shape):
     values = rng.normal(size=shape[::-1]).astype(np.float32)
-    np.testing.assert_array_equal(steps_of(values.T), steps_of(np.ascontiguousarray(values.T)))
+    np.testing.assert_array_equal(quanta_of(values.T), quanta_of(np.ascontiguousarray(values.T)))
 
 
 def test_errors_are_those_of_whole_deltas(rng):

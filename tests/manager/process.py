@@ -593,7 +593,7 @@ def other_orders_of_use(world: World) -> None:
     before = world.state()
     if world.me == 1:
         manager._state.cache.loaded.move_to_end("one")
-        manager._state.slots.touch(manager._state.pool.table[0])
+        manager._state.policy.touch(manager._state.slot_arrays.occupants[0])
     for attempt in (lambda: manager.add_adapter(world.request("four")), lambda: manager.pin_adapter("three")):
         with pytest.raises(LoRAError, match=r"process 0 has .*, and process 1 "):
             attempt()

@@ -448,13 +448,13 @@ def test_a_prefetched_adapter_is_on_the_device_already(world, store, moved):
     m.warmup()
     m.prefetch(store.request("a")).result(30)
     content = content_of(m, "a")
-    assert all(isinstance(block.a, jax.Array) for block in content.staged)
+    assert all(isinstance(block.a, jax.Array) for block in content.prefetched)
     moved.clear()
     batch = m.prepare(["a", None, None])
     assert not [array for array in moved if isinstance(array, np.ndarray) and array.ndim > 2]  # ranks are small
     with batch:
         world.check(world.logits(batch), [make_adapter("a"), None, None])
-    assert content.staged is None  # the device keeps one copy, in the slot
+    assert content.prefetched is None  # the device keeps one copy, in the slot
 
 
 def test_arrays_consumed_by_a_write_are_freed_by_the_next_load(world, store):
@@ -477,16 +477,16 @@ def test_prefetched_bytes_on_device_are_bounded(store):
     m = world.manager
     for name in "abcde":
         m.prefetch(store.request(name)).result(30)
-        ahead = [content for content in (content_of(m, n) for n in on_host(m)) if content.staged]
+        ahead = [content for content in (content_of(m, n) for n in on_host(m)) if content.prefetched]
         assert sum(content.nbytes for content in ahead) <= room
         assert ahead[-1].name == name
     assert m.stats().host_bytes > room
     removed = content_of(m, "e")
     m.remove_adapter("e")
-    assert removed.staged is None
+    assert removed.prefetched is None
     for name in "abcd":
         check(world, name, None, None)
-    assert all(content_of(m, name).staged is None for name in "abcd")
+    assert all(content_of(m, name).prefetched is None for name in "abcd")
 
 
 # --- the hub, and callbacks -------------------------------------------------------------------------------------------

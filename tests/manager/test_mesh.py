@@ -122,8 +122,8 @@ def test_files_and_prefetch(tmp_path, twins):
     world.manager.remove_adapter("four")
     world.manager.prefetch(jlora.LoRARequest("four", path=str(tmp_path / "four"))).result()
     content = content_of(world.manager, "four")
-    assert content.staged is not None
-    for block in content.staged:
+    assert content.prefetched is not None
+    for block in content.prefetched:
         wanted = of_blocks(block.chunk.spec, whole=True).values()
         for array, want in zip(block.arrays, wanted, strict=False):
             assert array.sharding == want

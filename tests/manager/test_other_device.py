@@ -71,6 +71,6 @@ def test_write_program_suits_the_device_of_the_slots(monkeypatch):
     devices = jax.local_devices()
     monkeypatch.setattr(jax, "local_devices", lambda **_: [Gpu(), *devices])
     manager = jlora.LoRAManager(Model(), jlora.LoRAConfig(max_loras=2, max_lora_rank=MAX_RANK))
-    pool = manager._state.pool
-    assert not pool.page_locks
-    assert not pool.joined
+    slot_arrays = manager._state.slot_arrays
+    assert not slot_arrays.page_locks
+    assert not slot_arrays.joined

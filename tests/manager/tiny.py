@@ -246,7 +246,7 @@ def failing_call(owner, name: str, nth: int, damage=lambda *args: None, *, late=
 
 def failing_write(manager: jlora.LoRAManager, nth: int, *args, **kwargs):
     """Let the nth program that writes a slot fail, as `failing_call` does. No public call reaches one program."""
-    return failing_call(manager._state.pool, "_run", nth, *args, **kwargs)
+    return failing_call(manager._state.slot_arrays, "_run", nth, *args, **kwargs)
 
 
 def as_new(world: World) -> World:

@@ -17,8 +17,8 @@ _ORDER = (
 )
 
 
-def staged() -> bool:
-    """Return True while jit (or scan, remat, ...) is tracing. Eager grad and vmap are not staged."""
+def tracing() -> bool:
+    """Return True while jit (or scan, remat, ...) is tracing. Eager grad and vmap are not."""
     return isinstance(lax.full((), 0, jnp.int32), jax.core.Tracer)
 
 

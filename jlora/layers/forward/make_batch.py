@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from jlora.layers.forward.batch import Layout, LoRABatch
 from jlora.layers.forward.batch_shape import BatchShape
 from jlora.layers.forward.lease import Lease
-from jlora.layers.forward.row_space import RowSpace, Table, put_tree
+from jlora.layers.forward.row_space import RowSlots, RowSpace, put_tree
 from jlora.layers.site import SEQUENCES, ModelSites, Site
 
 
@@ -63,17 +63,17 @@ def fill_spaces(
       stamps: their stamps.
       scales: their factors; None if the manager serves no factors.
       none: the slot of rows without an adapter.
-      one_each: True if a packed batch of one row a sequence needs no table of rows.
+      one_each: True if a packed batch of one row a sequence needs no slots of rows.
     """
     spaces: dict[str, RowSpace] = {}
     for group, items in shape.items.items():
-        spaces[group] = RowSpace(_table_of(items.row_owners(), slots, scales, none), one_each=items.counts is not None)
+        spaces[group] = RowSpace(_row_slots(items.row_owners(), slots, scales, none), one_each=items.counts is not None)
     owners, one_each = shape.row_owners(), one_each and shape.one_each
-    rows = None if owners is None or one_each else _table_of(owners, slots, scales, none)
+    rows = None if owners is None or one_each else _row_slots(owners, slots, scales, none)
     if (active := shape.last_active()) is not None:  # a packed sequence has the slot of its last row
         slots, stamps = np.where(active, slots, np.int32(none)), np.where(active, stamps, np.int32(0))
     spaces[SEQUENCES] = RowSpace(
-        Table(tuple(slots), None if scales is None else tuple(scales)),
+        RowSlots(tuple(slots), None if scales is None else tuple(scales)),
         rows,
         tuple(stamps),
         shape.first_rows(),
@@ -84,15 +84,15 @@ def fill_spaces(
     return spaces
 
 
-def _table_of(
+def _row_slots(
     owners: Int[np.ndarray, "rows"],
     slots: Int[np.ndarray, "k B"],
     scales: Float[np.ndarray, "k B"] | None,
     none: int,
-) -> Table:
+) -> RowSlots:
     """Return the adapters of rows that belong to these sequences, or to none if -1."""
     of_scales = None if scales is None else tuple(np.where(owners < 0, np.float32(1), scales[:, owners]))
-    return Table(tuple(np.where(owners < 0, np.int32(none), slots[:, owners])), of_scales)
+    return RowSlots(tuple(np.where(owners < 0, np.int32(none), slots[:, owners])), of_scales)
 
 
 def renewed(batch: LoRABatch, lease: Lease) -> LoRABatch:

@@ -18,26 +18,26 @@ class MergedColumns:
     Attributes:
       sizes: columns of each slice, if every shard has the same number of columns of all slices, in order; else None.
       size: otherwise, the size of pieces that each belong to one slice; 0 if `sizes` is set.
-      table: otherwise, the slice of each piece, for each shard.
+      pieces: otherwise, the slice of each piece, for each shard.
     """
 
     sizes: tuple[int, ...] | None
     size: int
-    table: tuple[tuple[int, ...], ...]
+    pieces: tuple[tuple[int, ...], ...]
 
 
 @functools.lru_cache(maxsize=1024)
-def merged_columns(slots: SlotSpec) -> MergedColumns:
+def merged_columns(spec: SlotSpec) -> MergedColumns:
     """Return the columns of the output slices that each shard holds."""
-    sharding = split_of(slots)
-    slices = np.full(slots.stored_out, -1, np.int64)
-    of_feature = np.repeat(np.arange(slots.slices), slots.out_sizes)
-    for features, stored in slots.out_runs:
+    sharding = split_of(spec)
+    slices = np.full(spec.stored_out, -1, np.int64)
+    of_feature = np.repeat(np.arange(spec.slices), spec.out_sizes)
+    for features, stored in spec.out_runs:
         slices[stored] = of_feature[features]
     shards = _filled(slices.reshape(sharding.size(sharding.b[2]), -1))
     if (shards == shards[0]).all():
         starts = np.flatnonzero(np.diff(shards[0], prepend=np.int64(-1)))
-        if np.array_equal(shards[0][starts], np.arange(slots.slices)):
+        if np.array_equal(shards[0][starts], np.arange(spec.slices)):
             return MergedColumns(tuple(np.diff(starts, append=np.int64(shards.shape[1])).tolist()), 0, ())
         shards = shards[:1]
     changes = [np.flatnonzero(np.diff(row)) + 1 for row in shards]
@@ -54,13 +54,13 @@ def _filled(shards: np.ndarray) -> np.ndarray:
     return np.maximum(np.take_along_axis(shards, np.where(before < 0, first, before), axis=1), 0)
 
 
-def too_many_pieces(slots: SlotSpec) -> str | None:
+def too_many_pieces(spec: SlotSpec) -> str | None:
     """Return the reason why a layer's output slices cannot be served with this split of its columns, or None."""
-    merged = merged_columns(slots)
-    if not merged.table or len(merged.table[0]) <= MOST_PIECES:
+    merged = merged_columns(spec)
+    if not merged.pieces or len(merged.pieces[0]) <= MOST_PIECES:
         return None
     return (
-        f"its outputs, slices of {slots.out_sizes}, are split so that a shard's columns are {len(merged.table[0])} "
+        f"its outputs, slices of {spec.out_sizes}, are split so that a shard's columns are {len(merged.pieces[0])} "
         f"pieces of {merged.size}; at most {MOST_PIECES} are served. Split it into fewer shards, or order its columns "
         "so that each shard has a part of every slice, and say so by out_blocks"
     )

@@ -116,9 +116,9 @@ def _resharded(specs: Any, operands: Any) -> Any:
 _NO_MESH = KernelSharding(AbstractMesh((), ()))
 
 
-def split_of(slots: SlotSpec) -> KernelSharding:
+def split_of(spec: SlotSpec) -> KernelSharding:
     """Return the sharding of a layer's kernel; one of an empty mesh if the layer is not on a mesh."""
-    return slots.sharding or _NO_MESH
+    return spec.sharding or _NO_MESH
 
 
 def check_mesh(site: Site) -> None:

@@ -88,17 +88,17 @@ def _plan_of_experts(
     """Return the plan by slot and expert, or by slot alone for a factor that experts share."""
     row_map, sharding = layout.row_map, split_of(site.spec)
     own = num_experts // site.spec.expert_shards
-    table, index = layout.entries(adapter, spec.slots.stop)
+    slots, index = layout.entries(adapter, spec.slots.stop)
     assert row_map is not None  # `layout_of` has checked `expert`
     assert index is not None
-    table = table if spec.first_slot == 0 else table - spec.first_slot
+    slots = slots if spec.first_slot == 0 else slots - spec.first_slot
 
-    def make(table: Array, index: Array, expert: Array, scales: Array | None) -> Plan:
+    def make(slots: Array, index: Array, expert: Array, scales: Array | None) -> Plan:
         groups = own
         if spec.experts is None:  # one group for each slot; rows of experts on other shards still get none
             expert, groups = jnp.where((expert >= 0) & (expert < own), 0, -1), 1
         return plan_experts(
-            table,
+            slots,
             index,
             expert,
             num_slots=spec.num_slots,
@@ -108,10 +108,10 @@ def _plan_of_experts(
             backend=site.backend,
         ).scaled(scales)
 
-    def local(table: Array, index: Array, expert: Array, scales: Array | None) -> Plan:
-        return make(table, index, expert - lax.axis_index(sharding.experts) * own, scales)
+    def local(slots: Array, index: Array, expert: Array, scales: Array | None) -> Plan:
+        return make(slots, index, expert - lax.axis_index(sharding.experts) * own, scales)
 
-    operands = table, index, jnp.asarray(row_map.expert), _flat(layout.scales(adapter))
+    operands = slots, index, jnp.asarray(row_map.expert), _flat(layout.scales(adapter))
     if not sharding.experts or experts_reached(site):  # inside a shard, its own experts are numbered from 0
         return make(*operands)
     return on_mesh(sharding, local, (PartitionSpec(),) * 4, partition(sharding.experts))(*operands)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer
 
 from jlora.layers.forward.mesh import explicit_axes, here, manual_axes
-from jlora.layers.forward.row_space import RowSpace, Table
+from jlora.layers.forward.row_space import RowSlots, RowSpace
 from jlora.layers.forward.rows import RowMap
 from jlora.layers.site import Site
 from jlora.sharding.rules import AxisNames, names_of
@@ -48,16 +48,16 @@ class RowLayout:
     @property
     def num_indexed(self) -> int:
         """The number of rows of the space that a map indexes."""
-        return self._table.size * max(1, self.positions)
+        return self._row_slots.size * max(1, self.positions)
 
     @property
-    def _table(self) -> Table:
+    def _row_slots(self) -> RowSlots:
         packed = None if self.positions else self.space.packed
         return self.space.entries if packed is None else packed
 
     def entries(self, adapter: int, none: int) -> tuple[Int[Array, "entries"], Integer[Array, "M"] | None]:
         """Return the slots of one adapter that the rows read, and the index of each row among them; None: in order."""
-        slots = _vector(self._table.slots[adapter])
+        slots = _vector(self._row_slots.slots[adapter])
         index = None if self.row_map is None else jnp.asarray(self.row_map.source)
         if not self.positions:
             return slots, index
@@ -87,9 +87,9 @@ class RowLayout:
 
     def scales(self, adapter: int) -> Float[Array, "..."] | None:
         """Return the factor of one adapter in each row, in the shape of the rows; None if all are 1."""
-        if self._table.scales is None:
+        if self._row_slots.scales is None:
             return None
-        scales = _vector(self._table.scales[adapter])
+        scales = _vector(self._row_slots.scales[adapter])
         if self.row_map is not None:
             scales = _taken(scales, jnp.asarray(self.row_map.source) // max(1, self.positions), 1)
         elif self.positions:
@@ -148,8 +148,8 @@ def _vector(array: Array) -> Array:
     return here(array.reshape(-1))
 
 
-def _taken(table: Array, index: Array, other: int) -> Array:
-    """Return `table[index]`, and `other` where the index is outside of the table."""
-    inside = (index >= 0) & (index < table.shape[0])
-    found = table.at[jnp.clip(index, 0, table.shape[0] - 1)].get(mode="promise_in_bounds")
+def _taken(array: Array, index: Array, other: int) -> Array:
+    """Return `array[index]`, and `other` where the index is outside of the array."""
+    inside = (index >= 0) & (index < array.shape[0])
+    found = array.at[jnp.clip(index, 0, array.shape[0] - 1)].get(mode="promise_in_bounds")
     return jnp.where(inside, found, other)

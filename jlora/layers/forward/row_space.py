@@ -17,7 +17,7 @@ from jlora.sharding.put import put
 _static = functools.partial(field, metadata={"static": True})
 
 
-class Table(NamedTuple):
+class RowSlots(NamedTuple):
     """The adapters of entries or rows.
 
     Attributes:
@@ -55,8 +55,8 @@ class RowSpace:
         same rows.
     """
 
-    entries: Table
-    rows: Table | None = None
+    entries: RowSlots
+    rows: RowSlots | None = None
     stamps: tuple[Any, ...] | None = None
     first: Any = None
     length: int | None = _static(default=None)
@@ -69,7 +69,7 @@ class RowSpace:
         return self.entries.slots[0].ndim == 0
 
     @property
-    def packed(self) -> Table | None:
+    def packed(self) -> RowSlots | None:
         """The adapters of each packed row; None if rows are not packed."""
         return self.entries if self.one_each else self.rows
 

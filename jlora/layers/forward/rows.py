@@ -11,7 +11,7 @@ from jaxtyping import Array, Integer
 
 from jlora._compat import trace_state_clean
 from jlora.errors import LoRAError, LoRAUsageError
-from jlora.layers.forward.context import Opened, around, opening, staged
+from jlora.layers.forward.context import Opened, around, opening, tracing
 
 _STALE = (
     "{path}: this RowMap was opened outside `jax.jit` and is read inside it: it would be baked into the compiled "
@@ -114,6 +114,6 @@ def current_rows(path: str) -> RowMap | None:
     opened = next((each for each in around() if isinstance(each, _OpenRows)), None)
     if opened is None or opened.row_map is None:
         return None
-    if not opened.traced and staged():
+    if not opened.traced and tracing():
         raise LoRAError(_STALE.format(path=path))
     return opened.row_map

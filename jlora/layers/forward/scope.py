@@ -12,7 +12,7 @@ from jlora import _qwix
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.layers.forward.batch import LoRABatch, check_batch
 from jlora.layers.forward.call_rows import CallRows, Rows
-from jlora.layers.forward.context import Opened, around, opening, staged
+from jlora.layers.forward.context import Opened, around, opening, tracing
 from jlora.layers.forward.forward_record import Calls, ForwardRecord, check_all_served
 from jlora.layers.forward.lengths import Lengths
 from jlora.layers.forward.row_layout import RowLayout
@@ -58,7 +58,7 @@ class BaseScope(Opened):
 
     def __init__(self):
         super().__init__("jlora.use(None)", "base")
-        self.eager = not staged()
+        self.eager = not tracing()
 
 
 class Scope(Opened):
@@ -148,7 +148,7 @@ class Scope(Opened):
 
 
 def _check_fresh(batch: LoRABatch) -> None:
-    if not isinstance(batch.slots, jax.core.Tracer) and staged():
+    if not isinstance(batch.slots, jax.core.Tracer) and tracing():
         raise LoRAError(_STALE)
 
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from jlora import models as models
     from jlora import ops as ops
     from jlora._public import *
+    from jlora.integrations.linen import LinenModule as LinenModule
 
     __version__: str
 
@@ -85,7 +86,11 @@ if not TYPE_CHECKING:  # a type checker uses the imports above, and reports unkn
             raise AttributeError(f"module 'jlora' has no attribute {name!r}")
         from jlora import _public
 
-        globals().update({public: getattr(_public, public) for public in __all__})
+        if name == "LinenModule":
+            from jlora.integrations.linen import LinenModule
+
+            return LinenModule
+        globals().update({public: getattr(_public, public) for public in __all__ if public != "LinenModule"})
         return globals()[name]
 
 

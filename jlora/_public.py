@@ -37,7 +37,6 @@ from jlora.layers.specs import ExpertsSpec as ExpertsSpec
 from jlora.layers.specs import LinearSpec as LinearSpec
 from jlora.layers.specs import ProductsSpec as ProductsSpec
 from jlora.layers.wrap.discover import register_layer as register_layer
-from jlora.layers.wrap.linen import LinenModule as LinenModule
 from jlora.layers.wrap.wrapped import LayerInfo as LayerInfo
 from jlora.manager.batch_arguments import Mix as Mix
 from jlora.manager.leases import AdapterHandle as AdapterHandle

@@ -12,6 +12,7 @@ import pytest
 import jlora
 import jlora.adapters
 import jlora.errors
+import jlora.integrations.linen
 import jlora.integrations.qwix
 import jlora.integrations.tunix
 import jlora.integrations.vllm_jax
@@ -85,7 +86,9 @@ def public_names() -> set[str]:
     for module in (jlora.integrations.qwix, jlora.integrations.tunix, jlora.integrations.vllm_jax):
         own = {name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}
         names |= {f"{module.__name__}.{name}" for name in own if not name.startswith("_")}
-    return names
+    return names | {
+        f"jlora.integrations.linen.{name}" for name in jlora.integrations.linen.__all__ if name not in jlora.__all__
+    }
 
 
 def test_reference_has_each_public_name_once():

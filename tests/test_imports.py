@@ -27,9 +27,9 @@ MAY_IMPORT = {
     "manager": COMMON | {"adapters", "sharding", "layers", "slots", "fit", "verify", "training"},
     "models": COMMON - {"config"} | {"pallas"},  # a model like any user's, without LoRA
     "_public": COMMON | {"adapters", "presets", "sharding", "layers", "fit", "verify", "training", "manager"},
-    "__init__": {"_public", "models", "ops"},  # all on first use
+    "__init__": {"_public", "integrations", "models", "ops"},  # all on first use
     "serve": {"__init__", "errors", "models", "ops", "_hub", "_json", "_threads"},
-    "integrations": {"__init__", "serve"},  # public names only, as a user's code
+    "integrations": {"__init__", "serve", "_typing", "adapters", "errors", "layers"},
     "cli": {"__init__", "errors", "models", "ops", "serve", "_threads", "_memory"},
     "__main__": {"cli"},
 }

@@ -490,9 +490,14 @@ def describe_general(layer: nnx.LinearGeneral) -> LinearSpec | str:
 
 def general_rows(layer: Any, x: Array, y: Array, *_: Any, **__: Any) -> tuple[Array, Array, Restore]:
     """Return x as [*lead, K], y as [*lead, N], and the way back: the `rows` of an `nnx.LinearGeneral`."""
+    return rows_along(layer.axis, x, y)
+
+
+def rows_along(axis: Sequence[int], x: Array, y: Array) -> tuple[Array, Array, Restore]:
+    """Return x as [*lead, K], y as [*lead, N], and the way back, for a product along these axes of x."""
     # Flax sorts the axes before it contracts them with the kernel's leading ones.
-    axes = sorted(axis % x.ndim for axis in layer.axis)
-    lead = [axis for axis in range(x.ndim) if axis not in axes]
+    axes = sorted(each % x.ndim for each in axis)
+    lead = [each for each in range(x.ndim) if each not in axes]
     x = x.transpose(*lead, *axes)
     shape = x.shape[: len(lead)]
     return x.reshape(*shape, -1), y.reshape(*shape, -1), lambda rows: rows.reshape(y.shape)

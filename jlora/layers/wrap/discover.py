@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import jax.numpy as jnp
-from flax import nnx
+from flax import linen, nnx
 
 from jlora import _qwix
 from jlora._typing import is_list_or_tuple, is_mapping
@@ -28,16 +28,12 @@ from jlora.layers.specs import (
     describe_quantized,
     own_attribute,
 )
-from jlora.layers.wrap.linen import LinenDense, LinenEmbed, LinenNode, describe_dense
-from jlora.layers.wrap.linen import describe_embed as describe_linen_embed
 
-_describe: dict[type[nnx.Module], Describe] = {
+_describe: dict[type, Describe] = {
     nnx.Linear: describe_linear,
     nnx.LinearGeneral: describe_general,
     nnx.Einsum: describe_einsum,
     nnx.Embed: describe_embed,
-    LinenDense: describe_dense,
-    LinenEmbed: describe_linen_embed,
 }
 _BIASES = ("bias", "b")
 _NO_WEIGHTS = (nnx.Cache, nnx.BatchStat, nnx.Intermediate, nnx.RngState)
@@ -48,24 +44,30 @@ _SCANNED_TWICE = (
 _NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.InstanceNorm)
 
 
-def register_layer(cls: type[nnx.Module], describe: Describe) -> None:
+def register_layer(cls: type[nnx.Module] | type[linen.Module], describe: Describe) -> None:
     """Register a layer class, so that managers made later wrap it and its subclasses that keep its methods.
 
     Args:
       cls: a layer class. Linear: its `__call__` takes the input (the first argument that is an array) and returns its
-        projection, or (projection, bias). Embedding: its methods are those named in the spec.
+        projection, or (projection, bias). Embedding: its methods are those named in the spec. A Linen class is read by
+        each `jlora.LinenModule` that is made afterwards with `calls`.
       describe: function `describe(layer)` that returns a `LinearSpec` (also from `einsum_spec`), an `EmbedSpec`, a
         `ProductsSpec`, an `ExpertsSpec`, or a string with the reason why this instance cannot serve LoRA.
 
     Raises:
-      LoRAUsageError: `cls` is no subclass of `nnx.Module`.
+      LoRAUsageError: `cls` is no subclass of `nnx.Module` or `linen.Module`.
 
     Example:
       >>> jlora.register_layer(MyDense, lambda layer: jlora.LinearSpec(layer.n_in, layer.n_out, param="w"))
     """
-    if not (isinstance(cls, type) and issubclass(cls, nnx.Module)):
-        raise LoRAUsageError(f"register_layer takes a subclass of nnx.Module, got {cls!r}")
+    if not (isinstance(cls, type) and issubclass(cls, nnx.Module | linen.Module)):
+        raise LoRAUsageError(f"register_layer takes a subclass of nnx.Module or linen.Module, got {cls!r}")
     _describe[cls] = describe
+
+
+def registered(cls: type) -> tuple[type, Describe] | None:
+    """Return the registered class that describes `cls`, itself or its nearest registered ancestor, and its function."""
+    return next(((ancestor, _describe[ancestor]) for ancestor in cls.__mro__ if ancestor in _describe), None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +97,7 @@ class ModuleInfo:
         """True if LoRA could be expected here: a layer of a known class, or a module with a matrix of its own."""
         if isinstance(self.module, _NORMS):
             return False
-        return _base_of(type(self.module)) is not None or _is_bridged(self.module) or bool(_matrices(self.module))
+        return registered(type(self.module)) is not None or _is_bridged(self.module) or bool(_matrices(self.module))
 
 
 def discover(model: nnx.Module, excluded: Callable[[tuple[str, ...]], str | None]) -> list[ModuleInfo]:
@@ -195,19 +197,20 @@ def _described(module: nnx.Module, aliases: tuple[str, ...]) -> ModuleInfo:
     Raises:
       LoRAError: the spec does not fit the module. Errors of the class's `describe` are passed on.
     """
-    cls, base = type(module), _base_of(type(module))
+    cls = type(module)
+    base, describe = registered(cls) or (None, None)
     reasons: dict[str, str] = {}
     guess: str | None = None
-    if base is None and has_grouped_products(module):
+    if describe is None and has_grouped_products(module):
         spec = describe_grouped(module)
-    elif base is None and own_attribute(module, "dequantized") is not None:
+    elif describe is None and own_attribute(module, "dequantized") is not None:
         spec = describe_quantized(module)
-    elif base is None:
+    elif base is None or describe is None:
         spec = _einsum_by_equation(module)
         if isinstance(spec, LinearSpec):
             guess = f"{cls.__name__} was taken for an einsum by its equation and its only parameter"
     else:
-        spec = _describe[base](module)
+        spec = describe(module)
         if not issubclass(base, nnx.Embed) and cls.__call__ is not base.__call__:
             guess = f"{cls.__name__} overrides the __call__ of {base.__name__}, and was taken for one"
             if isinstance(spec, LinearSpec) and spec.param not in vars(module):
@@ -241,11 +244,6 @@ def _described(module: nnx.Module, aliases: tuple[str, ...]) -> ModuleInfo:
     return ModuleInfo(module, aliases, spec, doubt, reasons, stacks)
 
 
-def _base_of(cls: type[nnx.Module]) -> type[nnx.Module] | None:
-    """Return the registered class that describes `cls`: itself or its nearest registered ancestor."""
-    return next((ancestor for ancestor in cls.__mro__ if ancestor in _describe), None)
-
-
 def _is_bridged(module: nnx.Module) -> bool:
     return isinstance(module, nnx.bridge.ToNNX)
 
@@ -255,15 +253,6 @@ def _einsum_by_equation(module: nnx.Module) -> LinearSpec | str:
     name = type(module).__name__
     if _is_bridged(module):
         return "it is a Linen module: hold it in a jlora.LinenModule instead"
-    if isinstance(module, LinenNode):
-        several = next((shape for shape in _matrices(module).values() if len(shape) > 2), None)
-        why = "this is another module of it"
-        if several is not None:
-            why = (
-                f"this holds a kernel {several}: it is a stack of them (nn.scan, nn.vmap), or another module, such as "
-                "nn.DenseGeneral. Call layers of a stack in a Python loop, each with parameters of its own"
-            )
-        return f"jlora.LinenModule serves the nn.Dense and nn.Embed of a Linen model, and {why}"
     equations = {value for value in vars(module).values() if is_equation(value)}
     own: dict[str, Any] = vars(module)
     params: dict[str, Any] = {
@@ -422,7 +411,7 @@ def _matrices(module: nnx.Module) -> dict[str, tuple[int, ...]]:
     """
     found: dict[str, tuple[int, ...]] = {}
     for name, value in vars(module).items():
-        if isinstance(module, LinenNode) and name in ("scale", *_BIASES):
+        if name in ("scale", *_BIASES):
             continue
         if isinstance(value, nnx.Variable) and not isinstance(value, _NO_WEIGHTS):
             shape = getattr(cast("object", value.get_value()), "shape", ())

@@ -90,7 +90,9 @@ class LinenLayer(LinenNode):
         """Return the variables and the slots with the layers of a stack on its own axis."""
         values, axis = super().linen_variables(), self.linen_use.stack
         if axis is not None:
-            # Sliced on another axis, a probe has another shape, even where all other arrays have not.
+            # Sliced on another axis, a probe has another shape, even where all other arrays have not. It stands for the
+            # index of the layers in the stack, which has one axis.
+            values = {name: value for name, value in values.items() if not name.endswith("_index")}
             layers = len(values[self.linen_use.param])
             values[_PROBE] = np.zeros((layers, *(layers + 1,) * (axis + 1)), bool)
         moved = {k: jnp.moveaxis(v, 0, axis) if axis and not is_mapping(v) else v for k, v in values.items()}
@@ -109,7 +111,8 @@ class LinenLayer(LinenNode):
                 raise LoRAError(_WRONG_AXIS.format(name=".".join(context.module.scope.path), axis=use.stack, why=""))
         for name, value in vars(self).items():
             kind: type[Any] = type(cast("object", value))
-            vars(view)[name] = kind(seen[self._key(name)]) if issubclass(kind, nnx.Variable) else value
+            sliced = issubclass(kind, nnx.Variable) and not name.endswith("_index")
+            vars(view)[name] = kind(seen[self._key(name)]) if sliced else value
         vars(view)["linen_call"] = compute, context
         return view
 

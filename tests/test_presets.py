@@ -89,7 +89,7 @@ def check(model, manager, adapters, expected):
     assert step._cache_size() == traces
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * ("un" in n)) for n in MODELS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "llama")) for n in MODELS])
 def test_maxtext_models_serve_adapters_of_transformers(name):
     model = maxtext.Transformer(MODELS[name])
     adapters = adapters_of(model)
@@ -97,7 +97,7 @@ def test_maxtext_models_serve_adapters_of_transformers(name):
     check(model, wrapped(model), adapters, expected)
 
 
-@pytest.mark.parametrize("name", ["qwen3", pytest.param("gemma3", marks=MESH), pytest.param("llama", marks=MESH)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MESH) for name in ("qwen3", "gemma3", "llama")])
 def test_maxtext_models_on_a_mesh(name):
     model = maxtext.Transformer(MODELS[name])
     adapters = adapters_of(model)
@@ -109,6 +109,7 @@ def test_maxtext_models_on_a_mesh(name):
     check(model, manager, adapters, expected)
 
 
+@pytest.mark.slow
 def test_no_step_copies_the_slots():
     """The scan of MaxText returns all state that is no parameter, slots too."""
 

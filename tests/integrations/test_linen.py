@@ -174,7 +174,7 @@ class Scanned(nn.Module):
         return nn.Dense(6, name="last")(x) + (mapped(6, name="heads")(x).sum(0) if self.axis == 0 else 0)
 
 
-@pytest.mark.parametrize(("axis", "remat"), [(0, True), (1, False)])
+@pytest.mark.parametrize(("axis", "remat"), [pytest.param(0, True, marks=pytest.mark.slow), (1, False)])
 def test_layers_under_scan_remat_and_vmap(axis, remat):
     targets = stacked("layers.up", 6, 8, "layers.up.kernel", 2, axis=axis)
     targets += stacked("layers.down", 8, 6, "layers.down.kernel", 2, axis=axis)
@@ -377,7 +377,7 @@ def describe_table(layer):
     return jlora.EmbedSpec(*shape, "input_embedding", lookup="encode", attend="decode", scale=layer.width**0.5)
 
 
-@pytest.mark.parametrize("scanned", [True, False])
+@pytest.mark.parametrize("scanned", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_einsums_of_ones_own_with_shared_scopes(scanned):
     jlora.register_layer(Table, describe_table)
     own = [("attn.q_einsum", 6, 8, "w", per_head(6, 4)), ("attn.kv_einsum", 6, 16, "w", per_head(6, 4))]
@@ -475,6 +475,7 @@ class Pi0(nn.Module):
 ACTIONS = {f"{name}_einsum_1": "sequences" for name in ("q", "kv", "attn_vec")}
 
 
+@pytest.mark.slow
 def test_the_experts_of_pi0_have_rows_of_their_own():
     parts = [("q_einsum", 6, 8, per_head(6, 4)), ("kv_einsum", 6, 8, per_head(6, 4))]
     parts += [("attn_vec_einsum", 8, 6, np.transpose)]
@@ -485,6 +486,7 @@ def test_the_experts_of_pi0_have_rows_of_their_own():
     check(Pi0(), X, targets, row_groups=ACTIONS)
 
 
+@pytest.mark.slow
 def test_adapters_that_openpi_trained_compute_as_in_openpi():
     """The reference is openpi's own computation, with its factors beside the weights and the scaling of 8."""
     trained = Pi0(lora=True).init(jax.random.key(3), X)["params"]
@@ -540,6 +542,7 @@ class Flux(nn.Module):
         return jnp.concatenate([image, text], axis=1)
 
 
+@pytest.mark.slow
 def test_the_two_streams_of_flux():
     sizes = {"mod": (6, 12), "qkv": (6, 18), "proj": (6, 6)}
     names = [(f"double_0.{stream}_{name}", k, n) for stream in ("img", "txt") for name, (k, n) in sizes.items()]

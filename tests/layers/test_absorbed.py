@@ -307,6 +307,7 @@ def split_again(model):
     model.k_up_proj.product.weight[...], model.v_up_proj.product.weight[...] = jnp.split(up, [NOPE], axis=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("registered")
 def test_verify_packed_rows():
     manager, x = make_manager(packed(keep=True)), normal(len(OWNERS), WIDTH)
@@ -377,6 +378,7 @@ def test_rows_without_an_adapter_keep_their_bits():
     assert jnp.all(jnp.signbit(out[1]))
 
 
+@pytest.mark.slow
 def test_gradients_of_an_adapter_that_begins_with_zeros():
     """B is zero. The gradient of B [N, r] is that of the merged kernel [N, K], times A."""
     model, x, weights = Attention(), normal(2, 3, WIDTH), normal(1, 3, WIDTH, seed=1)

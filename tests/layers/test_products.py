@@ -194,6 +194,7 @@ class Moved(nnx.Module):
         return jax.vmap(lambda row: row.reshape(row.shape[0], H * N) @ wo.reshape(H * N, D))(heads)
 
 
+@pytest.mark.slow
 def test_axes_in_other_orders():
     """Features of an adapter have the order of the spec's axes, whatever the method makes of them."""
     specs = {
@@ -266,6 +267,7 @@ def test_checkpoints_inside_keep_their_policy(cls):
     assert "remat" in text or "checkpoint" in text
 
 
+@pytest.mark.slow
 def test_gradients_checkpoint_and_vmap_around():
     x, names = normal(3, 2, D), ["one", None, "two"]
     model, manager, twins = served_and_expected(Mlp)

@@ -214,7 +214,9 @@ def expected(model, x, names):
     return out
 
 
-@pytest.mark.parametrize("cls", SPECS)
+@pytest.mark.parametrize(
+    "cls", [Sglang, *(pytest.param(cls, marks=pytest.mark.slow) for cls in SPECS if cls != Sglang)]
+)
 def test_each_row_has_its_own_experts(cls):
     """Rows without an adapter are those of the base, swaps do not retrace, and `verify` checks all products."""
     jlora.register_layer(cls, SPECS[cls])
@@ -237,7 +239,7 @@ def test_each_row_has_its_own_experts(cls):
     assert set(manager.verify(serve, x).checked) == {"mlp.gate", *params}
 
 
-@pytest.mark.parametrize("cls", [MaxText, Sglang])
+@pytest.mark.parametrize("cls", [MaxText, pytest.param(Sglang, marks=pytest.mark.slow)])
 def test_factors_that_experts_share(cls):
     """Slots of one A for all experts, and of one B, beside slots of all factors."""
     jlora.register_layer(cls, SPECS[cls])

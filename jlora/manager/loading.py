@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -318,11 +318,19 @@ def page_locked(state: State, blocks: tuple[Block, ...], others: Collection[Load
     return state.slot_arrays.page_lock(blocks) if fits else blocks
 
 
-def add(state: State, adapter: Adapter, replaces: bool, deadline: Deadline) -> bool:
-    """Pack an adapter from memory and admit it to the host cache."""
+def add(
+    state: State,
+    adapter: Adapter,
+    replaces: bool,
+    deadline: Deadline,
+    drawn: Callable[[], Adapter] | None = None,
+) -> bool:
+    """Pack an adapter from memory and admit it to the host cache. `drawn` draws a new adapter again."""
     with _logged(adapter.name, None):
-        packed, warnings = pack_in_memory(adapter, state.wrapped, state.index, state.slot_arrays, config=state.config)
-        loaded = LoadedAdapter(packed, warnings=warnings, given=weakref.ref(adapter))
+        packed, warnings = pack_in_memory(
+            adapter, state.wrapped, state.index, state.slot_arrays, config=state.config, fresh=drawn is not None
+        )
+        loaded = LoadedAdapter(packed, warnings=warnings, given=drawn or weakref.ref(adapter))
         return admit(state, agreed(state, loaded), replaces, deadline)
 
 

@@ -21,6 +21,7 @@ from jlora._threads import elapsed
 from jlora.adapters import Adapter
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterInUseError, LoRAError, LoRAUsageError
+from jlora.fit.fresh import fresh_adapter
 from jlora.fit.names import SiteIndex, name_rules
 from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.forward.batch_shape import BatchShape, FirstRows
@@ -200,6 +201,60 @@ class LoRAManager:
             if isinstance(adapter, LoRARequest):
                 return load(state, replace(adapter, load_inplace=replaces), deadline)
             return add(state, adapter, replaces, deadline)
+
+    def new_adapter(
+        self,
+        name: str,
+        *,
+        rank: int,
+        alpha: float,
+        target_modules: Collection[str] | None = None,
+        seed: int = 0,
+    ) -> Adapter:
+        """Add an adapter to train, which has no effect yet.
+
+        Its values are drawn as PEFT draws them: A of a linear layer is uniform in +-1 / sqrt(K), and B is zero. A of an
+        embedding is zero, and B is normal. `trainer` begins with them in float32, whatever the dtype of the slots.
+
+        Args:
+          name: name of the adapter.
+          rank: rank of all its modules, up to `max_lora_rank`.
+          alpha: PEFT's `lora_alpha`. Deltas are multiplied by alpha / rank.
+          target_modules: names of modules, or their last parts, such as ["q_proj", "embed_tokens"]. None: every layer
+            that serves adapters, without embeddings. Modules are named as in the model, and for a model with a
+            `name_map` by their complete names in the checkpoint.
+          seed: seed of the values. Those of a module depend on the seed and its name alone.
+
+        Returns:
+          The adapter, in float32.
+
+        Raises:
+          LoRAUsageError: the name exists, an argument is of the wrong type or value, or a target matches no layer.
+          AdapterMismatchError: the rank is too large, or a layer serves no adapter.
+          NoFreeSlotError: as in `add_adapter`.
+        """
+        self._check_call("new_adapter")
+        if not isinstance(name, str) or not name:
+            raise LoRAUsageError(f"an adapter's name must be a non-empty string, got {name!r}")
+        state, deadline = self._state, self._deadline(None)
+        state.wrapped.check()
+        draw = partial(
+            fresh_adapter,
+            name,
+            state.wrapped,
+            state.index,
+            rank=rank,
+            alpha=alpha,
+            target_modules=target_modules,
+            seed=seed,
+        )
+        adapter = draw()
+        with state.peers.turn(f"new_adapter({name!r})"):
+            with state.lock:
+                known = name in state.cache.known
+            if known or not add(state, adapter, False, deadline, draw):
+                raise LoRAUsageError(f"new_adapter: adapter {name!r} exists; expected a new name, or remove it first")
+        return adapter
 
     def prefetch(self, request: LoRARequest | str) -> "Future[bool]":
         """Load an adapter in the background and move it to the device, so that the next `prepare` only writes it.

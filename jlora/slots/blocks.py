@@ -312,6 +312,7 @@ def unpack(blocks: Iterable[Block], wanted: Collection[Row]) -> dict[Row, tuple[
     Rows without a block are left out.
     """
     stored: dict[Row, list[tuple[int, Any, Any, Any]]] = {}
+    specs: dict[Row, SlotSpec] = {}  # of the blocks, whose dtype may be another than that of the slots
     for block in blocks:
         rows = block.rows
         if any(row in wanted for row in rows):
@@ -319,10 +320,11 @@ def unpack(blocks: Iterable[Block], wanted: Collection[Row]) -> dict[Row, tuple[
             for i, row in enumerate(rows):
                 if row in wanted:
                     quanta = None if block.quanta is None else block.quanta[:, i]
+                    specs[row] = block.chunk.spec
                     stored.setdefault(row, []).append((block.start, a[i], b[i], quanta))
     found: dict[Row, tuple[np.ndarray, np.ndarray]] = {}
     for row, pieces in stored.items():
-        spec = row[0].spec
+        spec = specs[row]
         rank = max(start for start, *_ in pieces) + rank_block(spec)
         of_a, of_b = ((*half.shape[:-2], rank, half.shape[-1]) for half in pieces[0][1:3])
         joined = Encoded(

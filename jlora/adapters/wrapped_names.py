@@ -28,11 +28,11 @@ def readings(name: str) -> tuple[str, ...]:
     A caller takes the first one that its model has. Tinker's `unembed_tokens` is read as `lm_head` too, and the lists
     of linear layers into which Unsloth divides the experts of gpt-oss as the parameters that they replace.
     """
-    found = [name, ".".join(part for part in name.split(".") if part not in _WRAPPERS)]
-    while (prefix := next((each for each in _LEADING if found[-1].startswith(each)), None)) is not None:
-        found.append(found[-1].removeprefix(prefix))
-    found.append(".".join(part for part in found[-1].split(".") if part != "module"))
-    if found[-1].rpartition(".")[2] == "unembed_tokens":
-        found.append("lm_head")
-    found.append(_LISTED.sub(r".experts.\1.", found[-1]))
-    return tuple(dict.fromkeys(reading for reading in found if reading))
+    names = [name, ".".join(part for part in name.split(".") if part not in _WRAPPERS)]
+    while (prefix := next((each for each in _LEADING if names[-1].startswith(each)), None)) is not None:
+        names.append(names[-1].removeprefix(prefix))
+    names.append(".".join(part for part in names[-1].split(".") if part != "module"))
+    if names[-1].rpartition(".")[2] == "unembed_tokens":
+        names.append("lm_head")
+    names.append(_LISTED.sub(r".experts.\1.", names[-1]))
+    return tuple(dict.fromkeys(reading for reading in names if reading))

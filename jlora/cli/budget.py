@@ -46,7 +46,7 @@ class Budget:
     sequences: int
 
     @property
-    def rows(self) -> dict[str, int]:
+    def parts(self) -> dict[str, int]:
         """Kind of memory -> bytes."""
         return {
             "weights": self.weights,
@@ -56,26 +56,26 @@ class Budget:
             "staging": self.staging,
         }
 
-    def table(self) -> str:
-        """Return one line of text with each row, their sum and the available memory."""
-        rows = {**self.rows, "in all": sum(self.rows.values())}
+    def text(self) -> str:
+        """Return one line of text with each part, their sum and the available memory."""
+        parts = {**self.parts, "in all": sum(self.parts.values())}
         if self.memory is not None:
-            rows["there is"] = self.memory
-        return ", ".join(f"{name} {size(nbytes)}" for name, nbytes in rows.items())
+            parts["there is"] = self.memory
+        return ", ".join(f"{name} {size(nbytes)}" for name, nbytes in parts.items())
 
     def check(self) -> None:
         """Raise `LoRAUsageError`, which names the flag to change, if the device has too little memory."""
-        if self.memory is None or sum(self.rows.values()) <= self.memory:
+        if self.memory is None or sum(self.parts.values()) <= self.memory:
             return
-        # The first row that would suffice if cut to a quarter, else the largest.
-        over = sum(self.rows.values()) - self.memory
-        largest = sorted(_FLAGS, key=lambda name: -self.rows[name])
+        # The first part that would suffice if cut to a quarter, else the largest.
+        over = sum(self.parts.values()) - self.memory
+        largest = sorted(_FLAGS, key=lambda name: -self.parts[name])
         order = ["cache", "slots", *largest]
-        worst = next((name for name in order if self.rows[name] * 3 // 4 >= over), largest[0])
+        worst = next((name for name in order if self.parts[name] * 3 // 4 >= over), largest[0])
         fix = f"lower {_FLAGS[worst]}"
         if self.staging >= self.memory:  # of a size that no flag lowers
             fix = "raise --gpu-memory-utilization, since staging alone exceeds the memory"
-        raise LoRAUsageError(f"this does not fit into a device's memory: {self.table()}; {fix}")
+        raise LoRAUsageError(f"this does not fit into a device's memory: {self.text()}; {fix}")
 
 
 def budget(
@@ -134,7 +134,7 @@ def budget(
     if sequences is not None:
         return of(sequences)
     count = 2 ** (max(1, MOST_SEQUENCES // data).bit_length() - 1)
-    while count > 1 and memory is not None and sum(of(data * count).rows.values()) > memory:
+    while count > 1 and memory is not None and sum(of(data * count).parts.values()) > memory:
         count //= 2
     return of(data * count)
 

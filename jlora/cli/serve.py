@@ -115,7 +115,7 @@ def run_serve(args: argparse.Namespace) -> int:
         raise LoRAError(f"--host {args.host} --port {args.port}: {error.strerror or error}") from error
 
     _log_to_stderr()
-    logging.getLogger("jlora.serve").info("memory of each device: %s", needs.table())
+    logging.getLogger("jlora.serve").info("memory of each device: %s", needs.text())
     with device_errors():
         model = load_model(folder, dtype, mesh, args.quantization)
         manager = LoRAManager(model, lora, name_map=name_map, skip=args.skip_modules)

@@ -26,20 +26,20 @@ def check_base_shapes(where: str, weights: Mapping[str, HostArray], index: SiteI
             continue
         site, _, first, count = found
         outputs, inputs = sum(site.spec.out_sizes[first : first + count]), site.spec.in_features
-        own = (inputs, outputs) if site.kind == "embedding" else (outputs, inputs)
-        if own != weight.shape:
-            problems.append(f"{name}.base_layer.weight: shape {weight.shape}, and the model's own has {own}")
+        shape = (inputs, outputs) if site.kind == "embedding" else (outputs, inputs)
+        if shape != weight.shape:
+            problems.append(f"{name}.base_layer.weight: shape {weight.shape}, and the model's own has {shape}")
     refuse(where, problems)
 
 
 def _site(name: str, index: SiteIndex) -> tuple[Site, int, int, int] | str:
     """Return the place of the module `name`, or the reason why there is none."""
-    found: tuple[Site, int, int, int] | str = ""
+    place: tuple[Site, int, int, int] | str = ""
     for kind in ("embedding", "linear"):
-        found = index.find(kind, name)
-        if not isinstance(found, str):
-            return found
-    return f"no wrapped module can be compared with it ({found})"
+        place = index.find(kind, name)
+        if not isinstance(place, str):
+            return place
+    return f"no wrapped module can be compared with it ({place})"
 
 
 def check_base_weights(
@@ -58,12 +58,12 @@ def check_base_weights(
         found = _site(name, index)
         if index.skips(name) or isinstance(found, str):
             continue
-        if (own := _own(wrapped, *found)) is None:
+        if (served := _served(wrapped, *found)) is None:
             warnings.append(
                 f"{name}.base_layer.weight cannot be compared with the model's weight, which is quantized; it is taken "
                 "to be the same, as PEFT stores it by default"
             )
-        elif (problem := difference(weight, *own)) is not None:
+        elif (problem := difference(weight, *served)) is not None:
             problems.append(f"{name}.base_layer.weight: {problem}")
     refuse(where, problems)
     return warnings
@@ -71,48 +71,48 @@ def check_base_weights(
 
 _finfo: Any = ml_dtypes.finfo  # not typed
 _ROWS = 1024  # rows that are compared at once: a table of 2**30 values would take 8 GB in float64
-_Own: TypeAlias = tuple[np.ndarray, np.ndarray | None, np.dtype | None]
+_Served: TypeAlias = tuple[np.ndarray, np.ndarray | None, np.dtype | None]
 
 
-def _own(wrapped: WrappedModel, site: Site, row: int, first: int, count: int) -> _Own | None:
+def _served(wrapped: WrappedModel, site: Site, entry: int, first: int, count: int) -> _Served | None:
     """Return the arguments of `difference` for slices of a layer, or None if no comparison is possible."""
     codes: np.dtype | None = None
-    if (base := checkpoint_weight(wrapped, site, row)) is not None:
-        own, known = base
+    if (base := checkpoint_weight(wrapped, site, entry)) is not None:
+        weight, known = base
     elif (values := dequantized_weight(wrapped, site)) is not None:
-        (own, codes), known = values, None
+        (weight, codes), known = values, None
     else:
         return None
     if site.kind == "linear":
         rows = outputs(site.spec, first, count)
-        own, known = own[rows], known if known is None else known[rows]
-    return own, known, codes
+        weight, known = weight[rows], known if known is None else known[rows]
+    return weight, known, codes
 
 
 def difference(
-    stored: np.ndarray, own: np.ndarray, known: np.ndarray | None = None, codes: np.dtype | None = None
+    stored: np.ndarray, weight: np.ndarray, known: np.ndarray | None = None, codes: np.dtype | None = None
 ) -> str | None:
     """Return how a stored base weight differs from the model's, or None if both are one weight, rounded.
 
     Values may differ by the resolution of the coarser of the two dtypes. A float32 weight of bfloat16 or float16 values
-    counts as one of that dtype. A quantized weight may be half a step of its codes further away.
+    counts as one of that dtype. A quantized weight may be half a quantum of its codes further away.
 
     Args:
       stored: [N, K], or [V, D] of an embedding.
-      own: The model's weight, of the same layout.
-      known: Mask of the values of `own` that this process has; None for all.
-      codes: int8 or float8 dtype of the codes from which `own` was dequantized; None if it was not.
+      weight: The model's weight, of the same layout.
+      known: Mask of the values of `weight` that this process has; None for all.
+      codes: int8 or float8 dtype of the codes from which `weight` was dequantized; None if it was not.
     """
-    if own.shape != stored.shape:
-        return f"shape {stored.shape}, and the model's own weight has {own.shape}"
-    infos = [_finfo(_values_dtype(array)) for array in ([stored, own] if codes is None else [stored])]
+    if weight.shape != stored.shape:
+        return f"shape {stored.shape}, and the model's own weight has {weight.shape}"
+    infos = [_finfo(_values_dtype(array)) for array in ([stored, weight] if codes is None else [stored])]
     relative, absolute = (max(float(getattr(info, name)) for info in infos) for name in ("eps", "smallest_subnormal"))
-    half_step = None if codes is None else _half_step(codes, own)
-    for start in range(0, len(own), _ROWS):
+    half_quantum = None if codes is None else _half_quantum(codes, weight)
+    for start in range(0, len(weight), _ROWS):
         rows = slice(start, start + _ROWS)
-        ours, theirs = own[rows].astype(np.float64), stored[rows].astype(np.float64)
+        ours, theirs = weight[rows].astype(np.float64), stored[rows].astype(np.float64)
         apart = np.abs(ours - theirs) - relative * np.maximum(np.abs(ours), np.abs(theirs)) - absolute
-        near = apart <= (0 if half_step is None else half_step(np.abs(ours)))
+        near = apart <= (0 if half_quantum is None else half_quantum(np.abs(ours)))
         if not (near if known is None else near | ~known[rows]).all():
             return "its values differ from the model's own weight: it was trained on another base model"
     return None
@@ -127,16 +127,16 @@ def _values_dtype(array: np.ndarray) -> np.dtype:
     return array.dtype
 
 
-def _half_step(codes: np.dtype, own: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+def _half_quantum(codes: np.dtype, weight: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
     """Return a function from the magnitudes of output columns [rows, K] to half the distance between their codes.
 
-    A column may have a scale of its own, one for each block of inputs, or share one with the others. `own` is the whole
-    dequantized weight. The result leaves room for the rounding of scales.
+    A column may have a scale of its own, one for each block of inputs, or share one with the others. `weight` is the
+    whole dequantized weight. The result leaves room for the rounding of scales.
     """
     if np.issubdtype(codes, np.integer):
-        least = float(np.min(np.abs(own), where=own != 0, initial=np.inf))  # the step, if all columns share it
+        least = float(np.min(np.abs(weight), where=weight != 0, initial=np.inf))  # the quantum, if all columns share it
         least = least if least < np.inf else 0
         return lambda top: 0.501 * np.maximum(top.max(axis=1, keepdims=True) / np.iinfo(codes).max, least)
     info = _finfo(codes)
-    least = float(np.abs(own).max(initial=0)) / float(info.max) * float(info.smallest_subnormal)
+    least = float(np.abs(weight).max(initial=0)) / float(info.max) * float(info.smallest_subnormal)
     return lambda top: 0.501 * np.maximum(top * float(info.eps), least)

@@ -35,9 +35,9 @@ def _left_out(adapter: Adapter, slices_of: Mapping[str, SiteSlices], wrapped: Wr
         return []
     filled: set[_Slice] = set()
     brought: set[tuple[bool, str]] = set()
-    for name, (site, row, first, count) in slices_of.items():
+    for name, (site, entry, first, count) in slices_of.items():
         slices = range(first, first + count)
-        filled |= {(site.path, row // (site.spec.experts or 1), i) for i in slices}
+        filled |= {(site.path, entry // (site.spec.experts or 1), i) for i in slices}
         if name in adapter.modules:
             brought |= {_key(site, part) for part, covered in site.parts.items() if covered == (first, count)}
     targeted = dict(_targeted(config, brought, wrapped))

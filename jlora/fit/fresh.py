@@ -87,7 +87,7 @@ def _targeted(
             if not (own or (targets is None and site.kind == "linear")):
                 continue
             missing -= own
-            for row in range(math.prod(site.spec.rows)):
+            for row in range(math.prod(site.spec.entries)):
                 slices = {(site, row, i) for i in range(first, first + count)}
                 if not slices & filled:
                     filled |= slices
@@ -106,9 +106,9 @@ def _with_numbers(part: str, site: Site, row: int) -> str:
 
     In the paths of the model, stacked layers and experts are one module.
     """
-    if not site.spec.rows:
+    if not site.spec.entries:
         return part
-    keys, numbers = part.split("."), list(map(str, np.unravel_index(row, site.spec.rows)))
+    keys, numbers = part.split("."), list(map(str, np.unravel_index(row, site.spec.entries)))
     if site.spec.experts is not None:
         keys.insert(len(keys) - 1, numbers.pop())
     if numbers:

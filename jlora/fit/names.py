@@ -1,4 +1,4 @@
-"""Lookup of checkpoint names in a wrapped model: the site, row and slices that each name fills."""
+"""Lookup of checkpoint names in a wrapped model: the site, entry and slices that each name fills."""
 
 import functools
 import itertools
@@ -57,8 +57,8 @@ class SiteIndex:
         for site in wrapped.modules:
             for name in site.parts:
                 self._sites.setdefault((site.kind, name), []).append(site)
-        rows = {len(site.spec.rows) for site in wrapped.modules}
-        self._indices = {False: sorted(rows), True: sorted({max(0, count - 1) for count in rows})}
+        depths = {len(site.spec.entries) for site in wrapped.modules}
+        self._indices = {False: sorted(depths), True: sorted({max(0, count - 1) for count in depths})}
         # Adapters have up to tens of thousands of names, and most adapters have the same ones.
         self._hits = functools.lru_cache(maxsize=1 << 15)(self._search)
         self._left_out = frozenset(wrapped.others)
@@ -134,7 +134,7 @@ class SiteIndex:
 
         With `hint`, the message about a module that the model lacks has the nearest known name, at some milliseconds.
 
-        For the kind "experts", the name is that of all experts, and the row is that of the first one. Those of a
+        For the kind "experts", the name is that of all experts, and the entry is that of the first one. Those of a
         saved head for which no room is configured are of its linear layer.
         """
         hits = self._hits(kind, name)
@@ -172,8 +172,8 @@ class SiteIndex:
         # Stacked layers or experts are one module, so checkpoint names have integer keys that paths lack.
         for numbers, short in _without_numbers(self._read(kind, name), self._indices[all_experts]):
             for site in self._sites.get(("linear" if all_experts else kind, short), ()):
-                if (row := _row(site.spec, numbers, all_experts)) is not None:
-                    hits.append((site, row, *site.parts[short]))
+                if (entry := _entry(site.spec, numbers, all_experts)) is not None:
+                    hits.append((site, entry, *site.parts[short]))
         return hits
 
     def _reason(self, kind: str, name: str, hint: bool) -> str:
@@ -223,21 +223,21 @@ def _without_numbers(name: str, counts: Collection[int] = range(3)) -> Iterator[
             yield tuple([int(keys[i]) for i in out]), ".".join(kept)
 
 
-def _row(spec: SlotSpec, numbers: tuple[int, ...], all_experts: bool) -> int | None:
-    """Return the row that the indices of a name refer to, or None if they do not fit the spec.
+def _entry(spec: SlotSpec, numbers: tuple[int, ...], all_experts: bool) -> int | None:
+    """Return the entry that the indices of a name refer to, or None if they do not fit the spec.
 
-    If `all_experts` is True, the name has no expert index, and the row is that of the first expert.
+    If `all_experts` is True, the name has no expert index, and the entry is that of the first expert.
     """
     if all_experts:
         if spec.experts is None:
             return None
         numbers = (*numbers, 0)
-    if len(numbers) != len(spec.rows) or any(i >= size for i, size in zip(numbers, spec.rows, strict=True)):
+    if len(numbers) != len(spec.entries) or any(i >= size for i, size in zip(numbers, spec.entries, strict=True)):
         return None
-    row = 0
-    for i, size in zip(numbers, spec.rows, strict=True):
-        row = row * size + i
-    return row
+    entry = 0
+    for i, size in zip(numbers, spec.entries, strict=True):
+        entry = entry * size + i
+    return entry
 
 
 def _misnumbered(name: str, spec: SlotSpec, all_experts: bool) -> str:

@@ -10,7 +10,7 @@ from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAError
 from jlora.fit.names import SiteIndex
 from jlora.layers.site import Site
 from jlora.slots.packed import SiteSlices
-from jlora.slots.packing import is_exchanged, rows_of
+from jlora.slots.packing import entries_of, is_exchanged
 
 _SHOWN = 8  # problems in one message
 
@@ -28,7 +28,7 @@ def read_as(where: str, adapter: Adapter, index: SiteIndex) -> SiteIndex:
 def find_slices(where: str, adapter: Adapter, index: SiteIndex) -> dict[str, SiteSlices]:
     """Return module name -> the slices that it fills, without modules that the model skips. No array is read.
 
-    For a module of all experts, the row is that of the first expert.
+    For a module of all experts, the entry is that of the first expert.
 
     Raises:
       AdapterMismatchError: The adapter has no module or only skipped ones, a module that the model lacks, a rank above
@@ -50,7 +50,7 @@ def find_slices(where: str, adapter: Adapter, index: SiteIndex) -> dict[str, Sit
         if isinstance(found, str):
             problems.append(f"{name}: {found}")
             continue
-        site, row, first, count = found
+        site, entry, first, count = found
         if unserved := [v.title for v in described(layer.vectors) if v not in site.spec.extras]:
             problems.append(f"{name}: {unserved[0]} is served for linear layers, and this is {_kind(site)}")
             continue
@@ -63,7 +63,7 @@ def find_slices(where: str, adapter: Adapter, index: SiteIndex) -> dict[str, Sit
         if layer.rank > site.spec.max_rank:
             too_large.setdefault(site.spec.max_rank, {})[name] = layer.rank
             continue
-        filled = ((site, r, i) for r in rows_of(layer, site, row) for i in range(first, first + count))
+        filled = ((site, r, i) for r in entries_of(layer, site, entry) for i in range(first, first + count))
         clash = next((own for own in filled if taken.setdefault(own, name) != name), None)
         if clash is not None:
             which = f"slice {clash[2]} of {site.path!r}"
@@ -136,13 +136,15 @@ def _misfit(site: Site, module: Layer, first: int, count: int) -> str | None:
     rank, spec = module.rank, site.spec
     outputs = sum(spec.out_sizes[first : first + count])
     expected = ((rank, spec.in_features), (outputs, rank))
-    found = (module.a.shape, module.b.shape)
-    if found != expected:
-        why = f"A and B have shapes {found[0]} and {found[1]}, and {site.path!r} takes {expected[0]} and {expected[1]}"
+    shapes = (module.a.shape, module.b.shape)
+    if shapes != expected:
+        why = (
+            f"A and B have shapes {shapes[0]} and {shapes[1]}, and {site.path!r} takes {expected[0]} and {expected[1]}"
+        )
         own = module.b.shape[0]
-        if found[0] == expected[0] and own < outputs and outputs % own == 0 and "attn" in site.path:
+        if shapes[0] == expected[0] and own < outputs and outputs % own == 0 and "attn" in site.path:
             why += f" (B has the rows of one head of {outputs // own}, as MaxText exports them: the others are lost)"
-        if (found[0][0], found[1][1]) == (spec.in_features, outputs) and found[0][1] == found[1][0]:
+        if (shapes[0][0], shapes[1][1]) == (spec.in_features, outputs) and shapes[0][1] == shapes[1][0]:
             why += " (they are transposed: A is [rank, in] and B is [out, rank])"
         return why
     return None
@@ -177,7 +179,7 @@ def own_experts(modules: Mapping[str, LoRA], slices_of: Mapping[str, SiteSlices]
     Modules that are read whole are left out: in int8, the scales of slots for shared factors depend on all experts.
     """
     found: dict[str, tuple[range, ...]] = {}
-    for name, (site, row, _, _) in slices_of.items():
+    for name, (site, entry, _, _) in slices_of.items():
         spec = site.spec
         if len(spec.own_shards) == spec.expert_shards or spec.experts is None:
             continue
@@ -185,6 +187,6 @@ def own_experts(modules: Mapping[str, LoRA], slices_of: Mapping[str, SiteSlices]
             if spec.dtype == "int8" and site.shared:
                 continue
             found[name] = spec.own_experts
-        elif not any(row % spec.experts in own for own in spec.own_experts):
+        elif not any(entry % spec.experts in own for own in spec.own_experts):
             found[name] = ()
     return found

@@ -112,15 +112,17 @@ def restore(
                 continue
             _check(f"adapter {adapter.name!r}: {module}", lora, pair.in_features, size)
             # Parts of a merged layer have one A in qwix. A part with another A gets rows of its own.
-            own = next((own for other, own in rows if np.array_equal(other, lora.a)), slice(rank, rank + len(lora.a)))
-            rank = max(rank, own.stop)
+            ranks = next(
+                (ranks for other, ranks in rows if np.array_equal(other, lora.a)), slice(rank, rank + len(lora.a))
+            )
+            rank = max(rank, ranks.stop)
             if rank > pair.rank:
                 raise jlora.AdapterMismatchError(
                     f"adapter {adapter.name!r}: {module} needs rank {rank} in {pair.path}, which has rank {pair.rank}"
                 )
-            rows.append((lora.a, own))
-            a[own] = lora.a
-            b[i * size : (i + 1) * size, own] = lora.b.astype(np.float32) * (lora.scaling * pair.rank / alpha)
+            rows.append((lora.a, ranks))
+            a[ranks] = lora.a
+            b[i * size : (i + 1) * size, ranks] = lora.b.astype(np.float32) * (lora.scaling * pair.rank / alpha)
         values += [(pair.variables[0], jnp.asarray(a.T)), (pair.variables[1], jnp.asarray(b.T))]
     if left:
         raise jlora.AdapterMismatchError(

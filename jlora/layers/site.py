@@ -92,7 +92,7 @@ class SlotSpec:
     """Shapes and dtype of the slot arrays of a site. Sites with equal specs are packed and written together.
 
     The ranks hold the true rank of each output slice, as a whole number, and the scale that multiplies its delta. In
-    int8 they have a scale for each rank: the product of the steps of its rows of A and B and of the delta's scale.
+    int8 they have a scale for each rank: the product of its quanta in A and B and of the delta's scale.
 
     Attributes:
       layers: length of the leading axis when the layer is a stack (`nnx.vmap` + `nnx.scan`), else None.
@@ -192,7 +192,7 @@ class SlotSpec:
         """Name -> array of the site: A and B unless the site holds only one, the ranks, and the extras."""
         int8, found = self.dtype == "int8", self.sharding
         slots = "L" * len(self.stack) + "S"
-        rows = slots + "E" * (self.experts is not None)
+        entries = slots + "E" * (self.experts is not None)
         sizes = {"L": self.layers or 1, "S": self.num_slots, "E": self.experts or 1, "n": self.slices}
         sizes |= {"K": self.stored_in, "N": self.stored_out, "R": self.max_rank, "r": self.stored_rank}
         sizes["c"] = 1 + self.max_rank if int8 else 2
@@ -206,10 +206,10 @@ class SlotSpec:
             arrays[name] = SlotArray(name, axes, shape, dtype, fill, by_blocks, sharding)
 
         if self.in_features:
-            add("a", rows + "nrK", self.dtype, by_blocks=True)
+            add("a", entries + "nrK", self.dtype, by_blocks=True)
         if self.out_features:
-            add("b", rows + "RN", self.dtype, by_blocks=True)
-        add("ranks", rows + "nc", "float32", by_blocks=int8)
+            add("b", entries + "RN", self.dtype, by_blocks=True)
+        add("ranks", entries + "nc", "float32", by_blocks=int8)
         for extra in self.extras:
             add(extra.name, slots + "N", "float32", extra.fill)
         return arrays
@@ -253,7 +253,7 @@ class SlotSpec:
         return () if self.layers is None else (self.layers,)
 
     @property
-    def rows(self) -> tuple[int, ...]:
+    def entries(self) -> tuple[int, ...]:
         """Sizes ((layers,) (experts,)). A site has one pair of factors for each entry, numbered in C order."""
         return self.stack if self.experts is None else (*self.stack, self.experts)
 

@@ -279,14 +279,14 @@ class Index:
     @property
     def blocks(self) -> "Blocks":
         """`source` as runs: (first feature of the checkpoint or -1, count)."""
-        found: list[tuple[int, int]] = []
+        runs: list[tuple[int, int]] = []
         for value in self.source.tolist():
-            first, count = found[-1] if found else (0, 0)
+            first, count = runs[-1] if runs else (0, 0)
             if count and value == (first + count if first >= 0 else -1):
-                found[-1] = first, count + 1
+                runs[-1] = first, count + 1
             else:
-                found.append((value, 1))
-        return tuple(found)
+                runs.append((value, 1))
+        return tuple(runs)
 
     def take(self, values: Array) -> Array:
         """Return the real features [..., size] of `values` [..., total], in the checkpoint's order."""

@@ -35,7 +35,7 @@ from jlora.fit.shapes import describe
 from jlora.manager.loaded_adapter import LoadedAdapter
 from jlora.manager.loads import AT_ONCE, Deadline, Load, notify
 from jlora.manager.state import State, in_use
-from jlora.slots.blocks import Block, Row, unpack
+from jlora.slots.blocks import Block, Entry, unpack
 from jlora.slots.packed import PackedAdapter
 from jlora.slots.values import check_layers, slot_values
 
@@ -208,32 +208,32 @@ def _read(state: State, own: Load, commit: str | None, key: str | None) -> Loade
       CancelledError: the load was abandoned before it read.
     """
     request = own.request
-    found = _find(state, request, commit, _fetching(state, own))
+    folder = _find(state, request, commit, _fetching(state, own))
     for _ in range(_READS):
-        before = _stamp(found)
+        before = _stamp(folder)
         try:
             with state.loads.reading:
                 with state.lock:
                     own.check_wanted()
                 packed, warnings = pack_files(
-                    request, found, state.wrapped, state.index, state.slot_arrays, config=state.config
+                    request, folder, state.wrapped, state.index, state.slot_arrays, config=state.config
                 )
             read = LoadedAdapter(
                 packed,
                 request=replace(request, load_inplace=False),
                 key=packed.about.fingerprint,
-                commit=found.commit,
+                commit=folder.commit,
                 in_place=request.load_inplace,
                 warnings=warnings,
             )
             if key is None or read.key in key.split():
                 return read
         except (AdapterFormatError, AdapterMismatchError) as error:
-            if key is None and _stamp(found) == before:
+            if key is None and _stamp(folder) == before:
                 raise
             read = error
-        _await_quiet(found)
-        if _stamp(found) == before:
+        _await_quiet(folder)
+        if _stamp(folder) == before:
             if isinstance(read, LoadedAdapter):
                 return read
             raise read
@@ -243,18 +243,18 @@ def _read(state: State, own: Load, commit: str | None, key: str | None) -> Loade
     )
 
 
-def _stamp(found: AdapterFolder) -> str:
+def _stamp(folder: AdapterFolder) -> str:
     """Return a string that changes whenever the files do; "" while one is missing."""
     try:
-        return content_key(adapter_files(found))
+        return content_key(adapter_files(folder))
     except (AdapterFormatError, OSError):
         return ""
 
 
-def _await_quiet(found: AdapterFolder) -> None:
+def _await_quiet(folder: AdapterFolder) -> None:
     """Wait until the files have not changed for `_QUIET` seconds, at most once for that time."""
     with suppress(AdapterFormatError, OSError):
-        stats = [file.stat() for file in adapter_files(found)]
+        stats = [file.stat() for file in adapter_files(folder)]
         age = time.time() - max(max(each.st_mtime, each.st_ctime) for each in stats)
         if 0 <= age < _QUIET:
             time.sleep(_QUIET - age)
@@ -381,7 +381,7 @@ def read(state: State, request: LoRARequest, commit: str | None, key: str | None
 
 def begin_training(
     state: State, name: str, options: Mapping[str, Any]
-) -> tuple[PackedAdapter, Mapping[Row, tuple[np.ndarray, np.ndarray]]]:
+) -> tuple[PackedAdapter, Mapping[Entry, tuple[np.ndarray, np.ndarray]]]:
     """Return an adapter without blocks, and row -> (A [n, r, K], B [r, N]) before their rounding to the slots' dtype.
 
     It is the newest version of a name, or if the name is unknown and `options` has a rank, a new one (`fresh_adapter`).
@@ -399,24 +399,26 @@ def begin_training(
     drawn = fresh_adapter(name, state.wrapped, state.index, **options)
     packed, _ = pack_in_memory(drawn, state.wrapped, state.index, state.slot_arrays, config=state.config, fresh=True)
     blocks = pack_exactly(drawn, state.wrapped, state.index, state.slot_arrays)
-    return packed.with_blocks(()), unpack(blocks, {(p.site, p.row) for p in packed.placements})
+    return packed.with_blocks(()), unpack(blocks, {(p.site, p.entry) for p in packed.placements})
 
 
-def exact_factors(state: State, adapter: LoadedAdapter) -> dict[Row, tuple[np.ndarray, np.ndarray]]:
-    """Return row -> (A [n, r, K], B [r, N]) of a loaded adapter, before they were rounded to the slots' dtype.
+def exact_factors(state: State, adapter: LoadedAdapter) -> dict[Entry, tuple[np.ndarray, np.ndarray]]:
+    """Return entry -> (A [n, r, K], B [r, N]) of a loaded adapter, before they were rounded to the slots' dtype.
 
     They are those of its files or of the arrays given. If these are gone, they are those of the slots, with a warning.
     """
-    rows = {(p.site, p.row) for p in adapter.packed.placements}
+    entries = {(p.site, p.entry) for p in adapter.packed.placements}
     if all(site.spec.dtype == "float32" for site in adapter.packed.sites):
-        return unpack(adapter.packed.blocks, rows)
-    found = read_again(state, adapter) if adapter.given is None else adapter.given()
-    if found is None and adapter.request is None:
+        return unpack(adapter.packed.blocks, entries)
+    original = read_again(state, adapter) if adapter.given is None else adapter.given()
+    if original is None and adapter.request is None:
         _log.warning(_ROUNDED, adapter.name, "has no files, and its jlora.Adapter is gone")
     blocks = (
-        adapter.packed.blocks if found is None else pack_exactly(found, state.wrapped, state.index, state.slot_arrays)
+        adapter.packed.blocks
+        if original is None
+        else pack_exactly(original, state.wrapped, state.index, state.slot_arrays)
     )
-    return unpack(blocks, rows)
+    return unpack(blocks, entries)
 
 
 def read_again(state: State, adapter: LoadedAdapter) -> Adapter | None:
@@ -425,9 +427,9 @@ def read_again(state: State, adapter: LoadedAdapter) -> Adapter | None:
         return None
     try:
         with open_adapter(_find(state, adapter.request, adapter.commit, nullcontext())) as opened:
-            found = opened.read({}, allow_nonfinite=True)
-        if found.fingerprint == adapter.key:
-            return found
+            original = opened.read({}, allow_nonfinite=True)
+        if original.fingerprint == adapter.key:
+            return original
         _log.warning(_ROUNDED, adapter.name, "its files have changed since they were loaded")
     except (LoRAError, OSError) as error:
         _log.warning(_ROUNDED, adapter.name, f"its files are gone or damaged ({str(error)!r:.500})")

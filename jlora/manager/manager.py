@@ -843,7 +843,7 @@ class LoRAManager:
                 compilations=state.slot_arrays.compilations,
                 registered=len(state.cache.loaded),
                 unevictable=len(state.cache.unevictable()),
-                active=state.policy.active,
+                active=state.policy.num_in_slots,
                 leased=len({adapter.name for adapter in state.leases.leased()}),
                 slot_bytes=state.slot_arrays.slot_nbytes[0],
                 host_bytes=state.cache.nbytes,

@@ -57,7 +57,7 @@ class SlotPolicy:
         return any(adapter is not None and adapter.copying for adapter in self.slot_arrays.occupants)
 
     @property
-    def active(self) -> int:
+    def num_in_slots(self) -> int:
         """The number of slots that hold an adapter which a batch may still use."""
         alive = self.alive()
         return sum(adapter is not None and alive(adapter) for adapter in self.slot_arrays.occupants)

@@ -265,7 +265,7 @@ def _mixed(values: jax.Array) -> jax.Array:
 def layers_digest(sites: Sequence[Site]) -> str:
     """Return a SHA-256 digest of the sites. It differs between managers that pack the same files differently."""
     about = [
-        (s.path, s.prefix, s.kind, s.spec.dtype, s.spec.in_features, s.spec.out_sizes, s.spec.rows, dict(s.parts))
+        (s.path, s.prefix, s.kind, s.spec.dtype, s.spec.in_features, s.spec.out_sizes, s.spec.entries, dict(s.parts))
         for s in sites
     ]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()
@@ -338,24 +338,24 @@ def _read(folder: Path) -> _Snapshot:
         raise AdapterFormatError(f"{file}: is not a saved manager: {type(error).__name__}: {error!s:.200}") from error
 
 
-def _decoded(kind: Any, found: Any, where: str) -> Any:
+def _decoded(kind: Any, value: Any, where: str) -> Any:
     """Return a JSON value as a dataclass, tuple, dict or scalar of the annotation `kind`.
 
     Raises:
       AdapterFormatError: The value is of another type, or an object does not have exactly the fields of the dataclass.
     """
     if get_origin(kind) is UnionType:
-        kind = NoneType if found is None else get_args(kind)[0]
+        kind = NoneType if value is None else get_args(kind)[0]
     if is_dataclass(kind):
         kinds = get_type_hints(kind)
-        if not is_mapping(found) or {*found} != {*kinds}:
-            names: Any = [*found] if is_mapping(found) else found
+        if not is_mapping(value) or {*value} != {*kinds}:
+            names: Any = [*value] if is_mapping(value) else value
             raise AdapterFormatError(f"{where} must have the fields {[*kinds]}, found {names!r:.200}")
-        return cast("Any", kind)(**{name: _decoded(kinds[name], one, f"{where}.{name}") for name, one in found.items()})
+        return cast("Any", kind)(**{name: _decoded(kinds[name], one, f"{where}.{name}") for name, one in value.items()})
     expected: Any = {tuple: list}.get(get_origin(kind), get_origin(kind) or kind)
-    if type(found) is not expected:  # a bool is an int for isinstance
-        raise AdapterFormatError(f"{where} must be a JSON {expected.__name__}, found {found!r:.80}")
-    values = cast("Any", found)
+    if type(value) is not expected:  # a bool is an int for isinstance
+        raise AdapterFormatError(f"{where} must be a JSON {expected.__name__}, found {value!r:.80}")
+    values = cast("Any", value)
     if expected is list:
         return tuple(_decoded(get_args(kind)[0], one, f"{where}[{i}]") for i, one in enumerate(values))
     if expected is dict:

@@ -236,9 +236,9 @@ def _check_options(function: Callable[..., Any], options: dict[str, Any]) -> Non
     if not ordered:
         raise LoRAUsageError("LoRAManager.jit takes a function whose first argument is the model")
     for option in ("donate_argnums", "donate_argnames", "static_argnums", "static_argnames"):
-        given = options.get(option)
-        given = () if given is None else (given,) if isinstance(given, int | str) else given
-        if {0, -len(ordered), ordered[0].name}.intersection(given):
+        named = options.get(option)
+        named = () if named is None else (named,) if isinstance(named, int | str) else named
+        if {0, -len(ordered), ordered[0].name}.intersection(named):
             raise LoRAUsageError(
                 f"LoRAManager.jit({option}={options[option]!r}) names the model, the argument {ordered[0].name!r} at "
                 "position 0. Its variables are kept and passed as arrays at every call: leave it out"

@@ -16,7 +16,7 @@ from jlora.manager.batch_arguments import BatchArguments
 from jlora.manager.loaded_adapter import LoadedAdapter
 from jlora.manager.prepare import prepare
 from jlora.manager.state import State
-from jlora.slots.blocks import Block, Chunk, Row, pack
+from jlora.slots.blocks import Block, Chunk, Entry, pack
 from jlora.slots.codec import Encoded, encode
 from jlora.slots.packed import PackedAdapter
 from jlora.slots.packing import rank_values, with_scales
@@ -52,8 +52,8 @@ def warm_up(state: State, step: Callable[[LoRABatch], Any] | None, shape: BatchS
 
 def _blank_blocks(chunks: Sequence[Chunk]) -> tuple[Block, ...]:
     """Return zero blocks for the chunks that all slots have. Expert blocks are left out: they would take gigabytes."""
-    rows: dict[Row, Encoded] = {}
+    entries: dict[Entry, Encoded] = {}
     for chunk in chunks:
         if chunk.spec.experts is None and chunk.spec.whole:
-            rows |= dict.fromkeys(chunk.rows, encode(chunk.spec, [(None, ())], 1, np))
-    return with_scales(pack(chunks, rows), ())
+            entries |= dict.fromkeys(chunk.entries, encode(chunk.spec, [(None, ())], 1, np))
+    return with_scales(pack(chunks, entries), ())

@@ -114,13 +114,13 @@ def read_pooling(folder: Path) -> Pooling | None:
 
 
 def _mode(fields: Fields) -> PoolingMode:
-    found: Any = fields.values.get("pooling_mode")
-    if found is None:
-        found = [mode for flag, mode in _FLAGS.items() if fields.flag(flag, False)] or ["mean"]
-    found = found[0] if isinstance(found, list) and len(found) == 1 else found
-    if found not in get_args(PoolingMode):
-        raise fields.fail("pooling_mode", f"must be one of {get_args(PoolingMode)}, got {found!r:.80}")
-    return found
+    value: Any = fields.values.get("pooling_mode")
+    if value is None:
+        value = [mode for flag, mode in _FLAGS.items() if fields.flag(flag, False)] or ["mean"]
+    value = value[0] if isinstance(value, list) and len(value) == 1 else value
+    if value not in get_args(PoolingMode):
+        raise fields.fail("pooling_mode", f"must be one of {get_args(PoolingMode)}, got {value!r:.80}")
+    return value
 
 
 def _prompt(fields: Fields) -> str:

@@ -64,7 +64,7 @@ class SlotArrays(Generic[T]):
         copies of the model that missed a write.
       modules: as above.
       sites: the sites, in the order of the variables.
-      chunks: how the rows of a slot are divided into blocks.
+      chunks: how the entries of a slot are divided into blocks.
       page_locks: True if page-locked host memory is available, which the device reads directly.
       joined: chunks that one program writes if an adapter has all of them; see `_joins`.
       max_bytes: as above.
@@ -192,9 +192,9 @@ class SlotArrays(Generic[T]):
 
         The new array is placed like the array that replaced the lost one, if that has the same shape and dtype.
         """
-        found, known = raw_value(self._variables[i]), self._known[i]
-        foreign = isinstance(found, jax.Array) and found.shape == known.shape and found.dtype == known.dtype
-        where = refreshed(self._placements[i], found if foreign else known)
+        current, known = raw_value(self._variables[i]), self._known[i]
+        foreign = isinstance(current, jax.Array) and current.shape == known.shape and current.dtype == known.dtype
+        where = refreshed(self._placements[i], current if foreign else known)
         with jax.default_device(where if isinstance(where, Device) else None):
             stamps = i == len(self._variables) - 1
             values = np.broadcast_to(np.asarray(self.writes if stamps else 0, known.dtype), known.shape)
@@ -234,9 +234,9 @@ class SlotArrays(Generic[T]):
 
         Args:
           slot: index of the slot.
-          adapter: the entry of `occupants`.
+          adapter: the new occupant.
           packed: its values. Only the blocks are moved, and may be left out if the slot already holds them; the ranks
-            mark the other rows as unused.
+            mark the other entries as unused.
           spent: list that keeps the arrays which the write consumes, since freeing these hundreds of buffers takes
             0.2 ms.
           donate: donate the old arrays. If False, they are copied first and stay valid.
@@ -302,19 +302,19 @@ class SlotArrays(Generic[T]):
         """Divide blocks into batches, one for each program: a block of each `joined` chunk, or a single block."""
         batches: list[tuple[Block, ...]] = []
         for start in dict.fromkeys(block.start for block in blocks) if self.joined else ():
-            of = {block.chunk: block for block in blocks if block.start == start and block.row is None}
+            of = {block.chunk: block for block in blocks if block.start == start and block.entry is None}
             if of.keys() >= set(self.joined):
                 batches.append(tuple(of[chunk] for chunk in self.joined))
         taken = {id(block) for batch in batches for block in batch}
         return batches + [(block,) for block in blocks if id(block) not in taken]
 
     def _where(self, slot: int, block: Block) -> jax.Array:
-        row, owner = block.chunk.origin(block.row)
-        return self._index(slot, row, block.start, owner)
+        entry, owner = block.chunk.origin(block.entry)
+        return self._index(slot, entry, block.start, owner)
 
     def _job(self, blocks: Sequence[Block]) -> "_Job":
         """Return the program that writes the blocks, and its variables."""
-        at = tuple((block.chunk, block.row) for block in blocks)
+        at = tuple((block.chunk, block.entry) for block in blocks)
         if at not in self._jobs:
             self._jobs[at] = self._make_job(*self._task(at))
         return self._jobs[at]
@@ -330,12 +330,12 @@ class SlotArrays(Generic[T]):
         return _Job(indices, tuple(self._variables[i] for i in indices), program)
 
     def _task(self, at: Sequence[tuple[Chunk, int | None]]) -> tuple[WriteKey, tuple[int, ...]]:
-        """Return the compile key and variable indices of the program that writes these rows of chunks (None: all)."""
+        """Return the compile key and variable indices of the program for these entries of chunks (None: all)."""
         key: list[tuple[SlotSpec, int, int]] = []
         indices: list[int] = []
-        for chunk, row in at:
-            sites = chunk.sites if row is None or chunk.spec.rows else (chunk.sites[row],)
-            key.append((chunk.spec, chunk.count if row is None else 1, len(sites)))
+        for chunk, entry in at:
+            sites = chunk.sites if entry is None or chunk.spec.entries else (chunk.sites[entry],)
+            key.append((chunk.spec, chunk.count if entry is None else 1, len(sites)))
             indices += self._of_blocks(sites)
         return tuple(key), (*indices, len(self._variables) - 1)
 
@@ -359,7 +359,7 @@ class SlotArrays(Generic[T]):
         return raw_value(self._written)
 
     def _index(self, *where: int) -> jax.Array:
-        """Return int32 [slot, row, rank, shard] on the device. It is cached, to avoid a transfer at each write."""
+        """Return int32 [slot, entry, rank, shard] on the device. It is cached, to avoid a transfer at each write."""
         if where not in self._indices:
             (self._indices[where],) = put_operands([np.array(where, np.int32)], [everywhere(self._placements[0])])
         return self._indices[where]
@@ -373,7 +373,7 @@ class SlotArrays(Generic[T]):
         """Return the placements of a block's arrays for the write: sharded like the slots, else replicated."""
         spec, placements = block.chunk.spec, [self._placements[i] for i in self._of_blocks(block.chunk.sites[:1])]
         if as_sharded(spec, placements):
-            return tuple(of_blocks(spec, whole=block.row is None).values())[: len(block.arrays)]
+            return tuple(of_blocks(spec, whole=block.entry is None).values())[: len(block.arrays)]
         return (everywhere(placements[0]),) * len(block.arrays)
 
     def _of_blocks(self, sites: Sequence[Site]) -> tuple[int, ...]:
@@ -406,16 +406,16 @@ class SlotArrays(Generic[T]):
             self._programs, self.compilations = programs, self.compilations + 1
 
     def _wanted(self) -> set[tuple[WriteKey | str, tuple[ArrayPlacement, ...]]]:
-        """Return the keys of all programs (chunks, rows of chunks, whole arrays), each with its arrays' placements."""
+        """Return the keys of all programs (chunks, their entries, whole arrays), each with its arrays' placements."""
         tasks: list[tuple[WriteKey | str, tuple[int, ...]]]
-        tasks = [self._task([(chunk, row)]) for chunk in self.chunks for row in (None, *self._kinds(chunk))]
+        tasks = [self._task([(chunk, entry)]) for chunk in self.chunks for entry in (None, *self._kinds(chunk))]
         tasks += [self._task([(chunk, None) for chunk in self.joined])] if self.joined else []
         tasks += [(name, self._of(name)) for name in self._whole]
         return {(key, tuple(self._placements[i] for i in indices)) for key, indices in tasks}
 
     def _kinds(self, chunk: Chunk) -> range:
-        """Return one row of each site of a chunk."""
-        return range(1) if chunk.spec.rows else range(chunk.count)
+        """Return one entry of each site of a chunk."""
+        return range(1) if chunk.spec.entries else range(chunk.count)
 
     def _program(self, key: WriteKey | str, placements: tuple[ArrayPlacement, ...]) -> Launch:
         found = self._programs.get((key, placements))

@@ -31,43 +31,43 @@ def write(
     into: Sequence[tuple[int, np.ndarray]],
     quanta: np.ndarray | None = None,
 ) -> bool:
-    """Cast a run of rows of a factor and write it into blocks.
+    """Cast a run of entries of a factor and write it into blocks.
 
     The factor is read in its memory order, in tiles that are transposed in the cache.
 
     Args:
-      factor: [rows, r, X], or [1, r, X] if all rows share it.
-      run: The rows to write.
+      factor: [entries, r, X], or [1, r, X] if all entries share it.
+      run: The entries to write.
       dtype: The dtype of the slots.
-      into: (first rank, [rows, slices, rank_block, X] viewed as `bits_of(dtype)`) of each block to write.
-      quanta: For int8, the quantum of each rank of the run, [rows, r] or [1, r].
+      into: (first rank, [entries, slices, rank_block, X] viewed as `bits_of(dtype)`) of each block to write.
+      quanta: For int8, the quantum of each rank of the run, [entries, r] or [1, r].
 
     Returns:
       True if slot dtype holds all values. If False, some values are not written.
     """
     shared = len(factor) == 1
-    own = factor if shared else factor[run]
-    sizes = own.shape
+    part = factor if shared else factor[run]
+    sizes = part.shape
     quanta = None if quanta is None else np.broadcast_to(quanta, sizes[:2])
-    if not shared and own.size <= _TILE:  # fast path for adapters of tens of thousands of small factors
-        return _write_tile(own, slice(None), slice(0, sizes[1]), slice(None), dtype, into, quanta)
-    outer = max(range(3), key=lambda axis: own.strides[axis] * (sizes[axis] > 1)) if own.size > _TILE else 0
-    most = max(1, _TILE * sizes[outer] // own.size)
+    if not shared and part.size <= _TILE:  # fast path for adapters of tens of thousands of small factors
+        return _write_tile(part, slice(None), slice(0, sizes[1]), slice(None), dtype, into, quanta)
+    outer = max(range(3), key=lambda axis: part.strides[axis] * (sizes[axis] > 1)) if part.size > _TILE else 0
+    most = max(1, _TILE * sizes[outer] // part.size)
     for at in range(0, sizes[outer], most):
-        rows, ranks, columns = (
+        entries, ranks, columns = (
             slice(at, min(at + most, size)) if axis == outer else slice(0, size) for axis, size in enumerate(sizes)
         )
-        values, of_values = own[rows, ranks, columns], None if quanta is None else quanta[rows, ranks]
+        values, of_values = part[entries, ranks, columns], None if quanta is None else quanta[entries, ranks]
         if shared:
-            rows = slice(None)
-        if not _write_tile(values, rows, ranks, columns, dtype, into, of_values):
+            entries = slice(None)
+        if not _write_tile(values, entries, ranks, columns, dtype, into, of_values):
             return False
     return True
 
 
 def _write_tile(
     values: np.ndarray,
-    rows: slice,
+    entries: slice,
     ranks: slice,
     columns: slice,
     dtype: np.dtype,
@@ -84,12 +84,12 @@ def _write_tile(
         begin, end = max(ranks.start, first), min(ranks.stop, first + target.shape[2])
         if begin < end:
             part = bits[:, :, begin - ranks.start : end - ranks.start]
-            target[rows, :, begin - first : end - first, columns] = part
+            target[entries, :, begin - first : end - first, columns] = part
     return True
 
 
-def quanta_of_rows(factor: np.ndarray) -> np.ndarray:
-    """Return the int8 quanta [rows, r] of a factor [rows, r, X], computed as float32 in parts that fit the cache."""
+def quanta_of_factor(factor: np.ndarray) -> np.ndarray:
+    """Return the int8 quanta [entries, r] of a factor [entries, r, X], in float32 and in parts that fit the cache."""
     most = max(1, _TILE * len(factor) // factor.size)
     return np.concatenate([quanta_of(_cast(factor[i : i + most], _FLOAT32)) for i in range(0, len(factor), most)])
 

@@ -1,12 +1,12 @@
 """How the tensors of an adapter lie in slots, for NumPy arrays, JAX arrays and traces.
 
-A row of a site holds A [n, R, K] and B [R, N] for its n output slices. A module fills some adjacent slices: its A
+An entry of a site holds A [n, R, K] and B [R, N] for its n output slices. A module fills some adjacent slices: its A
 [r, K] is repeated for each of them, and its B [N', r] lies transposed in their columns. On meshes whose shards hold
 the features in another order than the adapter's, K and N are reordered and padded. In int8 a row of A, and a row of
 each slice of B, is rounded with a quantum of its own.
 
-`encode` writes modules into rows, and `decode` is its inverse. Loads write the same places in parts (`places`), so that
-an adapter of gigabytes is not in memory twice.
+`encode` writes modules into entries, and `decode` is its inverse. Loads write the same places in parts (`places`), so
+that an adapter of gigabytes is not in memory twice.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,12 +18,12 @@ from jlora.adapters.int8 import quanta_of, restored, rounded
 from jlora.layers.site import SlotSpec
 from jlora.slots.casting import bits_of
 
-A, B = 0, 1  # the halves of a row
+A, B = 0, 1  # the halves of an entry
 Run: TypeAlias = tuple[slice, slice]  # features of the adapter, and their places as stored
 
 
 class Part(NamedTuple):
-    """One module in a row: its first output slice, the number of its slices, its rank, and its factors as in PEFT.
+    """One module in an entry: its first output slice, the number of its slices, its rank, and its factors as in PEFT.
 
     A is [r, K] and B is [N', r]. A factor that is None keeps its place.
     """
@@ -36,9 +36,9 @@ class Part(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """Rows of a site as stored: A [rows, n, R, K] and B [rows, R, N].
+    """Entries of a site as stored: A [entries, n, R, K] and B [entries, R, N].
 
-    For int8, `largest` [2, rows, n, R] gives the quanta of A and of each slice of B. It is the quanta in NumPy, and
+    For int8, `largest` [2, entries, n, R] gives the quanta of A and of each slice of B. It is the quanta in NumPy, and
     the largest magnitudes in JAX, which has no float64.
     """
 
@@ -54,7 +54,7 @@ def outputs(spec: SlotSpec, first: int, count: int) -> slice:
 
 
 def place(spec: SlotSpec, half: int, first: int, count: int, rank: int) -> tuple[slice, slice]:
-    """Return the indices of a module in A [..., n, R, K] or B [..., R, N] of its row, without those of K."""
+    """Return the indices of a module in A [..., n, R, K] or B [..., R, N] of its entry, without those of K."""
     if half == A:
         return slice(first, first + count), slice(rank)
     return slice(rank), outputs(spec, first, count)
@@ -62,13 +62,13 @@ def place(spec: SlotSpec, half: int, first: int, count: int, rank: int) -> tuple
 
 def places(spec: SlotSpec, half: int, first: int = 0, count: int | None = None) -> list[Run]:
     """Return the runs of a module's features: those of K, or those of N counted from its first one."""
-    own = slice(0, spec.in_features) if half == A else outputs(spec, first, spec.slices if count is None else count)
+    module = slice(0, spec.in_features) if half == A else outputs(spec, first, spec.slices if count is None else count)
     found: list[Run] = []
     for features, stored in (spec.in_runs, spec.out_runs)[half]:
-        begin, end = max(features.start, own.start), min(features.stop, own.stop)
+        begin, end = max(features.start, module.start), min(features.stop, module.stop)
         if begin < end:
             at = stored.start + begin - features.start
-            found.append((slice(begin - own.start, end - own.start), slice(at, at + end - begin)))
+            found.append((slice(begin - module.start, end - module.start), slice(at, at + end - begin)))
     return found
 
 
@@ -101,7 +101,7 @@ def from_stored(array: Any, spec: SlotSpec, half: int) -> Any:
 
 
 def taken(spec: SlotSpec, half: int, factor: Any, first: int, count: int, rank: int) -> Any:
-    """Return a module's A [r, K] or B [N', r] of A [n, R, K] or B [R, N] of its row, that of its first slice for A."""
+    """Return a module's A [r, K] or B [N', r] of A [n, R, K] or B [R, N] of its entry; of A that of its first slice."""
     found = factor[place(spec, half, first, count, rank)]
     return found.T if half else found[0]
 
@@ -113,17 +113,17 @@ def with_rank(factor: Any, rank: int, xp: Any) -> Any:
     return xp.pad(factor, [(0, 0)] * (factor.ndim - 2) + [(0, rank - found), (0, 0)])
 
 
-def encode(spec: SlotSpec, rows: Sequence[tuple[Any, Iterable[Part]]], rank: int, xp: Any) -> Encoded:
-    """Return rows with modules written into them, in the dtype of the slots.
+def encode(spec: SlotSpec, entries: Sequence[tuple[Any, Iterable[Part]]], rank: int, xp: Any) -> Encoded:
+    """Return entries with modules written into them, in the dtype of the slots.
 
     Args:
       spec: Spec of the site.
-      rows: For each row, its present factors (A [n, R, K], B [R, N]) as `decode` returns them, or None for zeros, and
-        the modules to write. Arrays in JAX are not changed; those of NumPy are.
+      entries: For each entry, its present factors (A [n, R, K], B [R, N]) as `decode` returns them, or None for zeros,
+        and the modules to write. Arrays in JAX are not changed; those of NumPy are.
       rank: R of the result.
       xp: `numpy` or `jax.numpy`.
     """
-    made = [_written(spec, before, parts, rank, xp) for before, parts in rows]
+    made = [_written(spec, before, parts, rank, xp) for before, parts in entries]
     a, b = (halves[0][None] if len(made) == 1 else xp.stack(halves) for halves in zip(*made, strict=True))
     largest = None
     if spec.dtype == "int8":
@@ -134,11 +134,11 @@ def encode(spec: SlotSpec, rows: Sequence[tuple[Any, Iterable[Part]]], rank: int
     return Encoded(to_stored(a, spec, A, xp), to_stored(b, spec, B, xp), largest)
 
 
-def decode(spec: SlotSpec, rows: Encoded) -> tuple[Any, Any]:
-    """Return A [rows, n, R, K] and B [rows, R, N] of NumPy in the adapter's order, float32 for int8."""
-    a, b = from_stored(rows.a, spec, A), from_stored(rows.b, spec, B)
+def decode(spec: SlotSpec, entries: Encoded) -> tuple[Any, Any]:
+    """Return A [entries, n, R, K] and B [entries, R, N] of NumPy in the adapter's order, float32 for int8."""
+    a, b = from_stored(entries.a, spec, A), from_stored(entries.b, spec, B)
     if spec.dtype == "int8":
-        of_a, of_b = rows.largest
+        of_a, of_b = entries.largest
         a = restored(a, of_a)
         parts = [restored(b[..., outputs(spec, i, 1)], of_b[:, i]) for i in range(spec.slices)]
         b = np.concatenate(parts, axis=-1)
@@ -146,7 +146,7 @@ def decode(spec: SlotSpec, rows: Encoded) -> tuple[Any, Any]:
 
 
 def _written(spec: SlotSpec, before: Any, parts: Iterable[Part], rank: int, xp: Any) -> tuple[Any, Any]:
-    """Return A [n, R, K] and B [R, N] of a row with the modules written into them."""
+    """Return A [n, R, K] and B [R, N] of an entry with the modules written into them."""
     if before is None:
         halves = [
             xp.zeros((spec.slices, rank, spec.in_features), spec.float_dtype),

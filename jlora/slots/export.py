@@ -30,15 +30,15 @@ def export(packed: PackedAdapter, slot: int, modules: Mapping[Site, nnx.Module])
 
     def factors_of(site: Site) -> Callable[[int], list[np.ndarray]]:
         factors = _slot(site, slot, modules[site])
-        return lambda row: [factor[row] for factor in factors]
+        return lambda entry: [factor[entry] for factor in factors]
 
     return export_factors(packed, modules, factors_of)
 
 
 def export_blocks(packed: PackedAdapter, sites: Iterable[Site]) -> Adapter:
     """Return the adapter that the blocks of `packed` hold, as `export` returns that of a slot."""
-    found = unpack(packed.blocks, {(p.site, p.row) for p in packed.placements})
-    return export_factors(packed, sites, lambda site: lambda row: [found[site, row][j] for j in site.spec.factors])
+    found = unpack(packed.blocks, {(p.site, p.entry) for p in packed.placements})
+    return export_factors(packed, sites, lambda site: lambda entry: [found[site, entry][j] for j in site.spec.factors])
 
 
 def export_factors(
@@ -46,7 +46,7 @@ def export_factors(
 ) -> Adapter:
     """Return an adapter of these factors.
 
-    `factors_of(site)(row)` are A [n, R, K] and B [R, N], or the only one that the site holds.
+    `factors_of(site)(entry)` are A [n, R, K] and B [R, N], or the only one that the site holds.
     """
     by_site: dict[Site, list[Placement]] = {}
     for p in packed.placements:
@@ -55,13 +55,13 @@ def export_factors(
     read: dict[str, Layer] = {}
     halves: dict[tuple[Site, int, int], list[_Half]] = {}  # (product site, layer, first slice) -> factors
     for site, placements in by_site.items():
-        of_row = factors_of(site)
+        of_entry = factors_of(site)
         for p in placements:
-            found = of_row(p.row)
+            found = of_entry(p.entry)
             if site.spec.whole:
                 read[p.module] = _module(packed.name, p, *found)
             else:
-                key = product[site], p.row // (site.spec.experts or 1), p.first
+                key = product[site], p.entry // (site.spec.experts or 1), p.first
                 halves.setdefault(key, []).append(_Half(p, *found))
     read |= dict(_experts(of_one) for of_one in halves.values())
     names = dict.fromkeys(p.module for p in packed.placements)
@@ -77,7 +77,7 @@ class _Half(NamedTuple):
 
 
 def _slot(site: Site, slot: int, layer: nnx.Module) -> list[np.ndarray]:
-    """Return A [rows, n, R, K] and B [rows, R, N] of one slot, or the only one that the site holds.
+    """Return A [entries, n, R, K] and B [entries, R, N] of one slot, or the only one that the site holds.
 
     Each is transferred in one piece, because many small transfers take long.
     """
@@ -87,7 +87,7 @@ def _slot(site: Site, slot: int, layer: nnx.Module) -> list[np.ndarray]:
     for attribute, j in zip(site.attributes, spec.factors, strict=False):
         with explicit_transfers():
             array = np.asarray(getattr(layer, attribute)[...][where])
-        array = array.reshape(math.prod(spec.rows), *array.shape[len(spec.rows) :])
+        array = array.reshape(math.prod(spec.entries), *array.shape[len(spec.entries) :])
         found.append(from_stored(array[..., : spec.max_rank, :], spec, j))
     return found
 

@@ -23,7 +23,7 @@ from jlora.adapters.tensor_data import all_finite
 from jlora.errors import AdapterFormatError, AdapterMismatchError, LoRAUsageError, nearest
 from jlora.layers.site import SlotSpec
 from jlora.slots.arrays import SlotArrays
-from jlora.slots.blocks import Block, Chunk, Row, pack, rank_block, rank_starts, unpack
+from jlora.slots.blocks import Block, Chunk, Entry, pack, rank_block, rank_starts, unpack
 from jlora.slots.casting import check_scaling, in_slot_dtype
 from jlora.slots.codec import Part, encode, outputs
 from jlora.slots.packed import PackedAdapter, Placement, largest_rank
@@ -50,7 +50,7 @@ class _Shape:
     """Static argument of `_assemble`. Compared by identity for speed, since `_shape` makes one object of each.
 
     Attributes:
-      chunks: (spec, first ranks of the blocks, rows) for each chunk. Each row is (True if its old factors are not
+      chunks: (spec, first ranks of the blocks, entries) for each chunk. Each entry is (True if its old factors are not
         needed, its modules, whose factors are True if they are given).
       order: Indices of the new arrays in the order in which the factors of these modules use them.
     """
@@ -71,17 +71,17 @@ class _UpdateProgram:
     Attributes:
       names: Names of the arrays.
       shapes: Shapes and dtypes of the arrays.
-      rows: The rows that are written.
-      blocks: (chunk, row of it or None for all, first ranks) of the blocks of each chunk.
-      old: Rows whose old factors are needed, in the order in which `_assemble` uses them.
+      entries: The entries that are written.
+      blocks: (chunk, entry of it or None for all, first ranks) of the blocks of each chunk.
+      old: Entries whose old factors are needed, in the order in which `_assemble` uses them.
       shape: The static argument of `_assemble`.
     """
 
     names: tuple[str, ...]
     shapes: list[Any]
-    rows: set[Row]
+    entries: set[Entry]
     blocks: list[tuple[Chunk, int | None, tuple[int, ...]]]
-    old: list[Row]
+    old: list[Entry]
     shape: _Shape
 
 
@@ -116,7 +116,7 @@ def updated(
     program: _UpdateProgram | None = packed.update_program
     if on_device and program is not None and program.names == names and program.shapes == shapes:
         written = with_scales(_blocks_on_device(where, program, arrays, {}, allow_nonfinite), packed.placements)
-        return packed.with_blocks((*_untouched(packed.blocks, program.rows), *written)), written
+        return packed.with_blocks((*_untouched(packed.blocks, program.entries), *written)), written
     had = {placement.module: placement for placement in packed.placements if placement.site.kind != "head"}
     try:
         keys_of = _sorted_keys(names, where)
@@ -125,16 +125,16 @@ def updated(
     news = [_check(where, had.get(module), packed, module, keys, arrays) for module, keys in keys_of.items()]
     changed = {new.placement.module: new for new in news}
     placements = tuple(changed[p.module].placement if p.module in changed else p for p in packed.placements)
-    rows = {(new.placement.site, new.placement.row) for new in news}
-    ranks: dict[Row, int] = {}
+    entries = {(new.placement.site, new.placement.entry) for new in news}
+    ranks: dict[Entry, int] = {}
     for p in placements:
-        ranks[p.site, p.row] = max(ranks.get((p.site, p.row), 0), p.rank)
-    covered = collections.Counter[Row]()
+        ranks[p.site, p.entry] = max(ranks.get((p.site, p.entry), 0), p.rank)
+    covered = collections.Counter[Entry]()
     for new in news:
         p, spec = new.placement, new.placement.site.spec
         if (new.a is not None or not spec.in_features) and (new.b is not None or not spec.out_features):
-            covered[p.site, p.row] += p.count
-    old = unpack(packed.blocks, {row for row in rows if covered[row] < row[0].spec.slices})
+            covered[p.site, p.entry] += p.count
+    old = unpack(packed.blocks, {entry for entry in entries if covered[entry] < entry[0].spec.slices})
     program = None
     if on_device:
         program = _program_of(names, shapes, news, old, ranks, slot_arrays)
@@ -149,7 +149,7 @@ def updated(
         placements=placements,
         ranks=rank_values(slot_arrays.sites, placements),
         rank=largest_rank(placements),
-        blocks=(*_untouched(packed.blocks, rows), *written),
+        blocks=(*_untouched(packed.blocks, entries), *written),
         update_program=program,
     )
     return new, written
@@ -225,21 +225,21 @@ def _check(
     return _NewFactors(placement, a, b, tuple(keys[name] for name in names if name in keys))
 
 
-def _untouched(blocks: Sequence[Block], rows: set[Row]) -> list[Block]:
-    """Return the blocks of all other rows. Blocks that also hold some of `rows` are divided into blocks of one row."""
+def _untouched(blocks: Sequence[Block], entries: set[Entry]) -> list[Block]:
+    """Return the blocks of all other entries. Blocks that also hold some of `entries` are divided."""
     kept: list[Block] = []
     for block in blocks:
-        own = block.rows
-        if not rows.intersection(own):
+        own = block.entries
+        if not entries.intersection(own):
             kept.append(block)
-        elif block.row is None:
+        elif block.entry is None:
             with explicit_transfers():  # the blocks may be page-locked
-                for i, row in enumerate(own):
-                    if row not in rows:
+                for i, entry in enumerate(own):
+                    if entry not in entries:
                         own = slice(i, i + 1)
                         quanta = None if block.quanta is None else block.quanta[:, own]
                         kept.append(
-                            replace(block, row=i, quanta=quanta).with_arrays(array[own] for array in block.arrays)
+                            replace(block, entry=i, quanta=quanta).with_arrays(array[own] for array in block.arrays)
                         )
     return kept
 
@@ -247,13 +247,13 @@ def _untouched(blocks: Sequence[Block], rows: set[Row]) -> list[Block]:
 def _assemble_on_host(
     where: str,
     news: Sequence[_NewFactors],
-    old: Mapping[Row, Any],
-    ranks: Mapping[Row, int],
+    old: Mapping[Entry, Any],
+    ranks: Mapping[Entry, int],
     slot_arrays: SlotArrays[Any],
     allow_nonfinite: bool,
 ) -> tuple[Block, ...]:
-    """Return the blocks of the rows that an update writes, assembled from new and old factors."""
-    parts: dict[Row, list[Part]] = {}
+    """Return the blocks of the entries that an update writes, assembled from new and old factors."""
+    parts: dict[Entry, list[Part]] = {}
     for new in news:
         p, dtype, halves = new.placement, np.dtype(new.placement.site.spec.dtype), list[Any]()
         for label, array in (("A", new.a), ("B", new.b)):
@@ -261,17 +261,17 @@ def _assemble_on_host(
                 raise AdapterFormatError(f"{where}: {p.module}: {label} holds NaN or infinity; expected finite numbers")
             cast = None if array is None else in_slot_dtype(f"{where}: {p.module}", label, np.asarray(array), dtype)
             halves.append(cast)
-        parts.setdefault((p.site, p.row), []).append(Part(p.first, p.count, p.rank, *halves))
-    rows = {row: encode(row[0].spec, [(old.get(row), of)], ranks[row], np) for row, of in parts.items()}
-    return pack(slot_arrays.chunks, rows)
+        parts.setdefault((p.site, p.entry), []).append(Part(p.first, p.count, p.rank, *halves))
+    entries = {entry: encode(entry[0].spec, [(old.get(entry), of)], ranks[entry], np) for entry, of in parts.items()}
+    return pack(slot_arrays.chunks, entries)
 
 
 def _program_of(
     names: tuple[str, ...],
     shapes: list[Any],
     news: Sequence[_NewFactors],
-    old: Mapping[Row, Any],
-    ranks: Mapping[Row, int],
+    old: Mapping[Entry, Any],
+    ranks: Mapping[Entry, int],
     slot_arrays: SlotArrays[Any],
 ) -> _UpdateProgram:
     """Return the program of an update.
@@ -280,48 +280,48 @@ def _program_of(
       names: Names of the arrays.
       shapes: Shapes and dtypes of the arrays.
       news: The new factors of each module.
-      old: The current factors of rows that keep some of their values.
-      ranks: Ranks of the rows that are written.
+      old: The current factors of entries that keep some of their values.
+      ranks: Ranks of the entries that are written.
       slot_arrays: The slot arrays, whose chunks are used.
     """
-    by_row: dict[Row, list[_NewFactors]] = {}
+    by_entry: dict[Entry, list[_NewFactors]] = {}
     for new in news:
-        by_row.setdefault((new.placement.site, new.placement.row), []).append(new)
-    chosen: list[tuple[Chunk, int | None, list[Row]]] = []
+        by_entry.setdefault((new.placement.site, new.placement.entry), []).append(new)
+    chosen: list[tuple[Chunk, int | None, list[Entry]]] = []
     for chunk in slot_arrays.chunks:
-        touched = [i for i, row in enumerate(chunk.rows) if row in by_row]
+        touched = [i for i, entry in enumerate(chunk.entries) if entry in by_entry]
         if len(touched) == chunk.count:
-            chosen.append((chunk, None, list(chunk.rows)))
+            chosen.append((chunk, None, list(chunk.entries)))
         else:
-            chosen.extend((chunk, i, [chunk.rows[i]]) for i in touched)
+            chosen.extend((chunk, i, [chunk.entries[i]]) for i in touched)
     blocks: list[tuple[Chunk, int | None, tuple[int, ...]]] = []
-    kept: list[Row] = []
+    kept: list[Entry] = []
     keys: list[str] = []
     chunks: list[Any] = []
-    for chunk, i, rows in chosen:
-        starts = tuple(rank_starts(chunk.spec, max(ranks[row] for row in rows)))
+    for chunk, i, entries in chosen:
+        starts = tuple(rank_starts(chunk.spec, max(ranks[entry] for entry in entries)))
         sources: list[tuple[bool, tuple[Part, ...]]] = []
-        for row in rows:
-            if row in old:
-                kept.append(row)
-            keys.extend(key for new in by_row[row] for key in new.keys)
-            sources.append((row not in old, tuple(_module(new) for new in by_row[row])))
+        for entry in entries:
+            if entry in old:
+                kept.append(entry)
+            keys.extend(key for new in by_entry[entry] for key in new.keys)
+            sources.append((entry not in old, tuple(_module(new) for new in by_entry[entry])))
         blocks.append((chunk, i, starts))
         chunks.append((chunk.spec, starts, tuple(sources)))
     position = {name: i for i, name in enumerate(names)}
     shape = _shape(tuple(chunks), tuple(position[key] for key in keys))
-    return _UpdateProgram(names, shapes, set(by_row), blocks, kept, shape)
+    return _UpdateProgram(names, shapes, set(by_entry), blocks, kept, shape)
 
 
 def _blocks_on_device(
-    where: str, program: _UpdateProgram, arrays: Mapping[str, Any], old: Mapping[Row, Any], allow_nonfinite: bool
+    where: str, program: _UpdateProgram, arrays: Mapping[str, Any], old: Mapping[Entry, Any], allow_nonfinite: bool
 ) -> tuple[Block, ...]:
     """Return the blocks that an update writes, on the device. Messages start with `where`.
 
     Raises:
       AdapterFormatError: The blocks hold NaN or infinity, and `allow_nonfinite` is False.
     """
-    kept = [old[row] for row in program.old]
+    kept = [old[entry] for entry in program.old]
     given = _off_explicit(list(arrays.values()))
     with auto_axes(), explicit_transfers():
         assemble = _assembler(jax.default_backend())
@@ -367,13 +367,13 @@ def _assemble(shape: _Shape, given: Sequence[jax.Array], old: Sequence[Any]) -> 
     feed, kept = (given[i] for i in shape.order), iter(old)
     made: list[Any] = []
     finite = jnp.ones((), bool)
-    for spec, starts, rows in shape.chunks:
+    for spec, starts, entries in shape.chunks:
         width = rank_block(spec)
-        given_rows: list[tuple[Any, list[Part]]] = []
-        for whole, modules in rows:
+        given_entries: list[tuple[Any, list[Part]]] = []
+        for whole, modules in entries:
             parts = [part._replace(a=part.a and next(feed), b=part.b and next(feed)) for part in modules]
-            given_rows.append((None if whole else next(kept), parts))
-        a, b, largest = encode(spec, given_rows, starts[-1] + width, jnp)
+            given_entries.append((None if whole else next(kept), parts))
+        a, b, largest = encode(spec, given_entries, starts[-1] + width, jnp)
         for values in (a, b) if largest is None else (largest,):
             finite &= jnp.isfinite(values).all()
         factors = [(a[:, :, s : s + width], b[:, s : s + width]) for s in starts]

@@ -16,7 +16,7 @@ from jlora.adapters.variants import described
 from jlora.layers.site import Site
 from jlora.slots.blocks import Block
 
-SiteSlices: TypeAlias = tuple[Site, int, int, int]  # site, row, first slice, number of slices
+SiteSlices: TypeAlias = tuple[Site, int, int, int]  # site, entry, first slice, number of slices
 
 
 @functools.lru_cache(maxsize=64)
@@ -35,7 +35,7 @@ class Placement:
     Attributes:
       module: Name of the module in the checkpoint. A site with slots for one factor holds only that factor of it.
       site: The site.
-      row: Row of the site, which is a layer of a stack, an expert, or 0 if the site has a single row.
+      entry: Entry of the site, which is a layer of a stack, an expert, or 0 if the site has a single entry.
       first: The first output slice.
       count: Number of output slices.
       rank: Rank of the module; the number of outputs of a saved head.
@@ -46,7 +46,7 @@ class Placement:
 
     module: str
     site: Site
-    row: int
+    entry: int
     first: int
     count: int
     rank: int
@@ -133,7 +133,7 @@ class PackedAdapter:
         """
         found = hashlib.sha256(repr(self.about.invocation_tokens).encode())
         for p in self.placements:
-            about = (p.module, p.site.path, p.row, p.first, p.count, p.rank, p.alpha, p.scaling)
+            about = (p.module, p.site.path, p.entry, p.first, p.count, p.rank, p.alpha, p.scaling)
             found.update(repr(about).encode())
             for name, array in sorted(p.extras.items()):
                 found.update(name.encode() + array.tobytes())

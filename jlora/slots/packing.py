@@ -15,22 +15,22 @@ from jlora.adapters.lora import ExpertsLoRA, Layer
 from jlora.errors import AdapterFormatError, AdapterMismatchError
 from jlora.layers.site import Site
 from jlora.layers.wrap.wrapped import WrappedModel, own_order_of
-from jlora.slots.blocks import Block, Chunk, Packing, Row
-from jlora.slots.casting import bits_of, check_scaling, in_slot_dtype, quanta_of_rows, write
+from jlora.slots.blocks import Block, Chunk, Entry, Packing
+from jlora.slots.casting import bits_of, check_scaling, in_slot_dtype, quanta_of_factor, write
 from jlora.slots.codec import A, B, outputs, places
 from jlora.slots.packed import Placement, SiteSlices
 
 
 class _Piece(NamedTuple):
-    """Factors of one module, or of all experts for one slice, in consecutive rows.
+    """Factors of one module, or of all experts for one slice, in consecutive entries.
 
     Attributes:
-      name: Name in the checkpoint for all rows together.
-      names: Name of the module of each row.
+      name: Name in the checkpoint for all entries together.
+      names: Name of the module of each entry.
       first: The first output slice.
       slices: Number of output slices.
-      a: [rows, r, K], or [1, r, K] if all rows share it.
-      b: [rows, r, N], or [1, r, N] if all rows share it.
+      a: [entries, r, K], or [1, r, K] if all entries share it.
+      b: [entries, r, N], or [1, r, N] if all entries share it.
     """
 
     name: str
@@ -69,11 +69,11 @@ def pack_modules(
     """
     of_experts = [name for name, (site, *_) in slices_of.items() if site.spec.experts]
     shared = bool(of_experts) and all(_is_shared(where, modules[name], *slices_of[name]) for name in of_experts)
-    ranks: dict[Row, int] = {}
-    for name, (site, first_row, _, _) in slices_of.items():
-        for target, rows in _targets(modules[name], site, first_row, shared):
-            for row in rows:
-                ranks[target, row] = max(ranks.get((target, row), 0), modules[name].rank)
+    ranks: dict[Entry, int] = {}
+    for name, (site, first_entry, _, _) in slices_of.items():
+        for target, entries in _targets(modules[name], site, first_entry, shared):
+            for entry in entries:
+                ranks[target, entry] = max(ranks.get((target, entry), 0), modules[name].rank)
     packing = Packing(chunks, ranks)
 
     def fill(name: str) -> list[Placement]:
@@ -86,9 +86,9 @@ def pack_modules(
     return placements, with_scales(packing.blocks, placements)
 
 
-def rows_of(module: Layer, site: Site, row: int) -> range:
-    """Return the rows that a module fills, beginning at `row`."""
-    return range(row, row + (site.spec.experts or 1)) if module.kind == "experts" else range(row, row + 1)
+def entries_of(module: Layer, site: Site, entry: int) -> range:
+    """Return the entries that a module fills, beginning at `entry`."""
+    return range(entry, entry + (site.spec.experts or 1)) if module.kind == "experts" else range(entry, entry + 1)
 
 
 def is_exchanged(where: str, module: ExpertsLoRA, site: Site, first: int, count: int) -> bool:
@@ -111,16 +111,16 @@ def is_exchanged(where: str, module: ExpertsLoRA, site: Site, first: int, count:
     return exchanged
 
 
-def _targets(module: Layer, site: Site, row: int, shared: bool) -> list[tuple[Site, range]]:
-    """Return the sites that hold the factors of a module at `row` of `site`, and the rows in each."""
-    rows = rows_of(module, site, row)
+def _targets(module: Layer, site: Site, entry: int, shared: bool) -> list[tuple[Site, range]]:
+    """Return the sites that hold the factors of a module at `entry` of `site`, and the entries in each."""
+    entries = entries_of(module, site, entry)
     if not (shared and site.spec.experts):
-        return [(site, rows)]
-    layer = row // site.spec.experts
-    return [(half, rows if half.spec.experts else range(layer, layer + 1)) for half in site.shared]
+        return [(site, entries)]
+    layer = entry // site.spec.experts
+    return [(half, entries if half.spec.experts else range(layer, layer + 1)) for half in site.shared]
 
 
-def _is_shared(where: str, module: Layer, site: Site, row: int, first: int, count: int) -> bool:
+def _is_shared(where: str, module: Layer, site: Site, entry: int, first: int, count: int) -> bool:
     """Return whether the experts of a module share the factor that the shared slots of the site hold once."""
     if not site.shared or not isinstance(module, ExpertsLoRA):
         return False
@@ -182,8 +182,8 @@ def _columns(b: np.ndarray, positions: np.ndarray, own: Sequence[range]) -> np.n
     if len(b) > sum(map(len, own)) and len(b) > 1:
         found = fresh(b.size, b.dtype, sparse=True).reshape(b.shape)
         for each in own:
-            rows = slice(each.start, each.stop)
-            found.view(bits_of(b.dtype))[rows] = _columns(b[rows], positions, own).view(bits_of(b.dtype))
+            entries = slice(each.start, each.stop)
+            found.view(bits_of(b.dtype))[entries] = _columns(b[entries], positions, own).view(bits_of(b.dtype))
         return found
     order = sorted(range(3), key=lambda axis: -b.strides[axis])
     bits = b.view(bits_of(b.dtype)).transpose(order).take(positions, order.index(2))
@@ -196,7 +196,7 @@ def _fill(
     module: Layer,
     wrapped: WrappedModel,
     site: Site,
-    row: int,
+    entry: int,
     first: int,
     count: int,
     shared: bool,
@@ -212,14 +212,14 @@ def _fill(
     pieces = _pieces(where, name, module, wrapped, site, first, count)
     check_scaling(f"{where}: {pieces[0].names[0]}", module.scaling)
     dtype = packing.dtype(site)
-    fills = [(target, rows, piece) for target, rows in _targets(module, site, row, shared) for piece in pieces]
-    for target, rows, piece in fills:
+    fills = [(target, entries, piece) for target, entries in _targets(module, site, entry, shared) for piece in pieces]
+    for target, entries, piece in fills:
         slices = slice(piece.first, piece.first + piece.slices)
         # In int8 each slice has quanta of its own.
         spans = [(i, 1) for i in range(slices.start, slices.stop)]
         spans = spans if dtype == np.int8 else [(piece.first, piece.slices)]
         parts = [_part(piece, site, *span) for span in spans]
-        for run, blocks in packing.runs(target, rows.start, len(rows)):
+        for run, blocks in packing.runs(target, entries.start, len(entries)):
             fits = True
             of_a, of_b = None, [None] * len(spans)
             if dtype == np.int8:
@@ -246,7 +246,7 @@ def _fill(
         Placement(
             module=piece.names[i] if target.spec.experts or target is site else piece.name,
             site=target,
-            row=row,
+            entry=entry,
             first=piece.first,
             count=piece.slices,
             rank=module.rank,
@@ -254,8 +254,8 @@ def _fill(
             scaling=module.scaling,
             extras=extras,
         )
-        for target, rows, piece in fills
-        for i, row in enumerate(rows)
+        for target, entries, piece in fills
+        for i, entry in enumerate(entries)
     ]
 
 
@@ -269,28 +269,28 @@ def _part(piece: _Piece, site: Site, first: int, count: int) -> np.ndarray:
 def _quanta(
     piece: _Piece, run: slice, parts: Sequence[np.ndarray], *, together: bool
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return the int8 quanta [rows or 1, r] of A, and of each of the `parts` of B, in a run of rows.
+    """Return the int8 quanta [entries or 1, r] of A, and of each of the `parts` of B, in a run of entries.
 
-    If `together` is True and the rows share B, they have one quantum for A too, as a slot then has one scale for all.
+    If `together` is True and the entries share B, they share a quantum for A too, as a slot then has one scale for all.
     """
     a, *parts = (factor if len(factor) == 1 else factor[run] for factor in (piece.a, *parts))
     shared = together and len(piece.b) == 1
-    return quanta_of_rows(piece.a).max(axis=0, keepdims=True) if shared else quanta_of_rows(a), list(
-        map(quanta_of_rows, parts)
+    return quanta_of_factor(piece.a).max(axis=0, keepdims=True) if shared else quanta_of_factor(a), list(
+        map(quanta_of_factor, parts)
     )
 
 
 def _refuse(where: str, dtype: np.dtype, pieces: Sequence[_Piece]) -> NoReturn:
-    """Raise AdapterMismatchError for the first row of a module with a value that slot dtype cannot hold."""
+    """Raise AdapterMismatchError for the first entry of a module with a value that slot dtype cannot hold."""
     for i in range(len(pieces[0].names)):
         for piece in pieces:
             for label, factor in (("A", piece.a), ("B", piece.b)):
                 in_slot_dtype(f"{where}: {piece.names[i]}", label, factor[i % len(factor)], dtype)
-    raise AssertionError("slot dtype holds all values of all rows")
+    raise AssertionError("slot dtype holds all values of all entries")
 
 
 def rank_values(sites: tuple[Site, ...], placements: tuple[Placement, ...]) -> Float[np.ndarray, "values"]:
-    """Return the true rank and the scale of each output slice of every row, float32, in the order of `sites`.
+    """Return the true rank and the scale of each output slice of every entry, float32, in the order of `sites`.
 
     In int8, where blocks have the scales, it is the true rank alone. Slices without factors, or with scale 0 and no
     extras, have rank 0: the base output keeps its bits there.
@@ -302,7 +302,7 @@ def rank_values(sites: tuple[Site, ...], placements: tuple[Placement, ...]) -> F
     of_site = {site: view.reshape(-1, *shape[-2:]) for site, view, shape in zip(sites, views, shapes, strict=True)}
     for p in placements:
         if np.float32(p.scaling) or p.extras:
-            own = of_site[p.site][p.row, p.first : p.first + p.count]
+            own = of_site[p.site][p.entry, p.first : p.first + p.count]
             own[:, 0], own[:, 1:] = p.rank, p.scaling
     return values
 
@@ -311,14 +311,14 @@ def with_scales(blocks: Sequence[Block], placements: Iterable[Placement]) -> tup
     """Return the blocks, in int8 with the scale of each rank: the product of its quanta and of the delta's scale."""
     if all(block.quanta is None for block in blocks):
         return tuple(blocks)
-    of_row: dict[Row, np.ndarray] = {}
+    of_entry: dict[Entry, np.ndarray] = {}
     for p in placements:
         zeros = np.zeros(p.site.spec.slices)
-        of_row.setdefault((p.site, p.row), zeros)[p.first : p.first + p.count] = p.scaling
+        of_entry.setdefault((p.site, p.entry), zeros)[p.first : p.first + p.count] = p.scaling
     found: list[Block] = []
     for block in blocks:
         if block.quanta is not None:
-            own = np.stack([of_row.get(row, np.zeros(block.chunk.spec.slices)) for row in block.rows])
+            own = np.stack([of_entry.get(entry, np.zeros(block.chunk.spec.slices)) for entry in block.entries])
             with np.errstate(over="ignore", invalid="ignore"):  # values that the configuration lets through
                 scales = (block.quanta.prod(axis=0) * own[..., None]).astype(np.float32)
             block = replace(block, scales=scales)

@@ -59,15 +59,15 @@ def as_sharded(spec: SlotSpec, placements: Sequence[ArrayPlacement]) -> bool:
 def of_blocks(spec: SlotSpec, *, whole: bool) -> dict[str, ArrayPlacement]:
     """Return the placements of A, B and the scales of a block of sharded slots, by the names of the slot arrays.
 
-    If `whole` is False, the block has one row and is replicated over the shards of experts.
+    If `whole` is False, the block has one entry and is replicated over the shards of experts.
     """
-    found = spec.sharding
-    assert found is not None
-    rows = found.experts if whole and spec.experts is not None else ()
+    sharding = spec.sharding
+    assert sharding is not None
+    entries = sharding.experts if whole and spec.experts is not None else ()
     return {
-        "a": found.named(rows, (), (), found.ins),
-        "b": found.named(rows, (), found.b[2]),
-        "ranks": found.named(rows),
+        "a": sharding.named(entries, (), (), sharding.ins),
+        "b": sharding.named(entries, (), sharding.b[2]),
+        "ranks": sharding.named(entries),
     }
 
 

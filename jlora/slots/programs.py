@@ -14,7 +14,7 @@ from jlora.slots.blocks import block_shapes
 from jlora.slots.placement import ArrayPlacement, a_device, as_sharded, everywhere, of_blocks
 from jlora.slots.slot_write import takes_kernels, write_block, write_whole
 
-# (spec, rows of the block, number of sites) of each block that a program writes.
+# (spec, entries of the block, number of sites) of each block that a program writes.
 WriteKey: TypeAlias = tuple[tuple[SlotSpec, int, int], ...]
 Arrays: TypeAlias = tuple[jax.Array, ...]
 
@@ -24,7 +24,7 @@ def compiled_write(key: WriteKey, stamps: tuple[int, ...], placements: tuple[Arr
     """Compile the program that writes blocks into one slot and increments the stamp of the slot.
 
     Its signature is `write(*arrays, *operands)`, and it returns the updated arrays. The arrays are donated. For each
-    block, the operands are its factors, in int8 its scales, and the int32 vector [slot, row, rank, shard].
+    block, the operands are its factors, in int8 its scales, and the int32 vector [slot, entry, rank, shard].
 
     Args:
       key: Specs and sizes of the blocks, in the order of the operands.
@@ -36,19 +36,19 @@ def compiled_write(key: WriteKey, stamps: tuple[int, ...], placements: tuple[Arr
     arrays: list[jax.ShapeDtypeStruct] = []
     operands: list[tuple[jax.ShapeDtypeStruct, ...]] = []
     meshes: set[Any] = set()
-    for spec, rows, count in key:
+    for spec, entries, count in key:
         own = placements[len(arrays) : len(arrays) + len(spec.of_blocks) * count]
         sharding = spec.sharding if as_sharded(spec, own) else None
         over, alone, of = (), (), {array.name: whole for array in spec.of_blocks}
         if sharding is not None:
             over = sharding.a[2]
-            alone = sharding.experts if rows == 1 and spec.expert_shards > 1 else ()
+            alone = sharding.experts if entries == 1 and spec.expert_shards > 1 else ()
             of = of_blocks(spec, whole=not alone)
         meshes.add(None if sharding is None else sharding.mesh)
         writers.append(partial(_write_sites, spec, count, over, alone, takes_kernels(a_device(placements[0]))))
         held = [array for array in spec.of_blocks for _ in range(count)]
         arrays += [_struct(array.shape, array.dtype, where) for array, where in zip(held, own, strict=True)]
-        shapes = block_shapes(spec, rows)
+        shapes = block_shapes(spec, entries)
         structs = [_struct(shapes[array.name], array.dtype, of[array.name]) for array in spec.of_blocks]
         operands.append((*structs, _struct((4,), "int32", whole)))
 

@@ -17,10 +17,10 @@ from jlora.pallas.gpus import MIN_CAPABILITY
 def write_block(
     spec: SlotSpec,
     arrays: Sequence[Sequence[Real[Array, "..."]]],
-    blocks: Sequence[Real[Array, "rows ..."]],
+    blocks: Sequence[Real[Array, "entries ..."]],
     where: Int[Array, "4"],
     ranks_over: tuple[str, ...] = (),
-    rows_over: tuple[str, ...] = (),
+    entries_over: tuple[str, ...] = (),
     *,
     one_launch: bool = False,
 ) -> tuple[Real[Array, "..."], ...]:
@@ -28,32 +28,32 @@ def write_block(
 
     Args:
       spec: the spec of the sites that hold the arrays.
-      arrays: all A, all B and all ranks, or those of them in `spec.of_blocks`. There is one array for each row of the
-        block, or one array in all if the site itself has several rows: a stack of layers, or the experts of a layer.
-      blocks: the values of some ranks for each: A [rows, n, rank_block, K], B [rows, rank_block, N], and scales
-        [rows, n, rank_block].
-      where: int32 [4]: slot of the model, first row, first rank, and the shard of experts that owns a row written
+      arrays: all A, all B and all ranks, or those of them in `spec.of_blocks`. There is one array for each entry of the
+        block, or one array in all if the site itself has several entries: a stack of layers, or the experts of a layer.
+      blocks: the values of some ranks for each: A [entries, n, rank_block, K], B [entries, rank_block, N], and scales
+        [entries, n, rank_block].
+      where: int32 [4]: slot of the model, first entry, first rank, and the shard of experts that owns an entry written
         alone.
       ranks_over: mesh axes that split the ranks of A, if the arrays are those of one shard.
-      rows_over: mesh axes that split rows written alone, if the arrays are those of one shard.
+      entries_over: mesh axes that split entries written alone, if the arrays are those of one shard.
       one_launch: use a Triton kernel if it supports the arrays; see `takes_kernels`.
 
     Returns:
       The updated arrays, in the same order.
     """
-    slot, row, start, owner = where
+    slot, entry, start, owner = where
     slot -= spec.first_slot
     zero = jnp.zeros((), jnp.int32)
     if spec.experts is None:
-        lead = (slot,) if spec.layers is None else (row, slot)
+        lead = (slot,) if spec.layers is None else (entry, slot)
     else:
         experts = arrays[0][0].shape[len(spec.stack) + 1]  # experts of one shard
-        lead = (*(() if spec.layers is None else (row // experts,)), slot, row % experts)
+        lead = (*(() if spec.layers is None else (entry // experts,)), slot, entry % experts)
     written: list[jax.Array] = []
     tails = {"a": (zero, start, zero), "b": (start, zero), "ranks": (zero, start + 1)}
     for of, held, block in zip(spec.of_blocks, arrays, blocks, strict=True):
         tail = tails[of.name]
-        if one_launch and not spec.rows and not (ranks_over and of.name == "a"):
+        if one_launch and not spec.entries and not (ranks_over and of.name == "a"):
             from jlora.pallas.triton import write  # imports Pallas' Triton backend, which is slow
 
             if write.suits(held[0].shape, len(held)):
@@ -71,9 +71,9 @@ def write_block(
             if ranks_over and of.name == "a":
                 update = _own_ranks(array, update, lead, start, ranks_over)
                 tail = (zero, zero, zero)
-            if rows_over:
+            if entries_over:
                 now = lax.dynamic_slice(array, (*lead, *tail), update.shape)
-                update = jnp.where(lax.axis_index(rows_over) == owner, update, now)
+                update = jnp.where(lax.axis_index(entries_over) == owner, update, now)
             written.append(lax.dynamic_update_slice(array, update, (*lead, *tail)))
     return tuple(written)
 

@@ -18,7 +18,7 @@ from jlora.layers.site import Site
 from jlora.layers.specs import EmbedSpec, LinearSpec
 from jlora.layers.variants.finisher import AdaptedWeight, Finisher
 from jlora.layers.wrap.wrapped import WrappedModel, spec_of
-from jlora.slots.blocks import Block, Row, unpack
+from jlora.slots.blocks import Block, Entry, unpack
 from jlora.slots.codec import B, outputs, to_stored
 from jlora.slots.packed import PackedAdapter, Placement
 from jlora.slots.placement import auto_axes, with_auto_axes
@@ -121,22 +121,22 @@ def slot_values(
     found: dict[str, np.ndarray] = {}
     for finisher in dict.fromkeys(f for p in packed.placements for f in p.site.spec.finishers):
         variant = finisher.variant
-        by_row: dict[Row, list[Placement]] = {}
+        by_entry: dict[Entry, list[Placement]] = {}
         for p in packed.placements:
             if variant.name in p.extras:
-                by_row.setdefault((p.site, p.row), []).append(p)
-        if not by_row:
+                by_entry.setdefault((p.site, p.entry), []).append(p)
+        if not by_entry:
             continue
         holding = [site for site in sites if variant in site.spec.extras]
         found[variant.name] = empty_values(holding)[variant.name]
         views = np.split(found[variant.name], np.cumsum([_size(site) for site in holding])[:-1])
         of_site = {site: view.reshape(-1, site.spec.stored_out) for site, view in zip(holding, views, strict=True)}
         if finisher.values is None:
-            rows = ((row, _brought(variant, placements)) for row, placements in by_row.items())
+            entries = ((entry, _brought(variant, placements)) for entry, placements in by_entry.items())
         else:
-            rows = _computed(packed, wrapped, finisher, by_row)
-        for (site, row), own in rows:
-            of_site[site][row] = to_stored(own, site.spec, B, np, variant.fill)
+            entries = _computed(packed, wrapped, finisher, by_entry)
+        for (site, entry), own in entries:
+            of_site[site][entry] = to_stored(own, site.spec, B, np, variant.fill)
     return found
 
 
@@ -146,7 +146,7 @@ def _size(site: Site) -> int:
 
 
 def _brought(variant: Variant, placements: Sequence[Placement]) -> Float[np.ndarray, "N"]:
-    """Return the vectors of the modules of one row, in the order of the adapter's features."""
+    """Return the vectors of the modules of one entry, in the order of the adapter's features."""
     spec = placements[0].site.spec
     values = np.full(spec.out_features, variant.fill, np.float32)
     for p in placements:
@@ -156,31 +156,31 @@ def _brought(variant: Variant, placements: Sequence[Placement]) -> Float[np.ndar
 
 
 def _computed(
-    packed: PackedAdapter, wrapped: WrappedModel, finisher: Finisher, by_row: Mapping[Row, Sequence[Placement]]
-) -> Iterator[tuple[Row, Float[np.ndarray, "N"]]]:
-    """Yield (row, values in the order of the adapter's features) of `Finisher.values` for each row of `by_row`."""
+    packed: PackedAdapter, wrapped: WrappedModel, finisher: Finisher, by_entry: Mapping[Entry, Sequence[Placement]]
+) -> Iterator[tuple[Entry, Float[np.ndarray, "N"]]]:
+    """Yield (entry, values in the order of the adapter's features) of `Finisher.values` for each of `by_entry`."""
     assert finisher.values is not None
     blocks: dict[int, list[Block]] = {}
     for block in packed.blocks:
         blocks.setdefault(id(block.chunk), []).append(block)
     for of_chunk in blocks.values():
-        rows = [row for row in of_chunk[0].chunk.rows if row in by_row]
-        for (site, row), (a, b) in unpack(of_chunk, rows).items():
-            spec, slots = _linear(wrapped, site), site.spec
+        entries = [entry for entry in of_chunk[0].chunk.entries if entry in by_entry]
+        for (site, entry), (a, b) in unpack(of_chunk, entries).items():
+            spec, slot_spec = _linear(wrapped, site), site.spec
             scaled, modules = np.zeros(b.shape, np.float32), dict[str, tuple[slice, np.ndarray]]()
-            for p in by_row[site, row]:
-                columns = outputs(slots, p.first, p.count)
+            for p in by_entry[site, entry]:
+                columns = outputs(slot_spec, p.first, p.count)
                 scaled[:, columns] = b[:, columns].astype(np.float32) * np.float32(p.scaling)
                 modules[f"adapter {packed.name!r}: {p.module}"] = columns, p.extras[finisher.variant.name]
-            slices = np.repeat(np.arange(slots.slices, dtype=np.int32), slots.out_sizes)
+            slices = np.repeat(np.arange(slot_spec.slices, dtype=np.int32), slot_spec.out_sizes)
             own = a.astype(np.float32), scaled, slices, modules
             kernel = _kernel(wrapped.modules[site], spec)
             try:
                 with auto_axes(), explicit_transfers():
                     kernel = with_auto_axes(kernel)
-                    values = finisher.values(AdaptedWeight(kernel, spec, row if slots.stack else None, *own))
+                    values = finisher.values(AdaptedWeight(kernel, spec, entry if slot_spec.stack else None, *own))
             except RuntimeError as error:
                 if kernel.is_deleted():
                     raise _donated(site, spec, finisher.variant) from error
                 raise
-            yield (site, row), values
+            yield (site, entry), values

@@ -34,7 +34,7 @@ from jlora.layers.site import ModelSites, Site, SlotSpec, attach, detach, is_nam
 from jlora.layers.wrap.discover import walk
 from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.sharding.rules import names_of
-from jlora.slots.blocks import Row
+from jlora.slots.blocks import Entry
 from jlora.slots.codec import A, is_reordered, place, taken, to_stored, with_rank
 from jlora.slots.export import export_factors
 from jlora.slots.packed import PackedAdapter
@@ -113,7 +113,7 @@ class TrainedModel:
     Attributes:
       wrapped: the wrapped model.
       jit: `LoRAManager.jit`.
-      begin: returns (packed adapter, row -> (A [n, r, K], B [r, N]) as its files have them) of the manager's adapter of
+      begin: returns (packed adapter, entry -> (A [n, r, K], B [r, N]) as its files have them) of the manager's adapter of
         a name, or of a new one with these options of `new_adapter`.
       update: `LoRAManager.update_adapter`, with a `check` of the version that it replaces.
       add: `LoRAManager.add_adapter`.
@@ -121,7 +121,7 @@ class TrainedModel:
 
     wrapped: WrappedModel
     jit: Callable[..., Callable[..., Any]]
-    begin: Callable[..., tuple[PackedAdapter, Mapping[Row, tuple[np.ndarray, np.ndarray]]]]
+    begin: Callable[..., tuple[PackedAdapter, Mapping[Entry, tuple[np.ndarray, np.ndarray]]]]
     update: Callable[..., int]
     add: Callable[[Adapter | LoRARequest], bool]
 
@@ -155,7 +155,7 @@ class _Factor:
     def shape(self) -> tuple[int, ...]:
         spec = self.spec
         a, b = (spec.slices, spec.max_rank, spec.in_features), (spec.max_rank, spec.out_features)
-        return *spec.rows, *(b if self.half else a)
+        return *spec.entries, *(b if self.half else a)
 
     def placement(self, whole: ArrayPlacement) -> ArrayPlacement:
         """Return the sharding of the slots, without that of features in another order and of sizes that do not divide.
@@ -163,16 +163,16 @@ class _Factor:
         Off meshes it is `whole`, the placement of arrays that every device holds.
         """
         spec = self.spec
-        found = spec.arrays["ab"[self.half]].sharding
-        if found is None:
+        sharding = spec.arrays["ab"[self.half]].sharding
+        if sharding is None:
             return whole
-        axes = [*found.spec, *(None,) * (len(self.shape) + 1 - len(found.spec))]
+        axes = [*sharding.spec, *(None,) * (len(self.shape) + 1 - len(sharding.spec))]
         del axes[len(spec.stack)]
         if is_reordered(spec, self.half):
             axes[-1] = None
-        counts = [math.prod(found.mesh.shape[name] for name in names_of(entry)) for entry in axes]
+        counts = [math.prod(sharding.mesh.shape[name] for name in names_of(entry)) for entry in axes]
         return NamedSharding(
-            found.mesh,
+            sharding.mesh,
             P(*[None if size % n else entry for entry, n, size in zip(axes, counts, self.shape, strict=True)]),
         )
 
@@ -319,8 +319,8 @@ class Trainer:
             for p in packed.placements:
                 for half in p.site.spec.factors:
                     own = place(p.site.spec, half, p.first, p.count if half else 1, p.rank)
-                    where = (*_row(p.site.spec, p.row), *own)
-                    factors[_key(p.site, "ab"[half])][where] = unpacked[p.site, p.row][half][own]
+                    where = (*_entry(p.site.spec, p.entry), *own)
+                    factors[_key(p.site, "ab"[half])][where] = unpacked[p.site, p.entry][half][own]
             where = self._where["factors"], {key: self._whole for key in ranks}
             args = jax.tree.map(_put, (factors, ranks), where)
             member = self._compiled("begin", self._begun, self._where, *args)(*args)
@@ -473,7 +473,7 @@ class Trainer:
         packed, factors = self._fetched(name)
 
         def factors_of(site: Site) -> Callable[[int], list[np.ndarray]]:
-            return lambda row: [factors[site, half][_row(site.spec, row)] for half in site.spec.factors]
+            return lambda entry: [factors[site, half][_entry(site.spec, entry)] for half in site.spec.factors]
 
         return export_factors(packed, self._ranks.values(), factors_of)
 
@@ -484,7 +484,7 @@ class Trainer:
         for p in packed.placements:
             key = "lora_embedding_{}" if p.site.kind == "embedding" else "lora_{}.weight"
             for half in p.site.spec.factors:
-                own = factors[p.site, half][_row(p.site.spec, p.row)]
+                own = factors[p.site, half][_entry(p.site.spec, p.entry)]
                 array = taken(p.site.spec, half, own, p.first, p.count, p.rank)
                 found[f"base_model.model.{p.module}.{key.format('AB'[half])}"] = array
         return found
@@ -558,7 +558,7 @@ class Trainer:
         """Return the shapes and dtypes of the state of a member."""
         factors = {key: jax.ShapeDtypeStruct(each.shape, jnp.float32) for key, each in self._factors.items()}
         ranks = {
-            key: jax.ShapeDtypeStruct((*site.spec.rows, site.spec.slices, 3), jnp.float32)
+            key: jax.ShapeDtypeStruct((*site.spec.entries, site.spec.slices, 3), jnp.float32)
             for key, site in self._ranks.items()
         }
         return jax.eval_shape(self._begun, factors, ranks)
@@ -584,10 +584,10 @@ class Trainer:
         """Return for each output slice its true rank, its scaling, and the slice that has its A; by sites."""
         found: dict[str, np.ndarray] = {}
         for key, site in self._ranks.items():
-            found[key] = np.zeros((*site.spec.rows, site.spec.slices, 3), np.float32)
+            found[key] = np.zeros((*site.spec.entries, site.spec.slices, 3), np.float32)
             found[key][..., 2] = np.arange(site.spec.slices)
         for p in packed.placements:
-            own = found[_key(p.site, "ranks")][_row(p.site.spec, p.row)]
+            own = found[_key(p.site, "ranks")][_entry(p.site.spec, p.entry)]
             own[p.first : p.first + p.count] = p.rank if np.float32(p.scaling) else 0, p.scaling, p.first
         return found
 
@@ -620,11 +620,11 @@ class Trainer:
         for key, expected in ranks.items():
             found = np.asarray(jax.device_get(state["ranks"][key]))
             for i in np.argwhere((found != expected).any(-1))[:1]:
-                *row, part = map(int, i)
+                *entry, part = map(int, i)
                 pairs = ["rank {:.0f} and scaling {:g}".format(*each[tuple(i)]) for each in (found, expected)]
                 raise LoRAUsageError(
                     f"{of}: it was trained with other modules, ranks or scalings: {self._ranks[key].path}"
-                    f"{row or ''}, output slice {part}, has {pairs[0]}; expected {pairs[1]}"
+                    f"{entry or ''}, output slice {part}, has {pairs[0]}; expected {pairs[1]}"
                 )
         where = jax.tree.leaves(self._where)
         moved = [_moved(given[path], leaf, to) for (path, leaf), to in zip(own.items(), where, strict=True)]
@@ -638,7 +638,7 @@ class Trainer:
                  for p in packed.placements for half in p.site.spec.factors}  # fmt: skip
         for p in packed.placements:
             if p.count > 1 and p.site.spec.in_features:
-                own = found[p.site, A][_row(p.site.spec, p.row)]
+                own = found[p.site, A][_entry(p.site.spec, p.entry)]
                 own[p.first : p.first + p.count] = own[p.first]
         return packed, found
 
@@ -941,5 +941,5 @@ def _key(site: Site, array: str) -> str:
     return f"{site.path}.{site.prefix}_{array}"
 
 
-def _row(spec: SlotSpec, row: int) -> tuple[int, ...]:
-    return tuple(map(int, np.unravel_index(row, spec.rows))) if spec.rows else ()
+def _entry(spec: SlotSpec, entry: int) -> tuple[int, ...]:
+    return tuple(map(int, np.unravel_index(entry, spec.entries))) if spec.entries else ()

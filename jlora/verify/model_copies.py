@@ -90,8 +90,8 @@ def merge(
     layer: nnx.Module,
     wrapped: WrappedModel,
     site: Site,
-    a: Float[np.ndarray, "*rows n r K"],
-    b: Float[np.ndarray, "*rows r N"],
+    a: Float[np.ndarray, "*entries n r K"],
+    b: Float[np.ndarray, "*entries r N"],
     extras: Sequence[Float[np.ndarray, "*layers N"]],
 ) -> None:
     """Merge the values of one slot into a layer of an unwrapped copy, in float32.

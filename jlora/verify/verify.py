@@ -258,8 +258,8 @@ class _Probe:
             if site in self.exact:
                 size = float(jnp.sqrt(jnp.mean(jnp.square(_kernel(self.wrapped, site).astype(jnp.float32)))))
             size = size or spec.in_features**-0.5
-            a = self.rng.normal(size=(*spec.rows, spec.slices, rank, spec.in_features))
-            b = self.rng.normal(size=(*spec.rows, rank, spec.out_features)) * (size / rank**0.5)
+            a = self.rng.normal(size=(*spec.entries, spec.slices, rank, spec.in_features))
+            b = self.rng.normal(size=(*spec.entries, rank, spec.out_features)) * (size / rank**0.5)
             # Round to the slots' dtype, so that the merged copy has the same factors.
             steps = 1.0, 1.0
             if spec.dtype == "int8":

@@ -337,7 +337,7 @@ def test_default_number_of_sequences_fits(monkeypatch):
     assert budget(config, lora, sequences=None, **options).sequences == 64
     # A device with room for eleven sequences.
     whole = budget(config, lora, sequences=11, **options)
-    monkeypatch.setattr(budget_module, "device_bytes", lambda device: 2 * sum(whole.rows.values()) + 2)
+    monkeypatch.setattr(budget_module, "device_bytes", lambda device: 2 * sum(whole.parts.values()) + 2)
     found = budget(config, lora, sequences=None, **options)
     assert found.sequences == 8
     found.check()

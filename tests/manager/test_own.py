@@ -102,7 +102,7 @@ class World:
             for site in self.manager._state.slot_arrays.sites:  # computed once, and kept
                 assert site.spec.experts is None or list(site.spec.own_shards) == list(own)
 
-    def staged(self, adapter):
+    def packed(self, adapter):
         """Return the packed adapter that the host cache holds after a load."""
         self.manager.add_adapter(adapter)
         content = content_of(self.manager, adapter.name).packed
@@ -123,8 +123,8 @@ def assert_same_where_own(part, whole, own):
     assert len(part.blocks) == len(whole.blocks)
     seen = set()
     for mine, theirs in zip(part.blocks, whole.blocks, strict=True):
-        assert (mine.row, mine.start) == (theirs.row, theirs.start)
-        rows = [row for _, row in (mine.chunk.rows if mine.row is None else [mine.chunk.rows[mine.row]])]
+        assert (mine.entry, mine.start) == (theirs.entry, theirs.start)
+        rows = [row for _, row in (mine.chunk.entries if mine.entry is None else [mine.chunk.entries[mine.entry]])]
         for i, row in enumerate(rows):
             is_own = mine.chunk.spec.experts is None or row % E in own
             seen.add(is_own)
@@ -142,7 +142,7 @@ def test_blocks_of_own_experts(folder_of, kind):
     found, fields = file_of(kind)
     folder = folder_of(found, **fields)
     request = jlora.LoRARequest("x", str(folder))
-    whole = world_of(Gathering, WHOLE).staged(request)
+    whole = world_of(Gathering, WHOLE).packed(request)
     world, weights = world_of(Gathering, (1, 2)), (folder / "adapter_model.safetensors").read_bytes()
     header, times = 8 + int.from_bytes(weights[:8], "little"), np.zeros(len(weights), np.uint8)  # reads of each byte
 
@@ -151,7 +151,7 @@ def test_blocks_of_own_experts(folder_of, kind):
 
     # in pieces that cut tensors, and interleaved experts between rows
     with reading(80, part=240, threads=True), before_each_read(count):
-        part = world.staged(request)
+        part = world.packed(request)
     assert times.max() == 1
     # Half of an array, or all of one that experts share or that has all of them interleaved in every row.
     shared = {name for name, array in found.items() if len(array) == 1 or (kind in FUSED and "lora_B" in name)}
@@ -180,8 +180,8 @@ def test_other_layers_and_slots(folder_of, kind, cls, own, options):
     folder = folder_of(found, **fields)
     whole, world = world_of(cls, WHOLE, **options), world_of(cls, own, **options)
     for source in (jlora.LoRARequest("x", str(folder)), jlora.Adapter.from_pretrained(folder, name="x")):
-        part = world.staged(source)
-        assert_same_where_own(part, whole.staged(source), world.own)
+        part = world.packed(source)
+        assert_same_where_own(part, whole.packed(source), world.own)
         alone = [block for block in part.blocks if block.chunk.spec.experts is None]
         assert bool(alone) == (kind == "shared")
         assert all(block.a.any() or block.b.any() for block in alone)
@@ -191,12 +191,12 @@ def test_rows_that_are_moved_alone_are_there_and_take_no_memory(folder_of):
     """Few experts have weights: every process writes the rows of each, for all write the same programs."""
     found, fields = file_of(EACH, experts=(1, 6))
     request = jlora.LoRARequest("x", str(folder_of(found, **fields)))
-    whole, world = world_of(Gathering, WHOLE).staged(request), world_of(Gathering, (0, 1))
-    part = world.staged(request)
+    whole, world = world_of(Gathering, WHOLE).packed(request), world_of(Gathering, (0, 1))
+    part = world.packed(request)
     assert_same_where_own(part, whole, world.own)
-    assert {block.chunk.rows[block.row][1] for block in part.blocks} == {1, 6}
+    assert {block.chunk.entries[block.entry][1] for block in part.blocks} == {1, 6}
     for block in part.blocks:
-        foreign = block.chunk.rows[block.row][1] == 6
+        foreign = block.chunk.entries[block.entry][1] == 6
         assert all((set(array.strides) == {0}) == foreign for array in (block.a, block.b))
         assert block.nbytes == block.a.nbytes + block.b.nbytes
 
@@ -210,6 +210,6 @@ def test_only_own_experts_are_checked_for_nan(folder_of, kind):
         request = jlora.LoRARequest("x", str(folder_of(found, name=f"at{e}", **fields)))
         if e in world.own and kind != "shared B":
             with pytest.raises(AdapterFormatError, match="holds NaN or infinity"):
-                world.staged(request)
+                world.packed(request)
         else:
-            world.staged(request)
+            world.packed(request)

@@ -258,7 +258,7 @@ def test_weights_of_layers_of_every_kind(tmp_path, what):
     restored.restore(tmp_path)
     known, found = (content_of(manager, "x").packed for manager in (want, restored))
     np.testing.assert_array_equal(found.ranks, known.ranks)
-    found, known = ({(p.module, p.site.path, p.row, p.rank) for p in each.placements} for each in (found, known))
+    found, known = ({(p.module, p.site.path, p.entry, p.rank) for p in each.placements} for each in (found, known))
     assert found == known
     for array, other in zip(jax.tree.leaves(restored.slots), jax.tree.leaves(want.slots), strict=True):
         if array.dtype != jnp.int32:  # stamps count writes

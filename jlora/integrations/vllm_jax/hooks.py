@@ -61,7 +61,7 @@ def install() -> None:
     for owner, name, _, make in hooks:
         theirs = getattr(owner, name)
         setattr(owner, name, functools.wraps(theirs)(make(theirs)))
-    TPUWorker.jlora_stage = _stage
+    TPUWorker.jlora_upload = _upload
 
 
 def drift(owner: Any, name: str, parameters: str) -> str | None:
@@ -234,13 +234,13 @@ def _return_errors(theirs: Function) -> Function:
     return add_lora
 
 
-def _stage(self: Any, *args: Any) -> str | None:
+def _upload(self: Any, *args: Any) -> str | None:
     """Keep an adapter without files in a worker, or drop it. Return the message of an error, as `_return_errors`."""
     loras = self.model_runner.lora_manager
     if not isinstance(loras, WorkerLoRAs):
         return "an upload needs --enable-lora and a JAX model, and this one keeps vLLM's own LoRA or has none"
     try:
-        return loras.stage(*args)
+        return loras.upload(*args)
     except Exception as error:  # any, since one that is raised in a worker ends the engine
         return str(error)
 

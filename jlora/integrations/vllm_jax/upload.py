@@ -41,7 +41,7 @@ class Upload:
         name, path = form["lora_name"].decode(errors="replace"), f"upload:{secrets.token_hex(16)}"
         try:
             files = form["adapter_model"], form["adapter_config"]
-            answers = await self._engine.collective_rpc("jlora_stage", args=(path, *files))
+            answers = await self._engine.collective_rpc("jlora_upload", args=(path, *files))
             if errors := [answer for answer in answers if answer is not None]:
                 return JSONResponse({"error": {"message": errors[0], "type": "InvalidUserInput", "code": 400}}, 400)
             fields = LoadLoRAAdapterRequest(
@@ -49,7 +49,7 @@ class Upload:
             )
             found = await self._models.load_lora_adapter(fields)
         finally:
-            await self._engine.collective_rpc("jlora_stage", args=(path,))
+            await self._engine.collective_rpc("jlora_upload", args=(path,))
         return (
             PlainTextResponse(found) if isinstance(found, str) else JSONResponse(found.model_dump(), found.error.code)
         )

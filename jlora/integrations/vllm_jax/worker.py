@@ -92,7 +92,7 @@ class WorkerLoRAs:
         paths = [layer.path for layer in manager.layers()]
         self.tables = tuple(path for path in paths if path.rpartition(".")[2] in ("embed_tokens", "embed"))
         self._max_requests = max_requests
-        self._staged: dict[str, jlora.Adapter] = {}  # path -> adapter without files
+        self._uploaded: dict[str, jlora.Adapter] = {}  # path -> adapter without files
         self._calls: dict[int, tuple[int, ...]] = {}  # vLLM's number -> invocation tokens of an aLoRA adapter
         self._names: dict[int, str] = {}  # vLLM's number -> name in the manager
         self._row_adapters: Adapters = ()  # of the requests of the step
@@ -230,15 +230,15 @@ class WorkerLoRAs:
 
     def _load(self, request: Any) -> tuple[int, ...]:
         """Load an adapter and return its invocation tokens, which never change for one of vLLM's numbers."""
-        own, number, staged = _own(request), request.lora_int_id, self._staged.get(request.lora_path)
+        own, number, uploaded = _own(request), request.lora_int_id, self._uploaded.get(request.lora_path)
         try:
-            called = _called(own, staged) if self.manager.config.activated and number in self._calls else None
+            called = _called(own, uploaded) if self.manager.config.activated and number in self._calls else None
             if called is not None and called != self._calls[number]:
                 raise jlora.AdapterMismatchError(
                     f"adapter {request.lora_name!r}: its alora_invocation_tokens were {[*self._calls[number]]} and are "
                     f"{[*called]}, and the prefix cache has blocks by the former; unload it first"
                 )
-            adapter = own if staged is None else dataclasses.replace(staged, name=own.name)
+            adapter = own if uploaded is None else dataclasses.replace(uploaded, name=own.name)
             self.manager.add_adapter(adapter, load_inplace=own.load_inplace)
         except (jlora.AdapterAccessError, jlora.AdapterUnavailableError):  # it may exist
             raise
@@ -250,12 +250,12 @@ class WorkerLoRAs:
         info = self.manager.list_adapters([own.name])[own.name]
         return self._calls.setdefault(number, info.invocation_tokens or ())
 
-    def stage(self, path: str, weights: bytes | None = None, config: bytes = b"") -> None:
+    def upload(self, path: str, weights: bytes | None = None, config: bytes = b"") -> None:
         """Keep an adapter without files until it is loaded by this path, or drop it. Raises as `Adapter.from_bytes`."""
-        self._staged.pop(path, None)
+        self._uploaded.pop(path, None)
         if weights is not None:
             nonfinite = self.manager.config.allow_nonfinite
-            self._staged[path] = jlora.Adapter.from_bytes(weights, config, name=path, allow_nonfinite=nonfinite)
+            self._uploaded[path] = jlora.Adapter.from_bytes(weights, config, name=path, allow_nonfinite=nonfinite)
 
     def remove_adapter(self, adapter_id: int) -> bool:
         """Remove an adapter from the host cache and its slot; False if it is not loaded."""
@@ -302,10 +302,10 @@ def _own(request: Any) -> jlora.LoRARequest:
     return jlora.LoRARequest(name, path=request.lora_path, load_inplace=request.load_inplace)
 
 
-def _called(request: jlora.LoRARequest, staged: jlora.Adapter | None) -> tuple[int, ...] | None:
+def _called(request: jlora.LoRARequest, uploaded: jlora.Adapter | None) -> tuple[int, ...] | None:
     """Return the invocation tokens of an adapter that is not loaded yet; None if its load will fail."""
-    if staged is not None:
-        return staged.invocation_tokens
+    if uploaded is not None:
+        return uploaded.invocation_tokens
     with contextlib.suppress(ValueError, TypeError, AttributeError, OSError):
         config = json.loads(Path(jlora.local_folder(request), "adapter_config.json").read_bytes())
         return tuple(config.get("alora_invocation_tokens") or ())

@@ -168,12 +168,12 @@ def _checked_first_rows(
 
 
 def first_rows_of(
-    given: Any, shape: tuple[int, ...], groups: Sequence[str], items: Mapping[str, Items] | None
+    first_rows: Any, shape: tuple[int, ...], groups: Sequence[str], items: Mapping[str, Items] | None
 ) -> Int[Array | np.ndarray, "B"]:
     """Return the first rows of `LoRABatch.activate` as int32 from 0 to `NOWHERE`, on the host unless they are traced.
 
     Args:
-      given: the argument of the call.
+      first_rows: the argument of the call.
       shape: shape of the slots of the batch.
       groups: row groups of the batch.
       items: their items; None inside a traced function, where they are not known.
@@ -181,18 +181,19 @@ def first_rows_of(
     Raises:
       LoRAUsageError: as `LoRABatch.activate`.
     """
-    is_traced = isinstance(cast("object", given), jax.core.Tracer)
+    is_traced = isinstance(cast("object", first_rows), jax.core.Tracer)
     if groups and (is_traced or items is None):
         raise LoRAUsageError(_GROUPS.format(groups=groups))
     if not is_traced:
-        each = given if shape else [given]
+        each = first_rows if shape else [first_rows]
         rows = _checked_first_rows("LoRABatch.activate: first_rows", each, int(np.prod(shape)), items or {})
         return np.array(rows, np.int32).reshape(shape)
-    if given.shape != shape or not jnp.issubdtype(given.dtype, jnp.integer):
+    if first_rows.shape != shape or not jnp.issubdtype(first_rows.dtype, jnp.integer):
         raise LoRAUsageError(
-            f"LoRABatch.activate takes integers {list(shape)}, one a sequence, got {given.dtype}{list(given.shape)}"
+            f"LoRABatch.activate takes integers {list(shape)}, one a sequence, got "
+            f"{first_rows.dtype}{list(first_rows.shape)}"
         )
-    wide: Array = given.astype(jnp.int32) if given.dtype.itemsize < 4 else given
+    wide: Array = first_rows.astype(jnp.int32) if first_rows.dtype.itemsize < 4 else first_rows
     return jnp.clip(wide, 0, NOWHERE).astype(jnp.int32)
 
 

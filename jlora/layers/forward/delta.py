@@ -155,7 +155,7 @@ def add_delta(
     rows = scope.rows(site, base, row_map)
     if rows is None:
         return base
-    own, shared = slot_factors(layer, site, scope.batch), shared_factors(layer, site, scope.batch)
+    factors, shared = slot_factors(layer, site, scope.batch), shared_factors(layer, site, scope.batch)
     sharding = split_of(site.spec)
     sums = () if experts_reached(site) else sharding.experts
     complete = not reached(site)  # in the calling code; inside `local` it always is
@@ -169,17 +169,19 @@ def add_delta(
     def local(
         base: Array,
         x: Array,
-        own: SlotFactors,
+        factors: SlotFactors,
         adapters: Sequence[tuple[Plan, ...]],
         expert: Array | None,
         x_rows: Array | None,
         shared: Sequence[Factor],
         bias: Array | None,
     ) -> Array:
-        out = add_rows(site, spec, base, x, own, adapters, complete=complete, x_rows=x_rows, shared=shared, bias=bias)
+        out = add_rows(
+            site, spec, base, x, factors, adapters, complete=complete, x_rows=x_rows, shared=shared, bias=bias
+        )
         if expert is None:
             return out
-        mine = expert.reshape(base.shape[:-1]) // (site.spec.rows[-1] // sharding.size(sums)) == lax.axis_index(sums)
+        mine = expert.reshape(base.shape[:-1]) // (site.spec.entries[-1] // sharding.size(sums)) == lax.axis_index(sums)
         return summed(jnp.where(mine[..., None], out, jnp.zeros_like(out)), sums)
 
     with jax.named_scope("lora"):
@@ -188,7 +190,7 @@ def add_delta(
             assert row_map is not None
             expert = jnp.asarray(row_map.expert)
             # A row without an expert counts for expert 0, since one shard must add its base.
-            expert = jnp.where((expert >= 0) & (expert < site.spec.rows[-1]), expert, 0)
+            expert = jnp.where((expert >= 0) & (expert < site.spec.entries[-1]), expert, 0)
         whole = PartitionSpec()
         lead = rows.sharding.axes
         of_base, of_x = partition(*lead, sharding.outs), partition(*lead, sharding.ins)
@@ -198,7 +200,7 @@ def add_delta(
         of_bias = partition(sharding.outs)
         specs = (of_base, of_x, of_own, of_rows, whole, whole, of_shared, of_bias)
         mapped = on_mesh(sharding, local, specs, of_base)
-        return mapped(base, x, own, rows.adapters, expert, x_rows, shared, bias)
+        return mapped(base, x, factors, rows.adapters, expert, x_rows, shared, bias)
 
 
 def add_lookup(
@@ -228,26 +230,26 @@ def add_lookup(
         )
 
     def local(
-        base: Array, tokens: Array, ids: Sequence[Array], own: SlotFactors, adapters: Sequence[tuple[Plan, ...]]
+        base: Array, tokens: Array, ids: Sequence[Array], factors: SlotFactors, adapters: Sequence[tuple[Plan, ...]]
     ) -> Array:
         flat = base.reshape(-1, base.shape[-1])
-        found = tokens.reshape(-1)
-        found = jnp.where(found < 0, found + spec.vocab, found)  # negative ids count from the end, as in the table
-        size = own.a.shape[-1]
-        column = found - lax.axis_index(sharding.ins) * size if sharding.ins else found
+        index = tokens.reshape(-1)
+        index = jnp.where(index < 0, index + spec.vocab, index)  # negative ids count from the end, as in the table
+        size = factors.a.shape[-1]
+        column = index - lax.axis_index(sharding.ins) * size if sharding.ins else index
 
         def add(total: Array, plans: tuple[Plan, ...], slots: Array) -> Array:
             # Rows without an adapter read a column of an arbitrary slot here; `expand` has no tile for them.
             slots = jnp.repeat(slots.reshape(-1), len(column) // max(1, slots.size)).clip(0, site.spec.num_slots - 1)
-            h = own.a.at[slots, 0, :, column].get(mode="clip").astype(jnp.float32)  # [M, R]
+            h = factors.a.at[slots, 0, :, column].get(mode="clip").astype(jnp.float32)  # [M, R]
             if sharding.ins:
                 h = jnp.where(((column >= 0) & (column < size))[:, None], h, 0)
             h = (h if spec.scale == 1 else h * spec.scale)[None]
-            return _expand_whole(site, site.spec, total, h, own.second, plans[0], complete=True)
+            return _expand_whole(site, site.spec, total, h, factors.second, plans[0], complete=True)
 
         out = _summed_adapters(flat, [partial(add, plans=a, slots=s) for a, s in zip(adapters, ids, strict=True)])
         if spec.table.real_in < spec.vocab:
-            out = jnp.where((found < spec.table.real_in)[:, None], out, flat)
+            out = jnp.where((index < spec.table.real_in)[:, None], out, flat)
         return out.reshape(base.shape)
 
     with jax.named_scope("lora"):
@@ -268,7 +270,7 @@ def add_rows(
     spec: LinearSpec,
     base: Array,
     x: Array,
-    own: SlotFactors,
+    factors: SlotFactors,
     adapters: Sequence[tuple[Plan, ...]],
     *,
     complete: bool,
@@ -282,13 +284,13 @@ def add_rows(
     `site.shared`. `bias` [own N] is the part of `base` that is no product, for the finishers.
     """
     sharding = split_of(site.spec)
-    a, b, ranks = _by_group(site.spec, own.a, own.b, own.ranks)
-    own = own._replace(a=a, b=b, ranks=ranks)
+    a, b, ranks = _by_group(site.spec, factors.a, factors.b, factors.ranks)
+    factors = factors._replace(a=a, b=b, ranks=ranks)
     shared = [Factor(*_by_group(each.spec, *factor)) for each, factor in zip(site.shared, shared, strict=False)]
     all_rows = rows = base.reshape(-1, base.shape[-1])
     x = x.reshape(-1, x.shape[-1])
-    if own.a.dtype != jnp.int8:  # PEFT casts the input to the adapter's dtype too (_cast_input_dtype)
-        x = x.astype(own.a.dtype)
+    if factors.a.dtype != jnp.int8:  # PEFT casts the input to the adapter's dtype too (_cast_input_dtype)
+        x = x.astype(factors.a.dtype)
     elif x.dtype not in (jnp.bfloat16, jnp.float16):
         x = x.astype(jnp.float32)
     if sharding.ins:  # padding features may hold any value
@@ -299,14 +301,14 @@ def add_rows(
     columns = None if sharding.outs else spec.columns_out
     rows = rows if columns is None else columns.take(rows)
     bias = bias if columns is None or bias is None else columns.take(bias)
-    add = partial(_add_adapter, site, x=x, own=own, shared=shared, complete=complete, x_rows=x_rows)
+    add = partial(_add_adapter, site, x=x, factors=factors, shared=shared, complete=complete, x_rows=x_rows)
     adds = [partial(add, plans=plans) for plans in adapters]
     if site.spec.finishers:  # XLA computes them and the sums in one pass
         y = rows.astype(jnp.float32)
         for add in adds:
             y = y + add(None)
         slots = adapters[0][0].row_groups  # an adapter with vectors is the only one of its rows
-        for finisher, vectors in zip(site.spec.finishers, own.extras, strict=True):
+        for finisher, vectors in zip(site.spec.finishers, factors.extras, strict=True):
             y = finisher.apply(y, x, rows, bias, vectors, slots)
         out = y.astype(rows.dtype)
     else:
@@ -329,7 +331,7 @@ def _add_adapter(
     rows: Array | None,
     *,
     x: Array,
-    own: SlotFactors,
+    factors: SlotFactors,
     shared: Sequence[Factor],
     plans: tuple[Plan, ...],
     complete: bool,
@@ -343,12 +345,12 @@ def _add_adapter(
     by_itself = not sharding.ins or not complete
     if by_itself and merged.sizes is not None and not sharding.a[2] and sharding.b[2] == sharding.outs:
         rows = add_lora(
-            rows, x, own.a, own.b, plans[0],
-            slice_sizes=merged.sizes, ranks=own.ranks, x_rows=x_rows, finite=site.finite, **options(site),
+            rows, x, factors.a, factors.b, plans[0],
+            slice_sizes=merged.sizes, ranks=factors.ranks, x_rows=x_rows, finite=site.finite, **options(site),
         )  # fmt: skip
     else:
-        h = _shrink_own(site, site.spec, x, own.first, plans[0], x_rows)
-        rows = _expand_whole(site, site.spec, rows, h, own.second, plans[0], complete=complete)
+        h = _shrink_own(site, site.spec, x, factors.first, plans[0], x_rows)
+        rows = _expand_whole(site, site.spec, rows, h, factors.second, plans[0], complete=complete)
     if shared:  # a row's adapter is in slots of one kind, and the other kind leaves the row unchanged
         of_a, of_b = (each.spec for each in site.shared)
         h = _shrink_own(site, of_a, x, shared[0], plans[1], x_rows)
@@ -445,8 +447,8 @@ def _real(sharding: KernelSharding, axes: AxisNames, blocks: Blocks) -> Bool[Arr
 def factor_specs(spec: SlotSpec) -> SlotFactors:
     """Return the PartitionSpecs of `SlotFactors`, split as for a single layer of a stack."""
     sharding = split_of(spec)
-    own = ((),) if spec.experts is None else ((), sharding.experts)
-    specs = partition(*own, *sharding.a[1:]), partition(*own, *sharding.b[1:]), partition(*own)
+    lead = ((),) if spec.experts is None else ((), sharding.experts)
+    specs = partition(*lead, *sharding.a[1:]), partition(*lead, *sharding.b[1:]), partition(*lead)
     of_extras = [partition((), sharding.outs)] * len(spec.extras)
     return SlotFactors(*cast("Any", (*specs, of_extras)))
 

@@ -40,9 +40,9 @@ def shared_sites(site: Site, names: Sequence[Sequence[str]], num_slots: int) -> 
     show, and A of every other product.
     """
     leads_out = any(name in EXPERT_NAMES["down"][0] for name in names[0])
-    own = replace(site.spec, num_slots=num_slots, first_slot=site.spec.num_slots)
-    a = replace(own, out_sizes=(0,) * own.slices, experts=own.experts if leads_out else None)
-    b = replace(own, in_features=0, experts=None if leads_out else own.experts)
+    spec = replace(site.spec, num_slots=num_slots, first_slot=site.spec.num_slots)
+    a = replace(spec, out_sizes=(0,) * spec.slices, experts=spec.experts if leads_out else None)
+    b = replace(spec, in_features=0, experts=None if leads_out else spec.experts)
     return (
         replace(site, spec=a, parts={}, prefix=f"{site.prefix}_shared_a"),
         replace(site, spec=b, parts={}, prefix=f"{site.prefix}_shared_b"),
@@ -51,12 +51,12 @@ def shared_sites(site: Site, names: Sequence[Sequence[str]], num_slots: int) -> 
 
 def experts_methods(cls: type, name: str) -> Callable[..., Any]:
     """Return the method of a wrapped experts layer: the product of `cls`, plus the LoRA delta."""
-    own = getattr(cls, name)
-    parameters = parameters_of(own)
+    method = getattr(cls, name)
+    parameters = parameters_of(method)
 
-    @functools.wraps(own)
+    @functools.wraps(method)
     def product(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-        y = own(self, *args, **kwargs)
+        y = method(self, *args, **kwargs)
         site: Site = vars(self)[f"{prefix_of(name)}_site"]
         scope = enter_site(site, self)
         if scope is None:
@@ -79,9 +79,10 @@ def has_grouped_products(layer: nnx.Module) -> bool:
     grouped = own_attribute(layer, "grouped_products")
     if not is_mapping(grouped) or not grouped:
         return False
-    own: dict[Any, Any] = {**vars(layer)}
+    attributes: dict[Any, Any] = {**vars(layer)}
     return all(
-        isinstance(own.get(param), nnx.Variable) and own[param].get_value().ndim >= 3 for param in grouped.values()
+        isinstance(attributes.get(param), nnx.Variable) and attributes[param].get_value().ndim >= 3
+        for param in grouped.values()
     )
 
 

@@ -48,12 +48,12 @@ def replace_rows(
         )
     sharding, columns = split_of(site.spec), max(base.shape[-1], site.spec.max_rank)
 
-    def local(base: Array, x: Array, ids: Array, own: SlotFactors, plans: tuple[Plan, ...]) -> Array:
-        flat, inputs = base.reshape(-1, base.shape[-1]), x.reshape(-1, x.shape[-1]).astype(own.a.dtype)
-        h = shrink(inputs, own.a, plans[0], ranks=own.ranks, **options(site))
+    def local(base: Array, x: Array, ids: Array, factors: SlotFactors, plans: tuple[Plan, ...]) -> Array:
+        flat, inputs = base.reshape(-1, base.shape[-1]), x.reshape(-1, x.shape[-1]).astype(factors.a.dtype)
+        h = shrink(inputs, factors.a, plans[0], ranks=factors.ranks, **options(site))
         slots = jnp.repeat(ids.reshape(-1), len(flat) // max(1, ids.size))
-        outputs = own.ranks[:, 0, 0].at[slots].get(mode="fill", fill_value=0)[:, None]
-        bias = own.b[:, :, 0].astype(jnp.float32).at[slots].get(mode="fill", fill_value=0)
+        outputs = factors.ranks[:, 0, 0].at[slots].get(mode="fill", fill_value=0)[:, None]
+        bias = factors.b[:, :, 0].astype(jnp.float32).at[slots].get(mode="fill", fill_value=0)
         head = (summed(h, sharding.ins)[0] + bias).astype(base.dtype)
         head = jnp.where(jnp.arange(head.shape[1], dtype=jnp.float32)[None] < outputs, head, -jnp.inf)
         out = jnp.where(outputs > 0, _widened(head, columns), _widened(flat, columns))

@@ -26,20 +26,20 @@ from jlora.layers.specs import LinearSpec, Restore
 
 def linear_methods(cls: type, name: str) -> Callable[..., Any]:
     """Return the method of a wrapped linear layer: that of `cls`, plus the LoRA delta."""
-    own = getattr(cls, name)
-    parameters = parameters_of(own)
+    method = getattr(cls, name)
+    parameters = parameters_of(method)
 
-    @functools.wraps(own)
+    @functools.wraps(method)
     def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         site: Site = vars(self)["jlora_site"]
         scope = enter_site(site, self)
         if scope is None:
-            return own(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
         head: Site | None = vars(self).get(f"{HEAD}_site")
-        if head is None and (out := row_parallel_output(own, self, site, scope, args, kwargs)) is not None:
+        if head is None and (out := row_parallel_output(method, self, site, scope, args, kwargs)) is not None:
             return out
-        y = few_rows_output(own, self, site, args, kwargs)
-        y = own(self, *args, **kwargs) if y is None else y
+        y = few_rows_output(method, self, site, args, kwargs)
+        y = method(self, *args, **kwargs) if y is None else y
         spec: LinearSpec = vars(self)["jlora_spec"]
         try:
             x, base, restore, bias = rows_of_call(self, site, spec, parameters, y, args, kwargs)

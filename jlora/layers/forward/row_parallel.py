@@ -42,7 +42,7 @@ class _Product(NamedTuple):
 
 
 def row_parallel_output(
-    own: Callable[..., Any],
+    method: Callable[..., Any],
     layer: nnx.Module,
     site: Site,
     scope: Scope,
@@ -52,7 +52,7 @@ def row_parallel_output(
     """Return the output of a layer with its LoRA, in one sum over the shards.
 
     None if K is not split, a finisher does not commute with the sum or with the layer's bias, the product of the
-    layer's call `own` is not known, or the rows fit no layout of the batch.
+    layer's call `method` is not known, or the rows fit no layout of the batch.
     """
     sharding = site.spec.sharding
     if sharding is None or not sharding.ins or reached(site) or _qwix.is_intercepted(layer):
@@ -60,13 +60,13 @@ def row_parallel_output(
     spec: LinearSpec = vars(layer)["jlora_spec"]
     # LoRA reads the input in the dtype of the call, and the product reads it in that of the layer.
     x = args[0] if args else kwargs.get("inputs")
-    found = None if x is None else _product_of(own, layer, jnp.asarray(x), args, kwargs)
-    if found is None or not found.x.size:
+    product = None if x is None else _product_of(method, layer, jnp.asarray(x), args, kwargs)
+    if product is None or not product.x.size:
         return None
-    follows = {"sum"} if found.bias is None else {"sum", "bias"}  # what is added to the result of each shard
+    follows = {"sum"} if product.bias is None else {"sum", "bias"}  # what is added to the result of each shard
     if not all(follows <= finisher.commutes for finisher in site.spec.finishers):
         return None
-    x, kernel, axes = jnp.asarray(x), found.kernel, found.axes
+    x, kernel, axes = jnp.asarray(x), product.kernel, product.axes
     call = scope.rows(site, _flat(x, axes))
     if call is None:
         return None
@@ -83,7 +83,7 @@ def row_parallel_output(
         of_x[axes.x[i]] = of_y[axes.y[i]] = names
 
     def local(x: Array, kernel: Array, slots: SlotFactors, adapters: Sequence[tuple[Plan, ...]]) -> Array:
-        base = found.compute(x.astype(found.x.dtype), kernel).transpose(axes.y)
+        base = product.compute(x.astype(product.x.dtype), kernel).transpose(axes.y)
         rows = base.reshape(*base.shape[: axes.lead], -1)
         out = add_rows(site, spec, rows, _flat(x, axes), slots, adapters, complete=False).reshape(base.shape)
         return summed(out.transpose([axes.y.index(i) for i in range(out.ndim)]), sharding.ins)
@@ -92,15 +92,15 @@ def row_parallel_output(
         specs = partition(*of_x), partition(*of_kernel), factor_specs(site.spec), plan_specs(call)
         slots = slot_factors(layer, site, scope.batch)
         out = on_mesh(sharding, local, specs, partition(*of_y))(x, kernel, slots, call.adapters)
-    if found.out_sharding is not None:
-        out = jax.sharding.reshard(out, found.out_sharding)
-    if found.bias is not None:
-        out = out + jnp.expand_dims(found.bias, axes.y[: axes.lead])
+    if product.out_sharding is not None:
+        out = jax.sharding.reshard(out, product.out_sharding)
+    if product.bias is not None:
+        out = out + jnp.expand_dims(product.bias, axes.y[: axes.lead])
     return out
 
 
 def _product_of(
-    own: Callable[..., Any], layer: nnx.Module, x: Array, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    method: Callable[..., Any], layer: nnx.Module, x: Array, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> _Product | None:
     """Return the product of this call as its spec gives it, or as Flax's own call computes it; None if unknown."""
     held = vars(layer)
@@ -110,16 +110,16 @@ def _product_of(
         bias = None if spec.bias is None else held.get(spec.bias)
         kernel = held[str(spec.param)][...]
         return None if axes is None else _Product(x, kernel, None if bias is None else bias[...], axes, spec.product)
-    if own not in (nnx.Linear.__call__, nnx.LinearGeneral.__call__, nnx.Einsum.__call__):
+    if method not in (nnx.Linear.__call__, nnx.LinearGeneral.__call__, nnx.Einsum.__call__):
         return None
     if held["promote_dtype"] is not promote_dtype:
         return None  # it may change the input, which LoRA must not see
-    given = inspect.signature(own).bind(layer, *args, **kwargs).arguments
+    given = inspect.signature(method).bind(layer, *args, **kwargs).arguments
     operands = x, held["kernel"][...], None if held["bias"] is None else held["bias"][...]
     x, kernel, bias = promote_dtype(operands, dtype=held["dtype"])
     options = {"precision": held["precision"], "preferred_element_type": held["preferred_element_type"]}
     rows = spec.rows  # `rows` of a registered spec may do more than the product shows
-    if own is nnx.Einsum.__call__:
+    if method is nnx.Einsum.__call__:
         if held["einsum_op"] is not jnp.einsum or not isinstance(rows, EinsumRows):
             return None
         equation = given.get("einsum_str") or held["einsum_str"]
@@ -133,7 +133,7 @@ def _product_of(
             return None
         if rows not in (None, general_rows):
             return None
-        axis = held["axis"] if own is nnx.LinearGeneral.__call__ else (-1,)
+        axis = held["axis"] if method is nnx.LinearGeneral.__call__ else (-1,)
         features = tuple(sorted(each % x.ndim for each in axis))
         lead = tuple(i for i in range(x.ndim) if i not in features)
         order, count = tuple(range(kernel.ndim)), len(features)

@@ -75,7 +75,7 @@ def _values(weight: AdaptedWeight) -> Float[np.ndarray, "N"]:
 def _squares(weight: AdaptedWeight) -> Float[np.ndarray, "2 N"]:
     """Return the squared norms of the columns of W + B A, and the sums of the terms that do not cancel."""
     kernel, spec, a, b, of_slice = weight.kernel, weight.spec, weight.a, weight.b, weight.slices
-    axes = kernel.shape[weight.row is not None :]
+    axes = kernel.shape[weight.layer is not None :]
     real = np.ones(spec.in_features, bool)
     if spec.columns_in is not None:  # padding features may hold any value
         real[:] = False
@@ -85,12 +85,12 @@ def _squares(weight: AdaptedWeight) -> Float[np.ndarray, "2 N"]:
         places = spec.columns_out.positions
         b, of_slice = _spread(b, places, spec.out_features), _spread(of_slice, places, spec.out_features)
     ins = [axes[i] for i in spec.in_axes]
-    operands = [np.int32(weight.row or 0), a.reshape(*a.shape[:2], *ins), b, of_slice, real.reshape(ins)]
+    operands = [np.int32(weight.layer or 0), a.reshape(*a.shape[:2], *ins), b, of_slice, real.reshape(ins)]
     mesh = None
     if isinstance(kernel.sharding, NamedSharding):
         mesh = cast("Mesh", kernel.sharding.mesh)
         operands = put(operands, [NamedSharding(mesh, PartitionSpec())] * len(operands))
-    compute = _compiled(spec.in_axes, spec.out_axes, weight.row is not None, mesh)
+    compute = _compiled(spec.in_axes, spec.out_axes, weight.layer is not None, mesh)
     found = np.asarray(compute(kernel, *operands))  # waited for, so that a step waits for one layer at most
     return found if spec.columns_out is None else found[:, spec.columns_out.positions]
 
@@ -116,14 +116,14 @@ def _column_squares(
     out_axes: tuple[int, ...],
     stacked: bool,
     kernel: Float[Array, "*axes"],
-    row: Int[Array, ""],
+    layer: Int[Array, ""],
     a: Float[Array, "n R *ins"],
     b: Float[Array, "R N"],
     of_slice: Int[Array, "N"],
     real: Bool[Array, "*ins"],
 ) -> Float[Array, "2 N"]:
     """Compute `_squares` on the device. Column n takes the factor a[of_slice[n]]."""
-    w = cast("Array", jax.lax.dynamic_index_in_dim(kernel, row, keepdims=False)) if stacked else kernel
+    w = cast("Array", jax.lax.dynamic_index_in_dim(kernel, layer, keepdims=False)) if stacked else kernel
     slices, ranks, *ins = a.shape
     a = a.reshape(slices * ranks, *ins)
     chosen = jnp.arange(slices, dtype=jnp.int32)[:, None, None] == of_slice[None, None]

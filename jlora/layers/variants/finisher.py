@@ -69,7 +69,7 @@ class AdaptedWeight:
       kernel: the weight as floats on its devices, with the axes of `spec` after that of a stack. The axes of a mesh are
         Auto axes.
       spec: the spec of the layer.
-      row: index of the layer in its stack; None for a single layer.
+      layer: index of the layer in its stack; None for a single layer.
       a: A of each output slice, in float32.
       b: B times the scalings, in float32.
       slices: the output slice of each column.
@@ -78,7 +78,7 @@ class AdaptedWeight:
 
     kernel: Array
     spec: LinearSpec
-    row: int | None
+    layer: int | None
     a: Float[np.ndarray, "n R K"]
     b: Float[np.ndarray, "R N"]
     slices: Int[np.ndarray, "N"]

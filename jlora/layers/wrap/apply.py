@@ -33,7 +33,7 @@ from jlora.layers.site import (
     set_attribute,
 )
 from jlora.layers.specs import EmbedSpec, ExpertsSpec, LinearSpec
-from jlora.layers.wrap.discover import Found
+from jlora.layers.wrap.discover import ModuleInfo
 from jlora.layers.wrap.make_sites import make_sites
 from jlora.layers.wrap.select import PackedModules
 from jlora.layers.wrap.wrapped import WrappedModel, set_class
@@ -74,22 +74,22 @@ def wrap_model(
     row_groups = _checked_groups(row_groups)
     layers = make_sites(wrapped, packed_modules, row_groups)
     import_backend(config.backend)
-    device = _device_of([found for found, _ in layers])
+    device = _device_of([info for info, _ in layers])
     every = [each for _, sites in layers for site in sites for each in site.with_all]
     arrays = {site: values for site, values in _allocate(every, make, device)}
     groups = frozenset(row_groups.values()) - OF_SEQUENCES
     wrapped.sites = _model_sites(wrapped, layers, device, groups)
     kept = [(f.module, type(f.module), dict(vars(f.module))) for f, _ in layers]
     try:
-        for found, sites in layers:
+        for info, sites in layers:
             for site in (each for one in sites for each in one.with_all):
-                attach(found.module, site, arrays[site])
-                wrapped.modules[site] = found.module
-            set_attribute(found.module, "jlora_spec", found.spec)
-            set_attribute(found.module, "jlora_sites", wrapped.sites)
-            cls = type(found.module)
-            wrapped.classes[id(found.module)] = cls
-            set_class(found.module, lora_class(cls, _methods(found, sites)))
+                attach(info.module, site, arrays[site])
+                wrapped.modules[site] = info.module
+            set_attribute(info.module, "jlora_spec", info.spec)
+            set_attribute(info.module, "jlora_sites", wrapped.sites)
+            cls = type(info.module)
+            wrapped.classes[id(info.module)] = cls
+            set_class(info.module, lora_class(cls, _methods(info, sites)))
         return wrapped
     except BaseException:
         # Restore the model after an interrupt as well, since no manager exists that could unwrap it.
@@ -105,7 +105,7 @@ def survey(model: nnx.Module, config: LoRAConfig, skip: Sequence[str] = ()) -> W
     """Return the result of `wrap_model` without changing the model, whose parameters may be shapes alone."""
     wrapped = WrappedModel(model, config, skip_patterns(skip))
     layers = make_sites(wrapped, None, {})
-    wrapped.modules = {site: found.module for found, sites in layers for one in sites for site in one.with_all}
+    wrapped.modules = {site: info.module for info, sites in layers for one in sites for site in one.with_all}
     return wrapped
 
 
@@ -136,7 +136,7 @@ def _checked_groups(row_groups: Mapping[str, str] | None) -> Mapping[str, str]:
 
 def _model_sites(
     wrapped: WrappedModel,
-    layers: Sequence[tuple[Found, list[Site]]],
+    layers: Sequence[tuple[ModuleInfo, list[Site]]],
     device: Device | None,
     groups: frozenset[str],
 ) -> ModelSites:
@@ -149,14 +149,14 @@ def _model_sites(
         sites[0].spec.sharding,
         device,
         groups=groups,
-        intercepted=any(_qwix.is_intercepted(found.module) for found, _ in layers),
+        intercepted=any(_qwix.is_intercepted(info.module) for info, _ in layers),
     )
 
 
-def _device_of(layers: Iterable[Found]) -> Device | None:
+def _device_of(layers: Iterable[ModuleInfo]) -> Device | None:
     """Return the single device, other than the default, to which parameters of the layers are committed, or None."""
     devices: set[Device] = set()
-    for array in (array for found in layers for _, array in arrays_of(found.module)):
+    for array in (array for info in layers for _, array in arrays_of(info.module)):
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and is_committed(array):
             devices |= cast("set[Device]", array.devices())
     return devices.pop() if len(devices - {chosen_by_default()}) == len(devices) == 1 else None
@@ -197,15 +197,15 @@ def _allocate(
     return arrays
 
 
-def _methods(found: Found, sites: Sequence[Site]) -> tuple[tuple[str, str], ...]:
+def _methods(info: ModuleInfo, sites: Sequence[Site]) -> tuple[tuple[str, str], ...]:
     """Return (kind, name) of the methods that serve LoRA."""
-    if isinstance(found.spec, LinearSpec):
+    if isinstance(info.spec, LinearSpec):
         return (("linear", "__call__"),)
-    if isinstance(found.spec, ExpertsSpec):
+    if isinstance(info.spec, ExpertsSpec):
         names = [product_of(site) for site in sites]
-        return tuple(("experts", name) for name in names if callable(getattr(type(found.module), name, None)))
-    assert isinstance(found.spec, EmbedSpec)
-    names = {"embedding": ("lookup", found.spec.lookup), "linear": ("attend", found.spec.attend)}
+        return tuple(("experts", name) for name in names if callable(getattr(type(info.module), name, None)))
+    assert isinstance(info.spec, EmbedSpec)
+    names = {"embedding": ("lookup", info.spec.lookup), "linear": ("attend", info.spec.attend)}
     return tuple((role, name) for role, name in (names[site.kind] for site in sites) if name is not None)
 
 

@@ -67,7 +67,7 @@ def register_layer(cls: type[nnx.Module], describe: Describe) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class ModuleInfo:
     """One module of a model.
 
     Attributes:
@@ -96,7 +96,7 @@ class Found:
         return _base_of(type(self.module)) is not None or _is_bridged(self.module) or bool(_matrices(self.module))
 
 
-def discover(model: nnx.Module, excluded: Callable[[tuple[str, ...]], str | None]) -> list[Found]:
+def discover(model: nnx.Module, excluded: Callable[[tuple[str, ...]], str | None]) -> list[ModuleInfo]:
     """Return every module below `model` in path order, shared modules once.
 
     Args:
@@ -116,32 +116,32 @@ def discover(model: nnx.Module, excluded: Callable[[tuple[str, ...]], str | None
     for path, module in walk(model):
         modules[id(module)] = module
         aliases.setdefault(id(module), []).append(path)
-    found: list[Found] = []
+    infos: list[ModuleInfo] = []
     for key, paths in aliases.items():
         module, names = modules[key], tuple(paths)
         reason = excluded(names)
-        found.append(_found(module, names) if reason is None else Found(module, names, reason, excluded=True))
-    return _with_known_stacks(found)
+        infos.append(_info_of(module, names) if reason is None else ModuleInfo(module, names, reason, excluded=True))
+    return _with_known_stacks(infos)
 
 
-def _with_known_stacks(everything: Sequence[Found]) -> list[Found]:
+def _with_known_stacks(everything: Sequence[ModuleInfo]) -> list[ModuleInfo]:
     """Return the modules, and refuse layers that fit as a stack on axis 0 and on one that is known from other layers.
 
     A kernel [heads, layers, ...] with as many layers as heads is an example: its shape is that of both.
     """
     known = {
-        stack: found.aliases[0]
-        for found in reversed(everything)
-        if not any(axis == 0 for axis, _ in found.stacks)
-        for stack in found.stacks
+        stack: info.aliases[0]
+        for info in reversed(everything)
+        if not any(axis == 0 for axis, _ in info.stacks)
+        for stack in info.stacks
     }
-    kept: list[Found] = []
-    for found in everything:
-        stack = next((stack for stack in sorted(found.stacks) if stack in known), None)
-        if stack is not None and not isinstance(found.spec, str):
+    kept: list[ModuleInfo] = []
+    for info in everything:
+        stack = next((stack for stack in sorted(info.stacks) if stack in known), None)
+        if stack is not None and not isinstance(info.spec, str):
             like = f", as that of {known[stack]!r} does"
-            found = replace(found, spec=_STACK.format(axis=stack[0], layers=stack[1], like=like))
-        kept.append(found)
+            info = replace(info, spec=_STACK.format(axis=stack[0], layers=stack[1], like=like))
+        kept.append(info)
     return kept
 
 
@@ -168,18 +168,18 @@ def walk(model: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
     return below(model, "", ())
 
 
-def _found(module: nnx.Module, aliases: tuple[str, ...]) -> Found:
+def _info_of(module: nnx.Module, aliases: tuple[str, ...]) -> ModuleInfo:
     """Return a module with its spec. Any error becomes the module's reason, so that the others are still served."""
     try:
         return _described(module, aliases)
     except LoRAError as error:
-        return Found(module, aliases, str(error))
+        return ModuleInfo(module, aliases, str(error))
     except Exception as error:  # `describe` of a layer class may raise any error
         reason = f"{type(module).__name__} cannot be described: {error!r}{_how_to_register(module)}"
-        return Found(module, aliases, reason)
+        return ModuleInfo(module, aliases, reason)
 
 
-def _described(module: nnx.Module, aliases: tuple[str, ...]) -> Found:
+def _described(module: nnx.Module, aliases: tuple[str, ...]) -> ModuleInfo:
     """Return a module with its spec.
 
     Raises:
@@ -207,7 +207,7 @@ def _described(module: nnx.Module, aliases: tuple[str, ...]) -> Found:
     stacks = _stacks(module, spec)
     if stacks and all(axis for axis, _ in stacks):
         axis, layers = min(stacks)
-        return Found(module, aliases, _STACK.format(axis=axis, layers=layers, like=""), stacks=stacks)
+        return ModuleInfo(module, aliases, _STACK.format(axis=axis, layers=layers, like=""), stacks=stacks)
     if isinstance(spec, ExpertsSpec):
         for name, product in spec.products.items():
             if base is not None and getattr(cls, name, None) is not getattr(base, name, None):
@@ -227,7 +227,7 @@ def _described(module: nnx.Module, aliases: tuple[str, ...]) -> Found:
     doubt = None
     if guess is not None and isinstance(spec, LinearSpec):
         doubt = Doubt(guess, "say what the class computes with jlora.register_layer")
-    return Found(module, aliases, spec, doubt, reasons, stacks)
+    return ModuleInfo(module, aliases, spec, doubt, reasons, stacks)
 
 
 def _base_of(cls: type[nnx.Module]) -> type[nnx.Module] | None:
@@ -300,7 +300,7 @@ def _unsliced(name: str, product: LinearSpec, spec: ExpertsSpec) -> str | None:
 
 
 def _stacks(module: nnx.Module, spec: object) -> frozenset[tuple[int, int]]:
-    """Return (axis, size) of each axis without which a kernel of floats fits its spec. See `Found.stacks`."""
+    """Return (axis, size) of each axis without which a kernel of floats fits its spec. See `ModuleInfo.stacks`."""
     products = spec.products.values() if isinstance(spec, ExpertsSpec) else (spec,)
     experts = (spec.experts,) if isinstance(spec, ExpertsSpec) else ()
     found: set[tuple[int, int]] = set()

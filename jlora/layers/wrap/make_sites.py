@@ -17,7 +17,7 @@ from jlora.layers.site import HEAD, SEQUENCES, Site, SlotSpec
 from jlora.layers.specs import Doubt, EmbedSpec, ExpertsSpec, LinearSpec, Spec, own_attribute
 from jlora.layers.variants import finishers_of
 from jlora.layers.variants.finisher import Finisher
-from jlora.layers.wrap.discover import Found, discover
+from jlora.layers.wrap.discover import ModuleInfo, discover
 from jlora.layers.wrap.select import (
     Heads,
     PackedModules,
@@ -79,7 +79,7 @@ class _Context:
 
 def make_sites(
     wrapped: WrappedModel, packed_modules: PackedModules | None, row_groups: Mapping[str, str]
-) -> list[tuple[Found, list[Site]]]:
+) -> list[tuple[ModuleInfo, list[Site]]]:
     """Return the layers to wrap with the sites of each. The model is not changed.
 
     A layer that cannot be served is left out, with its reason in `wrapped.unwrapped`. Wrapped layers with a `doubt`
@@ -93,37 +93,37 @@ def make_sites(
     model, config = wrapped.model, wrapped.sites.config
     packed = packed_modules_of(model, packed_modules)
     everything = discover(model, lambda aliases: exclusion(config, (*aliases, *part_names(aliases, packed))))
-    for found in everything:
-        if "jlora_sites" in vars(found.module):
-            raise LoRAError(f"{found.aliases[0]}: this model is wrapped already; call unwrap() on its manager first")
+    for info in everything:
+        if "jlora_sites" in vars(info.module):
+            raise LoRAError(f"{info.aliases[0]}: this model is wrapped already; call unwrap() on its manager first")
     heads = tied_heads(model, everything, config.target_modules or ())
     context = _Context(config, row_groups, packed, heads, _mesh_of(everything, config), finishers_of(config))
-    layers: list[tuple[Found, list[Site]]] = []
+    layers: list[tuple[ModuleInfo, list[Site]]] = []
     others: dict[str, str] = {}  # path -> class
     selected: list[str] = []  # names of wrapped and of excluded layers
     refused: list[tuple[Sequence[str], str]] = []  # names of a layer that cannot be wrapped, the layer with the reason
     known: list[str] = []
-    for found in everything:
-        path, name = found.aliases[0], type(found.module).__name__
-        uses = [] if isinstance(found.spec, str) else _uses(found, found.spec, context)
+    for info in everything:
+        path, name = info.aliases[0], type(info.module).__name__
+        uses = [] if isinstance(info.spec, str) else _uses(info, info.spec, context)
         if not uses:
-            reason = found.spec if isinstance(found.spec, str) else heads.reasons.get(id(found.module), _NO_METHOD)
-            if found.excluded:
+            reason = info.spec if isinstance(info.spec, str) else heads.reasons.get(id(info.module), _NO_METHOD)
+            if info.excluded:
                 # Configured names of its uses are valid, although its actual uses are unknown.
-                selected += (*found.aliases, *part_names(found.aliases, packed), "lm_head")
-                selected += [f"{alias}.{use}" for alias in found.aliases for use in ("attend", *vars(found.module))]
+                selected += (*info.aliases, *part_names(info.aliases, packed), "lm_head")
+                selected += [f"{alias}.{use}" for alias in info.aliases for use in ("attend", *vars(info.module))]
             else:
-                refused.append((found.aliases, f"{path!r} ({name}), but {reason}"))
-            wrapped.unwrapped.update(dict.fromkeys(_names_of_unwrapped(found, packed), reason))
-            if found.candidate:
+                refused.append((info.aliases, f"{path!r} ({name}), but {reason}"))
+            wrapped.unwrapped.update(dict.fromkeys(_names_of_unwrapped(info, packed), reason))
+            if info.candidate:
                 others[path] = name
             continue
-        if isinstance(found.spec, EmbedSpec):
-            for role, reason in found.reasons.items():
-                names = found.aliases if role == "lookup" else [f"{alias}.attend" for alias in found.aliases]
+        if isinstance(info.spec, EmbedSpec):
+            for role, reason in info.reasons.items():
+                names = info.aliases if role == "lookup" else [f"{alias}.attend" for alias in info.aliases]
                 wrapped.unwrapped.update((alias, reason) for alias in names)
-            if (reason := heads.reasons.get(id(found.module))) is not None:
-                wrapped.unwrapped.update((f"{alias}.attend", reason) for alias in found.aliases)
+            if (reason := heads.reasons.get(id(info.module))) is not None:
+                wrapped.unwrapped.update((f"{alias}.attend", reason) for alias in info.aliases)
         chosen: list[Site] = []
         for use in uses:
             reason = not_selected(config, use.names)
@@ -139,7 +139,7 @@ def make_sites(
                 wrapped.unwrapped.update(dict.fromkeys(use.names, made))
                 others[use.path] = name
         if chosen:
-            layers.append((found, chosen))
+            layers.append((info, chosen))
     check_names(config, row_groups, type(model).__name__, selected, refused, known)
     if not layers:
         raise LoRAError(f"{type(model).__name__} has no layer that can serve LoRA{_listed(others, wrapped.unwrapped)}")
@@ -171,12 +171,12 @@ def _check_saved_heads(wrapped: WrappedModel, sites: Sequence[Site]) -> None:
 _NO_METHOD = "its spec leaves it no method that serves LoRA"
 
 
-def _names_of_unwrapped(found: Found, packed: PackedModules) -> Iterable[str]:
+def _names_of_unwrapped(info: ModuleInfo, packed: PackedModules) -> Iterable[str]:
     """Yield the checkpoint names of a module without any known use."""
-    yield from found.aliases
-    yield from part_names(found.aliases, packed)
-    if isinstance(found.module, nnx.Embed):
-        yield from (f"{alias}.attend" for alias in found.aliases)
+    yield from info.aliases
+    yield from part_names(info.aliases, packed)
+    if isinstance(info.module, nnx.Embed):
+        yield from (f"{alias}.attend" for alias in info.aliases)
 
 
 def _site_or_reason(use: _Use, context: _Context) -> Site | str:
@@ -206,7 +206,7 @@ def _listed(others: Mapping[str, str], reasons: Mapping[str, str]) -> str:
     return ":\n  " + "\n  ".join(lines) if lines else ": no module of it holds a matrix"
 
 
-def _stamp(layers: list[tuple[Found, list[Site]]]) -> None:
+def _stamp(layers: list[tuple[ModuleInfo, list[Site]]]) -> None:
     """Mark one site of the model as stamped.
 
     Prefer a site that is certain to serve, is called in every step (no tower of images), has all slots, and is not
@@ -215,33 +215,33 @@ def _stamp(layers: list[tuple[Found, list[Site]]]) -> None:
     every = [(sites, i) for _, sites in layers for i in range(len(sites))]
     every = [(sites, i) for sites, i in every if sites[i].row_group in (None, SEQUENCES)] or every
     sure = [(sites, i) for sites, i in every if sites[i].doubt is None] or every
-    whole = [(sites, i) for sites, i in sure if not sites[i].spec.rows] or [
+    whole = [(sites, i) for sites, i in sure if not sites[i].spec.entries] or [
         (sites, i) for sites, i in sure if sites[i].spec.experts is None
     ]
     sites, i = (whole or sure)[0]
     sites[i] = replace(sites[i], stamped=True)
 
 
-def _uses(found: Found, spec: Spec, context: _Context) -> list[_Use]:
+def _uses(info: ModuleInfo, spec: Spec, context: _Context) -> list[_Use]:
     """Return the uses of one layer where LoRA may be served."""
-    aliases, backend = found.aliases, context.config.backend
+    aliases, backend = info.aliases, context.config.backend
     if isinstance(spec, ExpertsSpec):
-        return [_product_use(found, spec, name, context) for name in spec.products]
+        return [_product_use(info, spec, name, context) for name in spec.products]
     if isinstance(spec, LinearSpec):
 
         def projection() -> Site:
-            sizes, parts = slices(found.module, aliases, spec.real_out, context.packed)
-            slot_spec = _slot_spec(found, spec, spec, sizes, (*aliases, *parts), context)
-            site = Site(aliases[0], aliases, "linear", slot_spec, parts, backend, doubt=found.guess)
-            return replace(site, head=_head(found.module, site, spec, context))
+            sizes, parts = slices(info.module, aliases, spec.real_out, context.packed)
+            slot_spec = _slot_spec(info, spec, spec, sizes, (*aliases, *parts), context)
+            site = Site(aliases[0], aliases, "linear", slot_spec, parts, backend, doubt=info.guess)
+            return replace(site, head=_head(info.module, site, spec, context))
 
         return [_Use(aliases[0], (*aliases, *part_names(aliases, context.packed)), projection)]
     uses: list[_Use] = []
-    key = id(found.module)
+    key = id(info.module)
     if spec.lookup is not None:
 
         def lookup() -> Site:
-            slot_spec = _slot_spec(found, spec, spec.table, (spec.features,), aliases, context)
+            slot_spec = _slot_spec(info, spec, spec.table, (spec.features,), aliases, context)
             doubt = _POSITIONS if is_position_table(aliases) else None
             context.headless.update(dict.fromkeys(aliases, "it is an embedding, and only linear layers are replaced"))
             return Site(
@@ -255,7 +255,7 @@ def _uses(found: Found, spec: Spec, context: _Context) -> list[_Use]:
 
         def attend() -> Site:
             parts = dict.fromkeys((*aliases, *names), (0, 1))
-            slot_spec = _slot_spec(found, spec, spec.head, (spec.head.real_out,), parts, context)
+            slot_spec = _slot_spec(info, spec, spec.head, (spec.head.real_out,), parts, context)
             doubt = None if key in context.heads.known else _HEAD
             for name in names:
                 context.headless.setdefault(name, "its weight is that of an embedding (tied), which is not replaced")
@@ -297,18 +297,18 @@ def _head(layer: nnx.Module, site: Site, spec: LinearSpec, context: _Context) ->
     )
 
 
-def _product_use(found: Found, spec: ExpertsSpec, name: str, context: _Context) -> _Use:
+def _product_use(info: ModuleInfo, spec: ExpertsSpec, name: str, context: _Context) -> _Use:
     """Return the use of one grouped product of experts."""
     linear, names = spec.products[name], spec.names[name]
-    aliases = tuple(f"{alias}.{linear.param}" for alias in found.aliases)
-    fused = [f"{alias}.gate_up_proj" for alias in found.aliases if len(names) == 2]  # name of both together in adapters
+    aliases = tuple(f"{alias}.{linear.param}" for alias in info.aliases)
+    fused = [f"{alias}.gate_up_proj" for alias in info.aliases if len(names) == 2]  # name of both together in adapters
     parts: dict[str, tuple[int, int]] = dict.fromkeys((*aliases, *fused), (0, len(names)))
     for i, called in enumerate(names):
-        parts.update((f"{alias}.{one}", (i, 1)) for alias in found.aliases for one in called if one != linear.param)
+        parts.update((f"{alias}.{one}", (i, 1)) for alias in info.aliases for one in called if one != linear.param)
 
     def product() -> Site:
         sizes = (linear.real_out // len(names),) * len(names)
-        slot_spec = _slot_spec(found, spec, linear, sizes, parts, context)
+        slot_spec = _slot_spec(info, spec, linear, sizes, parts, context)
         site = Site(aliases[0], aliases, "linear", slot_spec, parts, context.config.backend, prefix=prefix_of(name))
         context.headless.update(dict.fromkeys(parts, "it is a product of experts, and only linear layers are replaced"))
         _, shared = count_expert_slots(context.config)
@@ -318,11 +318,11 @@ def _product_use(found: Found, spec: ExpertsSpec, name: str, context: _Context) 
 
 
 def _slot_spec(
-    found: Found, spec: Spec, linear: LinearSpec, sizes: tuple[int, ...], names: Iterable[str], context: _Context
+    info: ModuleInfo, spec: Spec, linear: LinearSpec, sizes: tuple[int, ...], names: Iterable[str], context: _Context
 ) -> SlotSpec:
     """Return the spec of the slot arrays of one use of a layer. Raises LoRAError if none is possible."""
     config, experts = context.config, spec.experts if isinstance(spec, ExpertsSpec) else None
-    kernel = kernel_of(found.module, linear)
+    kernel = kernel_of(info.module, linear)
     shape: tuple[int, ...] = () if kernel is None else tuple(kernel.array.shape)
     stack = 0 if kernel is None else len(shape) - len(linear.in_axes + linear.out_axes) - (experts is not None)
     if stack > 1:
@@ -335,13 +335,13 @@ def _slot_spec(
         in_features=linear.real_in,
         out_sizes=sizes,
         max_rank=largest_rank(config, names),
-        dtype="int8" if in_int8 and not table else _slot_dtype(found.module, spec, linear, kernel, config),
+        dtype="int8" if in_int8 and not table else _slot_dtype(info.module, spec, linear, kernel, config),
         experts=experts,
         finishers=() if table or experts is not None else context.finishers,
     )
     if context.mesh is None:
         return slot_spec
-    return _on_mesh(slot_spec, context.mesh, found.aliases[0], kernel, linear, config)
+    return _on_mesh(slot_spec, context.mesh, info.aliases[0], kernel, linear, config)
 
 
 def _slot_dtype(layer: nnx.Module, spec: Spec, linear: LinearSpec, kernel: Kernel | None, config: LoRAConfig) -> str:
@@ -351,17 +351,17 @@ def _slot_dtype(layer: nnx.Module, spec: Spec, linear: LinearSpec, kernel: Kerne
       LoRAError: the dtype of the kernel is needed, and slots cannot have it or there is no kernel.
     """
     configured = slot_dtype(config.dtype)  # None for int8
-    given = next((own for own in (configured, linear.dtype, spec.dtype) if own is not None), None)
-    own = slot_dtype(own_attribute(layer, "dtype") if given is None else given)
-    if own is not None:
-        return own
+    declared = next((dtype for dtype in (configured, linear.dtype, spec.dtype) if dtype is not None), None)
+    dtype = slot_dtype(own_attribute(layer, "dtype") if declared is None else declared)
+    if dtype is not None:
+        return dtype
     if kernel is not None and jnp.dtype(kernel.dtype).name in _WIDTHS:
         return jnp.dtype(kernel.dtype).name
-    found = "it has no parameter whose dtype slots could take"
+    problem = "it has no parameter whose dtype slots could take"
     if kernel is not None:
-        found = f"its parameter {linear.param!r} is {jnp.dtype(kernel.dtype).name}, which slots cannot be"
+        problem = f"its parameter {linear.param!r} is {jnp.dtype(kernel.dtype).name}, which slots cannot be"
     raise LoRAError(
-        f"{found}; give them a dtype: LoRAConfig(dtype=...) for all layers, or jlora.{type(spec).__name__}(..., "
+        f"{problem}; give them a dtype: LoRAConfig(dtype=...) for all layers, or jlora.{type(spec).__name__}(..., "
         "dtype=...) for its class"
     )
 
@@ -371,16 +371,16 @@ def _sharding_of(param: Any) -> Any:
     return getattr(param, "sharding", None)
 
 
-def _named(everything: Iterable[Found]) -> Iterable[tuple[str, NamedSharding]]:
+def _named(everything: Iterable[ModuleInfo]) -> Iterable[tuple[str, NamedSharding]]:
     """Yield (name, sharding) of the parameters on a mesh, including a mesh of one device."""
-    for found in everything:
-        for name, array in arrays_of(found.module):
+    for info in everything:
+        for name, array in arrays_of(info.module):
             sharding = _sharding_of(array)
             if isinstance(sharding, NamedSharding):
-                yield f"{found.aliases[0]}.{name}", sharding
+                yield f"{info.aliases[0]}.{name}", sharding
 
 
-def _mesh_of(everything: Sequence[Found], config: LoRAConfig) -> Mesh | AbstractMesh | None:
+def _mesh_of(everything: Sequence[ModuleInfo], config: LoRAConfig) -> Mesh | AbstractMesh | None:
     """Return the mesh of the model's parameters, or None if no mesh has several devices.
 
     Excluded layers are considered only if no other layer is on such a mesh.
@@ -389,7 +389,7 @@ def _mesh_of(everything: Sequence[Found], config: LoRAConfig) -> Mesh | Abstract
       LoRAError: there are several meshes.
       LoRAUsageError: mesh options are set without a mesh, or name axes that it lacks.
     """
-    kept = list(_named(found for found in everything if not found.excluded))
+    kept = list(_named(info for info in everything if not info.excluded))
     named = kept if any(sharding.mesh.size > 1 for _, sharding in kept) else list(_named(everything))
     if (config.fully_sharded or config.data_axes) and not named:
         raise LoRAUsageError(
@@ -433,22 +433,22 @@ def _on_mesh(
     axes = [[first + axis for axis in own] for own in (linear.in_axes, linear.out_axes)]
     axes += [[stack]] if slot_spec.experts is not None else []
     data = tuple(config.data_axes)
-    found = None
+    sharding = None
     if kernel is not None:
         array = kernel.array
-        found = kernel_sharding(where, _sharding_of(array), axes, array.shape, data, config.fully_sharded)
-    found = KernelSharding(mesh, data=data, fully=config.fully_sharded) if found is None else found
+        sharding = kernel_sharding(where, _sharding_of(array), axes, array.shape, data, config.fully_sharded)
+    sharding = KernelSharding(mesh, data=data, fully=config.fully_sharded) if sharding is None else sharding
     slot_spec = replace(
         slot_spec,
-        sharding=found,
-        in_blocks=linear.columns_in.blocks if found.ins and linear.columns_in is not None else (),
-        out_blocks=linear.columns_out.blocks if found.outs and linear.columns_out is not None else (),
+        sharding=sharding,
+        in_blocks=linear.columns_in.blocks if sharding.ins and linear.columns_in is not None else (),
+        out_blocks=linear.columns_out.blocks if sharding.outs and linear.columns_out is not None else (),
     )
-    shards = found.size(found.b[2])
+    shards = sharding.size(sharding.b[2])
     if slot_spec.stored_out % shards:
         raise LoRAError(
             f"{where}: LoRAConfig.fully_sharded splits its {slot_spec.stored_out} outputs over the axes "
-            f"{' and '.join(map(repr, found.b[2]))} of the mesh, {shards} shards, which do not divide them; set "
+            f"{' and '.join(map(repr, sharding.b[2]))} of the mesh, {shards} shards, which do not divide them; set "
             "fully_sharded=False"
         )
     if problem := too_many_pieces(slot_spec):

@@ -10,7 +10,7 @@ from jlora.config import LoRAConfig
 from jlora.errors import LoRAUsageError, nearest
 from jlora.layers.site import is_named
 from jlora.layers.specs import EmbedSpec, own_attribute
-from jlora.layers.wrap.discover import Found
+from jlora.layers.wrap.discover import ModuleInfo
 
 # Either "qkv_proj": ("q_proj", "k_proj", "v_proj"), or a mapping from each name to the size or sizes of its slices.
 PackedModules: TypeAlias = Mapping[str, Sequence[str] | Mapping[str, int | Sequence[int]]]
@@ -105,13 +105,13 @@ class Heads:
     known: frozenset[int]
 
 
-def tied_heads(model: object, found: Sequence[Found], targets: Collection[str]) -> Heads:
+def tied_heads(model: object, modules: Sequence[ModuleInfo], targets: Collection[str]) -> Heads:
     """Find the tied heads among the modules of a model, of which `targets` may name some."""
-    heads = {id(f.module) for f in found if any(alias.rpartition(".")[2] == "lm_head" for alias in f.aliases)}
+    heads = {id(f.module) for f in modules if any(alias.rpartition(".")[2] == "lm_head" for alias in f.aliases)}
     reasons: dict[int, str] = {}
     known: set[int] = set()
     vocabularies: dict[int, int] = {}
-    for f in found:
+    for f in modules:
         if not isinstance(f.spec, EmbedSpec):
             continue
         if f.spec.attend is None:

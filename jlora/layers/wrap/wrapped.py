@@ -176,8 +176,8 @@ def own_order_of(layer: nnx.Module, site: Site) -> np.ndarray | None:
     return spec.own_order(product_of(site))
 
 
-def checkpoint_weight(wrapped: WrappedModel, site: Site, row: int = 0) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the base weight of one row in the layout of a checkpoint, and a mask of the values that this process has.
+def checkpoint_weight(wrapped: WrappedModel, site: Site, entry: int = 0) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the base weight of one entry in the layout of a checkpoint, and a mask of the values of this process.
 
     Returns:
       The weight without padding, [N, K] of a linear layer or [V, F] of a table, and a bool array of its shape;
@@ -190,7 +190,7 @@ def checkpoint_weight(wrapped: WrappedModel, site: Site, row: int = 0) -> tuple[
         return None
     weight, known = own_values(cast("jax.Array", kernel.array))
     own = np.broadcast_to(True, weight.shape) if known is None else known
-    return _as_stored(spec, site, row, weight), _as_stored(spec, site, row, own)
+    return _as_stored(spec, site, entry, weight), _as_stored(spec, site, entry, own)
 
 
 def dequantized_weight(wrapped: WrappedModel, site: Site) -> tuple[np.ndarray, np.dtype] | None:
@@ -202,7 +202,7 @@ def dequantized_weight(wrapped: WrappedModel, site: Site) -> tuple[np.ndarray, n
     """
     layer = wrapped.modules[site]
     spec = spec_of(layer, site)
-    if site.spec.rows or not isinstance(spec, LinearSpec) or not can_dequantize(layer, spec):
+    if site.spec.entries or not isinstance(spec, LinearSpec) or not can_dequantize(layer, spec):
         return None
     arrays = [array for _, array in arrays_of(layer)]
     size = spec.in_features * spec.out_features
@@ -212,9 +212,9 @@ def dequantized_weight(wrapped: WrappedModel, site: Site) -> tuple[np.ndarray, n
     return _of_columns(spec, np.asarray(jax.device_get(dequantized(layer, spec))).T), codes[0]
 
 
-def _as_stored(spec: LinearSpec | EmbedSpec, site: Site, row: int, weight: np.ndarray) -> np.ndarray:
-    if site.spec.rows:
-        weight = weight[np.unravel_index(row, site.spec.rows)]
+def _as_stored(spec: LinearSpec | EmbedSpec, site: Site, entry: int, weight: np.ndarray) -> np.ndarray:
+    if site.spec.entries:
+        weight = weight[np.unravel_index(entry, site.spec.entries)]
     if isinstance(spec, EmbedSpec):
         return weight[: spec.head.real_out]
     flat = weight.transpose(*spec.out_axes, *spec.in_axes).reshape(spec.out_features, spec.in_features)

@@ -79,7 +79,7 @@ class Dispatcher:
         self._rows: list[Sequence | None] = [None] * steps.rows  # sequences that decode, by row
         self._batch: Any = None  # batch of the rows that ran when it was prepared
         self._stale = False  # True if the running rows have changed since
-        self._active = jnp.zeros(steps.rows, bool)
+        self._occupied = jnp.zeros(steps.rows, bool)
         self._how = How()
         self._drawn: deque[Drawn] = deque()
         self._looked, self._told = 0.0, False
@@ -263,7 +263,7 @@ class Dispatcher:
             return False
         try:
             live = min(max(one.live for _, one in running), self._steps.capacity)
-            chosen = self._steps.decode(self._batch, self._active, live, self._how)
+            chosen = self._steps.decode(self._batch, self._occupied, live, self._how)
         except Exception as error:  # as above
             self._failed(error, [one for _, one in running])
             return True
@@ -285,7 +285,7 @@ class Dispatcher:
                 first = {"active_from": rows, "length": 1}
             try:
                 self._batch = self._manager.prepare(names, **first)
-                self._active = jax.device_put(np.array([one is not None for one in self._rows]))
+                self._occupied = jax.device_put(np.array([one is not None for one in self._rows]))
             except Exception as error:  # as above
                 self._failed(error, [one for one in self._rows if one is not None])
                 self._batch = None

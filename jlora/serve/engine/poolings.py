@@ -68,11 +68,11 @@ class Poolings:
             return self.base
         with self._lock:
             known = self._known.get(handle.name)
-        found = known.found if known is not None and known.version == handle.version else None
-        found = _found(request, self.base) if found is None else found
-        if isinstance(found, LoRAError):
-            raise found
-        return found
+        pooling = known.found if known is not None and known.version == handle.version else None
+        pooling = _found(request, self.base) if pooling is None else pooling
+        if isinstance(pooling, LoRAError):
+            raise pooling
+        return pooling
 
     def _read(self) -> None:
         while True:

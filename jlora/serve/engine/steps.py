@@ -196,11 +196,11 @@ class Steps:
         return self._whole((token, rows._replace(last=last, drawn=rows.drawn.at[row].set(1), sampling=sampling)))
 
     def _pick_program(
-        self, logits: Any, rows: RowState, active: Bool[Array, "R"], *, sampled: bool, ranked: bool
+        self, logits: Any, rows: RowState, occupied: Bool[Array, "R"], *, sampled: bool, ranked: bool
     ) -> Any:
         tokens = _chosen(logits, rows.drawn, rows.sampling, sampled, ranked)
-        step = active.astype(jnp.int32)
-        last = jnp.where(active, jnp.maximum(tokens, 0), rows.last)
+        step = occupied.astype(jnp.int32)
+        last = jnp.where(occupied, jnp.maximum(tokens, 0), rows.last)
         return self._whole((tokens, rows._replace(last=last, length=rows.length + step, drawn=rows.drawn + step)))
 
     def _report_program(self, logits: Any, tokens: Any) -> Any:
@@ -289,19 +289,19 @@ class Steps:
         self._state = (cache, rows)
         return self._told(logits, tokens, how)
 
-    def decode(self, batch: jlora.LoRABatch, active: jax.Array, live: int, how: How) -> Chosen:
+    def decode(self, batch: jlora.LoRABatch, occupied: jax.Array, live: int, how: How) -> Chosen:
         """Choose the next token of every row.
 
         Args:
           batch: The adapters of the rows.
-          active: [R] bool, rows to advance.
-          live: Number of positions of the longest active row, including its last token.
+          occupied: [R] bool, rows that hold a sequence, which advance.
+          live: Number of positions of the longest occupied row, including its last token.
           how: Variant of the choice.
         """
         logits, cache = self._run(self._decode, batch, extent=smallest(self.extents, live))
         rows = self._held()[1]
         self._state = (cache, rows)  # the rows are not donated yet, so the state survives if `pick` raises
-        tokens, rows = self._pick(logits, rows, active, sampled=how.sampled, ranked=how.ranked)
+        tokens, rows = self._pick(logits, rows, occupied, sampled=how.sampled, ranked=how.ranked)
         self._state = (cache, rows)
         return self._told(logits, tokens, how)
 
@@ -334,7 +334,7 @@ class Steps:
         for start in range(self.chunk, self.capacity, self.chunk):
             chunks.setdefault(self.chunk_of(start, self.capacity)[1:], (start, start + 1))
         variants = [How(), How(True), How(True, True), How(reported=True)]
-        active = jnp.zeros(self.rows, bool)
+        occupied = jnp.zeros(self.rows, bool)
         logits: list[jax.Array] = []
 
         def fill(batch: jlora.LoRABatch, start: int, length: int) -> None:
@@ -358,11 +358,11 @@ class Steps:
             *(
                 (
                     f"decode of {self.rows} rows over {extent} positions",
-                    warmed(self.rows, 1, self.decode, active, extent, How()),
+                    warmed(self.rows, 1, self.decode, occupied, extent, How()),
                 )
                 for extent in self.extents
             ),
-            *((f"the next tokens, {how}", warmed(self.rows, 1, self.decode, active, 1, how)) for how in variants),
+            *((f"the next tokens, {how}", warmed(self.rows, 1, self.decode, occupied, 1, how)) for how in variants),
         ]
         # On a mesh they run twice, since equal shardings may have different representations after another step.
         calls = [("the state on the device", self.reset), *calls * (1 if self._everywhere() is None else 2)]

@@ -4,8 +4,8 @@
         [--dtype bfloat16] [--quantize int8] [--devices 8] [--checkpoints FOLDER]
 
 Without `--moe` it trains a Llama and four adapters in about four minutes on two CPU cores. With `--moe` it trains a
-Qwen3-MoE and two adapters of its experts in about seven. The adapters have other ranks and targets. Each has an
-optimizer and a schedule of its own, every batch has rows of all of them, and one compiled step updates them
+Qwen3-MoE and two adapters of its experts in about seven. The adapters have other ranks and targets. Each has a
+learning rate and a schedule of its own, every batch has rows of all of them, and one compiled step updates them
 (`LoRAManager.trainer`). The output is a Hugging Face checkpoint, a tokenizer, and PEFT adapter folders.
 
 The adapters are trained on the checkpoint that was written, in the given dtype or quantized, on one device or several.
@@ -152,13 +152,13 @@ def are_right(logits, tokens, mask):
     return ((logits.argmax(-1) == tokens[:, 1:]) | (mask[:, :-1] == 0)).all(-1)
 
 
-def optimizer(rate: float, steps: int) -> optax.GradientTransformation:
-    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 20, steps, rate / 50)
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98))
+def schedule(rate: float, steps: int) -> optax.Schedule:
+    return optax.warmup_cosine_decay_schedule(0.0, rate, steps // 20, steps, rate / 50)
 
 
 def train_base(model: Decoder, steps: int, rng: np.random.Generator) -> None:
-    opt = nnx.Optimizer(model, optimizer(2e-3, steps), wrt=nnx.Param)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule(2e-3, steps), b2=0.98))
+    opt = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
 
     @nnx.jit
     def step(model, opt, tokens, mask):
@@ -211,7 +211,9 @@ def train_adapters(model: Decoder, demo: Demo, steps: int, out: Path, checkpoint
     rng = np.random.default_rng(0)
     for name in demo.adapters:
         manager.add_adapter(fresh_adapter(name, demo, rng))
-    trainer = manager.trainer(adapter_loss, {name: optimizer(rate, steps) for name, rate in demo.rates.items()})
+    trainer = manager.trainer(adapter_loss, capacity=len(demo.adapters))
+    for name in demo.adapters:
+        trainer.add(name)
     each = 24
     names = [name for name in demo.adapters for _ in range(each)]
 
@@ -226,9 +228,12 @@ def train_adapters(model: Decoder, demo: Demo, steps: int, out: Path, checkpoint
         trainer.state = kept.restore(latest, args=ocp.args.StandardRestore(trainer.state))
         first = latest
     for i in range(first, steps):
-        with manager.prepare(names) as batch:
-            # The words of a step depend on its number alone, so a run that continues sees those of the first.
-            losses = trainer.step(batch, *words(np.random.default_rng(i), held_out=False))
+        # The words of a step depend on its number alone, so a run that continues sees those of the first.
+        rates = {name: float(schedule(rate, steps)(i)) for name, rate in demo.rates.items()}
+        numbers = {"learning_rate": rates, "b2": 0.98, "weight_decay": 1e-4, "max_norm": 1.0}
+        losses = trainer.step(
+            trainer.prepare(names), *words(np.random.default_rng(i), held_out=False), **numbers
+        ).losses
         if kept is not None:
             kept.save(i + 1, args=ocp.args.StandardSave(trainer.state))
         if i % 100 == 0 or i == steps - 1:
@@ -237,7 +242,8 @@ def train_adapters(model: Decoder, demo: Demo, steps: int, out: Path, checkpoint
     if kept is not None:
         kept.close()
 
-    trainer.publish()
+    for name in trainer.names:
+        trainer.publish(name)
 
     @manager.jit
     def answers(model, batch, tokens, mask):

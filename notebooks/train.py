@@ -74,8 +74,8 @@ print("The base model copies:", sample("demo", "planet="))
 # %% [markdown]
 # ## 2. What the adapters learn
 #
-# The prompt is a word, and the answer follows "=". Each adapter has a rank, targets, an optimizer and a schedule of its
-# own. PEFT starts with B = 0, and so do these.
+# The prompt is a word, and the answer follows "=". Each adapter has a rank, targets and a learning rate of its own.
+# PEFT starts with B = 0, and so do these.
 
 # %%
 TASKS = {"first": lambda word: word[:1], "last": lambda word: word[-1:], "ends": lambda word: word[0] + word[-1]}
@@ -98,25 +98,8 @@ def rows(task, rng):
     return tokens, mask
 
 
-def fresh(name, rng):
-    targets = ("q_proj", "v_proj") if name == "first" else ("q_proj", "k_proj", "v_proj", "o_proj")
-    rank, config = RANKS[name], model.config
-    sizes = {target: config.head_dim * config.num_key_value_heads for target in ("k_proj", "v_proj")}
-    arrays = {
-        f"model.layers.{layer}.self_attn.{target}": (
-            rng.normal(0, config.hidden_size**-0.5, (rank, config.hidden_size)).astype(np.float32),  # A
-            np.zeros((sizes.get(target, config.hidden_size), rank), np.float32),  # B
-        )
-        for layer in range(config.num_hidden_layers)
-        for target in targets
-    }
-    return jlora.Adapter.from_arrays(name, arrays, alpha=2 * rank)
-
-
-def optimizer(rate):
-    schedule = optax.warmup_cosine_decay_schedule(0, rate, 10, STEPS * ROUNDS)
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
-
+schedule = optax.warmup_cosine_decay_schedule(0, 1, 10, STEPS * ROUNDS)
+RATES = {"first": 1e-2, "last": 1e-2, "ends": 5e-3}
 
 # %% [markdown]
 # ## 3. The trainer
@@ -128,8 +111,6 @@ def optimizer(rate):
 on_cpu = jax.default_backend() == "cpu"
 model = from_pretrained(MODEL, jnp.float32 if on_cpu else jnp.bfloat16)
 manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=3, max_lora_rank=8))
-for name in TASKS:
-    manager.add_adapter(fresh(name, np.random.default_rng(0)))
 
 
 def loss(model, batch, tokens, mask):
@@ -139,7 +120,10 @@ def loss(model, batch, tokens, mask):
     return (losses * mask[:, :-1]).sum(-1), mask[:, :-1].sum(-1)
 
 
-trainer = manager.trainer(loss, {"first": optimizer(1e-2), "last": optimizer(1e-2), "ends": optimizer(5e-3)})
+trainer = manager.trainer(loss, capacity=3)
+for name, rank in RANKS.items():
+    targets = ["q_proj", "v_proj"] if name == "first" else ["q_proj", "k_proj", "v_proj", "o_proj"]
+    trainer.add(name, rank=rank, alpha=2 * rank, target_modules=targets)
 
 # %% [markdown]
 # ## 4. Train, push, sample
@@ -151,10 +135,11 @@ trainer = manager.trainer(loss, {"first": optimizer(1e-2), "last": optimizer(1e-
 rng = np.random.default_rng(1)
 answers = {}
 for round_ in range(ROUNDS):
-    for _ in range(STEPS):
-        with manager.prepare([name for name in TASKS for _ in range(ROWS)]) as batch:
-            parts = [rows(task, rng) for task in TASKS.values()]
-            losses = trainer.step(batch, *map(np.concatenate, zip(*parts, strict=True)))
+    for i in range(STEPS):
+        batch = trainer.prepare([name for name in TASKS for _ in range(ROWS)])
+        inputs = map(np.concatenate, zip(*[rows(task, rng) for task in TASKS.values()], strict=True))
+        rates = {name: rate * float(schedule(round_ * STEPS + i)) for name, rate in RATES.items()}
+        losses = trainer.step(batch, *inputs, learning_rate=rates, max_norm=1.0).losses
     for name in TASKS:
         push(url, trainer.adapter(name), admin_key=KEY)
     answers = {name: sample(name, "planet=") for name in TASKS}
@@ -170,5 +155,5 @@ print("each adapter answers as it was taught")
 # %% [markdown]
 # ## Next
 #
-# `trainer.publish()` gives the weights to the manager of this process, to sample here. A checkpoint keeps
+# `trainer.publish(name)` gives the weights to the manager of this process, to sample here. A checkpoint keeps
 # `trainer.state`, and `trainer.adapter(name).save_pretrained(folder)` writes a folder for PEFT (docs/training.md).

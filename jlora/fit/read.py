@@ -62,9 +62,17 @@ def pack_files(
 
 
 def pack_in_memory(
-    adapter: Adapter, wrapped: WrappedModel, index: SiteIndex, slot_arrays: SlotArrays[Any], *, config: LoRAConfig
+    adapter: Adapter,
+    wrapped: WrappedModel,
+    index: SiteIndex,
+    slot_arrays: SlotArrays[Any],
+    *,
+    config: LoRAConfig,
+    fresh: bool = False,
 ) -> tuple[PackedAdapter, tuple[str, ...]]:
     """Check and pack an adapter that is in memory, and return it with the warnings about its modules.
+
+    A `fresh` adapter has no effect yet, and no warning says so.
 
     Raises:
       AdapterFormatError: A factor holds NaN or infinity, and `config.allow_nonfinite` is False.
@@ -76,7 +84,7 @@ def pack_in_memory(
         check_finite(where, adapter)
     index = read_as(where, adapter, index)
     slices_of = find_slices(where, adapter, index)
-    warnings = without_effect(adapter, slices_of, wrapped)
+    warnings = [] if fresh else without_effect(adapter, slices_of, wrapped)
     return _pack(where, adapter, adapter.layers, slices_of, warnings, wrapped, index, slot_arrays)
 
 

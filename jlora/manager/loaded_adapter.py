@@ -1,6 +1,6 @@
 """An adapter of a manager: one version of it, with its source, and where its blocks are."""
 
-import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,7 +24,8 @@ class LoadedAdapter:
       commit: commit of the Hugging Face repository that it was read from; None for other sources.
       in_place: True if it was loaded to replace the current weights. It is then a new version whatever its key.
       warnings: sentences about modules without effect (`AdapterInfo.warnings`).
-      given: reference to the adapter from memory, whose values training begins with while it lives; None for files.
+      given: returns the adapter from memory, with whose values training begins, or None once it is gone; None for
+        files.
       version: version of the weights under the adapter's name, counted from 0; set when the host cache stores it.
       on_host: False until the blocks of an update from device arrays are copied to the host.
       copying: True during that copy. If the copy fails, the blocks stay on the device and the adapter in its slot.
@@ -39,7 +40,7 @@ class LoadedAdapter:
     commit: str | None = None
     in_place: bool = False
     warnings: tuple[str, ...] = ()
-    given: "weakref.ref[Adapter] | None" = None
+    given: Callable[[], Adapter | None] | None = None
     version: int = 0
     on_host: bool = True
     copying: bool = False

@@ -6,10 +6,11 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,9 @@ from jlora.errors import (
     AdapterUnavailableError,
     LoadTimeoutError,
     LoRAError,
+    LoRAUsageError,
 )
+from jlora.fit.fresh import fresh_adapter
 from jlora.fit.read import pack_exactly, pack_files, pack_in_memory
 from jlora.fit.shapes import describe
 from jlora.manager.loaded_adapter import LoadedAdapter
@@ -318,11 +321,19 @@ def page_locked(state: State, blocks: tuple[Block, ...], others: Collection[Load
     return state.slot_arrays.page_lock(blocks) if fits else blocks
 
 
-def add(state: State, adapter: Adapter, replaces: bool, deadline: Deadline) -> bool:
-    """Pack an adapter from memory and admit it to the host cache."""
+def add(
+    state: State,
+    adapter: Adapter,
+    replaces: bool,
+    deadline: Deadline,
+    drawn: Callable[[], Adapter] | None = None,
+) -> bool:
+    """Pack an adapter from memory and admit it to the host cache. `drawn` draws a new adapter again."""
     with _logged(adapter.name, None):
-        packed, warnings = pack_in_memory(adapter, state.wrapped, state.index, state.slot_arrays, config=state.config)
-        loaded = LoadedAdapter(packed, warnings=warnings, given=weakref.ref(adapter))
+        packed, warnings = pack_in_memory(
+            adapter, state.wrapped, state.index, state.slot_arrays, config=state.config, fresh=drawn is not None
+        )
+        loaded = LoadedAdapter(packed, warnings=warnings, given=drawn or weakref.ref(adapter))
         return admit(state, agreed(state, loaded), replaces, deadline)
 
 
@@ -366,6 +377,29 @@ def read(state: State, request: LoRARequest, commit: str | None, key: str | None
         adapter = _read(state, Load(request, Deadline(None), calls=1), commit, key)
         adapter.packed = with_extras(state, adapter.packed)
         return adapter
+
+
+def begin_training(
+    state: State, name: str, options: Mapping[str, Any]
+) -> tuple[PackedAdapter, Mapping[Entry, tuple[np.ndarray, np.ndarray]]]:
+    """Return an adapter without blocks, and row -> (A [n, r, K], B [r, N]) before their rounding to the slots' dtype.
+
+    It is the newest version of a name, or if the name is unknown and `options` has a rank, a new one (`fresh_adapter`).
+
+    Raises:
+      LoRAUsageError: the name is known, and `options` has a rank.
+    """
+    with state.lock:
+        known = name in state.cache.loaded or name in state.cache.known
+    if options["rank"] is None:
+        adapter = recall(state, name)
+        return adapter.packed.with_blocks(()), exact_factors(state, adapter)
+    if known:
+        raise LoRAUsageError(f"adapter {name!r} exists, with a rank of its own; give no rank, or another name")
+    drawn = fresh_adapter(name, state.wrapped, state.index, **options)
+    packed, _ = pack_in_memory(drawn, state.wrapped, state.index, state.slot_arrays, config=state.config, fresh=True)
+    blocks = pack_exactly(drawn, state.wrapped, state.index, state.slot_arrays)
+    return packed.with_blocks(()), unpack(blocks, {(p.site, p.entry) for p in packed.placements})
 
 
 def exact_factors(state: State, adapter: LoadedAdapter) -> dict[Entry, tuple[np.ndarray, np.ndarray]]:

@@ -21,6 +21,7 @@ from jlora._threads import elapsed
 from jlora.adapters import Adapter
 from jlora.config import LoRAConfig, LoRARequest
 from jlora.errors import AdapterInUseError, LoRAError, LoRAUsageError
+from jlora.fit.fresh import fresh_adapter
 from jlora.fit.names import SiteIndex, name_rules
 from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.forward.batch_shape import BatchShape, FirstRows
@@ -33,7 +34,7 @@ from jlora.layers.wrap.wrapped import LayerInfo, WrappedModel
 from jlora.manager.batch_arguments import BatchArguments, Given, checked_names, given
 from jlora.manager.leases import AdapterHandle, LeaseInfo
 from jlora.manager.loaded_adapter import LoadedAdapter
-from jlora.manager.loading import add, exact_factors, load, prefetch, read_again, recall
+from jlora.manager.loading import add, begin_training, load, prefetch, read_again, recall
 from jlora.manager.loads import Deadline, notify
 from jlora.manager.locks import StateLock
 from jlora.manager.multihost import peers_of
@@ -47,7 +48,7 @@ from jlora.manager.warmup import warm_up
 from jlora.slots.export import export, export_blocks
 from jlora.slots.packed import PackedAdapter
 from jlora.slots.values import refused_sites
-from jlora.training.trainer import Loss, Optimizer, TrainedModel, Trainer
+from jlora.training.trainer import Loss, Optimizer, TrainedModel, Trainer, adam
 from jlora.verify.repeats import describe, find_repeats
 from jlora.verify.verify import Forward, VerifyReport, verify
 
@@ -200,6 +201,60 @@ class LoRAManager:
             if isinstance(adapter, LoRARequest):
                 return load(state, replace(adapter, load_inplace=replaces), deadline)
             return add(state, adapter, replaces, deadline)
+
+    def new_adapter(
+        self,
+        name: str,
+        *,
+        rank: int,
+        alpha: float,
+        target_modules: Collection[str] | None = None,
+        seed: int = 0,
+    ) -> Adapter:
+        """Add an adapter to train, which has no effect yet.
+
+        Its values are drawn as PEFT draws them: A of a linear layer is uniform in +-1 / sqrt(K), and B is zero. A of an
+        embedding is zero, and B is normal. `trainer` begins with them in float32, whatever the dtype of the slots.
+
+        Args:
+          name: name of the adapter.
+          rank: rank of all its modules, up to `max_lora_rank`.
+          alpha: PEFT's `lora_alpha`. Deltas are multiplied by alpha / rank.
+          target_modules: names of modules, or their last parts, such as ["q_proj", "embed_tokens"]. None: every layer
+            that serves adapters, without embeddings. Modules are named as in the model, and for a model with a
+            `name_map` by their complete names in the checkpoint.
+          seed: seed of the values. Those of a module depend on the seed and its name alone.
+
+        Returns:
+          The adapter, in float32.
+
+        Raises:
+          LoRAUsageError: the name exists, an argument is of the wrong type or value, or a target matches no layer.
+          AdapterMismatchError: the rank is too large, or a layer serves no adapter.
+          NoFreeSlotError: as in `add_adapter`.
+        """
+        self._check_call("new_adapter")
+        if not isinstance(name, str) or not name:
+            raise LoRAUsageError(f"an adapter's name must be a non-empty string, got {name!r}")
+        state, deadline = self._state, self._deadline(None)
+        state.wrapped.check()
+        draw = partial(
+            fresh_adapter,
+            name,
+            state.wrapped,
+            state.index,
+            rank=rank,
+            alpha=alpha,
+            target_modules=target_modules,
+            seed=seed,
+        )
+        adapter = draw()
+        with state.peers.turn(f"new_adapter({name!r})"):
+            with state.lock:
+                known = name in state.cache.known
+            if known or not add(state, adapter, False, deadline, draw):
+                raise LoRAUsageError(f"new_adapter: adapter {name!r} exists; expected a new name, or remove it first")
+        return adapter
 
     def prefetch(self, request: LoRARequest | str) -> "Future[bool]":
         """Load an adapter in the background and move it to the device, so that the next `prepare` only writes it.
@@ -674,35 +729,42 @@ class LoRAManager:
             return partial(self.jit, **options)
         return Step(step, options, self._flat, self._state)
 
-    def trainer(self, loss: Loss, optimizers: Mapping[str, Optimizer]) -> Trainer:
-        """Return a trainer of several adapters, which begins with the float32 of their files or of the arrays given.
+    def trainer(
+        self,
+        loss: Loss,
+        *,
+        capacity: int = 8,
+        max_rank: int | None = None,
+        target_modules: Collection[str] | None = None,
+        optimizer: Optimizer = adam,
+    ) -> Trainer:
+        """Return a trainer of several adapters, which join and leave while others train.
 
-        Each adapter has an optimizer of its own: gradients are clipped, counted and scheduled for it alone. Adapters
-        with the same optimizer object share one update, vectorized by `jax.vmap`; each further object adds to the time
-        of compilation. Values past the rank of an adapter, and of layers that it lacks, stay zero.
+        It has room for the factors, gradients and optimizer states of `capacity` adapters in float32
+        (`Trainer.nbytes`), of every layer that serves adapters.
 
         Args:
           loss: `loss(model, batch, *inputs)` -> (float [B], float or int [B]), the sum of the losses of each sequence
-            and the number of its tokens, or other weights. It opens `jlora.use(batch)`.
-          optimizers: adapter name -> `optax.GradientTransformation`.
+            and the number of its tokens, or other weights, and optionally a mapping of further arrays [B, ...]. It
+            opens `jlora.use(batch)`.
+          capacity: most adapters at a time.
+          max_rank: largest rank of an adapter, at most that of the slots, the default.
+          target_modules: modules that adapters may have, by their names or last parts, to save memory. None for all.
+          optimizer: an `optax.GradientTransformation`, or a function of numbers with defaults that returns one. The
+            numbers are those of `Trainer.apply`, traced, so that none is compiled anew. Each adapter has a state of its
+            own. The default is AdamW with `learning_rate`, `b1`, `b2`, `eps`, `weight_decay` and `max_norm`.
 
         Raises:
-          AdapterNotFoundError, AdapterUnavailableError, NoFreeSlotError: as in `prepare`.
-          LoRAUsageError: no adapter is named, one has a saved head, DoRA, or one factor A for several output slices, or
-            the model is on devices of several processes.
+          LoRAUsageError: an argument is of the wrong type, a target matches no layer, or the model is on devices of
+            several processes.
         """
         state = self._state
         state.peers.refuse("trainer", "train on the devices of one")
-        host = TrainedModel(
-            self.model,
-            state.slot_arrays,
-            self.prepare,
-            self._update,
-            self.jit,
-            partial(exact_factors, state),
-            lambda lease: lease in state.leases.open(),
+        state.wrapped.check()
+        host = TrainedModel(state.wrapped, self.jit, partial(begin_training, state), self._update, self.add_adapter)
+        return Trainer(
+            host, loss, capacity=capacity, max_rank=max_rank, target_modules=target_modules, optimizer=optimizer
         )
-        return Trainer(host, loss, optimizers)
 
     # --- life cycle ---------------------------------------------------------------------------------------------
 

@@ -313,6 +313,7 @@ def unpack(blocks: Iterable[Block], wanted: Collection[Entry]) -> dict[Entry, tu
     Entries without a block are left out.
     """
     stored: dict[Entry, list[tuple[int, Any, Any, Any]]] = {}
+    specs: dict[Entry, SlotSpec] = {}  # of the blocks, whose dtype may be another than that of the slots
     for block in blocks:
         entries = block.entries
         if any(entry in wanted for entry in entries):
@@ -320,10 +321,11 @@ def unpack(blocks: Iterable[Block], wanted: Collection[Entry]) -> dict[Entry, tu
             for i, entry in enumerate(entries):
                 if entry in wanted:
                     quanta = None if block.quanta is None else block.quanta[:, i]
+                    specs[entry] = block.chunk.spec
                     stored.setdefault(entry, []).append((block.start, a[i], b[i], quanta))
     found: dict[Entry, tuple[np.ndarray, np.ndarray]] = {}
     for entry, pieces in stored.items():
-        spec = entry[0].spec
+        spec = specs[entry]
         rank = max(start for start, *_ in pieces) + rank_block(spec)
         of_a, of_b = ((*half.shape[:-2], rank, half.shape[-1]) for half in pieces[0][1:3])
         joined = Encoded(

@@ -1,57 +1,159 @@
-"""Training of several adapters in one step, on copies of their factors that no slot write changes."""
+"""Training of adapters that come and go, on factors of their own that no slot write changes."""
 
-import json
+import contextlib
+import inspect
 import math
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int, Real
+from jaxtyping import Array, Float, Int, Real
 
 from jlora._compat import raw_value, to_device
 from jlora._interrupts import sigint_deferred
 from jlora.adapters import Adapter
 from jlora.adapters.variants import described
-from jlora.errors import LoRAUsageError
+from jlora.config import LoRARequest
+from jlora.errors import AdapterNotFoundError, LoRAUsageError
 from jlora.layers.forward.batch import LoRABatch
+from jlora.layers.forward.batch_shape import BatchShape, FirstRows
+from jlora.layers.forward.lease import Lease, ServedTerms
+from jlora.layers.forward.make_batch import make_batch
 from jlora.layers.forward.mesh import off_explicit
-from jlora.layers.site import Site, SlotParam, SlotSpec
+from jlora.layers.forward.row_groups import Items
+from jlora.layers.site import ModelSites, Site, SlotSpec, attach, detach, is_named, set_attribute
+from jlora.layers.wrap.discover import walk
+from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.sharding.rules import names_of
-from jlora.slots.arrays import SlotArrays
 from jlora.slots.blocks import Entry
-from jlora.slots.codec import is_reordered, place, taken, to_stored, with_rank
+from jlora.slots.codec import A, is_reordered, place, taken, to_stored, with_rank
 from jlora.slots.export import export_factors
-from jlora.slots.packed import PackedAdapter, Placement
-from jlora.slots.placement import ArrayPlacement, auto_axes, everywhere, placement_of, with_auto_axes
+from jlora.slots.packed import PackedAdapter
+from jlora.slots.placement import ArrayPlacement, everywhere, placement_of
 
-# (model, batch, *inputs) -> the sum of the losses of each sequence, and the number of tokens that it sums (or weights).
-Loss: TypeAlias = Callable[..., tuple[Float[Array, "B"], Real[Array, "B"]]]
-Optimizer: TypeAlias = Any  # optax.GradientTransformation
+# (model, batch, *inputs) -> the sum of the losses of each sequence, the number of tokens that it sums (or weights), and
+# optionally further arrays by name, [B, ...].
+Loss: TypeAlias = Callable[
+    ..., tuple[Float[Array, "B"], Real[Array, "B"]] | tuple[Float[Array, "B"], Real[Array, "B"], Mapping[str, Array]]
+]
 Tree: TypeAlias = Any
+
+_NO_MESH = Mesh(np.empty((), object), ())
+
+
+class Transformation(NamedTuple):
+    """An optimizer of one adapter, as an `optax.GradientTransformation`."""
+
+    init: Callable[[Tree], Tree]
+    update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
+
+
+Optimizer: TypeAlias = Any  # optax.GradientTransformation, or a function that returns one
+
+
+def adam(
+    learning_rate: Any = 1e-4,
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = 1e-8,
+    weight_decay: Any = 0.0,
+    max_norm: Any = math.inf,
+) -> Transformation:
+    """Return AdamW (arXiv:1711.05101, algorithm 2) after a clip of the gradient to the global norm `max_norm`."""
+
+    def init(factors: Tree) -> Tree:
+        return {"count": jnp.zeros((), jnp.float32), "mu": _zeros(factors), "nu": _zeros(factors)}
+
+    def update(gradients: Tree, state: Tree, factors: Tree) -> tuple[Tree, Tree]:
+        scale, count = jnp.minimum(1, max_norm / (_norm(gradients) + 1e-6)), state["count"] + 1
+        mu, nu, updates = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+        for key, gradient in gradients.items():
+            mu[key] = b1 * state["mu"][key] + (1 - b1) * scale * gradient
+            nu[key] = b2 * state["nu"][key] + (1 - b2) * jnp.square(scale * gradient)
+            step = mu[key] / (1 - b1**count) / (jnp.sqrt(nu[key] / (1 - b2**count)) + eps)
+            updates[key] = -learning_rate * (step + weight_decay * factors[key])
+        return updates, {"count": count, "mu": mu, "nu": nu}
+
+    return Transformation(init, update)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Results of a call of a trainer: arrays on the device.
+
+    Attributes:
+      losses: adapter -> the sum of its losses, divided by its weights if they are not 0.
+      weights: adapter -> the sum of its weights.
+      aux: name -> adapter -> the sum over its sequences of an array that the loss returned beside its losses.
+      rows: name -> that array itself, [B, ...].
+      norms: adapter -> global norm of its gradient before clipping, after `step`. If it is not finite, the adapter did
+        not move.
+    """
+
+    losses: dict[str, jax.Array]
+    weights: dict[str, jax.Array]
+    aux: dict[str, dict[str, jax.Array]]
+    rows: dict[str, jax.Array]
+    norms: dict[str, jax.Array] = field(default_factory=dict[str, jax.Array])
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """The model and the manager whose adapters are trained.
+
+    Attributes:
+      wrapped: the wrapped model.
+      jit: `LoRAManager.jit`.
+      begin: returns (packed adapter, entry -> (A [n, r, K], B [r, N]) as its files have them) of the manager's adapter of
+        a name, or of a new one with these options of `new_adapter`.
+      update: `LoRAManager.update_adapter`, with a `check` of the version that it replaces.
+      add: `LoRAManager.add_adapter`.
+    """
+
+    wrapped: WrappedModel
+    jit: Callable[..., Callable[..., Any]]
+    begin: Callable[..., tuple[PackedAdapter, Mapping[Entry, tuple[np.ndarray, np.ndarray]]]]
+    update: Callable[..., int]
+    add: Callable[[Adapter | LoRARequest], bool]
+
+
+@dataclass(frozen=True, eq=False)
+class _Member:
+    """An adapter of a trainer, and its index in the arrays. Compared by identity."""
+
+    name: str
+    index: int
+    packed: PackedAdapter
+    version: int = 0
+
+    @property
+    def invocation_tokens(self) -> tuple[int, ...]:
+        return self.packed.about.invocation_tokens
 
 
 @dataclass(frozen=True, eq=False)
 class _Factor:
-    """One factor of a site, as trained: float32 [adapters, (layers,) (E,) n, R, K] or [adapters, (layers,) (E,) R, N].
+    """A factor of a site: float32 [(layers,) (E,) n, R, K] or [(layers,) (E,) R, N] for each member.
 
     Features are in the adapter's order, without the padding and the copies that slots on a mesh have.
     """
 
-    site: Site
-    half: int  # 0: A, 1: B
+    ranks: str  # key of the ranks of its site
+    spec: SlotSpec
+    half: int
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape without the axis of adapters."""
-        spec = self.site.spec
+        spec = self.spec
         a, b = (spec.slices, spec.max_rank, spec.in_features), (spec.max_rank, spec.out_features)
         return *spec.entries, *(b if self.half else a)
 
@@ -60,411 +162,734 @@ class _Factor:
 
         Off meshes it is `whole`, the placement of arrays that every device holds.
         """
-        spec, array = self.site.spec, self.site.spec.arrays["ab"[self.half]]
-        sharding = array.sharding
+        spec = self.spec
+        sharding = spec.arrays["ab"[self.half]].sharding
         if sharding is None:
             return whole
-        axes = [*sharding.spec, *(None,) * (len(array.shape) - len(sharding.spec))]
+        axes = [*sharding.spec, *(None,) * (len(self.shape) + 1 - len(sharding.spec))]
         del axes[len(spec.stack)]
         if is_reordered(spec, self.half):
             axes[-1] = None
         counts = [math.prod(sharding.mesh.shape[name] for name in names_of(entry)) for entry in axes]
-        even = [None if size % n else entry for entry, n, size in zip(axes, counts, self.shape, strict=True)]
-        return NamedSharding(sharding.mesh, P(None, *even))
+        return NamedSharding(
+            sharding.mesh,
+            P(*[None if size % n else entry for entry, n, size in zip(axes, counts, self.shape, strict=True)]),
+        )
 
-    def put(self, slots: jax.Array, factor: jax.Array, slots_of: jax.Array) -> jax.Array:
-        """Return the slot array with the factors of each adapter in its slot. A slot beyond the last drops them."""
-        spec, axis = self.site.spec, len(self.site.spec.stack)
+    def own(self, ranks: Float[Array, "*rows n 3"]) -> Array:
+        """Return True for the values that a member has, in a shape that broadcasts to that of the factor."""
+        count = jnp.arange(self.spec.max_rank)
+        if self.half == A:  # a module of several slices has its A in the first of them
+            own = (count < ranks[..., :1]) & (ranks[..., 2:] == jnp.arange(self.spec.slices)[:, None])
+            return own[..., None]
+        columns = jnp.repeat(
+            ranks[..., 0], np.array(self.spec.out_sizes), axis=-1, total_repeat_length=self.spec.out_features
+        )
+        return count[:, None] < columns[..., None, :]
 
-        def write(slots: jax.Array, factor: jax.Array, slots_of: jax.Array) -> jax.Array:
-            factor = factor.astype(slots.dtype)
-            factor = to_stored(factor if self.half else with_rank(factor, spec.stored_rank, jnp), spec, self.half, jnp)
-            index = slots_of - spec.first_slot
-            index = jnp.where((index >= 0) & (index < spec.num_slots), index, spec.num_slots)
-            where = (*(slice(None),) * axis, index)
-            return slots.at[where].set(jnp.moveaxis(factor, 0, axis), mode="drop")
-
-        return off_explicit(write, jax.typeof(slots).sharding)(slots, factor, slots_of)
-
-
-@runtime_checkable
-class Loaded(Protocol):
-    """A version of an adapter that the manager serves."""
-
-    @property
-    def packed(self) -> PackedAdapter: ...
-
-
-@dataclass(frozen=True)
-class TrainedModel:
-    """The model and the manager whose adapters are trained.
-
-    Attributes:
-      model: the wrapped model.
-      slot_arrays: its slots.
-      prepare: `LoRAManager.prepare`.
-      update: `LoRAManager.update_adapter`, with a `check` of the version that it replaces.
-      jit: `LoRAManager.jit`.
-      exact_factors: returns entry -> (A [n, r, K], B [r, N]) of a loaded adapter, as its files have them.
-      is_open: returns True for the lease of an open batch of this manager.
-    """
-
-    model: nnx.Module
-    slot_arrays: SlotArrays[Any]
-    prepare: Callable[..., LoRABatch]
-    update: Callable[..., int]
-    jit: Callable[..., Callable[..., Any]]
-    exact_factors: Callable[[Any], Mapping[Entry, tuple[np.ndarray, np.ndarray]]]
-    is_open: Callable[[Any], bool]
+    def stored(self, factor: Array, ranks: Float[Array, "m *rows n 3"]) -> Array:
+        """Return the slot array of these members."""
+        spec = self.spec
+        if self.half == A and spec.slices > 1:  # the slices of one module read the A of the first
+            taken_from = (ranks[..., 2:] == jnp.arange(spec.slices))[..., None, None]
+            factor = jnp.where(taken_from, factor[..., None, :, :, :], 0).sum(-3)
+        factor = factor.astype(spec.dtype)
+        factor = to_stored(factor if self.half else with_rank(factor, spec.stored_rank, jnp), spec, self.half, jnp)
+        return jnp.moveaxis(factor, 0, len(spec.stack))
 
 
 class Trainer:
-    """The trained factors of several adapters and the state of their optimizers, made by `LoRAManager.trainer`.
+    """Adapters that are trained, with their gradients and the states of their optimizers.
 
-    The factors are float32 and the trainer's own: steps read the slots of other adapters only, and no load, eviction
-    or repair of slots changes what is trained. The other way, slots and host cache keep the last published weights.
+    It is made by `LoRAManager.trainer`. Factors are float32 and the trainer's own. No load, eviction or repair of slots
+    changes them, and no step changes slots.
 
     Attributes:
-      names: the adapters.
+      capacity: most adapters at a time.
     """
 
     def __init__(
         self,
         host: TrainedModel,
         loss: Loss,
-        optimizers: Mapping[str, Optimizer],
+        *,
+        capacity: int,
+        max_rank: int | None = None,
+        target_modules: Collection[str] | None = None,
+        optimizer: Optimizer = adam,
     ):
-        self._host, self._loss = host, loss
-        modules = host.slot_arrays.modules
-        if any(site.spec.dtype == "int8" for site in modules):
-            raise LoRAUsageError(
-                "trainer: slots of int8 are constants of the gradients; train with a manager of another "
-                "LoRAConfig.dtype, and give Trainer.tensors to update_adapter of this one"
-            )
-        if not isinstance(optimizers, Mapping) or not optimizers:
-            raise LoRAUsageError(
-                f"trainer takes adapter names -> optimizers, and at least one; got {optimizers!r:.200}"
-            )
         if not callable(loss):
             raise LoRAUsageError(f"trainer: the loss must be a function (model, batch, *inputs), got {loss!r:.200}")
-        names_of: dict[Any, list[str]] = {}
-        for name, optimizer in optimizers.items():
-            if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-                raise LoRAUsageError(
-                    f"trainer: the optimizer of adapter {name!r} must have `init` and `update`, as optax.adamw(1e-3) "
-                    f"has, got {optimizer!r:.200}"
-                )
-            names_of.setdefault(optimizer, []).append(name)
-        # The label of an optimizer is the names, so that a state of other adapters, or in another order, does not fit.
-        self._optimizers = {json.dumps(names): optimizer for optimizer, names in names_of.items()}
-        self._members = {json.dumps(names): tuple(names) for names in names_of.values()}
-        self.names = tuple(name for names in names_of.values() for name in names)
-        loaded = {name: _trainable(name, host.prepare) for name in self.names}
-        self._packed = {name: each.packed.with_blocks(()) for name, each in loaded.items()}
-        self._factors = _factors_of(modules, host.model)
-        self._keys = {(factor.site, factor.half): key for key, factor in self._factors.items()}
-        self._whole = _whole(modules)
-        self._placements = {key: factor.placement(self._whole) for key, factor in self._factors.items()}
-        started = {label: self._begin([loaded[name] for name in names]) for label, names in self._members.items()}
-        self._masks = {label: masks for label, (_, masks) in started.items()}
-        self._state = {label: self._initial(label, factors) for label, (factors, _) in started.items()}
-        # A step is two programs: gradients, and an update that donates the state. The first runs the loss, and is
-        # compiled for each shape of a batch. SIGINT is deferred during the second, which is compiled here.
-        of_labels = dict.fromkeys(self._members, self._placements)
-        options = {"out_shardings": (of_labels, self._whole, self._whole)} if self._on_mesh else {}
-        self._gradients = host.jit(self._differentiated, **options)
-        self._advance = self._compiled()
-        self._slices = jax.jit(self._sliced, static_argnums=0)
+        for option, value in (("capacity", capacity), ("max_rank", max_rank)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise LoRAUsageError(f"trainer: {option} must be a positive integer, got {value!r}")
+        if isinstance(target_modules, str):
+            raise LoRAUsageError(f"trainer: target_modules must be None or a list of names, got {target_modules!r}")
+        is_one = hasattr(optimizer, "init") and hasattr(optimizer, "update")
+        if not is_one and not callable(optimizer):
+            raise LoRAUsageError(
+                "trainer: the optimizer must have `init` and `update`, as optax.adamw(1e-3) has, or be a function of "
+                f"numbers that returns such a one, got {optimizer!r:.200}"
+            )
+        self._host, self._loss, self.capacity = host, loss, capacity
+        self._optimizer: Callable[..., Any] = (lambda: optimizer) if is_one else optimizer
+        parameters = inspect.signature(self._optimizer).parameters
+        self._defaults = {name: each.default for name, each in parameters.items()}
+        self._max_rank, self._targets = max_rank, target_modules
+        self._sites: dict[int, tuple[ModelSites, dict[Site, Site]]] = {}  # by number of members in a batch
+        self._members: dict[str, _Member] = {}
+        self._whole = _whole(host.wrapped)
+        served = [site for site in host.wrapped.sites.sites if site not in host.wrapped.unserved.sites]
+        if target_modules is not None:
+            served = [site for site in served if any(is_named(each, site.parts) for each in target_modules)]
+        if not served:
+            raise LoRAUsageError(f"trainer: target_modules {target_modules!r} match no layer that serves adapters")
+        specs = {each: self._sites_of(1)[1][each].spec for site in served for each in site.with_shared}
+        self._ranks = {_key(site, "ranks"): site for site in specs}
+        self._factors = {
+            _key(site, "ab"[half]): _Factor(_key(site, "ranks"), spec, half)
+            for site, spec in specs.items()
+            for half in spec.factors
+        }
+        self._where = self._shardings()
+        self._stacked = jax.tree.map(_stacked, self._where)  # of the arrays of all members
+
+        def empty(each: jax.ShapeDtypeStruct, where: ArrayPlacement) -> jax.Array:
+            return _put(np.zeros((capacity, *each.shape), each.dtype), where)
+
+        self._state: Tree = jax.tree.map(empty, self._struct(), self._stacked)
+        outs = (self._stacked["factors"], self._whole), self._whole
+        options = [{"out_shardings": out} if self._on_mesh else {} for out in outs]
+        self._gradients = host.jit(self._differentiated, **options[0])
+        self._forward = host.jit(self._evaluated, **options[1])
+        self._programs: dict[Any, Callable[..., Any]] = {}
+
+    # --- Members ------------------------------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The adapters that are trained, in the order of their `add`."""
+        return tuple(self._members)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of factors, gradients and optimizer states of `capacity` adapters, without those of a step."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._state))
+
+    def add(
+        self,
+        name: str,
+        *,
+        rank: int | None = None,
+        alpha: float | None = None,
+        target_modules: Collection[str] | None = None,
+        seed: int = 0,
+        state: Tree = None,
+    ) -> None:
+        """Begin to train an adapter. The others do not change, and nothing is compiled after the first `add`.
+
+        It begins with the float32 of the manager's adapter of that name: of its files, or of the arrays given. Without
+        such an adapter it is drawn as `LoRAManager.new_adapter` draws it, and the manager gets it with `publish`.
+
+        Args:
+          name: name of the adapter.
+          rank: rank of a new adapter.
+          alpha: PEFT's `lora_alpha` of a new adapter.
+          target_modules: modules of a new adapter, as in `LoRAManager.new_adapter`.
+          seed: seed of a new adapter.
+          state: `state_of` of an adapter with the same modules, ranks and scalings, to continue from.
+
+        Raises:
+          AdapterNotFoundError: the manager has no adapter of the name, and `rank` and `alpha` are not given.
+          AdapterMismatchError: as in `LoRAManager.new_adapter`.
+          LoRAUsageError: the trainer is full or has the name, the manager's adapter has other options than those given,
+            the rank exceeds `max_rank`, or the adapter has DoRA, a saved head, or a layer that is not trained here; or
+            `state` does not fit.
+        """
+        if name in self._members:
+            raise LoRAUsageError(f"Trainer.add: adapter {name!r} is trained already; remove it first")
+        if len(self._members) == self.capacity:
+            raise LoRAUsageError(f"Trainer.add: all {self.capacity} places are taken; remove an adapter")
+        options = {"rank": rank, "alpha": alpha, "target_modules": target_modules, "seed": seed}
+        packed, unpacked = self._host.begin(name, options)
+        self._check_trainable(packed)
+        packed, ranks = packed.with_blocks(()), self._ranks_of(packed)
+        if state is None:
+            factors = {key: np.zeros(each.shape, np.float32) for key, each in self._factors.items()}
+            for p in packed.placements:
+                for half in p.site.spec.factors:
+                    own = place(p.site.spec, half, p.first, p.count if half else 1, p.rank)
+                    where = (*_entry(p.site.spec, p.entry), *own)
+                    factors[_key(p.site, "ab"[half])][where] = unpacked[p.site, p.entry][half][own]
+            where = self._where["factors"], {key: self._whole for key in ranks}
+            args = jax.tree.map(_put, (factors, ranks), where)
+            member = self._compiled("begin", self._begun, self._where, *args)(*args)
+        else:
+            member = self._checked_state(name, ranks, state)
+        taken_indices = {each.index for each in self._members.values()}
+        index = next(i for i in range(self.capacity) if i not in taken_indices)
+        self._write(index, member)
+        self._members[name] = _Member(name, index, packed)
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter of the trainer. The manager keeps its own. Batches with it can no longer be trained.
+
+        Raises:
+          LoRAUsageError: the adapter is not trained here.
+        """
+        del self._members[self._member(name).name]
+
+    def state_of(self, name: str) -> dict[str, Any]:
+        """Return a pytree of one adapter: its factors, gradients and optimizer state, copied on the device."""
+        index = _put(np.int32(self._member(name).index), self._whole)
+        return self._compiled("read", _gather, self._where, self._state, index)(self._state, index)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """`state_of` of each adapter, by name, on the host.
+
+        Save it, for example with Orbax. To continue, set it on a trainer of the same adapters, also on another mesh, or
+        give the state of each to `add`.
+
+        Raises:
+          LoRAUsageError: a state that is set is of other adapters, was trained with other modules, ranks or scalings,
+            or has other shapes or dtypes. The message names the first difference. No adapter changes.
+        """
+        return {name: jax.device_get(self.state_of(name)) for name in self._members}
+
+    @state.setter
+    def state(self, new: Any) -> None:
+        if not isinstance(new, Mapping) or new.keys() != self._members.keys():
+            found = sorted(map(str, cast("Any", new))) if isinstance(new, Mapping) else type(new).__name__
+            raise LoRAUsageError(f"Trainer.state: it is of the adapters {found}; expected {sorted(self._members)}")
+        ranks = {name: self._ranks_of(member.packed) for name, member in self._members.items()}
+        checked = {name: self._checked_state(name, ranks[name], new[name]) for name in self._members}
+        for name, member in checked.items():
+            self._write(self._members[name].index, member)
+
+    # --- Steps --------------------------------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        names: Sequence[str | None],
+        token_counts: Sequence[int] | None = None,
+        pad_to: int | None = None,
+        *,
+        length: int | None = None,
+        active_from: FirstRows | None = None,
+        items: Mapping[str, Items] | None = None,
+    ) -> LoRABatch:
+        """Return the batch of a step, with at most one adapter for each sequence.
+
+        It takes no slot, and the manager loads nothing. `names` has the adapter of each sequence, or None for the base
+        model. The other arguments are those of `LoRAManager.prepare`.
+
+        Raises:
+          LoRAUsageError: an adapter is not trained here, or the arguments disagree.
+        """
+        if isinstance(names, str) or not isinstance(names, Sequence):
+            raise LoRAUsageError(f"Trainer.prepare takes one name a sequence in a list, got {names!r:.100}")
+        distinct = dict.fromkeys(names)
+        members = [self._member(name) for name in distinct if name is not None]
+        slots = {member.name: i for i, member in enumerate(members)}
+        groups = dict[str, Items]() if items is None else items
+        shape = BatchShape(len(names), token_counts, pad_to, length, active_from, groups)
+        count = min(len(names), self.capacity)
+        sites, own = self._sites_of(count)
+        shape.check(sites)
+        terms: list[ServedTerms] = [() if name is None else ((name, 0, 1.0),) for name in names]
+        lease = Lease(members, terms, threading.get_ident(), shape)
+        entries = [[] if name is None else [(slots[name], 0, 1.0)] for name in distinct]
+        order = {name: i for i, name in enumerate(distinct)}
+        served = set(self._ranks.values()) - self._host.wrapped.unserved.sites
+        unserved = frozenset(each for site, each in own.items() if site not in served)
+        index = [order[name] for name in names]
+        return make_batch(entries, index, shape, sites, lease, none=count, unserved=unserved)
+
+    def evaluate(self, batch: LoRABatch, *inputs: Any) -> Report:
+        """Return the losses of a batch, without gradients. Arguments and errors are those of `step`."""
+        names, _, args = self._of_batch("evaluate", batch)
+        return _report(names, self._forward(*args, *inputs))
+
+    def gradients(self, batch: LoRABatch, *inputs: Any) -> Report:
+        """Add the losses, weights and gradients of a batch to those that await `apply`.
+
+        Several calls before an `apply` equal one of all their sequences. Arguments and errors are those of `step`.
+        """
+        names, members, args = self._of_batch("gradients", batch)
+        gradients, found = self._gradients(*args, *inputs)
+        self._change(self._accumulation(members, gradients, found["sums"]))
+        return _report(names, found)
+
+    def apply(self, name: str, divide: bool = True, **numbers: float) -> jax.Array:
+        """Move one adapter by the gradients since its last `apply`, which are then forgotten.
+
+        Args:
+          name: the adapter.
+          divide: divide the gradients by the sum of the weights. They are sums otherwise.
+          **numbers: the numbers of the optimizer: `learning_rate`, `b1`, `b2`, `eps`, `weight_decay` and `max_norm` of
+            the default one. Those left out have their defaults.
+
+        Returns:
+          Global norm of the gradient before clipping, a float32 scalar on the device. If it is not finite, since the
+          gradient is not or the sum of the weights is 0, the adapter and its optimizer stay as they are.
+
+        Raises:
+          LoRAUsageError: the adapter is not trained here, or the optimizer has no such number.
+        """
+        member = self._member(name)
+        (norm,) = self._change(self._update(np.array([member.index], np.int32), [name], divide, numbers))
+        return norm
+
+    def step(
+        self, batch: LoRABatch, *inputs: Any, divide: bool = True, **numbers: float | Mapping[str, float]
+    ) -> Report:
+        """Move the adapters of a batch: `gradients`, and `apply` of each. Others do not change.
+
+        The loss of an adapter is the sum over its sequences, divided by their weights unless `divide` is False.
+        Sequences of the base model count for none. One shape of batch and inputs is compiled once.
+
+        Args:
+          batch: a batch of `Trainer.prepare`.
+          *inputs: arrays, passed to the loss.
+          divide: as in `apply`.
+          **numbers: as in `apply`, for all adapters, or adapter -> number.
+
+        Raises:
+          LoRAUsageError: the batch is closed or of another trainer or manager, one of its adapters was removed, the
+            loss does not return one floating value and one weight for each sequence, or a number is unknown.
+        """
+        names, members, args = self._of_batch("step", batch)
+        self._numbers(names, len(members), numbers)  # an unknown one is refused before the gradients
+        gradients, found = self._gradients(*args, *inputs)
+        first = self._accumulation(members, gradients, found["sums"])
+        norms = self._change(first, self._update(members, names, divide, numbers))
+        return replace(_report(names, found), norms=dict(zip(names, norms, strict=False)))
+
+    # --- Results ------------------------------------------------------------------------------------------------------
+
+    def adapter(self, name: str) -> Adapter:
+        """Return a trained adapter on the host in float32, for example to save it as a PEFT folder."""
+        packed, factors = self._fetched(name)
+
+        def factors_of(site: Site) -> Callable[[int], list[np.ndarray]]:
+            return lambda entry: [factors[site, half][_entry(site.spec, entry)] for half in site.spec.factors]
+
+        return export_factors(packed, self._ranks.values(), factors_of)
+
+    def tensors(self, name: str) -> dict[str, np.ndarray]:
+        """Return PEFT's state dict of a trained adapter: tensor name -> float32 A [r, K] or B [N, r], on the host."""
+        packed, factors = self._fetched(name)
+        found: dict[str, np.ndarray] = {}
+        for p in packed.placements:
+            key = "lora_embedding_{}" if p.site.kind == "embedding" else "lora_{}.weight"
+            for half in p.site.spec.factors:
+                own = factors[p.site, half][_entry(p.site.spec, p.entry)]
+                array = taken(p.site.spec, half, own, p.first, p.count, p.rank)
+                found[f"base_model.model.{p.module}.{key.format('AB'[half])}"] = array
+        return found
+
+    def publish(self, name: str, to: str | None = None, *, save_to: str | Path | None = None) -> int:
+        """Make the trained weights of an adapter those that the manager serves.
+
+        Args:
+          name: the adapter.
+          to: a new name, such as "sql@7", for weights that do not change again. None: the adapter's own, as
+            `LoRAManager.update_adapter` with `tensors`. Slot and host cache get all weights of this step or, after an
+            exception, keep those of the last one.
+          save_to: a new folder for the adapter of that new name. The manager loads it from there, and may evict it from
+            the host cache, which it never does with an adapter without files.
+
+        Returns:
+          The new version, 0 for a new name.
+
+        Raises:
+          LoRAUsageError: the adapter is not trained here, the manager's was replaced by one of other modules, ranks or
+            scalings, the new name exists, or `save_to` is without `to`.
+          LoRAError: see `LoRAManager.update_adapter` and `add_adapter`.
+        """
+        member = self._member(name)
+        if to is None:
+            if save_to is not None:
+                raise LoRAUsageError("Trainer.publish: save_to is for a new name; give it with to=")
+            try:
+                return self._host.update(name, self.tensors(name), check=partial(_check_same, member.packed))
+            except AdapterNotFoundError:  # it began here
+                self._host.add(self.adapter(name))
+                return 0
+        adapter = replace(self.adapter(name), name=to)
+        if save_to is not None:
+            adapter.save_pretrained(save_to)
+        if not self._host.add(adapter if save_to is None else LoRARequest(to, str(save_to))):
+            raise LoRAUsageError(f"Trainer.publish: adapter {to!r} exists; expected a new name")
+        return 0
+
+    # --- Arrays -------------------------------------------------------------------------------------------------------
 
     @property
     def _on_mesh(self) -> bool:
         return isinstance(self._whole, Sharding)
 
-    @property
-    def state(self) -> dict[str, Any]:
-        """Pytree of the factors and of the state of each optimizer, with the adapters on the first axis.
+    def _member(self, name: str) -> _Member:
+        if (found := self._members.get(name)) is None:
+            trained = ", ".join(self._members) or "none"
+            raise LoRAUsageError(f"adapter {name!r} is not trained here; the trainer has {trained}")
+        return found
 
-        Save it, for example with Orbax, and set it to continue, also on another mesh. A step donates its arrays. After
-        an interrupt or an error of the loss it is the state before the step or the one after it.
+    def _sites_of(self, count: int) -> tuple[ModelSites, dict[Site, Site]]:
+        """Return the sites of a model whose slots are the members of a batch, and those by the manager's sites."""
+        if count not in self._sites:
+            wrapped, own = self._host.wrapped, dict[Site, Site]()
 
-        Raises:
-          LoRAUsageError: a state that is set is of other adapters or optimizers, was trained with other modules, ranks
-            or scalings, or has other shapes or dtypes. The message names the first difference.
-        """
-        return self._state
+            def copied(site: Site) -> Site:
+                rank = site.spec.max_rank if self._max_rank is None else min(self._max_rank, site.spec.max_rank)
+                spec = replace(site.spec, num_slots=count, first_slot=0, max_rank=rank, finishers=())
+                spec = replace(spec, dtype=spec.float_dtype)
+                shared = tuple(copied(each) for each in site.shared)
+                own[site] = replace(site, spec=spec, stamped=False, head=None, shared=shared)
+                return own[site]
 
-    @state.setter
-    def state(self, new: Any) -> None:
-        leaves, new_leaves = _by_path(self._state), _by_path(new)
-        if missing := [path for path in leaves if path not in new_leaves]:
-            others = [path for path in new_leaves if path not in leaves]
-            raise LoRAUsageError(
-                f"Trainer.state lacks {missing[0]}{f' and has {others[0]}' if others else ''}: it is of other adapters "
-                "or optimizers, or was restored without the structure of this trainer's state "
-                "(orbax: StandardRestore(trainer.state))"
-            )
-        if others := [path for path in new_leaves if path not in leaves]:
-            raise LoRAUsageError(f"Trainer.state has {others[0]}: it is of other adapters or optimizers")
-        for path, leaf in leaves.items():
-            if (found := _described(new_leaves[path])) != (expected := _described(leaf)):
-                raise LoRAUsageError(f"Trainer.state{path} is {found}; expected {expected}")
-            if isinstance(new_leaves[path], jax.Array) and new_leaves[path].is_deleted():
-                raise LoRAUsageError(
-                    f"Trainer.state{path} was donated by a step; keep jax.device_get(trainer.state) to set it again"
-                )
-        for label, names in self._members.items():
-            for name, ranks in zip(names, jax.device_get(new[label]["ranks"]), strict=True):
-                if difference := _difference(self._host.slot_arrays.sites, ranks, self._packed[name].ranks):
-                    raise LoRAUsageError(
-                        f"Trainer.state: adapter {name!r} was trained with other modules, ranks or scalings: "
-                        f"{difference}"
-                    )
-        moved = [_moved(new_leaves[path], leaf) for path, leaf in leaves.items()]
-        self._state = jax.tree.unflatten(cast("Any", jax.tree.structure(self._state)), moved)
+            sites = tuple(copied(site) for site in wrapped.sites.sites)
+            config = replace(wrapped.sites.config, max_adapters_per_sequence=None)
+            self._sites[count] = replace(wrapped.sites, config=config, sites=sites), own
+        return self._sites[count]
 
-    def step(self, batch: LoRABatch, *inputs: Any) -> dict[str, jax.Array]:
-        """Update the adapters of a batch by one step of their optimizers. Others do not change.
-
-        The loss of an adapter is the sum over its sequences, divided by their weights. Sequences of the base model and
-        of adapters that are not trained count for none. One shape of batch and inputs is compiled once.
-
-        Args:
-          batch: an open batch of the manager, with at most one adapter for each sequence.
-          *inputs: arrays, passed to the loss.
-
-        Returns:
-          Name -> loss before the step, a float32 scalar on the device, for each trained adapter of the batch.
-
-        Raises:
-          LoRAUsageError: the batch is closed or of another manager, a sequence has several adapters, the batch has two
-            versions of a trained adapter, an adapter was replaced by one of other modules, ranks or scalings, or the
-            loss does not return one floating value and one weight for each sequence.
-        """
-        lease = batch.lease if isinstance(batch, LoRABatch) else None
-        if lease is None or lease.closed:
-            raise LoRAUsageError("Trainer.step takes an open batch of its manager, outside jax.jit")
-        if not self._host.is_open(lease):
-            raise LoRAUsageError("Trainer.step: the batch is of another manager; prepare it with the trainer's own")
-        if any(len(terms) > 1 for terms in lease.terms):
-            raise LoRAUsageError("Trainer.step: a sequence has several adapters; train each on sequences of its own")
-        slots: dict[str, int] = {}
-        for adapter in cast("tuple[Loaded, ...]", lease.adapters):
-            packed = adapter.packed
-            if packed.name not in self._packed:
-                continue
-            self._check_same(packed)
-            slot = self._host.slot_arrays.slot_of(adapter)
-            if slot is None or packed.name in slots:
-                raise LoRAUsageError(f"adapter {packed.name!r}: the batch has two versions of it")
-            slots[packed.name] = slot
-        slots_of = {
-            label: np.array([slots.get(name, np.iinfo(np.int32).max) for name in names], np.int32)
-            for label, names in self._members.items()
+    def _struct(self) -> Tree:
+        """Return the shapes and dtypes of the state of a member."""
+        factors = {key: jax.ShapeDtypeStruct(each.shape, jnp.float32) for key, each in self._factors.items()}
+        ranks = {
+            key: jax.ShapeDtypeStruct((*site.spec.entries, site.spec.slices, 3), jnp.float32)
+            for key, site in self._ranks.items()
         }
-        order = {name: i for i, name in enumerate(self.names)}
-        owners = np.array(
-            [order.get(terms[0][0], len(order)) if terms else len(order) for terms in lease.terms], np.int32
-        )
-        factors = {label: own["factors"] for label, own in self._state.items()}
-        gradients, losses, active = self._gradients(self._host.model, factors, batch, slots_of, owners, *inputs)
-        if not self._on_mesh and next(iter(active.values())).devices() != {self._whole}:  # inputs on a mesh
-            gradients, active = jax.device_put((gradients, active), self._whole)
-        with sigint_deferred():
-            self._state = self._advance(self._state, gradients, self._masks, active)
-        return {name: losses[name] for name in self.names if name in slots}
+        return jax.eval_shape(self._begun, factors, ranks)
 
-    def _check_same(self, packed: PackedAdapter) -> None:
-        """Raise LoRAUsageError if a version of an adapter differs from that of the trainer in more than its values."""
-        if _kind(packed) != _kind(self._packed[packed.name]):
-            raise LoRAUsageError(
-                f"adapter {packed.name!r} was replaced by one of other modules, ranks, scalings or of another kind; "
-                "make a new trainer"
-            )
+    def _begun(self, factors: Tree, ranks: Tree) -> Tree:
+        """Return the state of a member before its first step."""
+        optimizer = self._optimizer(**{name: 0.0 for name in self._defaults}).init(factors)
+        sums = jnp.zeros(2, jnp.float32)  # of losses and weights
+        gradients = _zeros(factors)
+        return {"factors": factors, "gradients": gradients, "optimizer": optimizer, "sums": sums, "ranks": ranks}
 
-    def tensors(self, name: str) -> dict[str, jax.Array]:
-        """Return PEFT's state dict of a trained adapter: tensor name -> float32 A [r, K] or B [N, r], on the device."""
-        label = self._label(name)
-        index = self._members[label].index(name)
-        factors = jax.tree.map(with_auto_axes, self._state[label]["factors"])
-        with auto_axes():
-            return cast("Tree", self._slices(self._packed[name].placements, factors, index))
-
-    def publish(self, *names: str) -> dict[str, int]:
-        """Make the trained weights of adapters (none named: all) those that the manager serves, without a file.
-
-        This is `LoRAManager.update_adapter` with `tensors`, one adapter at a time: its slot and the host cache get all
-        weights of this step or, after an exception, keep those of the last one.
-
-        Returns:
-          Name -> new version.
-
-        Raises:
-          LoRAUsageError: an adapter is not trained here, or was replaced by one of other modules, ranks or scalings.
-          LoRAError: see `LoRAManager.update_adapter`.
-        """
-        for name in names:
-            self._label(name)
-        return {
-            name: self._host.update(name, self.tensors(name), check=self._check_same) for name in names or self.names
-        }
-
-    def adapter(self, name: str) -> Adapter:
-        """Return a trained adapter on the host in float32, for example to save it as a PEFT folder."""
-        label = self._label(name)
-        index, factors = self._members[label].index(name), self._state[label]["factors"]
-
-        def factors_of(site: Site) -> Callable[[int], list[np.ndarray]]:
-            arrays = [with_auto_axes(factors[self._keys[site, j]]) for j in site.spec.factors]
-            with auto_axes():
-                halves = [jax.device_get(array[index]) for array in arrays]
-            return lambda entry: [half[_entry(site.spec, entry)] for half in halves]
-
-        return export_factors(self._packed[name], {factor.site: None for factor in self._factors.values()}, factors_of)
-
-    def _label(self, name: str) -> str:
-        for label, names in self._members.items():
-            if name in names:
-                return label
-        raise LoRAUsageError(f"adapter {name!r} is not trained here; the trainer has {', '.join(self.names)}")
-
-    def _begin(self, adapters: Sequence[Loaded]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-        """Return the factors of the adapters of one label, and masks of the values that they have."""
-        values = {key: np.zeros((len(adapters), *each.shape), np.float32) for key, each in self._factors.items()}
-        masks = {key: np.zeros(array.shape, bool) for key, array in values.items()}
-        for i, adapter in enumerate(adapters):
-            unpacked = self._host.exact_factors(adapter)
-            for p in adapter.packed.placements:
-                for j in p.site.spec.factors:
-                    key, own = self._keys[p.site, j], place(p.site.spec, j, p.first, p.count, p.rank)
-                    where = (i, *_entry(p.site.spec, p.entry), *own)
-                    values[key][where] = unpacked[p.site, p.entry][j][own].astype(np.float32)
-                    masks[key][where] = True
-
-        def put(arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-            return {key: _put(array, self._placements[key]) for key, array in arrays.items()}
-
-        return put(values), put(masks)
-
-    def _initial(self, label: str, factors: dict[str, jax.Array]) -> dict[str, Any]:
-        """Return the state of a label, with the adapters on the first axis, and the optimizer's sharded as the factors.
-
-        The ranks and scalings are those of `PackedAdapter.ranks`. They are constants, for comparison with other states.
-        """
-        init = jax.vmap(self._optimizers[label].init)
+    def _shardings(self) -> Tree:
+        """Return the placement of each array of a member's state, that of a factor for all arrays of its shape."""
+        places = {key: each.placement(self._whole) for key, each in self._factors.items()}
 
         def where(path: Any, leaf: jax.ShapeDtypeStruct) -> Any:
             key = getattr(path[-1], "key", "") if path else ""
-            same = key in factors and factors[key].shape == leaf.shape
-            return self._placements[key] if same else self._whole
+            return places[key] if key in places and leaf.shape == self._factors[key].shape else self._whole
 
-        shardings: Tree = jax.tree_util.tree_map_with_path(where, jax.eval_shape(init, factors))
-        made = jax.jit(off_explicit(init, shardings), **({"out_shardings": shardings} if self._on_mesh else {}))
-        ranks = np.stack([self._packed[name].ranks for name in self._members[label]])
-        return {"factors": factors, "optimizer": made(factors), "ranks": _put(ranks, self._whole)}
+        return jax.tree_util.tree_map_with_path(where, self._struct())
 
-    def _compiled(self) -> Callable[..., Any]:
-        """Return the compiled update: (state, gradients, masks, active) -> state."""
-
-        def struct(array: jax.Array) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding if self._on_mesh else None)
-
-        def updated(state: Tree, gradients: Tree, masks: Tree, active: Tree) -> Tree:
-            return {
-                label: jax.vmap(partial(_updated, optimizer))(
-                    state[label], gradients[label], masks[label], active[label]
-                )
-                for label, optimizer in self._optimizers.items()
-            }
-
-        state, masks = jax.tree.map(struct, (self._state, self._masks))
-        gradients = {label: own["factors"] for label, own in state.items()}
-        active = {label: np.zeros(len(names), bool) for label, names in self._members.items()}
-        active = jax.tree.map(struct, jax.tree.map(partial(_put, where=self._whole), active))
-        shardings = jax.tree.map(operator.attrgetter("sharding"), state)
-        jitted = jax.jit(
-            off_explicit(updated, shardings),
-            donate_argnums=0,
-            **({"out_shardings": shardings} if self._on_mesh else {}),
-        )
-        where = jax.default_device(None if self._on_mesh else cast("Any", self._whole))
-        dtypes, axes = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")  # Optax needs both
-        with where, jax.disable_jit(False), dtypes, axes:
-            return jitted.lower(state, gradients, masks, active).compile()
-
-    def _differentiated(
-        self, model: Any, factors: Any, batch: LoRABatch, slots_of: Any, owners: Int[Array, "B"], *inputs: Any
-    ) -> Any:
-        """Return the gradients of all factors, the loss of each adapter, and whether it has a loss, by label."""
-        graphdef, slots, rest = cast("Any", nnx.split(model, lambda path, _: _key(path) in self._factors, ...))
-
-        def means(
-            losses: Float[Array, "B"], weights: Real[Array, "B"], owners: Int[Array, "B"]
-        ) -> tuple[Float[Array, "adapters"], Bool[Array, "adapters"]]:
-            zeros = jnp.zeros(len(self.names), jnp.float32)
-            weight = zeros.at[owners].add(jax.lax.stop_gradient(weights).astype(jnp.float32), mode="drop")
-            summed = zeros.at[owners].add(losses.astype(jnp.float32), mode="drop")
-            return jnp.where(weight > 0, summed / jnp.where(weight > 0, weight, 1), 0), weight > 0
-
-        def total(factors: Any) -> Any:
-            written: list[Any] = []
-            for path, variable in cast("Any", nnx.to_flat_state(slots)):
-                key, array = _key(path), raw_value(variable)
-                for label in factors:
-                    array = self._factors[key].put(array, factors[label][key], slots_of[label])
-                written.append((path, variable.replace(array)))
-            # Flax refuses variables of the outer trace inside `nnx.scan`. The copies are of this one.
-            arrays, tree = cast("Any", jax.tree.flatten((nnx.from_flat_state(written), rest)))
-            own = jax.tree.unflatten(tree, arrays)
-            found = _checked(self._loss(nnx.merge(graphdef, *own), batch, *inputs), len(owners))
-            mean, active = off_explicit(means, (self._whole, self._whole))(*found, owners)
-            return mean.sum(), (mean, active)
-
-        (_, (losses, active)), gradients = jax.value_and_grad(total, has_aux=True)(factors)
-        of_labels: dict[str, Any] = {}
-        start = 0
-        for label, names in self._members.items():  # JAX sorts the keys of `factors`
-            of_labels[label] = active[start : start + len(names)]
-            start += len(names)
-        return gradients, dict(zip(self.names, losses, strict=True)), of_labels
-
-    def _sliced(self, placements: tuple[Placement, ...], factors: dict[str, jax.Array], index: jax.Array) -> Any:
-        found: dict[str, jax.Array] = {}
-        for p in placements:
-            name = "lora_embedding_{}" if p.site.kind == "embedding" else "lora_{}.weight"
-            for j in p.site.spec.factors:
-                own = factors[self._keys[p.site, j]][index][_entry(p.site.spec, p.entry)]
-                array = taken(p.site.spec, j, own, p.first, p.count, p.rank)
-                found[f"base_model.model.{p.module}.{name.format('AB'[j])}"] = array
+    def _ranks_of(self, packed: PackedAdapter) -> dict[str, np.ndarray]:
+        """Return for each output slice its true rank, its scaling, and the slice that has its A; by sites."""
+        found: dict[str, np.ndarray] = {}
+        for key, site in self._ranks.items():
+            found[key] = np.zeros((*site.spec.entries, site.spec.slices, 3), np.float32)
+            found[key][..., 2] = np.arange(site.spec.slices)
+        for p in packed.placements:
+            own = found[_key(p.site, "ranks")][_entry(p.site.spec, p.entry)]
+            own[p.first : p.first + p.count] = p.rank if np.float32(p.scaling) else 0, p.scaling, p.first
         return found
 
+    def _check_trainable(self, packed: PackedAdapter) -> None:
+        for p in packed.placements:
+            where = f"adapter {packed.name!r}: {p.module}"
+            if p.site.kind == "head" or p.extras:
+                title = ", ".join(variant.title for variant in described(p.extras)) or "a saved head"
+                raise LoRAUsageError(f"{where} has {title}, and only A and B are trained")
+            key = _key(p.site, "ranks")
+            if key not in self._ranks:
+                raise LoRAUsageError(f"{where} is not trained here; expected target_modules {self._targets!r}")
+            most = next(each for each in self._factors.values() if each.ranks == key).spec.max_rank
+            if p.rank > most:
+                raise LoRAUsageError(f"{where} has rank {p.rank}; expected at most the trainer's max_rank {most}")
 
-def _checked(found: Any, count: int) -> tuple[jax.Array, jax.Array]:
-    """Return the losses and weights that a loss returned, one of each for each of `count` sequences."""
-    if not isinstance(found, tuple | list) or len(pair := cast("tuple[Any, ...]", found)) != 2:
-        name = type(cast("Any", found)).__name__
-        raise LoRAUsageError(f"Trainer: the loss returned one {name}; expected the pair (losses [B], weights [B])")
-    losses, weights = (cast("Any", jnp.asarray)(each) for each in pair)
+    def _checked_state(self, name: str, ranks: dict[str, np.ndarray], state: Tree) -> Tree:
+        """Return the state of a member at its place, so that no program is compiled again."""
+        own, given = _by_path(self._struct()), _by_path(state)
+        of = f"Trainer.state of adapter {name!r}"
+        for path in [*own, *given]:
+            if path not in given or path not in own:
+                have = "lacks" if path not in given else "has"
+                raise LoRAUsageError(
+                    f"{of} {have} {path}: it is of another optimizer or other layers, or was restored without the "
+                    "structure of this trainer's state (orbax: StandardRestore(trainer.state))"
+                )
+            if (found := _described(given[path])) != (expected := _described(own[path])):
+                raise LoRAUsageError(f"{of}{path} is {found}; expected {expected}")
+        for key, expected in ranks.items():
+            found = np.asarray(jax.device_get(state["ranks"][key]))
+            for i in np.argwhere((found != expected).any(-1))[:1]:
+                *entry, part = map(int, i)
+                pairs = ["rank {:.0f} and scaling {:g}".format(*each[tuple(i)]) for each in (found, expected)]
+                raise LoRAUsageError(
+                    f"{of}: it was trained with other modules, ranks or scalings: {self._ranks[key].path}"
+                    f"{entry or ''}, output slice {part}, has {pairs[0]}; expected {pairs[1]}"
+                )
+        where = jax.tree.leaves(self._where)
+        moved = [_moved(given[path], leaf, to) for (path, leaf), to in zip(own.items(), where, strict=True)]
+        return jax.tree.unflatten(cast("Any", jax.tree.structure(self._struct())), moved)
+
+    def _fetched(self, name: str) -> tuple[PackedAdapter, dict[tuple[Site, int], np.ndarray]]:
+        """Return the factors of a member on the host, with the A of each module in all of its slices."""
+        packed = self._member(name).packed
+        arrays = jax.device_get(self.state_of(name)["factors"])
+        found = {(p.site, half): arrays[_key(p.site, "ab"[half])].copy()
+                 for p in packed.placements for half in p.site.spec.factors}  # fmt: skip
+        for p in packed.placements:
+            if p.count > 1 and p.site.spec.in_features:
+                own = found[p.site, A][_entry(p.site.spec, p.entry)]
+                own[p.first : p.first + p.count] = own[p.first]
+        return packed, found
+
+    # --- Programs -----------------------------------------------------------------------------------------------------
+
+    def _compiled(self, key: Any, function: Callable[..., Any], out: Any, *args: Any, donate: bool = False) -> Any:
+        """Return the program of a function for arguments of these shapes, compiled at the first call of its key."""
+        if key not in self._programs:
+            options = {"out_shardings": out} if self._on_mesh else {}
+            jitted = jax.jit(off_explicit(function, out), donate_argnums=0 if donate else (), **options)
+            where = jax.default_device(None if self._on_mesh else cast("Any", self._whole))
+            mesh = contextlib.nullcontext() if self._on_mesh else jax.set_mesh(_NO_MESH)
+            dtypes, axes = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")  # Optax needs both
+            structs = args if self._on_mesh else jax.tree.map(_struct, args)  # arrays of a context may have its mesh
+            with where, mesh, jax.disable_jit(False), dtypes, axes:
+                self._programs[key] = jitted.lower(*structs).compile()
+        return self._programs[key]
+
+    def _change(self, *changes: Callable[[], Any]) -> Any:
+        """Run programs that donate the state. An interrupt comes before or after all of them."""
+        with sigint_deferred():
+            return [change() for change in changes][-1]
+
+    def _changing(self, key: Any, function: Callable[..., Any], extra: Any, *args: Any) -> Callable[[], Any]:
+        """Return a call that replaces the state by the first result of a program, and returns the others."""
+        program = self._compiled(key, function, (self._stacked, extra), self._state, *args, donate=True)
+
+        def change() -> Any:
+            self._state, found = program(self._state, *args)
+            return found
+
+        return change
+
+    def _write(self, index: int, member: Tree) -> None:
+        at = _put(np.int32(index), self._whole)
+        self._change(self._changing("write", _written, (), at, member))
+
+    def _accumulation(self, members: np.ndarray, gradients: Tree, sums: Tree) -> Callable[[], Any]:
+        if not self._on_mesh and sums.devices() != {self._whole}:  # inputs on a mesh
+            gradients, sums = jax.device_put((gradients, sums), self._whole)
+        at = _put(members, self._whole)
+        return self._changing(("accumulate", len(members)), _accumulated, (), at, gradients, sums)
+
+    def _update(
+        self, members: np.ndarray, names: Sequence[str], divide: bool, numbers: Mapping[str, Any]
+    ) -> Callable[[], Any]:
+        own = self._numbers(names, len(members), numbers)
+        args = jax.tree.map(partial(_put, where=self._whole), (members, np.bool_(divide), own))
+        return self._changing(("update", len(members)), self._updated, self._whole, *args)
+
+    def _numbers(self, names: Sequence[str], count: int, numbers: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Return each number of the optimizer for `count` members, of which the first have these names."""
+        if unknown := sorted(numbers.keys() - self._defaults.keys()):
+            expected = ", ".join(self._defaults) or "none"
+            raise LoRAUsageError(f"Trainer: the optimizer has no number {unknown[0]!r}; expected {expected}")
+        found: dict[str, np.ndarray] = {}
+        for number, default in self._defaults.items():
+            given = numbers.get(number, default)
+            of_names = cast("Mapping[str, Any]", given if isinstance(given, Mapping) else dict.fromkeys(names, given))
+            found[number] = np.zeros(count, np.float32)
+            for i, name in enumerate(names):
+                if (value := of_names.get(name, default)) is inspect.Parameter.empty:
+                    raise LoRAUsageError(f"Trainer: the optimizer's number {number!r} has no default; give it")
+                found[number][i] = value
+        return found
+
+    def _of_batch(self, call: str, batch: LoRABatch) -> tuple[list[str], np.ndarray, tuple[Any, ...]]:
+        """Return the names and indices of a batch's members, and the arguments of its programs before the inputs."""
+        lease = batch.lease if isinstance(batch, LoRABatch) else None
+        if lease is None or lease.closed:
+            raise LoRAUsageError(f"Trainer.{call} takes an open batch of Trainer.prepare, outside jax.jit")
+        if all(sites is not batch.layout.sites for sites, _ in self._sites.values()):
+            raise LoRAUsageError(f"Trainer.{call}: the batch is of a manager or of another trainer; use its prepare")
+        for each in lease.adapters:
+            if self._members.get(each.name) is not each:
+                raise LoRAUsageError(f"Trainer.{call}: adapter {each.name!r} of the batch was removed from the trainer")
+        names, count = [each.name for each in lease.adapters], min(len(lease.terms), self.capacity)
+        indices = [cast("_Member", each).index for each in lease.adapters]
+        members = np.array(indices + [self.capacity] * (count - len(indices)), np.int32)
+        owners = np.array([names.index(terms[0][0]) if terms else count for terms in lease.terms], np.int32)
+        factors, ranks = self._state["factors"], self._state["ranks"]
+        return names, members, (self._host.wrapped.model, factors, ranks, batch, members, owners)
+
+    def _differentiated(
+        self, model: Any, factors: Tree, ranks: Tree, batch: LoRABatch, members: Any, owners: Any, *inputs: Any
+    ) -> Any:
+        """Return the gradients of the members of a batch, and their losses."""
+        own, of_ranks = self._gathered(factors, ranks, members)
+        split = cast("tuple[Any, Any]", nnx.split(model))
+        loss = partial(self._losses, split, ranks=of_ranks, batch=batch, owners=owners, inputs=inputs)
+        return cast("Any", jax.grad(loss, has_aux=True)(own))
+
+    def _evaluated(
+        self, model: Any, factors: Tree, ranks: Tree, batch: LoRABatch, members: Any, owners: Any, *inputs: Any
+    ) -> Any:
+        own, of_ranks = self._gathered(factors, ranks, members)
+        split = cast("tuple[Any, Any]", nnx.split(model))
+        return self._losses(split, own, ranks=of_ranks, batch=batch, owners=owners, inputs=inputs)[1]
+
+    def _gathered(self, factors: Tree, ranks: Tree, members: Int[Array, "m"]) -> Any:
+        where = self._stacked["factors"], dict.fromkeys(ranks, self._whole)
+        return off_explicit(_gather, where)((factors, ranks), members)
+
+    def _losses(
+        self, split: tuple[Any, Any], factors: Tree, *, ranks: Tree, batch: LoRABatch, owners: Any, inputs: Any
+    ) -> Any:
+        """Return the sum of all losses, and the results of the step."""
+        # Flax refuses variables of the outer trace inside `nnx.scan`. The copies are of this one.
+        arrays, tree = cast("tuple[Any, Any]", jax.tree.flatten(split[1]))
+        model = nnx.merge(split[0], jax.tree.unflatten(tree, arrays))
+        count = min(len(owners), self.capacity)
+        self._shadow(model, factors, ranks, count)
+        losses, weights, aux = _checked(self._loss(model, batch, *inputs), len(owners))
+
+        def summed(values: Tree, owners: Array) -> Tree:
+            def of_members(array: Array) -> Array:
+                each = array.astype(jnp.float32).reshape(len(owners), -1).sum(axis=1)
+                return jnp.zeros(count, jnp.float32).at[owners].add(each, mode="drop")
+
+            return jax.tree.map(of_members, values)
+
+        values = losses, jax.lax.stop_gradient(weights), jax.lax.stop_gradient(aux)
+        total, weight, of_aux = off_explicit(summed, self._whole)(values, owners)
+        mean = total / jnp.where(weight != 0, weight, 1)
+        found = {"sums": jnp.stack([total, weight], axis=1), "rows": aux, "losses": tuple(mean)}
+        found |= {"weights": tuple(weight), "aux": {key: tuple(array) for key, array in of_aux.items()}}
+        return total.sum(), found
+
+    def _shadow(self, model: nnx.Module, factors: Tree, ranks: Tree, count: int) -> None:
+        """Replace the slots of a traced model by the factors of the members of a batch."""
+        wrapped, (sites, own) = self._host.wrapped, self._sites_of(count)
+        layers, paths = dict(walk(model)), wrapped.paths
+        for site in wrapped.modules:
+            layer = layers[paths[site]]
+            set_attribute(layer, "jlora_sites", sites)
+            if site not in own:
+                detach(layer, site)  # a saved head
+                continue
+            spec, variables = own[site].spec, dict[str, Any]()
+            if (of_ranks := ranks.get(_key(site, "ranks"))) is not None:
+                for name, array in spec.arrays.items():
+                    if (factor := self._factors.get(key := _key(site, name))) is not None:
+                        made = off_explicit(factor.stored, array.sharding)(factors[key], of_ranks)
+                    else:
+                        moved = partial(jnp.moveaxis, source=0, destination=len(spec.stack))
+                        made = off_explicit(moved, array.sharding)(of_ranks[..., :2])
+                    attribute = f"{site.prefix}_{name}"
+                    variables[attribute] = vars(layer)[attribute].replace(made)
+            attach(layer, own[site], variables)
+
+    def _updated(self, state: Tree, members: Any, divide: Any, numbers: Tree) -> Any:
+        """Return the state after a step of some members, and the norm of the gradient of each."""
+
+        def of_one(own: Tree, numbers: Tree) -> Any:
+            masks = {key: each.own(own["ranks"][each.ranks]) for key, each in self._factors.items()}
+            by = jnp.where(divide, own["sums"][1], 1)
+            gradients = {key: jnp.where(masks[key], array / by, 0) for key, array in own["gradients"].items()}
+            norm = _norm(gradients)
+            updates, optimizer = self._optimizer(**numbers).update(gradients, own["optimizer"], own["factors"])
+            moves = jnp.isfinite(norm) & (by != 0)
+
+            def moved(factor: Array, update: Array, mask: Array) -> Array:
+                return jnp.where(moves & mask, factor + update.astype(factor.dtype), factor)
+
+            factors = jax.tree.map(moved, own["factors"], updates, masks)
+            optimizer = jax.tree.map(partial(jnp.where, moves), optimizer, own["optimizer"])
+            new = self._begun(factors, own["ranks"]) | {"optimizer": optimizer}
+            return new, jnp.where(by != 0, norm, jnp.nan)
+
+        new, norms = jax.vmap(of_one)(_gather(state, members), numbers)
+        return _scatter(state, members, new), tuple(norms)
+
+
+def _struct(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def _zeros(factors: Mapping[str, Array]) -> dict[str, Array]:
+    return {key: jnp.zeros_like(factor) for key, factor in factors.items()}
+
+
+def _gather(tree: Tree, members: Int[Array, "*m"]) -> Tree:
+    def of_members(array: Array) -> Array:
+        return array.at[members].get(mode="clip")
+
+    return jax.tree.map(of_members, tree)
+
+
+def _scatter(tree: Tree, members: Int[Array, "*m"], new: Tree) -> Tree:
+    def written(array: Array, own: Array) -> Array:
+        return array.at[members].set(own, mode="drop")
+
+    return jax.tree.map(written, tree, new)
+
+
+def _written(state: Tree, index: Int[Array, ""], member: Tree) -> Any:
+    return _scatter(state, index, member), ()
+
+
+def _accumulated(state: Tree, members: Int[Array, "m"], gradients: Tree, sums: Float[Array, "m 2"]) -> Any:
+    def added(total: Array, own: Array) -> Array:
+        return total.at[members].add(own, mode="drop")
+
+    return {
+        **state,
+        "gradients": jax.tree.map(added, state["gradients"], gradients),
+        "sums": added(state["sums"], sums),
+    }, ()
+
+
+def _norm(tree: Tree) -> Float[Array, ""]:
+    """Return the global norm of a tree."""
+    return jnp.sqrt(sum((jnp.square(leaf).sum() for leaf in jax.tree.leaves(tree)), jnp.zeros((), jnp.float32)))
+
+
+def _report(names: Sequence[str], found: Tree) -> Report:
+    def by_name(values: Sequence[jax.Array]) -> dict[str, jax.Array]:
+        return dict(zip(names, values, strict=False))  # the last places of a batch may be free
+
+    aux = {key: by_name(values) for key, values in found["aux"].items()}
+    return Report(by_name(found["losses"]), by_name(found["weights"]), aux, found["rows"])
+
+
+def _checked(found: Any, count: int) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """Return the losses, weights and further arrays that a loss returned, of each of `count` sequences."""
+    if not isinstance(found, tuple | list) or len(found := cast("tuple[Any, ...]", found)) not in (2, 3):
+        name = type(found).__name__
+        raise LoRAUsageError(
+            f"Trainer: the loss returned one {name}; expected the pair (losses [B], weights [B]), or these and a "
+            "mapping of arrays [B, ...]"
+        )
+    losses, weights = (jnp.asarray(each) for each in found[:2])
     kinds = jnp.issubdtype(losses.dtype, jnp.floating), jnp.issubdtype(weights.dtype, jnp.number)
     if (losses.shape, weights.shape) != ((count,), (count,)) or not all(kinds):
         raise LoRAUsageError(
             f"Trainer: the loss returned losses {_described(losses)} and weights {_described(weights)}; expected "
             f"floating losses [{count}] and weights [{count}]: the sum of each sequence, and the number of its tokens"
         )
-    return losses, weights
+    aux: Any = found[2] if len(found) == 3 else {}
+    if not isinstance(aux, Mapping) or any(np.shape(each)[:1] != (count,) for each in cast("Any", aux).values()):
+        raise LoRAUsageError(f"Trainer: the third result of the loss must be a mapping of arrays [{count}, ...]")
+    return losses, weights, {key: jnp.asarray(each) for key, each in cast("Any", aux).items()}
 
 
-def _updated(optimizer: Optimizer, own: Tree, gradients: Tree, masks: Tree, active: Tree) -> Tree:
-    """Return the state of one adapter after a step, unchanged if it is not active."""
-    updates, state = optimizer.update(gradients, own["optimizer"], own["factors"])
-
-    def added(factor: jax.Array, update: jax.Array, mask: jax.Array) -> jax.Array:
-        return jnp.where(mask, factor + update.astype(factor.dtype), factor)
-
-    def chosen(after: jax.Array, before: jax.Array) -> jax.Array:
-        return jnp.where(active, after, before)
-
-    factors = jax.tree.map(added, own["factors"], updates, masks)
-    return jax.tree.map(chosen, {**own, "factors": factors, "optimizer": state}, own)
+def _check_same(own: PackedAdapter, packed: PackedAdapter) -> None:
+    """Raise LoRAUsageError if a version of an adapter differs from the trained one in more than its values."""
+    if _kind(packed) != _kind(own):
+        raise LoRAUsageError(
+            f"adapter {packed.name!r} was replaced by one of other modules, ranks, scalings or of another kind; remove "
+            "it from the trainer and add it again, or publish under another name"
+        )
 
 
 def _kind(packed: PackedAdapter) -> Any:
@@ -483,28 +908,12 @@ def _described(leaf: Any) -> str:
     return f"{jnp.result_type(leaf)}{list(np.shape(leaf))}"
 
 
-def _difference(sites: Sequence[Site], found: np.ndarray, expected: np.ndarray) -> str | None:
-    """Return the first difference between two vectors of ranks and scalings (`rank_values`), or None."""
-    start = 0
-    for site in sites:
-        shape = site.spec.arrays["ranks"].slot_shape
-        stop = start + math.prod(shape)
-        pairs = [values[start:stop].reshape(-1, 2) for values in (found, expected)]
-        for i in np.flatnonzero((pairs[0] != pairs[1]).any(axis=1)):
-            *entry, part = map(int, np.unravel_index(i, shape[:-1]))
-            has, wanted = (f"rank {rank:.0f} and scaling {scaling:g}" for rank, scaling in (pair[i] for pair in pairs))
-            return f"{site.path}{entry or ''}, output slice {part}, has {has}; expected {wanted}"
-        start = stop
-    return None
+def _put(array: Any, where: ArrayPlacement) -> jax.Array:
+    return jax.device_put(array, where) if isinstance(where, Sharding) else to_device(np.asarray(array), where)
 
 
-def _put(array: np.ndarray, where: ArrayPlacement) -> jax.Array:
-    return jax.device_put(array, where) if isinstance(where, Sharding) else to_device(array, where)
-
-
-def _moved(array: Any, like: jax.Array) -> jax.Array:
-    """Return an array in the dtype and at the placement of another, so that no program is compiled again."""
-    where = placement_of(like)
+def _moved(array: Any, like: jax.ShapeDtypeStruct, where: ArrayPlacement) -> jax.Array:
+    """Return an array in the dtype of another and at a placement, so that no program is compiled again."""
     if isinstance(array, jax.Array):
         if placement_of(array) == where:
             return array
@@ -513,51 +922,23 @@ def _moved(array: Any, like: jax.Array) -> jax.Array:
     return _put(np.asarray(jax.device_get(array), like.dtype), where)
 
 
-def _trainable(name: str, prepare: Callable[..., LoRABatch]) -> Loaded:
-    """Return the newest version of an adapter, loaded if necessary.
-
-    Raises:
-      LoRAUsageError: it has arrays beside A and B, or one A for several output slices of a layer.
-    """
-    with prepare([name]) as batch:
-        assert batch.lease is not None
-        adapter = cast("Loaded", batch.lease.adapters[0])
-    for p in adapter.packed.placements:
-        if p.site.kind == "head" or p.extras:
-            title = ", ".join(variant.title for variant in described(p.extras)) or "a saved head"
-            raise LoRAUsageError(f"adapter {name!r}: {p.module} has {title}, and only A and B are trained")
-        if p.count > 1 and p.site.spec.in_features:
-            raise LoRAUsageError(
-                f"adapter {name!r}: {p.module} is one factor A for {p.count} slices of {p.site.path!r}, which would "
-                "become different; train with one module for each slice"
-            )
-    return adapter
+def _stacked(where: ArrayPlacement) -> ArrayPlacement:
+    """Return the placement of the arrays of all members."""
+    return NamedSharding(where.mesh, P(None, *where.spec)) if isinstance(where, NamedSharding) else where
 
 
-def _whole(modules: Mapping[Site, nnx.Module]) -> ArrayPlacement:
+def _whole(wrapped: WrappedModel) -> ArrayPlacement:
     """Return the placement of arrays that every device of the model holds."""
-    arrays = [(site, raw_value(vars(layer)[site.attributes[0]])) for site, layer in modules.items()]
+    arrays = [(site, raw_value(vars(layer)[site.attributes[0]])) for site, layer in wrapped.modules.items()]
     found = next((array for site, array in arrays if site.spec.sharding is not None), arrays[0][1])
     where, mesh = everywhere(placement_of(found)), jax.sharding.get_mesh()
     # JAX moves arrays that are not committed to the mesh of the context.
     return where if isinstance(where, Sharding) or mesh.empty else NamedSharding(mesh, P())
 
 
-def _factors_of(modules: Mapping[Site, nnx.Module], model: nnx.Module) -> dict[str, _Factor]:
-    """Return the factors of all sites by the paths of their slot arrays in the model."""
-    known = {
-        id(raw_value(vars(layer)[name])): _Factor(site, half)
-        for site, layer in modules.items()
-        if site.kind != "head"
-        for name, half in zip(site.attributes, site.spec.factors, strict=False)
-    }
-    flat: list[Any] = [*nnx.to_flat_state(nnx.state(model, SlotParam))]
-    found = {_key(path): known.get(id(raw_value(variable))) for path, variable in flat}
-    return {key: factor for key, factor in found.items() if factor is not None}
-
-
-def _key(path: Any) -> str:
-    return ".".join(map(str, path))
+def _key(site: Site, array: str) -> str:
+    """Return the name of a slot array in the state of a trainer."""
+    return f"{site.path}.{site.prefix}_{array}"
 
 
 def _entry(spec: SlotSpec, entry: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from flax import nnx
 
 import jlora
 from jlora.adapters import ExpertsLoRA
-from jlora.errors import AdapterMismatchError, LoRAUsageError
+from jlora.errors import AdapterMismatchError
 from tests.layers.expert_models import HIDDEN, Gathering, Model, reference
 from tests.layers.merging import assert_close, in_int8, make_adapter, make_manager, make_module, merge, run, serve
 from tests.layers.test_experts_on_mesh import on_mesh
@@ -176,8 +176,3 @@ def test_values_that_are_none_or_too_large(rng):
         found = np.asarray(serve(manager.model, X, batch))
     assert np.isnan(found[0]).all()
     assert np.isfinite(found[1:]).all()
-
-
-def test_the_trainer_needs_floats():
-    with pytest.raises(LoRAUsageError, match=r"int8 .*another LoRAConfig\.dtype.*update_adapter"):
-        serving(ONE).trainer(lambda model, batch: (jnp.zeros(1), jnp.ones(1)), {"one": None})

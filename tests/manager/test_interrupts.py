@@ -24,7 +24,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jlora
@@ -251,10 +250,12 @@ def train(times: int) -> None:
 
     manager = make_world(max_loras=2).manager
     manager.add_adapter(adapter("a"))
-    interrupted, other = (manager.trainer(loss, {"a": optax.adam(1e-3)}) for _ in range(2))
-    batch = manager.prepare(["a", None, "a"])
+    interrupted, other = (manager.trainer(loss, capacity=1) for _ in range(2))
     for trainer in (interrupted, other):
-        trainer.step(batch, tokens)
+        trainer.add("a")
+    own, others = (trainer.prepare(["a", None, "a"]) for trainer in (interrupted, other))
+    interrupted.step(own, tokens)
+    other.step(others, tokens)
 
     def digest(trainer: Any) -> str:
         leaves = jax.device_get(jax.tree.leaves(trainer.state))
@@ -267,21 +268,21 @@ def train(times: int) -> None:
         with swallowed_interrupts() as swallowed, contextlib.suppress(KeyboardInterrupt):
             timer.start()
             while not swallowed:
-                interrupted.step(batch, tokens)
+                interrupted.step(own, tokens)
                 done += 1
         figures["swallowed"] += bool(swallowed)
         for _ in range(done):
-            other.step(batch, tokens)
+            other.step(others, tokens)
         try:
             found = digest(interrupted)
         except RuntimeError:  # the arrays were deleted
             figures["lost"] += 1
-            interrupted.state = jax.device_get(other.state)
+            interrupted.state = other.state
             continue
         if found == digest(other):
             figures["before"] += 1
             continue
-        other.step(batch, tokens)
+        other.step(others, tokens)
         figures["after" if found == digest(other) else "other"] += 1
     print("\n" + json.dumps(figures), flush=True)
 

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jlora
 from jlora.models import Decoder, DecoderConfig, MoEConfig
+from jlora.training import losses
 from tests.layers.expert_models import HIDDEN, Scanned, Seams, reference
 from tests.layers.merging import Target, assert_close, in_int8, make_dora, make_manager, serve
 from tests.layers.mesh_models import NAMES, ONE, SMALL, TWO, Small, Written, mesh_of, placed, some_devices, tokens_of
@@ -120,15 +121,22 @@ def clipped():
     return optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(schedule, weight_decay=0.1))
 
 
-def test_slots_of_int8_serve_what_another_manager_trained():
+def trainer_of(manager, names=RANKS, loss=loss, **options) -> jlora.Trainer:
+    trainer = manager.trainer(loss, **{"capacity": 4} | options)
+    for name in names:
+        trainer.add(name)
+    return trainer
+
+
+def test_slots_of_int8_serve_what_is_trained_in_float32():
     """Twice, so that the second update takes the plan of the first."""
-    manager, serving = served(["query"]), served(["query"], dtype="int8")
-    trainer = manager.trainer(loss, {"query": optax.sgd(0.5)})
-    before = fresh("query")
+    serving, before = served([], dtype="int8"), fresh("query")
+    serving.add_adapter(before)
+    trainer = trainer_of(serving, ["query"], optimizer=optax.sgd(0.5))
+    np.testing.assert_array_equal(trainer.adapter("query").modules[QUERY].a, before.modules[QUERY].a)
     for _ in range(2):
-        with manager.prepare(["query"] * 6) as batch:
-            trainer.step(batch, TOKENS)
-        serving.update_adapter("query", trainer.tensors("query"))
+        trainer.step(trainer.prepare(["query"] * 6), TOKENS)
+        trainer.publish("query")
         trained = trainer.adapter("query")
         assert np.abs(trained.modules[QUERY].a - before.modules[QUERY].a).max() > 1e-4
         with serving.prepare(["query", None]) as batch:
@@ -138,20 +146,14 @@ def test_slots_of_int8_serve_what_another_manager_trained():
         before = trained
 
 
-def test_each_adapter_learns_as_if_alone():
-    """Clipping, schedules and counts are those of one adapter, and a step without it changes none of them.
+RUNS = [["wide", "query", None, "wide", "query", "query"], ["mixed", "query", None, "mixed", None, "query"]] * 3
 
-    There are more adapters than slots.
-    """
-    manager = served(slots=2)
-    shared = clipped()
-    optimizers = {"wide": shared, "query": optax.sgd(0.3, momentum=0.9), "mixed": shared}
-    trainer = manager.trainer(chex.assert_max_traces(loss, n=1), optimizers)
-    runs = [["wide", "query", None, "wide", "query", "query"], ["mixed", "query", None, "mixed", None, "query"]] * 3
+
+def check_alone(trainer, optimizers, numbers):
+    """Check steps of `RUNS` against each adapter alone, trained by an optimizer of optax."""
     losses, rows = {name: [] for name in RANKS}, {name: [] for name in RANKS}
-    for names in runs:
-        with manager.prepare(names) as batch:
-            found = trainer.step(batch, TOKENS)
+    for names in RUNS:
+        found = trainer.step(trainer.prepare(names), TOKENS, **numbers).losses
         assert found.keys() == set(names) - {None}
         for name, value in found.items():
             losses[name].append(float(value))
@@ -166,18 +168,211 @@ def test_each_adapter_learns_as_if_alone():
             np.testing.assert_allclose(trained[module].b, b, atol=2e-5)
 
 
+def test_each_adapter_learns_as_if_alone():
+    """Clipping, schedules and counts are those of one adapter, and a step without it changes none of them.
+
+    There are more adapters than slots.
+    """
+    once = chex.assert_max_traces(loss, n=1)
+    trainer = trainer_of(served(slots=1), loss=once, optimizer=clipped())
+    check_alone(trainer, dict.fromkeys(RANKS, clipped()), {})
+
+
+def test_numbers_of_the_optimizer_are_those_of_each_adapter():
+    rates, decays, norms = (
+        {**dict.fromkeys(RANKS, one), "query": two} for one, two in ((0.01, 0.05), (0, 0.1), (0.5, 1))
+    )
+    optimizers = {
+        name: optax.chain(
+            optax.clip_by_global_norm(norms[name]), optax.adamw(rates[name], b2=0.95, weight_decay=decays[name])
+        )
+        for name in RANKS
+    }
+    numbers = {"learning_rate": rates, "weight_decay": decays, "max_norm": norms, "b2": 0.95}
+    check_alone(trainer_of(served()), optimizers, numbers)
+
+
+def test_several_gradients_before_a_step_equal_one_of_all_sequences():
+    """Microbatches are unequal, and two adapters step at different times."""
+    rows = [[0, 1], [2], [3, 4, 5]]
+    names = ["wide", "query", "query", "wide", "mixed", "query"]
+    whole, parts = trainer_of(served()), trainer_of(served())
+    norms = whole.step(whole.prepare(names), TOKENS, learning_rate=0.01).norms
+    for own in rows:
+        report = parts.gradients(parts.prepare([names[i] for i in own]), TOKENS[own])
+        assert report.norms == {}
+    for name in RANKS:
+        assert float(parts.apply(name, learning_rate=0.01)) == pytest.approx(float(norms[name]), rel=1e-6)
+        for module, want in whole.adapter(name).modules.items():
+            np.testing.assert_allclose(parts.adapter(name).modules[module].a, want.a, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(parts.adapter(name).modules[module].b, want.b, rtol=1e-5, atol=1e-6)
+
+
+def test_sums_of_gradients_with_weights_of_any_sign():
+    """Tinker divides by no weights. Weights that sum to 0 move nothing if they are to divide."""
+
+    def weighted(model, batch, tokens, weights):
+        with jlora.use(batch):
+            losses, _ = answer_loss(model(tokens[:, :-1]), tokens)
+        return losses * weights, weights
+
+    weights = np.array([1, -1, 2, 0.5, 1, -3], np.float32)
+    trainer = trainer_of(served(), loss=weighted, optimizer=optax.sgd(0.1))
+    before = trainer.state_of("query")
+    batch = trainer.prepare(["query", "query", "wide", "wide", None, "wide"])
+    norms = trainer.step(batch, TOKENS, weights).norms
+    assert np.isnan(norms["query"])
+    jax.tree.map(np.testing.assert_array_equal, trainer.state_of("query"), before)
+    trainer.gradients(batch, TOKENS, weights)
+    assert np.isfinite(trainer.apply("query", divide=False))
+    assert not np.array_equal(trainer.adapter("query").modules[QUERY].b, fresh("query").modules[QUERY].b)
+
+
+def test_results_of_a_loss_per_adapter_and_per_row():
+    def with_aux(model, batch, tokens):
+        with jlora.use(batch):
+            logits = model(tokens[:, :-1])
+        logprobs = losses.token_logprobs(logits, tokens[:, 1:])
+        return -logprobs.sum(axis=1), jnp.full(len(tokens), 4.0), {"logprobs": logprobs, "ones": jnp.ones(len(tokens))}
+
+    trainer = trainer_of(served(), loss=with_aux)
+    batch = trainer.prepare(["wide", "query", None, "wide", "wide", "query"])
+    before = trainer.state
+    report = trainer.evaluate(batch, TOKENS)
+    jax.tree.map(np.testing.assert_array_equal, trainer.state, before)
+    rows = np.asarray(report.rows["logprobs"])
+    assert rows.shape == (6, 4)
+    np.testing.assert_allclose(report.aux["logprobs"]["wide"], rows[[0, 3, 4]].sum(), rtol=1e-6)
+    assert {name: float(value) for name, value in report.aux["ones"].items()} == {"wide": 3, "query": 2}
+    assert float(report.weights["query"]) == 8
+    np.testing.assert_allclose(report.losses["query"], -rows[[1, 5]].sum() / 8, rtol=1e-6)
+    np.testing.assert_array_equal(trainer.step(batch, TOKENS).rows["logprobs"], rows)
+
+
+# --- Members --------------------------------------------------------------------------------------------------------
+
+
+def test_adapters_join_and_leave_without_compilation_or_effect_on_others():
+    manager = served()
+    trainer = trainer_of(manager, ["wide"], capacity=3)
+    targets = [["q_proj"], ["embed", "o_proj"], ["k_proj", "lm_head"], ["v_proj"], None]
+
+    def visit(i: int) -> None:
+        name = f"guest{i}"
+        trainer.add(name, rank=1 + i % 4, alpha=2 + i, target_modules=targets[i % 5], seed=i)
+        trainer.step(trainer.prepare([name, name, None]), TOKENS[:3], learning_rate=0.1 / (i + 1), divide=i % 2 == 0)
+        trainer.tensors(name), trainer.adapter(name)
+        if i % 3 == 0:
+            trainer.publish(name)
+            trainer.publish(name, to=f"{name}@1")
+        kept = trainer.state_of(name)
+        trainer.remove(name)
+        trainer.add(name, rank=1 + i % 4, alpha=2 + i, target_modules=targets[i % 5], state=kept) if i % 3 else None
+        trainer.remove(name) if i % 3 else None
+        manager.remove_adapter(name), manager.remove_adapter(f"{name}@1")
+
+    for i in range(7):
+        visit(i)
+    trainer.step(trainer.prepare(["wide", None, None]), TOKENS[:3])
+    before = trainer.state
+    PROGRAMS.clear()
+    for i in range(7, 50):
+        visit(i)
+    assert COMPILED not in PROGRAMS
+    jax.tree.map(np.testing.assert_array_equal, trainer.state, before)
+
+
+def test_a_gradient_that_is_not_finite_moves_no_adapter():
+    """The tenant of the NaN stays where it is. The bits of the other are those of a step without it."""
+
+    def spoiled(model, batch, tokens, scale):
+        summed, weights = loss(model, batch, tokens)
+        return summed * scale, weights
+
+    states = []
+    for bad in (1.0, np.nan, np.inf):
+        trainer = trainer_of(served(), loss=spoiled)
+        scale = np.array([1, bad, 1, bad, 1, 1], np.float32)
+        batch = trainer.prepare(["query", "wide", None, "wide", "query", "query"])
+        before = trainer.state_of("wide")
+        norms = trainer.step(batch, TOKENS, scale, learning_rate=0.1).norms
+        assert np.isfinite(norms["query"])
+        if bad != 1:
+            assert not np.isfinite(norms["wide"])
+            jax.tree.map(np.testing.assert_array_equal, trainer.state_of("wide"), before)
+        states.append(trainer.state_of("query"))
+    for each in states[1:]:
+        jax.tree.map(np.testing.assert_array_equal, each, states[0])
+
+
+def test_factors_that_are_not_finite_reach_no_other_adapter():
+    def step(spoil):
+        manager = served(allow_nonfinite=True)
+        if spoil:
+            modules = {name: replace(m, b=np.full_like(m.b, np.nan)) for name, m in fresh("wide").modules.items()}
+            manager.add_adapter(replace(fresh("wide"), modules=modules), load_inplace=True)
+        trainer = trainer_of(manager)
+        trainer.step(trainer.prepare(["query", "wide", None] * 2), TOKENS, learning_rate=0.1)
+        return trainer.state_of("query")
+
+    jax.tree.map(np.testing.assert_array_equal, step(True), step(False))
+
+
+def test_one_a_of_several_slices_is_trained():
+    """Its gradient is the sum over the slices, against plain JAX."""
+    rng = np.random.default_rng(0)
+    a, b = (rng.normal(0, 0.3, shape).astype(np.float32) for shape in ((2, 16), (32, 2)))
+    manager = served()
+    manager.add_adapter(jlora.Adapter.from_arrays("whole", {"layers.0.qkv_proj": (a, b)}, alpha=2 * SCALING))
+    trainer = trainer_of(manager, ["whole", "query"], optimizer=optax.sgd(0.1))
+    model, rows = tiny.Model(), [0, 2, 3]
+
+    def mean(a, b):
+        parts = {f"layers.0.{part}": (a, b[start:stop]) for part, (start, stop) in tiny.PARTS.items()}
+        summed, weights = answer_loss(plain_logits(model, parts, TOKENS[rows][:, :-1]), TOKENS[rows])
+        return summed.sum() / weights.sum()
+
+    gradients = jax.grad(mean, (0, 1))(a, b)
+    report = trainer.step(trainer.prepare(["whole", "query", "whole", "whole", None, "query"]), TOKENS)
+    norm = np.sqrt(sum(np.square(each).sum() for each in gradients))
+    assert float(report.norms["whole"]) == pytest.approx(norm, rel=1e-5)
+    (found,) = trainer.adapter("whole").modules.values()
+    np.testing.assert_allclose(found.a, a - 0.1 * gradients[0], atol=1e-5)
+    np.testing.assert_allclose(found.b, b - 0.1 * gradients[1], atol=1e-5)
+    trainer.publish("whole")
+    with manager.prepare(["whole"] * 6) as batch:
+        served_loss = answer_loss(forward(manager.model, TOKENS[:, :-1], batch), TOKENS)[0]
+    following = trainer.evaluate(trainer.prepare(["whole"] * 6), TOKENS)
+    assert float(following.losses["whole"]) == pytest.approx(float(served_loss.mean()) / 4, rel=1e-5)
+
+
+def test_targets_and_ranks_of_a_trainer():
+    manager = served()
+    small = trainer_of(manager, ["query"], target_modules=["q_proj", "v_proj"], max_rank=2)
+    assert small.nbytes < 0.5 * trainer_of(manager, ["query"]).nbytes
+    with pytest.raises(jlora.LoRAUsageError, match=r"'wide': .* is not trained here; expected target_modules"):
+        small.add("wide")
+    with pytest.raises(jlora.LoRAUsageError, match="has rank 3; expected at most the trainer's max_rank 2"):
+        small.add("new", rank=3, alpha=1, target_modules=["q_proj"])
+    with pytest.raises(jlora.LoRAUsageError, match=r"\['typo'\] match no layer"):
+        manager.trainer(loss, target_modules=["typo"])
+    assert small.names == ("query",)
+    names = ["query", None] * 3
+    found = small.step(small.prepare(names), TOKENS).losses
+    whole = trainer_of(manager, ["query"])
+    assert float(found["query"]) == pytest.approx(float(whole.step(whole.prepare(names), TOKENS).losses["query"]))
+
+
 def test_an_optimizer_moves_only_the_values_of_an_adapter():
     """One that moves every value, whatever its gradient, leaves absent targets and ranks zero, and idle adapters."""
     manager = served()
     add_one = optax.stateless(lambda updates, params: jax.tree.map(jnp.ones_like, updates))
-    trainer = manager.trainer(loss, dict.fromkeys(RANKS, add_one))
-    with manager.prepare(["query", "mixed"] * 3) as batch:
-        trainer.step(batch, TOKENS)
-    (group,) = trainer.state.values()
-    moved = {name: 0.0 for name in RANKS}
-    for array in group["factors"].values():
-        for name, own in zip(trainer.names, array, strict=True):
-            moved[name] += np.asarray(own, np.float64).sum()
+    trainer = trainer_of(manager, optimizer=add_one)
+    trainer.step(trainer.prepare(["query", "mixed"] * 3), TOKENS)
+    moved = {
+        name: sum(np.asarray(array, np.float64).sum() for array in own["factors"].values())
+        for name, own in trainer.state.items()
+    }
     for name in RANKS:
         modules = fresh(name).modules.values()
         before = sum(m.a.sum(dtype=np.float64) + m.b.sum(dtype=np.float64) for m in modules)
@@ -201,7 +396,7 @@ def in_bfloat16(tmp_path, caplog, spoil=lambda manager, folder: None):
         manager.add_adapter(adapter)
     spoil(manager, tmp_path / "wide")
     with caplog.at_level(logging.WARNING, logger="jlora"):
-        trainer = manager.trainer(loss, dict.fromkeys(RANKS, optax.sgd(0.1)))
+        trainer = trainer_of(manager)
     del held  # until here, the arrays given are at hand
     return {name: trainer.adapter(name).modules for name in RANKS}, caplog.messages
 
@@ -255,15 +450,14 @@ def check_served(manager, name: str, adapter: jlora.Adapter) -> None:
 def test_a_published_step_is_neither_undone_nor_mixed_with_others(tmp_path):
     """Eviction, repair of slots, an export and a save keep the published step, and steps of training none of them."""
     manager = served(slots=1)
-    trainer = manager.trainer(loss, {"query": optax.sgd(0.5)})
+    trainer = trainer_of(manager, ["query"], optimizer=optax.sgd(0.5))
 
     def step():
-        with manager.prepare(["query", None]) as batch:
-            trainer.step(batch, TOKENS[:2])
+        trainer.step(trainer.prepare(["query", None]), TOKENS[:2])
 
     step()
     check_served(manager, "query", fresh("query"))  # not yet published
-    assert trainer.publish() == {"query": 1}
+    assert trainer.publish("query") == 1
     published = trainer.adapter("query")
     assert not np.array_equal(published.modules[QUERY].b, fresh("query").modules[QUERY].b)
     check_served(manager, "query", published)
@@ -273,7 +467,7 @@ def test_a_published_step_is_neither_undone_nor_mixed_with_others(tmp_path):
     assert manager.list_adapters()["query"].slot is None
     check_served(manager, "query", published)
     old = jax.tree.map(jnp.copy, manager.slots)
-    assert trainer.publish("query") == {"query": 2}
+    assert trainer.publish("query") == 2
     latest = trainer.adapter("query")
     nnx.update(manager.model, old)  # a state of the first step; `prepare` repairs the slots
     check_served(manager, "query", latest)
@@ -285,7 +479,7 @@ def test_a_published_step_is_neither_undone_nor_mixed_with_others(tmp_path):
     other = served(names=())
     other.restore(tmp_path)
     check_served(other, "query", latest)
-    restarted = manager.trainer(loss, {"query": optax.sgd(0.5)})
+    restarted = trainer_of(manager, ["query"])
     np.testing.assert_array_equal(restarted.adapter("query").modules[QUERY].a, latest.modules[QUERY].a)
 
 
@@ -306,21 +500,40 @@ def replaced(name: str, how: str) -> jlora.Adapter:
 
 @pytest.mark.parametrize("how", ["alpha", "modules", "aLoRA", "DoRA"])
 def test_an_adapter_that_was_replaced_is_neither_published_nor_trained(how):
-    manager = served(["query", "wide"], variants=["dora"], activated=True)
-    trainer = manager.trainer(loss, dict.fromkeys(["wide", "query"], optax.sgd(0.1)))
+    manager = served(["query"], variants=["dora"], activated=True)
+    trainer = trainer_of(manager, ["query"])
     manager.add_adapter(replaced("query", how), load_inplace=True)
     with pytest.raises(jlora.LoRAUsageError, match="'query' was replaced by one of other modules"):
         trainer.publish("query")
     assert manager.list_adapters()["query"].version == 1
     with pytest.raises(jlora.LoRAUsageError, match="'typo' is not trained here"):
-        trainer.publish("wide", "typo")
-    assert manager.list_adapters()["wide"].version == 0
-    if how != "aLoRA":
-        other = manager.prepare(["query"] * 6)
-        with other as batch, pytest.raises(jlora.LoRAUsageError, match="'query' was replaced by one of other modules"):
-            trainer.step(batch, TOKENS)
+        trainer.publish("typo")
     manager.add_adapter(fresh("query"), load_inplace=True)
-    assert trainer.publish("query") == {"query": 3}
+    assert trainer.publish("query") == 3
+
+
+def test_new_names_are_published_with_a_folder_and_without(tmp_path):
+    """A name with a folder is evicted from the host cache, and loaded again."""
+    config = jlora.LoRAConfig(max_loras=1, max_lora_rank=tiny.MAX_RANK, max_cpu_loras=3)
+    manager = jlora.LoRAManager(tiny.Model(), config)
+    trainer = manager.trainer(loss, optimizer=optax.sgd(0.5))
+    trainer.add("new", rank=2, alpha=4, target_modules=["q_proj", "embed"])
+    assert manager.list_adapters() == {}
+    trainer.step(trainer.prepare(["new", None] * 3), TOKENS)
+    first = trainer.adapter("new")
+    assert trainer.publish("new", to="new@1") == 0
+    for i in range(2, 5):
+        assert trainer.publish("new", to=f"new@{i}", save_to=tmp_path / str(i)) == 0
+    with pytest.raises(jlora.LoRAUsageError, match="'new@1' exists; expected a new name"):
+        trainer.publish("new", to="new@1")
+    with pytest.raises(jlora.LoRAUsageError, match="save_to is for a new name"):
+        trainer.publish("new", save_to=tmp_path / "more")
+    assert manager.list_adapters(level="evicted").keys() == {"new@2"}
+    trainer.step(trainer.prepare(["new", None] * 3), TOKENS)
+    check_served(manager, "new@1", first)
+    check_served(manager, "new@2", first)
+    assert trainer.publish("new") == 0
+    check_served(manager, "new", trainer.adapter("new"))
 
 
 # --- Checkpoints ----------------------------------------------------------------------------------------------------
@@ -329,26 +542,28 @@ def test_an_adapter_that_was_replaced_is_neither_published_nor_trained(how):
 @pytest.mark.optimised
 @pytest.mark.slow
 def test_a_resumed_run_is_bitwise_an_uninterrupted_one(tmp_path):
-    optimizers = {"query": optax.inject_hyperparams(optax.adam)(learning_rate=0.1)}
+    """The second half of the resumed one is in the company of others."""
 
-    def run(trainer, manager, steps):
+    def run(trainer, steps, other=None):
         for i in range(steps):
-            with manager.prepare(["query", "query" if i % 2 else None] * 3) as batch:
-                trainer.step(batch, TOKENS)
+            batch = trainer.prepare(["query", "query" if i % 2 else other] * 3)
+            trainer.step(batch, TOKENS, learning_rate=0.1)
 
-    manager = served()
-    trainer = manager.trainer(loss, optimizers)
-    run(trainer, manager, 4)
+    trainer = trainer_of(served(), ["query"])
+    run(trainer, 4)
     with ocp.CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(4, args=ocp.args.StandardSave(trainer.state))
-    run(trainer, manager, 4)
+    run(trainer, 4)
 
-    other = served()
-    resumed = other.trainer(loss, optimizers)
+    resumed = trainer_of(served(), ["query"])
     with ocp.CheckpointManager(tmp_path) as checkpoints:
         resumed.state = checkpoints.restore(4, args=ocp.args.StandardRestore(resumed.state))
-    run(resumed, other, 4)
+    among = trainer_of(served(), ["wide", "mixed"])
+    among.add("query", state=resumed.state_of("query"))
+    run(resumed, 4)
+    run(among, 4, "wide")
     jax.tree.map(np.testing.assert_array_equal, resumed.state, trainer.state)
+    jax.tree.map(np.testing.assert_array_equal, among.state_of("query"), trainer.state_of("query"))
 
 
 PROGRAMS: list[str] = []
@@ -361,68 +576,57 @@ def test_a_restored_state_compiles_nothing():
     """Restored arrays are committed to their device, which the first ones of a trainer are not."""
 
     def begin():
-        manager = served(["query"])
-        return manager, manager.trainer(loss, {"query": optax.adam(0.1)})
+        return trainer_of(served(["query"]), ["query"])
 
-    def step(manager, trainer):
+    def step(trainer):
         PROGRAMS.clear()
-        with manager.prepare(["query"] * 6) as batch:
-            trainer.step(batch, TOKENS)
+        trainer.step(trainer.prepare(["query"] * 6), TOKENS)
 
-    manager, trainer = begin()
-    step(manager, trainer)
+    trainer = begin()
+    step(trainer)
     kept = jax.device_get(trainer.state)
     trainer.state = jax.device_put(kept, jax.devices()[0])
-    step(manager, trainer)
+    step(trainer)
     assert COMPILED not in PROGRAMS
-    manager, resumed = begin()  # as in another process, all but the persistent cache is new
+    resumed = begin()  # as in another process, all but the persistent cache is new
     resumed.state = jax.device_put(kept, jax.devices()[0])
-    step(manager, resumed)
+    step(resumed)
     assert COMPILED in PROGRAMS
     assert MISSED not in PROGRAMS
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(resumed.state), jax.device_get(trainer.state))
 
 
 def test_a_state_that_does_not_fit_is_refused():
-    momentum = functools.partial(optax.sgd, momentum=0.9)
-
-    def trainer_of(*adapters, optimizer=momentum, rank=4):
+    def state_of(*adapters, rank=4, **options):
         manager = jlora.LoRAManager(tiny.Model(), jlora.LoRAConfig(max_loras=3, max_lora_rank=rank))
         for adapter in adapters:
             manager.add_adapter(adapter)
-        return manager, manager.trainer(loss, dict.fromkeys([each.name for each in adapters], optimizer(0.1)))
-
-    def state_of(*adapters, **options):
-        return trainer_of(*adapters, **options)[1].state
+        return trainer_of(manager, [each.name for each in adapters], **options).state
 
     own = fresh("query")
-    manager, trainer = trainer_of(own)
-    with manager.prepare(["query"] * 6) as batch:
-        donated = trainer.state
-        trainer.step(batch, TOKENS)
-    kept = jax.device_get(trainer.state)
-    (label,) = kept
+    trainer = trainer_of(served(), ["query"])
+    trainer.step(trainer.prepare(["query"] * 6), TOKENS)
+    kept = trainer.state
     fewer = replace(own, modules={QUERY: own.modules[QUERY]})
     wrong = {
-        r"'query' was trained with other modules, ranks or scalings: layers\.0\.qkv_proj, output slice 0, has rank 2 "
-        r"and scaling 6; expected rank 2 and scaling 1\.5": state_of(replaced("query", "alpha")),
+        r"'query': it was trained with other modules, ranks or scalings: layers\.0\.qkv_proj, output slice 0, has rank "
+        r"2 and scaling 6; expected rank 2 and scaling 1\.5": state_of(replaced("query", "alpha")),
         r"layers\.1\.qkv_proj, output slice 2, has rank 0 and scaling 0; expected rank 1": state_of(fewer),
-        r"lacks \['\[\"query\"\]'\].* and has \['\[\"wide\"\]'\]": state_of(fresh("wide")),
-        r"lacks .*trace.*: it is of other adapters or optimizers": state_of(own, optimizer=optax.sgd),
-        r"is float32\[1, \d, 2, \d+\]; expected float32\[1, \d, 4, \d+\]": state_of(own, rank=2),
-        r"was donated by a step": donated,
+        r"it is of the adapters \['wide'\]; expected \['query'\]": state_of(fresh("wide")),
+        r"'query' lacks .*count.*: it is of another optimizer": state_of(own, optimizer=optax.sgd(0.1)),
+        r"is float32\[\d, 2, \d+\]; expected float32\[\d, 4, \d+\]": state_of(own, rank=2),
         r"is float16": jax.tree.map(lambda leaf: leaf.astype(np.float16), kept),
-        r"has \['more'\]": {**kept, "more": np.zeros(1)},
-        r"lacks": None,
-        r"lacks .*StandardRestore": {label: {**kept[label], "optimizer": {"trace": np.zeros(1)}}},
+        r"has \['more'\]": {"query": {**kept["query"], "more": np.zeros(1)}},
+        r"of the adapters NoneType": None,
+        r"lacks .*StandardRestore": {"query": {**kept["query"], "optimizer": {"trace": np.zeros(1)}}},
     }
     for cause, state in wrong.items():
         with pytest.raises(jlora.LoRAUsageError, match=cause):
             trainer.state = state
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state), kept)
+    jax.tree.map(np.testing.assert_array_equal, trainer.state, kept)
     trainer.state = jax.tree.map(lambda leaf: leaf.astype(np.float64), kept)
     assert {leaf.dtype for leaf in jax.tree.leaves(trainer.state)} == {np.dtype(np.float32)}
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state), kept)
+    jax.tree.map(np.testing.assert_array_equal, trainer.state, kept)
 
 
 # --- Other models ---------------------------------------------------------------------------------------------------
@@ -457,15 +661,15 @@ def decoder_run(model, ranks, *, steps=3, **options):
             for target, rank in targets.items()
         }
         manager.add_adapter(jlora.Adapter.from_arrays(name, arrays, alpha=4))
-    trainer = manager.trainer(loss, {name: optax.adam(0.003) for name in ranks})
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, trainer.state)
+    trainer = trainer_of(manager, ranks)
+    shardings = [jax.tree.map(lambda leaf: leaf.sharding, trainer.state_of(name)) for name in ranks]
     tokens = np.random.default_rng(1).integers(0, 32, (4, 9)).astype(np.int32)
     losses = []
     for _ in range(steps):
-        with manager.prepare(["one", "other", "one", None]) as batch:
-            losses.append({name: float(value) for name, value in trainer.step(batch, tokens).items()})
+        report = trainer.step(trainer.prepare(["one", "other", "one", None]), tokens, learning_rate=0.003)
+        losses.append({name: float(value) for name, value in report.losses.items()})
     # With another sharding, the next step would be compiled again.
-    assert jax.tree.map(lambda leaf: leaf.sharding, trainer.state) == shardings
+    assert [jax.tree.map(lambda leaf: leaf.sharding, trainer.state_of(name)) for name in ranks] == shardings
     return losses, manager, trainer, tokens
 
 
@@ -475,7 +679,8 @@ EXPERTS = {"one": {**dict.fromkeys(tuple(SIZES)[5:], 2), "self_attn.k_proj": 1},
 
 def check_next_loss(manager, trainer, tokens):
     """Check that the slots have the losses of the trainer's next step after a publication."""
-    trainer.publish()
+    for name in trainer.names:
+        trainer.publish(name)
 
     @manager.jit
     def of_rows(model, batch, tokens):
@@ -484,7 +689,8 @@ def check_next_loss(manager, trainer, tokens):
 
     with manager.prepare(["one", "other", "one", None]) as batch:
         summed, weights = map(np.asarray, of_rows(manager.model, batch, tokens))
-        following = {name: float(value) for name, value in trainer.step(batch, tokens).items()}
+    report = trainer.step(trainer.prepare(["one", "other", "one", None]), tokens)
+    following = {name: float(value) for name, value in report.losses.items()}
     served = {"one": (summed[0] + summed[2]) / (weights[0] + weights[2]), "other": summed[1] / weights[1]}
     assert served == pytest.approx(following, rel=1e-5)
 
@@ -503,19 +709,20 @@ def test_stacked_layers_and_experts_that_share_factors():
         with jlora.use(batch):
             return jnp.square(model(x)).sum((1, 2)), jnp.ones(len(x))
 
-    trainer = manager.trainer(loss, dict.fromkeys(ADAPTERS.keys() - {"dense"}, optax.adam(0.01)))
+    trainer = trainer_of(manager, sorted(ADAPTERS.keys() - {"dense"}), loss=loss)
     before = {}
     for _ in range(3):
         weights = {name: plain(trainer.adapter(name)) for name in trainer.names}
-        with manager.prepare(names) as batch:
-            losses = trainer.step(batch, x)
+        losses = trainer.step(trainer.prepare(names), x, learning_rate=0.01).losses
         for name in trainer.names:
             rows = x[[each == name for each in names]]
             want = np.mean([np.square(reference(model, row, [weights[name]] * 2)).sum() for row in rows])
             assert float(losses[name]) == pytest.approx(want, rel=1e-4)
             assert losses[name] < before.get(name, np.inf)
         before = losses
-    published = {name: trainer.adapter(name).modules for name in trainer.publish()}
+    published = {name: trainer.adapter(name).modules for name in trainer.names}
+    for name in published:
+        trainer.publish(name)
     for name, modules in published.items():
         manager.prepare([name]).close()
         for module, served in manager.export_adapter(name).modules.items():
@@ -541,7 +748,7 @@ def test_bases_of_few_bits(base, tolerance):
     want, *_ = decoder_run(twin, ATTENTION)
     for step, expected in zip(losses, want, strict=True):
         assert step == pytest.approx(expected, rel=tolerance)
-    assert {array.dtype for group in trainer.state.values() for array in group["factors"].values()} == {
+    assert {array.dtype for own in trainer.state.values() for array in own["factors"].values()} == {
         jnp.dtype("float32")
     }
     check_next_loss(manager, trainer, tokens)
@@ -559,7 +766,7 @@ def test_eight_devices_train_as_one(config, ranks, options):
     found, manager, trainer, tokens = decoder_run(decoder_of(config, mesh=mesh), ranks, **options)
     for step, expected in zip(found, want, strict=True):
         assert step == pytest.approx(expected, rel=1e-5)
-    assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(trainer.state))
+    assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(trainer.state_of("one")))
     for name in ranks:
         trained, expected = trainer.adapter(name).modules, one.adapter(name).modules
         for module, each in expected.items():
@@ -575,7 +782,7 @@ def test_eight_devices_train_as_one(config, ranks, options):
 def test_axes_of_any_kind(kind, fully):
     """Two shards do not divide the rank 3. A state of one device continues on the mesh."""
     tokens, mesh = tokens_of(4, 3), mesh_of(kind, data=2, t=2)
-    options = {"one": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.01)), "two": optax.sgd(0.001)}
+    numbers = {"learning_rate": {"one": 0.01, "two": 0.001}, "max_norm": {"one": 1.0}}
 
     def loss(model, batch, tokens):
         with jlora.use(batch):
@@ -583,22 +790,22 @@ def test_axes_of_any_kind(kind, fully):
 
     def run(model, **config):
         manager = make_manager(model, [ONE, TWO], max_lora_rank=3, **config)
-        return manager, manager.trainer(loss, options)
+        return manager, trainer_of(manager, ["one", "two"], loss=loss)
 
-    def step(manager, trainer, tokens):
-        with manager.prepare(NAMES) as batch:
-            return {name: float(value) for name, value in trainer.step(batch, tokens).items()}
+    def step(trainer, tokens):
+        report = trainer.step(trainer.prepare(NAMES), tokens, **numbers)
+        return {name: float(value) for name, value in report.losses.items()}
 
-    one, reference = run(Small())
+    _, reference = run(Small())
     with jax.set_mesh(mesh):
         model = placed((Written if kind == AxisType.Explicit else Small)(), mesh, SMALL | {"embed": P()})
         manager, trainer = run(model, data_axes=["data"], fully_sharded=fully)
         on_mesh = jax.device_put(tokens, NamedSharding(mesh, P("data")))
         for _ in range(2):
-            assert step(manager, trainer, on_mesh) == pytest.approx(step(one, reference, tokens), rel=1e-5)
-        trainer.state = jax.device_get(reference.state)
-        assert step(manager, trainer, on_mesh) == pytest.approx(step(one, reference, tokens), rel=1e-5)
-        assert trainer.publish() == {"one": 1, "two": 1}
+            assert step(trainer, on_mesh) == pytest.approx(step(reference, tokens), rel=1e-5)
+        trainer.state = reference.state
+        assert step(trainer, on_mesh) == pytest.approx(step(reference, tokens), rel=1e-5)
+        assert [trainer.publish(name) for name in ("one", "two")] == [1, 1]
         manager.pin_adapter("one")
         published, trained = (found.modules for found in (manager.export_adapter("one"), trainer.adapter("one")))
     for module, want in reference.adapter("one").modules.items():
@@ -615,55 +822,63 @@ def test_adapters_that_are_not_trained_are_refused():
     head = jlora.SavedHead(np.ones((16, 16), np.float32), np.ones(16, np.float32))
     manager.add_adapter(replace(fresh("query"), name="head", heads={"layers.0.o_proj": head}))
     manager.add_adapter(make_dora("dora", [Target(QUERY, 16, 16, "")], 2))
-    pair = np.ones((2, 16), np.float32), np.ones((32, 2), np.float32)
-    manager.add_adapter(jlora.Adapter.from_arrays("whole", {"layers.0.qkv_proj": pair}, alpha=2))
-    for names, error, cause in (
-        (["head"], jlora.LoRAUsageError, r"'head': layers\.0\.o_proj has a saved head, and only A and B"),
-        (["dora"], jlora.LoRAUsageError, r"'dora': layers\.0\.q_proj has DoRA, and only A and B are trained"),
-        (["whole"], jlora.LoRAUsageError, r"one factor A for 3 slices of 'layers\.0\.qkv_proj'"),
-        (["missing"], jlora.AdapterNotFoundError, "'missing'"),
-        ([], jlora.LoRAUsageError, "at least one"),
+    trainer = manager.trainer(loss, capacity=1)
+    for name, options, error, cause in (
+        ("head", {}, jlora.LoRAUsageError, r"'head': layers\.0\.o_proj has a saved head, and only A and B"),
+        ("dora", {}, jlora.LoRAUsageError, r"'dora': layers\.0\.q_proj has DoRA, and only A and B are trained"),
+        ("missing", {}, jlora.AdapterNotFoundError, "'missing'"),
+        ("query", {"rank": 2, "alpha": 1}, jlora.LoRAUsageError, "'query' exists, with a rank of its own"),
     ):
         with pytest.raises(error, match=cause):
-            manager.trainer(loss, dict.fromkeys(names, optax.sgd(0.1)))
+            trainer.add(name, **options)
+    assert trainer.names == ()
+    trainer.add("query")
+    with pytest.raises(jlora.LoRAUsageError, match="'query' is trained already"):
+        trainer.add("query")
+    with pytest.raises(jlora.LoRAUsageError, match="all 1 places are taken"):
+        trainer.add("wide")
+    with pytest.raises(jlora.LoRAUsageError, match="'wide' is not trained here; the trainer has query"):
+        trainer.tensors("wide")
 
 
 @pytest.mark.usefixtures("unchecked_calls")
 def test_arguments_of_wrong_types_are_refused():
     manager = served(["query"])
-    for function, optimizers, cause in (
-        (loss, ["query"], r"names -> optimizers, and at least one; got \['query'\]"),
-        (loss, {"query": optax.adam}, "the optimizer of adapter 'query' must have `init` and `update`"),
-        (None, {"query": optax.sgd(0.1)}, "the loss must be a function"),
+    for function, options, cause in (
+        (loss, {"capacity": 0}, "capacity must be a positive integer, got 0"),
+        (loss, {"max_rank": 1.5}, r"max_rank must be a positive integer, got 1\.5"),
+        (loss, {"target_modules": "q_proj"}, "a list of names, got 'q_proj'"),
+        (loss, {"optimizer": 0.1}, "the optimizer must have `init` and `update`"),
+        (None, {}, "the loss must be a function"),
     ):
         with pytest.raises(jlora.LoRAUsageError, match=cause):
-            manager.trainer(function, optimizers)
+            manager.trainer(function, **options)
+    trainer = trainer_of(manager, ["query"])
     with pytest.raises(jlora.LoRAUsageError, match="open batch"):
-        manager.trainer(loss, {"query": optax.sgd(0.1)}).step(["query"] * 6, TOKENS)
+        trainer.step(["query"] * 6, TOKENS)
+    with pytest.raises(jlora.LoRAUsageError, match="no number 'rate'; expected learning_rate, b1"):
+        trainer.step(trainer.prepare(["query"] * 6), TOKENS, rate=1.0)
 
 
 def test_batches_that_cannot_be_trained_are_refused():
-    manager = served(max_adapters_per_sequence=2)
-    trainer = manager.trainer(loss, {"query": optax.sgd(0.1)})
-    before = jax.device_get(trainer.state)
-    mixed = manager.prepare([jlora.Mix({"query": 1.0, "wide": 0.5})] * 6)
-    with mixed as batch, pytest.raises(jlora.LoRAUsageError, match="a sequence has several adapters"):
-        trainer.step(batch, TOKENS)
+    manager = served()
+    trainer, other = trainer_of(manager, ["query"]), trainer_of(manager, ["query"])
+    before = trainer.state
+    batch = trainer.prepare(["query"] * 6)
+    batch.close()
     with pytest.raises(jlora.LoRAUsageError, match="open batch"):
         trainer.step(batch, TOKENS)
-    with pytest.raises(jlora.LoRAUsageError, match="'wide' is not trained here; the trainer has query"):
-        trainer.tensors("wide")
-    with manager.hold("query") as handle:
-        trainer.publish()
-        both = manager.prepare(["query", handle] * 3)
-        with both as batch, pytest.raises(jlora.LoRAUsageError, match="'query': the batch has two versions"):
+    for prepare in (manager.prepare, other.prepare):
+        with prepare(["query"] * 6) as batch, pytest.raises(jlora.LoRAUsageError, match="of a manager or of another"):
             trainer.step(batch, TOKENS)
-    with (
-        served(["query"]).prepare(["query"] * 6) as batch,
-        pytest.raises(jlora.LoRAUsageError, match="another manager"),
-    ):
+    with pytest.raises(jlora.LoRAUsageError, match="'wide' is not trained here"):
+        trainer.prepare(["wide"])
+    batch = trainer.prepare(["query"] * 6)
+    jax.tree.map(np.testing.assert_array_equal, trainer.state, before)
+    trainer.remove("query")
+    trainer.add("query")
+    with pytest.raises(jlora.LoRAUsageError, match="'query' of the batch was removed"):
         trainer.step(batch, TOKENS)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state), before)
 
 
 @pytest.mark.parametrize(
@@ -680,6 +895,6 @@ def test_batches_that_cannot_be_trained_are_refused():
 )
 def test_a_loss_of_another_shape_or_dtype_is_refused(returned, message):
     manager = served(["query"])
-    trainer = manager.trainer(lambda *args: returned(*loss(*args)), {"query": optax.sgd(0.1)})
-    with manager.prepare(["query", None] * 3) as batch, pytest.raises(jlora.LoRAUsageError, match=message):
-        trainer.step(batch, TOKENS)
+    trainer = trainer_of(manager, ["query"], loss=lambda *args: returned(*loss(*args)))
+    with pytest.raises(jlora.LoRAUsageError, match=message):
+        trainer.step(trainer.prepare(["query", None] * 3), TOKENS)

@@ -113,8 +113,8 @@ class TrainedModel:
     Attributes:
       wrapped: the wrapped model.
       jit: `LoRAManager.jit`.
-      begin: returns (packed adapter, entry -> (A [n, r, K], B [r, N]) as its files have them) of the manager's adapter of
-        a name, or of a new one with these options of `new_adapter`.
+      begin: returns (packed adapter, entry -> (A [n, r, K], B [r, N]) as its files have them) of the manager's adapter
+        of a name, or of a new one with these options of `new_adapter`.
       update: `LoRAManager.update_adapter`, with a `check` of the version that it replaces.
       add: `LoRAManager.add_adapter`.
     """

@@ -505,7 +505,7 @@ class Trainer:
 
         Raises:
           LoRAUsageError: the adapter is not trained here, the manager's was replaced by one of other modules, ranks or
-            scalings, the new name exists, or `save_to` is without `to`.
+            scalings, the new name or `save_to` exists, or `save_to` is without `to`.
           LoRAError: see `LoRAManager.update_adapter` and `add_adapter`.
         """
         member = self._member(name)
@@ -517,6 +517,8 @@ class Trainer:
             except AdapterNotFoundError:  # it began here
                 self._host.add(self.adapter(name))
                 return 0
+        if save_to is not None and Path(save_to).exists():  # another adapter may be loaded from it again
+            raise LoRAUsageError(f"Trainer.publish: save_to={str(save_to)!r} exists; expected a new folder")
         adapter = replace(self.adapter(name), name=to)
         if save_to is not None:
             adapter.save_pretrained(save_to)

@@ -526,6 +526,8 @@ def test_new_names_are_published_with_a_folder_and_without(tmp_path):
         assert trainer.publish("new", to=f"new@{i}", save_to=tmp_path / str(i)) == 0
     with pytest.raises(jlora.LoRAUsageError, match="'new@1' exists; expected a new name"):
         trainer.publish("new", to="new@1")
+    with pytest.raises(jlora.LoRAUsageError, match="exists; expected a new folder"):
+        trainer.publish("new", to="new@more", save_to=tmp_path / "2")
     with pytest.raises(jlora.LoRAUsageError, match="save_to is for a new name"):
         trainer.publish("new", save_to=tmp_path / "more")
     assert manager.list_adapters(level="evicted").keys() == {"new@2"}

@@ -112,6 +112,14 @@ def test_train_demo_continues_from_a_checkpoint(run, tmp_path):
     assert [file.read_bytes() for file in weights] == want
 
 
+@pytest.mark.slow
+def test_grpo_raises_both_rewards(run, capsys):
+    run("grpo.py", "--rounds", "20")
+    first, *_, last = re.findall(r"'vowels': ([\d.]+), 'late': ([\d.]+)", capsys.readouterr().out)
+    assert max(map(float, first)) < 0.6
+    assert min(map(float, last)) > 0.85
+
+
 def test_all_examples_are_run_here():
     text = Path(__file__).read_text()
     assert all(f'"{file.name}"' in text for file in EXAMPLES.glob("*.py"))

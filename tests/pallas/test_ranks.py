@@ -291,4 +291,5 @@ def test_scales_of_rows_need_no_launch(alone):
         return api.add_lora(None if alone else base, x, a, b, plan, **options)
 
     text = lowered_text(run, args, "cuda")
-    assert text.count("custom_call @__gpu$xla.gpu.triton") + text.count("custom_call @triton_kernel_call_ffi") == 2
+    kernels = text.count("custom_call @__gpu$xla.gpu.triton") + text.count("custom_call @triton_kernel_call_ffi")
+    assert kernels == (2 if alone else 3)  # with a base, one comes after its product

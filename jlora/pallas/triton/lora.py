@@ -166,7 +166,7 @@ def add_lora(
         return _add(base, delta, plan)
     tiles = tiles or gpu_tiles(problem_of(plan, x, a, b, n, batch_invariant), gpu)
     separate = plan.num_rows <= (SEPARATE_ROWS if plan.experts == 1 else SEPARATE_PAIRS) and not batch_invariant
-    after_base = separate and plan.experts == 1 and len(slice_sizes) == 2
+    after_base = base is not None and separate and plan.experts == 1 and len(slice_sizes) == 2
     shrink_plan = replace(plan, tiles_used=_depends(plan.tiles_used, x, interpret)) if after_base else plan
     h = shrink_parts(x, a, b, shrink_plan, ranks, tiles, x_rows=x_rows, interpret=interpret)
     h = checkpoint_name(h, H) if keep_h else h

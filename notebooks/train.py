@@ -80,7 +80,7 @@ print("The base model copies:", sample("demo", "planet="))
 # %%
 TASKS = {"first": lambda word: word[:1], "last": lambda word: word[-1:], "ends": lambda word: word[0] + word[-1]}
 RANKS = {"first": 2, "last": 4, "ends": 8}
-ROWS, LENGTH, STEPS, ROUNDS = 16, 20, 25, 3
+ROWS, LENGTH, STEPS, ROUNDS = 16, 20, 30, 3
 
 tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
 eos = tokenizer.token_to_id("<eos>")
@@ -99,7 +99,7 @@ def rows(task, rng):
 
 
 schedule = optax.warmup_cosine_decay_schedule(0, 1, 10, STEPS * ROUNDS)
-RATES = {"first": 1e-2, "last": 1e-2, "ends": 5e-3}
+RATES = {"first": 1e-2, "last": 1e-2, "ends": 1e-2}
 
 # %% [markdown]
 # ## 3. The trainer

@@ -155,7 +155,7 @@ class LoRAManager:
             raise
         self._flat = FlatModel(model)
         self._slots: tuple[list[jax.Array], nnx.State[Any, Any]] | None = None
-        self._shape: tuple[Any, list[int]] | None = None  # tree structure, and the array of each leaf
+        self._shape: tuple[Any, list[Any]] | None = None  # tree structure, and the number of each array, or the index of a stack
         self._base_digest: str | None = None
 
     # --- adapters -----------------------------------------------------------------------------------------------
@@ -558,8 +558,11 @@ class LoRAManager:
         if self._shape is None:
             state = cast("nnx.State[Any, Any]", nnx.state(self.model, SlotParam))
             positions = {id(array): i for i, array in enumerate(arrays)}
-            self._shape = (jax.tree.structure(state), [positions[id(leaf)] for leaf in jax.tree.leaves(state)])
-        return jax.tree.unflatten(self._shape[0], [arrays[i] for i in self._shape[1]])
+            # No write changes the index of a stack's layers, which is no array of a slot.
+            order = [positions.get(id(leaf), leaf) for leaf in jax.tree.leaves(state)]
+            self._shape = (jax.tree.structure(state), order)
+        leaves = [arrays[each] if isinstance(each, int) else each for each in self._shape[1]]
+        return jax.tree.unflatten(self._shape[0], leaves)
 
     # --- batches ------------------------------------------------------------------------------------------------
 

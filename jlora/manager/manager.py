@@ -155,7 +155,9 @@ class LoRAManager:
             raise
         self._flat = FlatModel(model)
         self._slots: tuple[list[jax.Array], nnx.State[Any, Any]] | None = None
-        self._shape: tuple[Any, list[Any]] | None = None  # tree structure, and the number of each array, or the index of a stack
+        self._shape: tuple[Any, list[Any]] | None = (
+            None  # tree structure, and the number of each array, or the index of a stack
+        )
         self._base_digest: str | None = None
 
     # --- adapters -----------------------------------------------------------------------------------------------

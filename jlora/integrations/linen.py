@@ -92,7 +92,7 @@ class LinenLayer(LinenNode):
         if axis is not None:
             # Sliced on another axis, a probe has another shape, even where all other arrays have not. It stands for the
             # index of the layers in the stack, which has one axis.
-            values = {name: value for name, value in values.items() if not name.endswith("_index")}
+            values = {name: value for name, value in values.items() if not _is_index(name)}
             layers = len(values[self.linen_use.param])
             values[_PROBE] = np.zeros((layers, *(layers + 1,) * (axis + 1)), bool)
         moved = {k: jnp.moveaxis(v, 0, axis) if axis and not is_mapping(v) else v for k, v in values.items()}
@@ -111,7 +111,7 @@ class LinenLayer(LinenNode):
                 raise LoRAError(_WRONG_AXIS.format(name=".".join(context.module.scope.path), axis=use.stack, why=""))
         for name, value in vars(self).items():
             kind: type[Any] = type(cast("object", value))
-            sliced = issubclass(kind, nnx.Variable) and not name.endswith("_index")
+            sliced = issubclass(kind, nnx.Variable) and not _is_index(name)
             vars(view)[name] = kind(seen[self._key(name)]) if sliced else value
         vars(view)["linen_call"] = compute, context
         return view
@@ -122,6 +122,11 @@ class LinenLayer(LinenNode):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return vars(self)["linen_call"][0](*args, **kwargs)
+
+
+def _is_index(name: str) -> bool:
+    """Return True for the index of the layers in a stack (`Site.index`), and False for parameters of the module."""
+    return name.startswith("jlora_") and name.endswith("_index")
 
 
 class LinenLinear(LinenLayer):

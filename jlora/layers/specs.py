@@ -130,9 +130,7 @@ class LinearSpec:
 
     def with_stack_axis(self, axis: int | None) -> "LinearSpec":
         """Return the spec with another `stack_axis`."""
-        spec = copy.copy(self)  # `replace` would convert `out_blocks` and `real_vocab` again
-        object.__setattr__(spec, "stack_axis", axis)
-        return spec
+        return _changed(self, "stack_axis", axis)
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,14 +209,16 @@ class ProductsSpec:
     def __post_init__(self):
         _check_products(self)
         check_fields("ProductsSpec.", self, {"dtype": SLOT_DTYPE})
-        object.__setattr__(self, "products", {name: _without_bias(spec) for name, spec in self.products.items()})
+        # A method adds its biases later.
+        products = {name: _changed(spec, "bias", None) for name, spec in self.products.items()}
+        object.__setattr__(self, "products", products)
 
 
-def _without_bias(spec: LinearSpec) -> LinearSpec:
-    """Return the spec of a product alone: a method adds its bias later."""
-    alone = copy.copy(spec)
-    object.__setattr__(alone, "bias", None)
-    return alone
+def _changed(spec: LinearSpec, name: str, value: object) -> LinearSpec:
+    """Return the spec with another value of one field."""
+    changed = copy.copy(spec)  # `replace` would convert `out_blocks` and `real_vocab` again
+    object.__setattr__(changed, name, value)
+    return changed
 
 
 def _check_products(spec: "ProductsSpec | ExpertsSpec") -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import math
+import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -517,13 +518,21 @@ class Trainer:
             except AdapterNotFoundError:  # it began here
                 self._host.add(self.adapter(name))
                 return 0
-        if save_to is not None and Path(save_to).exists():  # another adapter may be loaded from it again
-            raise LoRAUsageError(f"Trainer.publish: save_to={str(save_to)!r} exists; expected a new folder")
-        adapter = replace(self.adapter(name), name=to)
-        if save_to is not None:
-            adapter.save_pretrained(save_to)
-        if not self._host.add(adapter if save_to is None else LoRARequest(to, str(save_to))):
-            raise LoRAUsageError(f"Trainer.publish: adapter {to!r} exists; expected a new name")
+        source: Adapter | LoRARequest = replace(self.adapter(name), name=to)
+        with contextlib.ExitStack() as undo:
+            if save_to is not None:
+                adapter, source, folder = source, LoRARequest(to, str(save_to)), Path(save_to).expanduser()
+                try:
+                    folder.mkdir(parents=True)
+                except FileExistsError:  # another adapter may be loaded from it again
+                    raise LoRAUsageError(
+                        f"Trainer.publish: save_to={str(save_to)!r} exists; expected a new folder"
+                    ) from None
+                undo.callback(shutil.rmtree, folder, ignore_errors=True)
+                adapter.save_pretrained(folder)
+            if not self._host.add(source):
+                raise LoRAUsageError(f"Trainer.publish: adapter {to!r} exists; expected a new name")
+            undo.pop_all()
         return 0
 
     # --- Arrays -------------------------------------------------------------------------------------------------------
@@ -583,17 +592,23 @@ class Trainer:
         return jax.tree_util.tree_map_with_path(where, self._struct())
 
     def _ranks_of(self, packed: PackedAdapter) -> dict[str, np.ndarray]:
-        """Return for each output slice its true rank, its scaling, and the slice that has its A; by sites."""
+        """Return for each output slice its true rank, its scale, and the slice that has its A; by sites."""
         found: dict[str, np.ndarray] = {}
         for key, site in self._ranks.items():
             found[key] = np.zeros((*site.spec.entries, site.spec.slices, 3), np.float32)
             found[key][..., 2] = np.arange(site.spec.slices)
         for p in packed.placements:
             own = found[_key(p.site, "ranks")][_entry(p.site.spec, p.entry)]
-            own[p.first : p.first + p.count] = p.rank if np.float32(p.scaling) else 0, p.scaling, p.first
+            own[p.first : p.first + p.count] = p.rank if np.float32(p.scale) else 0, p.scale, p.first
         return found
 
     def _check_trainable(self, packed: PackedAdapter) -> None:
+        tables = [p.module for p in packed.placements if p.site.kind == "embedding"]
+        if tables and packed.about.peft_fields.get("ensure_weight_tying"):
+            raise LoRAUsageError(
+                f"adapter {packed.name!r}: ensure_weight_tying is True, for which PEFT trains one LoRA of {tables[0]} and "
+                "of the output layer; here each is trained for itself. Set it to False in adapter_config.json"
+            )
         for p in packed.placements:
             where = f"adapter {packed.name!r}: {p.module}"
             if p.site.kind == "head" or p.extras:

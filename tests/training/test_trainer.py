@@ -197,15 +197,19 @@ def test_several_gradients_before_a_step_equal_one_of_all_sequences():
     rows = [[0, 1], [2], [3, 4, 5]]
     names = ["wide", "query", "query", "wide", "mixed", "query"]
     whole, parts = trainer_of(served()), trainer_of(served())
-    norms = whole.step(whole.prepare(names), TOKENS, learning_rate=0.01).norms
+    whole.gradients(whole.prepare(names), TOKENS)
     for own in rows:
         report = parts.gradients(parts.prepare([names[i] for i in own]), TOKENS[own])
         assert report.norms == {}
     for name in RANKS:
-        assert float(parts.apply(name, learning_rate=0.01)) == pytest.approx(float(norms[name]), rel=1e-6)
+        sums = parts.state_of(name)["gradients"]
+        for key, want in whole.state_of(name)["gradients"].items():
+            np.testing.assert_allclose(sums[key], want, rtol=0, atol=1e-6 * np.abs(want).max(), err_msg=key)
+        norms = [float(trainer.apply(name, learning_rate=0.01)) for trainer in (whole, parts)]
+        assert norms[1] == pytest.approx(norms[0], rel=1e-6)
         for module, want in whole.adapter(name).modules.items():
-            np.testing.assert_allclose(parts.adapter(name).modules[module].a, want.a, rtol=1e-5, atol=1e-6)
-            np.testing.assert_allclose(parts.adapter(name).modules[module].b, want.b, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(parts.adapter(name).modules[module].a, want.a, rtol=1e-6, atol=1e-7)
+            np.testing.assert_allclose(parts.adapter(name).modules[module].b, want.b, rtol=1e-6, atol=1e-7)
 
 
 def test_sums_of_gradients_with_weights_of_any_sign():
@@ -344,6 +348,31 @@ def test_one_a_of_several_slices_is_trained():
         served_loss = answer_loss(forward(manager.model, TOKENS[:, :-1], batch), TOKENS)[0]
     following = trainer.evaluate(trainer.prepare(["whole"] * 6), TOKENS)
     assert float(following.losses["whole"]) == pytest.approx(float(served_loss.mean()) / 4, rel=1e-5)
+
+
+@pytest.mark.usefixtures("registered")
+def test_adapters_of_a_scaled_kernel_are_trained_as_they_are_served():
+    """The model holds a quarter of the checkpoint's kernel, so that deltas are a quarter of the adapter's."""
+
+    class Scaled(nnx.Module):
+        def __init__(self):
+            self.proj = nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.proj(x)
+
+    def squares(model, batch, x):
+        with jlora.use(batch):
+            return jnp.square(model(x)).sum((1, 2)), jnp.ones(len(x))
+
+    jlora.register_layer(nnx.Linear, lambda layer: jlora.LinearSpec(16, 16, bias=None, scale=0.25))
+    manager = jlora.LoRAManager(Scaled(), jlora.LoRAConfig(max_loras=1, max_lora_rank=4))
+    a, b = np.random.default_rng(0).normal(0, 0.3, (2, 2, 16)).astype(np.float32)
+    manager.add_adapter(jlora.Adapter.from_arrays("one", {"proj": (a, b.T)}, alpha=4))
+    trainer, x = trainer_of(manager, ["one"], loss=squares), np.ones((1, 2, 16), np.float32)
+    delta = x @ a.T @ b / 4 * 2
+    want = np.square(Scaled()(x) + delta).sum()
+    assert float(trainer.evaluate(trainer.prepare(["one"]), x).losses["one"]) == pytest.approx(float(want), rel=1e-5)
 
 
 def test_targets_and_ranks_of_a_trainer():
@@ -530,6 +559,11 @@ def test_new_names_are_published_with_a_folder_and_without(tmp_path):
         trainer.publish("new", to="new@more", save_to=tmp_path / "2")
     with pytest.raises(jlora.LoRAUsageError, match="save_to is for a new name"):
         trainer.publish("new", save_to=tmp_path / "more")
+    with pytest.raises(jlora.LoRAUsageError, match="'new@1' exists; expected a new name"):
+        trainer.publish("new", to="new@1", save_to=tmp_path / "more")
+    with pytest.raises(jlora.LoRAUsageError, match="name must be a non-empty string"):
+        trainer.publish("new", to="", save_to=tmp_path / "more")
+    assert not (tmp_path / "more").exists()
     assert manager.list_adapters(level="evicted").keys() == {"new@2"}
     trainer.step(trainer.prepare(["new", None] * 3), TOKENS)
     check_served(manager, "new@1", first)

@@ -350,6 +350,38 @@ def test_one_a_of_several_slices_is_trained():
     assert float(following.losses["whole"]) == pytest.approx(float(served_loss.mean()) / 4, rel=1e-5)
 
 
+def test_output_layers_embeddings_and_activated_adapters_are_trained():
+    """Losses are those of serving, and fall by the rate times the squared norm of the gradient."""
+    modules = {"head": "lm_head", "table": "model.embed_tokens", "late": "model.layers.0.self_attn.v_proj"}
+    rng, first = np.random.default_rng(0), [0, 0, 5, 0]
+    manager = make_manager(decoder_of(DENSE), activated=True)
+    for name, module in modules.items():
+        a, b = (rng.normal(0, 0.3, shape).astype(np.float32) for shape in ((2, 32), (16 if name == "late" else 32, 2)))
+        tables = [module] if name == "table" else []
+        adapter = jlora.Adapter.from_arrays(name, {module: (a, b)}, alpha=4, embeddings=tables)
+        manager.add_adapter(replace(adapter, invocation_tokens=(3,) if name == "late" else ()))
+    trainer = trainer_of(manager, modules, optimizer=lambda learning_rate: optax.sgd(learning_rate))
+    names, tokens = [*modules, None], rng.integers(0, 32, (4, 9)).astype(np.int32)
+    with pytest.raises(jlora.LoRAError, match="no first active rows: give prepare"):
+        trainer.step(trainer.prepare(names), tokens, learning_rate=0.1)
+    batch = trainer.prepare(names, active_from=first, length=8)
+    with manager.prepare(names, active_from=first, length=8) as batch_of_slots:
+        want = answer_loss(forward(manager.model, tokens[:, :-1], batch_of_slots), tokens)[0] / 8
+    trainer.gradients(batch, tokens)
+    for i, name in enumerate(modules):
+        factors = trainer.adapter(name).modules[modules[name]]
+        norm = float(trainer.apply(name, learning_rate=0.0))
+        assert norm > 0.01
+        trainer.gradients(batch, tokens)
+        rate = 1e-3 * float(want[i]) / norm**2
+        trainer.apply(name, learning_rate=rate)
+        trained = trainer.adapter(name).modules[modules[name]]
+        for half in "ab":
+            assert np.abs(getattr(trained, half) - getattr(factors, half)).max() > 0
+        found = trainer.evaluate(batch, tokens).losses
+        assert float(want[i] - found[name]) == pytest.approx(1e-3 * float(want[i]), rel=0.05)
+
+
 @pytest.mark.usefixtures("registered")
 def test_adapters_of_a_scaled_kernel_are_trained_as_they_are_served():
     """The model holds a quarter of the checkpoint's kernel, so that deltas are a quarter of the adapter's."""
@@ -854,14 +886,16 @@ def test_axes_of_any_kind(kind, fully):
 
 
 def test_adapters_that_are_not_trained_are_refused():
-    manager = served(variants=["dora"], saved_heads={"o_proj": 16})
+    manager = served(["wide", "query"], variants=["dora"], saved_heads={"o_proj": 16})
     head = jlora.SavedHead(np.ones((16, 16), np.float32), np.ones(16, np.float32))
     manager.add_adapter(replace(fresh("query"), name="head", heads={"layers.0.o_proj": head}))
     manager.add_adapter(make_dora("dora", [Target(QUERY, 16, 16, "")], 2))
+    manager.add_adapter(replace(fresh("mixed"), peft_fields={"ensure_weight_tying": True}))
     trainer = manager.trainer(loss, capacity=1)
     for name, options, error, cause in (
         ("head", {}, jlora.LoRAUsageError, r"'head': layers\.0\.o_proj has a saved head, and only A and B"),
         ("dora", {}, jlora.LoRAUsageError, r"'dora': layers\.0\.q_proj has DoRA, and only A and B are trained"),
+        ("mixed", {}, jlora.LoRAUsageError, "'mixed': ensure_weight_tying is True, for which PEFT trains one LoRA"),
         ("missing", {}, jlora.AdapterNotFoundError, "'missing'"),
         ("query", {"rank": 2, "alpha": 1}, jlora.LoRAUsageError, "'query' exists, with a rank of its own"),
     ):

@@ -799,13 +799,11 @@ def test_stacked_layers_and_experts_that_share_factors():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("base", "tolerance"), [("bfloat16", 1e-3), ("int8", 1e-5)])
+@pytest.mark.parametrize(("base", "tolerance"), [("bfloat16", 1e-3), ("int8", 1e-5), ("fp8", 1e-5)])
 def test_bases_of_few_bits(base, tolerance):
     """Each has the losses of a float32 model of the same weights, and the trained factors are float32."""
-    model, twin = (
-        decoder_of(DENSE if base == "bfloat16" else INT8, base if base == "bfloat16" else "float32"),
-        decoder_of(DENSE),
-    )
+    dtype, quantization = (base, None) if base == "bfloat16" else ("float32", base)
+    model, twin = decoder_of(replace(DENSE, quantization=quantization), dtype), decoder_of(DENSE)
     for path, variable in nnx.to_flat_state(nnx.state(twin, nnx.Param)):
         layer = functools.reduce(
             lambda node, key: node[key] if isinstance(key, int) else getattr(node, key), path[:-1], model
@@ -820,6 +818,42 @@ def test_bases_of_few_bits(base, tolerance):
         jnp.dtype("float32")
     }
     check_next_loss(manager, trainer, tokens)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_model_that_qwix_quantized():
+    """The loss is that of a float32 model of the dequantized kernels, and the step is that of its gradient."""
+    qwix = pytest.importorskip("qwix")
+
+    class Layers(nnx.Module):
+        def __init__(self):
+            self.up, self.down = (nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(i)) for i in range(2))
+
+        def __call__(self, x):
+            return self.down(jax.nn.silu(self.up(x)))
+
+    def squares(model, batch, x):
+        with jlora.use(batch):
+            return jnp.square(model(x)).sum((1, 2)), jnp.ones(len(x))
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, 3, 16)).astype(np.float32)
+    a, b = rng.normal(0, 0.3, (2, 2, 16)).astype(np.float32)
+    rules = qwix.PtqProvider([qwix.QuantizationRule(module_path=".*", weight_qtype=jnp.int8)])
+    model = qwix.quantize_model(Layers(), rules, x)
+    up, down = (qwix.dequantize(layer.kernel.array) for layer in (model.up, model.down))
+
+    def expected(a, b):
+        y = jax.nn.silu(x @ up + 2 * (x @ a.T) @ b) @ down
+        return jnp.square(y).sum() / 2
+
+    value, gradients = jax.value_and_grad(expected, (0, 1))(a, b)
+    manager = make_manager(model, [jlora.Adapter.from_arrays("one", {"up": (a, b.T)}, alpha=4)])
+    trainer = trainer_of(manager, ["one"], loss=squares, optimizer=optax.sgd(1e-3))
+    assert float(trainer.step(trainer.prepare(["one"] * 2), x).losses["one"]) == pytest.approx(float(value), rel=1e-5)
+    trained = trainer.adapter("one").modules["up"]
+    assert_close(trained.a, a - 1e-3 * gradients[0])
+    assert_close(trained.b, b.T - 1e-3 * gradients[1].T)
 
 
 @pytest.mark.mesh

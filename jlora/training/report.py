@@ -59,10 +59,10 @@ def checked(found: Any, count: int) -> tuple[jax.Array, jax.Array, dict[str, jax
     losses, weights = (jnp.asarray(each) for each in found[:2])
     kinds = jnp.issubdtype(losses.dtype, jnp.floating), jnp.issubdtype(weights.dtype, jnp.number)
     if (losses.shape, weights.shape) != ((count,), (count,)) or not all(kinds):
+        found_shapes = f"losses {dtype_and_shape(losses)} and weights {dtype_and_shape(weights)}"
         raise LoRAUsageError(
-            f"Trainer: the loss returned losses {dtype_and_shape(losses)} and weights {dtype_and_shape(weights)}; "
-            f"expected floating losses [{count}] and weights [{count}]: the sum of each sequence, and the number of its "
-            "tokens"
+            f"Trainer: the loss returned {found_shapes}; expected floating losses [{count}] and weights [{count}]: the "
+            "sum of each sequence, and the number of its tokens"
         )
     aux: Any = found[2] if len(found) == 3 else {}
     if not isinstance(aux, Mapping) or any(np.shape(each)[:1] != (count,) for each in cast("Any", aux).values()):

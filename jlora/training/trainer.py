@@ -33,7 +33,7 @@ from jlora.layers.wrap.wrapped import WrappedModel
 from jlora.slots.blocks import Entry
 from jlora.slots.codec import A, place, taken
 from jlora.slots.export import export_factors
-from jlora.slots.packed import PackedAdapter
+from jlora.slots.packed import PackedAdapter, Placement
 from jlora.slots.placement import ArrayPlacement
 from jlora.training.factors import Factor, entry_of, key_of, placed, put, stacked, whole_placement
 from jlora.training.optimizer import Optimizer, Tree, adam, global_norm, number_arrays, with_numbers, zeros
@@ -130,9 +130,7 @@ class Trainer:
             for site, spec in specs.items()
             for half in spec.factors
         }
-        shapes = {key: each.shape for key, each in self._factors.items()}
-        of_ranks = {key: (*site.spec.entries, site.spec.slices, 3) for key, site in self._ranks.items()}
-        self._struct = jax.eval_shape(self._begun, *map(_float_structs, (shapes, of_ranks)))  # of a member
+        self._struct = jax.eval_shape(self._begun, self._zeros(), self._ranks_of(()))  # of a member
         self._where = self._shardings()
         self._stacked = jax.tree.map(stacked, self._where)  # of the arrays of all members
 
@@ -196,9 +194,8 @@ class Trainer:
         options = {"rank": rank, "alpha": alpha, "target_modules": target_modules, "seed": seed}
         packed, unpacked = self._host.begin(name, options)
         self._check_trainable(packed)
-        packed, ranks = packed.with_blocks(()), self._ranks_of(packed)
         if state is None:
-            factors = {key: np.zeros(each.shape, np.float32) for key, each in self._factors.items()}
+            factors, ranks = self._zeros(), self._ranks_of(packed.placements)
             for p in packed.placements:
                 for half in p.site.spec.factors:
                     own = place(p.site.spec, half, p.first, p.count if half else 1, p.rank)
@@ -208,11 +205,11 @@ class Trainer:
             args = jax.tree.map(put, (factors, ranks), where)
             member = self._compiled("begin", self._begun, self._where, *args)(*args)
         else:
-            member = self._checked_state(name, ranks, state)
+            member = self._checked_state(name, packed, state)
         taken_indices = {each.index for each in self._members.values()}
         index = next(i for i in range(self.capacity) if i not in taken_indices)
         self._write(index, member)
-        self._members[name] = _Member(name, index, packed)
+        self._members[name] = _Member(name, index, packed.with_blocks(()))
 
     def remove(self, name: str) -> None:
         """Forget an adapter of the trainer. The manager keeps its own. Batches with it can no longer be trained.
@@ -245,8 +242,7 @@ class Trainer:
         if not isinstance(new, Mapping) or new.keys() != self._members.keys():
             found = sorted(map(str, cast("Any", new))) if isinstance(new, Mapping) else type(new).__name__
             raise LoRAUsageError(f"Trainer.state: it is of the adapters {found}; expected {sorted(self._members)}")
-        ranks = {name: self._ranks_of(member.packed) for name, member in self._members.items()}
-        checked = {name: self._checked_state(name, ranks[name], new[name]) for name in self._members}
+        checked = {name: self._checked_state(name, own.packed, new[name]) for name, own in self._members.items()}
         for name, member in checked.items():
             self._write(self._members[name].index, member)
 
@@ -450,8 +446,8 @@ class Trainer:
         """Return the state of a member before its first step."""
         optimizer = self._optimizer(**{name: 0.0 for name in self._defaults}).init(factors)
         sums = jnp.zeros(2, jnp.float32)  # of losses and weights
-        of = {"factors": factors, "gradients": zeros(factors), "optimizer": optimizer}
-        return of | {"sums": sums, "ranks": ranks}
+        gradients = zeros(factors)
+        return {"factors": factors, "gradients": gradients, "optimizer": optimizer, "sums": sums, "ranks": ranks}
 
     def _shardings(self) -> Tree:
         """Return the placement of each array of a member's state, that of a factor for all arrays of its shape."""
@@ -463,13 +459,16 @@ class Trainer:
 
         return jax.tree_util.tree_map_with_path(where, self._struct)
 
-    def _ranks_of(self, packed: PackedAdapter) -> dict[str, np.ndarray]:
+    def _zeros(self) -> dict[str, np.ndarray]:
+        return {key: np.zeros(each.shape, np.float32) for key, each in self._factors.items()}
+
+    def _ranks_of(self, placements: Sequence[Placement]) -> dict[str, np.ndarray]:
         """Return for each output slice its true rank, its scale, and the slice that has its A; by sites."""
         found: dict[str, np.ndarray] = {}
         for key, site in self._ranks.items():
             found[key] = np.zeros((*site.spec.entries, site.spec.slices, 3), np.float32)
             found[key][..., 2] = np.arange(site.spec.slices)
-        for p in packed.placements:
+        for p in placements:
             own = found[key_of(p.site, "ranks")][entry_of(p.site.spec, p.entry)]
             own[p.first : p.first + p.count] = p.rank if np.float32(p.scale) else 0, p.scale, p.first
         return found
@@ -493,7 +492,7 @@ class Trainer:
             if p.rank > most:
                 raise LoRAUsageError(f"{where} has rank {p.rank}; expected at most the trainer's max_rank {most}")
 
-    def _checked_state(self, name: str, ranks: dict[str, np.ndarray], state: Tree) -> Tree:
+    def _checked_state(self, name: str, packed: PackedAdapter, state: Tree) -> Tree:
         """Return the state of a member at its place, so that no program is compiled again."""
         own, given = _by_path(self._struct), _by_path(state)
         of = f"Trainer.state of adapter {name!r}"
@@ -506,7 +505,7 @@ class Trainer:
                 )
             if (found := dtype_and_shape(given[path])) != (expected := dtype_and_shape(own[path])):
                 raise LoRAUsageError(f"{of}{path} is {found}; expected {expected}")
-        for key, expected in ranks.items():
+        for key, expected in self._ranks_of(packed.placements).items():
             found = np.asarray(jax.device_get(state["ranks"][key]))
             for i in np.argwhere((found != expected).any(-1))[:1]:
                 *entry, part = map(int, i)
@@ -677,11 +676,7 @@ class Trainer:
             return new, jnp.where(by != 0, norm, jnp.nan)
 
         new, norms = jax.vmap(of_one)(_gather(state, members), numbers)
-        return _scatter(state, members, new), tuple(norms)
-
-
-def _float_structs(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, jax.ShapeDtypeStruct]:
-    return {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in shapes.items()}
+        return _written(state, members, new, tuple(norms))
 
 
 def _struct(array: jax.Array) -> jax.ShapeDtypeStruct:
@@ -695,20 +690,18 @@ def _gather(tree: Tree, members: Int[Array, "*m"]) -> Tree:
     return jax.tree.map(of_members, tree)
 
 
-def _scatter(tree: Tree, members: Int[Array, "*m"], new: Tree) -> Tree:
+def _written(state: Tree, members: Int[Array, "*m"], new: Tree, found: Any = ()) -> Any:
+    """Return the state with that of some members replaced, and the results that follow it."""
+
     def written(array: Array, own: Array) -> Array:
         return array.at[members].set(own, mode="drop")
 
-    return jax.tree.map(written, tree, new)
-
-
-def _written(state: Tree, index: Int[Array, ""], member: Tree) -> Any:
-    return _scatter(state, index, member), ()
+    return jax.tree.map(written, state, new), found
 
 
 def _accumulated(state: Tree, members: Int[Array, "m"], own: Tree) -> Any:
-    def added(total: Array, of_batch: Array) -> Array:
-        return total.at[members].add(of_batch, mode="drop")
+    def added(total: Array, each: Array) -> Array:
+        return total.at[members].add(each, mode="drop")
 
     return state | jax.tree.map(added, {key: state[key] for key in own}, own), ()
 

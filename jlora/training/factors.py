@@ -92,11 +92,8 @@ def put(array: Any, where: ArrayPlacement) -> jax.Array:
 
 def placed(array: Any, like: jax.ShapeDtypeStruct, where: ArrayPlacement) -> jax.Array:
     """Return an array in the dtype of another and at a placement, so that no program is compiled again."""
-    if isinstance(array, jax.Array):
-        if placement_of(array) == where:
-            return array
-        if isinstance(where, Sharding):
-            return jax.device_put(array, where)
+    if isinstance(array, jax.Array) and (isinstance(where, Sharding) or placement_of(array) == where):
+        return put(array, where) if isinstance(where, Sharding) else array
     return put(np.asarray(jax.device_get(array), like.dtype), where)
 
 

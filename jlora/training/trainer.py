@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,8 @@ from jlora.training.optimizer import Optimizer, Tree, adam, global_norm, number_
 from jlora.training.report import Loss, Report, checked, dtype_and_shape, report
 
 _NO_MESH = Mesh(np.empty((), object), ())
+# A program that replaces the state: its key, function, arguments after the state, and placement of its second result.
+_Change: TypeAlias = tuple[Any, Callable[..., Any], tuple[Any, ...], Any]
 
 
 @dataclass(frozen=True)
@@ -76,20 +78,11 @@ class _Member:
         return self.packed.about.invocation_tokens
 
 
-class _Change(NamedTuple):
-    """A program that replaces the state of a trainer: its key, function, placements of its results, and arguments."""
-
-    key: Any
-    function: Callable[..., Any]
-    out: Any
-    args: tuple[Any, ...]
-
-
 class Trainer:
     """Adapters that are trained, with their gradients and the states of their optimizers.
 
     It is made by `LoRAManager.trainer`. Factors are float32 and the trainer's own. No load, eviction or repair of slots
-    changes them, and no step changes slots.
+    changes them, and no step changes slots. Calls of several threads come one after the other.
 
     Attributes:
       capacity: most adapters at a time.
@@ -115,6 +108,7 @@ class Trainer:
         self._host, self._loss, self.capacity = host, loss, capacity
         self._optimizer, self._defaults = with_numbers(optimizer)
         self._max_rank, self._targets = max_rank, target_modules
+        self._lock = threading.RLock()  # programs donate the state
         self._sites: dict[int, tuple[ModelSites, dict[Site, Site]]] = {}  # by number of members in a batch
         self._members: dict[str, _Member] = {}
         self._whole = whole_placement(host.wrapped)
@@ -187,29 +181,30 @@ class Trainer:
             the rank exceeds `max_rank`, or the adapter has DoRA, a saved head, or a layer that is not trained here; or
             `state` does not fit.
         """
-        if name in self._members:
-            raise LoRAUsageError(f"Trainer.add: adapter {name!r} is trained already; remove it first")
-        if len(self._members) == self.capacity:
-            raise LoRAUsageError(f"Trainer.add: all {self.capacity} places are taken; remove an adapter")
-        options = {"rank": rank, "alpha": alpha, "target_modules": target_modules, "seed": seed}
-        packed, unpacked = self._host.begin(name, options)
-        self._check_trainable(packed)
-        if state is None:
-            factors, ranks = self._zeros(), self._ranks_of(packed.placements)
-            for p in packed.placements:
-                for half in p.site.spec.factors:
-                    own = place(p.site.spec, half, p.first, p.count if half else 1, p.rank)
-                    where = (*entry_of(p.site.spec, p.entry), *own)
-                    factors[key_of(p.site, "ab"[half])][where] = unpacked[p.site, p.entry][half][own]
-            where = self._where["factors"], {key: self._whole for key in ranks}
-            args = jax.tree.map(put, (factors, ranks), where)
-            member = self._compiled("begin", self._begun, self._where, *args)(*args)
-        else:
-            member = self._checked_state(name, packed, state)
-        taken_indices = {each.index for each in self._members.values()}
-        index = next(i for i in range(self.capacity) if i not in taken_indices)
-        self._write(index, member)
-        self._members[name] = _Member(name, index, packed.with_blocks(()))
+        with self._lock:
+            if name in self._members:
+                raise LoRAUsageError(f"Trainer.add: adapter {name!r} is trained already; remove it first")
+            if len(self._members) == self.capacity:
+                raise LoRAUsageError(f"Trainer.add: all {self.capacity} places are taken; remove an adapter")
+            options = {"rank": rank, "alpha": alpha, "target_modules": target_modules, "seed": seed}
+            packed, unpacked = self._host.begin(name, options)
+            self._check_trainable(packed)
+            if state is None:
+                factors, ranks = self._zeros(), self._ranks_of(packed.placements)
+                for p in packed.placements:
+                    for half in p.site.spec.factors:
+                        own = place(p.site.spec, half, p.first, p.count if half else 1, p.rank)
+                        where = (*entry_of(p.site.spec, p.entry), *own)
+                        factors[key_of(p.site, "ab"[half])][where] = unpacked[p.site, p.entry][half][own]
+                where = self._where["factors"], {key: self._whole for key in ranks}
+                args = jax.tree.map(put, (factors, ranks), where)
+                member = self._compiled("begin", self._begun, self._where, *args)(*args)
+            else:
+                member = self._checked_state(name, packed, state)
+            taken_indices = {each.index for each in self._members.values()}
+            index = next(i for i in range(self.capacity) if i not in taken_indices)
+            self._write(index, member)
+            self._members[name] = _Member(name, index, packed.with_blocks(()))
 
     def remove(self, name: str) -> None:
         """Forget an adapter of the trainer. The manager keeps its own. Batches with it can no longer be trained.
@@ -217,12 +212,14 @@ class Trainer:
         Raises:
           LoRAUsageError: the adapter is not trained here.
         """
-        del self._members[self._member(name).name]
+        with self._lock:
+            del self._members[self._member(name).name]
 
     def state_of(self, name: str) -> dict[str, Any]:
         """Return a pytree of one adapter: its factors, gradients and optimizer state, copied on the device."""
-        index = put(np.int32(self._member(name).index), self._whole)
-        return self._compiled("read", _gather, self._where, self._state, index)(self._state, index)
+        with self._lock:
+            index = put(np.int32(self._member(name).index), self._whole)
+            return self._compiled("read", _gather, self._where, self._state, index)(self._state, index)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -242,9 +239,10 @@ class Trainer:
         if not isinstance(new, Mapping) or new.keys() != self._members.keys():
             found = sorted(map(str, cast("Any", new))) if isinstance(new, Mapping) else type(new).__name__
             raise LoRAUsageError(f"Trainer.state: it is of the adapters {found}; expected {sorted(self._members)}")
-        checked = {name: self._checked_state(name, own.packed, new[name]) for name, own in self._members.items()}
-        for name, member in checked.items():
-            self._write(self._members[name].index, member)
+        with self._lock:
+            checked = {name: self._checked_state(name, own.packed, new[name]) for name, own in self._members.items()}
+            for name, member in checked.items():
+                self._write(self._members[name].index, member)
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 
@@ -287,18 +285,20 @@ class Trainer:
 
     def evaluate(self, batch: LoRABatch, *inputs: Any) -> Report:
         """Return the losses of a batch, without gradients. Arguments and errors are those of `step`."""
-        names, _, args = self._of_batch("evaluate", batch)
-        return report(names, self._forward(*args, *inputs))
+        with self._lock:
+            names, _, args = self._of_batch("evaluate", batch)
+            return report(names, self._forward(*args, *inputs))
 
     def gradients(self, batch: LoRABatch, *inputs: Any) -> Report:
         """Add the losses, weights and gradients of a batch to those that await `apply`.
 
         Several calls before an `apply` equal one of all their sequences. Arguments and errors are those of `step`.
         """
-        names, members, args = self._of_batch("gradients", batch)
-        gradients, found = self._gradients(*args, *inputs)
-        self._change(self._accumulation(members, gradients, found["sums"]))
-        return report(names, found)
+        with self._lock:
+            names, members, args = self._of_batch("gradients", batch)
+            gradients, found = self._gradients(*args, *inputs)
+            self._change(self._accumulation(members, gradients, found["sums"]))
+            return report(names, found)
 
     def apply(self, name: str, divide: bool = True, **numbers: float) -> jax.Array:
         """Move one adapter by the gradients since its last `apply`, which are then forgotten.
@@ -316,9 +316,10 @@ class Trainer:
         Raises:
           LoRAUsageError: the adapter is not trained here, or the optimizer has no such number.
         """
-        member = self._member(name)
-        (norm,) = self._change(self._update(np.array([member.index], np.int32), [name], divide, numbers))
-        return norm
+        with self._lock:
+            member = self._member(name)
+            (norm,) = self._change(self._update(np.array([member.index], np.int32), [name], divide, numbers))
+            return norm
 
     def step(
         self, batch: LoRABatch, *inputs: Any, divide: bool = True, **numbers: float | Mapping[str, float]
@@ -338,11 +339,12 @@ class Trainer:
           LoRAUsageError: the batch is closed or of another trainer or manager, one of its adapters was removed, the
             loss does not return one floating value and one weight for each sequence, or a number is unknown.
         """
-        names, members, args = self._of_batch("step", batch)
-        update = self._update(members, names, divide, numbers)  # an unknown number is refused before the gradients
-        gradients, found = self._gradients(*args, *inputs)
-        norms = self._change(self._accumulation(members, gradients, found["sums"]), update)
-        return report(names, found, norms)
+        with self._lock:
+            names, members, args = self._of_batch("step", batch)
+            update = self._update(members, names, divide, numbers)  # an unknown number is refused before the gradients
+            gradients, found = self._gradients(*args, *inputs)
+            norms = self._change(self._accumulation(members, gradients, found["sums"]), update)
+            return report(names, found, norms)
 
     # --- Results ------------------------------------------------------------------------------------------------------
 
@@ -426,21 +428,22 @@ class Trainer:
 
     def _sites_of(self, count: int) -> tuple[ModelSites, dict[Site, Site]]:
         """Return the sites of a model whose slots are the members of a batch, and those by the manager's sites."""
-        if count not in self._sites:
-            wrapped, own = self._host.wrapped, dict[Site, Site]()
+        with self._lock:
+            if count not in self._sites:
+                wrapped, own = self._host.wrapped, dict[Site, Site]()
 
-            def copied(site: Site) -> Site:
-                rank = site.spec.max_rank if self._max_rank is None else min(self._max_rank, site.spec.max_rank)
-                spec = replace(site.spec, num_slots=count, first_slot=0, max_rank=rank, finishers=())
-                spec = replace(spec, dtype=spec.float_dtype)
-                shared = tuple(copied(each) for each in site.shared)
-                own[site] = replace(site, spec=spec, stamped=False, head=None, shared=shared)
-                return own[site]
+                def copied(site: Site) -> Site:
+                    rank = site.spec.max_rank if self._max_rank is None else min(self._max_rank, site.spec.max_rank)
+                    spec = replace(site.spec, num_slots=count, first_slot=0, max_rank=rank, finishers=())
+                    spec = replace(spec, dtype=spec.float_dtype)
+                    shared = tuple(copied(each) for each in site.shared)
+                    own[site] = replace(site, spec=spec, stamped=False, head=None, shared=shared)
+                    return own[site]
 
-            sites = tuple(copied(site) for site in wrapped.sites.sites)
-            config = replace(wrapped.sites.config, max_adapters_per_sequence=None)
-            self._sites[count] = replace(wrapped.sites, config=config, sites=sites), own
-        return self._sites[count]
+                sites = tuple(copied(site) for site in wrapped.sites.sites)
+                config = replace(wrapped.sites.config, max_adapters_per_sequence=None)
+                self._sites[count] = replace(wrapped.sites, config=config, sites=sites), own
+            return self._sites[count]
 
     def _begun(self, factors: Tree, ranks: Tree) -> Tree:
         """Return the state of a member before its first step."""
@@ -485,11 +488,9 @@ class Trainer:
             if p.site.kind == "head" or p.extras:
                 title = ", ".join(variant.title for variant in described(p.extras)) or "a saved head"
                 raise LoRAUsageError(f"{where} has {title}, and only A and B are trained")
-            key = key_of(p.site, "ranks")
-            if key not in self._ranks:
+            if key_of(p.site, "ranks") not in self._ranks:
                 raise LoRAUsageError(f"{where} is not trained here; expected target_modules {self._targets!r}")
-            most = next(each for each in self._factors.values() if each.ranks == key).spec.max_rank
-            if p.rank > most:
+            if p.rank > (most := self._sites_of(1)[1][p.site].spec.max_rank):
                 raise LoRAUsageError(f"{where} has rank {p.rank}; expected at most the trainer's max_rank {most}")
 
     def _checked_state(self, name: str, packed: PackedAdapter, state: Tree) -> Tree:
@@ -551,28 +552,28 @@ class Trainer:
         Errors of compilation and interrupts come before or after all of them.
         """
         programs = [
-            self._compiled(each.key, each.function, (self._stacked, each.out), self._state, *each.args, donate=True)
-            for each in changes
+            (self._compiled(key, function, (self._stacked, out), self._state, *args, donate=True), args)
+            for key, function, args, out in changes
         ]
         found: Any = None
         with sigint_deferred():
-            for program, each in zip(programs, changes, strict=True):
-                self._state, found = program(self._state, *each.args)
+            for program, args in programs:
+                self._state, found = program(self._state, *args)
         return found
 
     def _write(self, index: int, member: Tree) -> None:
-        self._change(_Change("write", _written, (), (put(np.int32(index), self._whole), member)))
+        self._change(("write", _written, (put(np.int32(index), self._whole), member), ()))
 
     def _accumulation(self, members: np.ndarray, gradients: Tree, sums: Tree) -> _Change:
         own = {"gradients": gradients, "sums": sums}
         if not self._on_mesh and sums.devices() != {self._whole}:  # inputs on a mesh
             own = jax.device_put(own, self._whole)
-        return _Change(("accumulate", len(members)), _accumulated, (), (put(members, self._whole), own))
+        return ("accumulate", len(members)), _accumulated, (put(members, self._whole), own), ()
 
     def _update(self, members: np.ndarray, names: Sequence[str], divide: bool, numbers: Mapping[str, Any]) -> _Change:
         own = number_arrays(self._defaults, numbers, names, len(members), self._members.keys())
         args = jax.tree.map(partial(put, where=self._whole), (members, np.bool_(divide), own))
-        return _Change(("update", len(members)), self._updated, self._whole, args)
+        return ("update", len(members)), self._updated, args, self._whole
 
     def _of_batch(self, call: str, batch: LoRABatch) -> tuple[list[str], np.ndarray, tuple[Any, ...]]:
         """Return the names and indices of a batch's members, and the arguments of its programs before the inputs."""

@@ -3,6 +3,7 @@
 import functools
 import logging
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import chex
@@ -283,6 +284,53 @@ def test_adapters_join_and_leave_without_compilation_or_effect_on_others():
     for i in range(7, 50):
         visit(i)
     assert COMPILED not in PROGRAMS
+    jax.tree.map(np.testing.assert_array_equal, trainer.state, before)
+
+
+def test_threads_that_train_publish_and_read_take_turns():
+    """Each adapter has the bits of a run in one thread."""
+    manager = served(slots=2)
+    trainer, names = trainer_of(manager, ["wide", "query"]), ("wide", "query")
+    before = trainer.state
+
+    def steps(name):
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # of a thread, for optax
+            for _ in range(10):
+                trainer.step(trainer.prepare([name, None]), TOKENS[:2], learning_rate=0.01)
+
+    def publish():
+        for i in range(4):
+            trainer.publish("wide", to=f"wide@{i}"), trainer.add("mixed"), trainer.remove("mixed")
+            manager.remove_adapter(f"wide@{i}")
+
+    for name in names:
+        steps(name)
+    want = trainer.state
+    trainer.state = before
+    with ThreadPoolExecutor() as pool:
+        for done in [*(pool.submit(steps, name) for name in names), pool.submit(publish)]:
+            done.result()
+    jax.tree.map(np.testing.assert_array_equal, trainer.state, want)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "cause"),
+    [
+        ({"rate": 1.0}, "no number 'rate'; expected learning_rate, b1"),
+        ({"learning_rate": {"qeury": 0.1}}, "learning_rate is given for 'qeury', which is not .*nearest is 'query'"),
+        ({"learning_rate": {"query": float("nan")}}, "learning_rate of adapter 'query' must be a number, got nan"),
+        ({"max_norm": "1.0 or so"}, "max_norm of adapter 'query' must be a number, got '1.0 or so'"),
+        ({"b1": np.ones(2)}, r"b1 of adapter 'query' must be a number, got array"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked_calls")
+def test_numbers_that_are_none_are_refused_before_the_gradients(numbers, cause):
+    trainer = trainer_of(served(["query"]), ["query"])
+    before = trainer.state
+    with pytest.raises(jlora.LoRAUsageError, match=cause):
+        trainer.step(trainer.prepare(["query"] * 6), TOKENS, **numbers)
+    with pytest.raises(jlora.LoRAUsageError, match=cause):
+        trainer.apply("query", **numbers)
     jax.tree.map(np.testing.assert_array_equal, trainer.state, before)
 
 
@@ -960,8 +1008,6 @@ def test_arguments_of_wrong_types_are_refused():
     trainer = trainer_of(manager, ["query"])
     with pytest.raises(jlora.LoRAUsageError, match="open batch"):
         trainer.step(["query"] * 6, TOKENS)
-    with pytest.raises(jlora.LoRAUsageError, match="no number 'rate'; expected learning_rate, b1"):
-        trainer.step(trainer.prepare(["query"] * 6), TOKENS, rate=1.0)
 
 
 def test_batches_that_cannot_be_trained_are_refused():

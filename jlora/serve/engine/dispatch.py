@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ import jlora
 from jlora.errors import LoadTimeoutError, LoRAError, NoFreeSlotError
 from jlora.serve.engine.loras import Loras
 from jlora.serve.engine.metrics import EngineMetrics
-from jlora.serve.engine.request import EngineClosedError, FinishReason, RequestTimeoutError, StepFailedError
+from jlora.serve.engine.request import EngineClosedError, FinishReason, PauseMode, RequestTimeoutError, StepFailedError
 from jlora.serve.engine.scheduler import Queue
 from jlora.serve.engine.sequence import Sequence, Version
 from jlora.serve.engine.steps import Chosen, How, Steps
@@ -44,6 +44,20 @@ class Drawn:
     sequences: tuple[tuple[int, Sequence], ...]
 
 
+@dataclass(eq=False)
+class Pause:
+    """A pause of the engine. `done` is set once it is `reached`, or was ended before."""
+
+    mode: PauseMode
+    reached: bool = False
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def reach(self) -> None:
+        """Note that all earlier events are delivered."""
+        self.reached = True
+        self.done.set()
+
+
 class Dispatcher:
     """Runs sequences on its own thread. `submit`, `wake` and `stop` may be called from other threads.
 
@@ -54,6 +68,10 @@ class Dispatcher:
       writer: Receives tokens and ends of sequences.
       metrics: Counters of the engine.
       max_wait_ratio: See `EngineOptions`.
+
+    Attributes:
+      paused: The pause in effect; None for none.
+      failure: The error that ended the thread.
     """
 
     def __init__(
@@ -83,6 +101,7 @@ class Dispatcher:
         self._how = How()
         self._drawn: deque[Drawn] = deque()
         self._looked, self._told = 0.0, False
+        self.paused: Pause | None = None
         self.failure: LoRAError | None = None
         self.thread = threading.Thread(target=self._work, name="jlora-serve-steps", daemon=True)
 
@@ -95,6 +114,14 @@ class Dispatcher:
 
     def wake(self) -> None:
         """Wake the thread, for example after a load or a cancellation."""
+        self._signal.set()
+
+    def pause(self, pause: Pause | None) -> None:
+        """Replace the pause in effect, or end it with None. One call at a time."""
+        before, self.paused = self.paused, pause
+        for ended in (before, pause if self.failure is not None else None):
+            if ended is not None:
+                ended.done.set()
         self._signal.set()
 
     def stop(self) -> None:
@@ -125,20 +152,27 @@ class Dispatcher:
         looked = now - self._looked >= (_OFTEN if self._told else _POLL)
         while self._arrived:
             self._queue.add(self._arrived.popleft())
-        for one in (*self._queue, *self._begun()) if looked else self._begun():
+        pause = self.paused
+        pausing = None if pause is None or pause.done.is_set() else pause
+        for one in (*self._queue, *self._begun()) if looked or pausing is not None else self._begun():
             self._end_if_over(one, now)
+            if pausing is not None and pausing.mode == "abort":
+                self._end(one, "abort")
         if looked:
             self._looked, self._told = now, False
             self._look()
-        busy = self._step()
+        busy = (pause is None or pause.mode != "keep") and self._step()
         while len(self._drawn) > busy:
             self._read(self._drawn.popleft())
         if busy:
             return True
         if self._stale:  # release the batch of rows that ended, without waiting for the next step
             self._compose()
-        else:
-            self._signal.wait(_OFTEN if self._told else _POLL if len(self._queue) else _IDLE)
+            return True
+        if pausing is not None and (pausing.mode == "keep" or not self._begun()):
+            self._writer.call(pausing.reach)
+        waiting = len(self._queue) or self._begun()
+        self._signal.wait(_OFTEN if self._told else _POLL if waiting else _IDLE)
         return True
 
     def _step(self) -> bool:
@@ -219,7 +253,7 @@ class Dispatcher:
 
     def _begin(self, fits: Callable[[Sequence], bool] = lambda one: True) -> Sequence | None:
         """Take the next request that can begin, if it `fits`, and give it a row and its adapter a slot."""
-        while len(self._queue) and None in self._rows:
+        while self.paused is None and len(self._queue) and None in self._rows:
             sequence = self._queue.next(self._loras.slots(self._running()), self._loras.loaded)
             if sequence is None or not fits(sequence):
                 return None
@@ -372,6 +406,8 @@ class Dispatcher:
         self._compose()
         self._drawn.clear()
         self._steps.close()
+        if self.paused is not None:
+            self.paused.done.set()
 
     def _refuse(self, error: LoRAError) -> None:
         with contextlib.suppress(IndexError):

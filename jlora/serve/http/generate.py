@@ -15,7 +15,7 @@ from jlora.errors import LoRAError
 from jlora.serve.engine.generation import Event, Generation
 from jlora.serve.engine.request import Piece, SamplingParams
 from jlora.serve.http.body import Json, Limits, parse_body, read_body
-from jlora.serve.http.errors import bad_request, of_generation
+from jlora.serve.http.errors import UNAVAILABLE, ApiError, bad_request, of_generation
 from jlora.serve.http.protocol import ApiRequest, read_chat, read_completion, read_embeddings
 from jlora.serve.http.responses import Choice, ResponseWriter, embeddings_body, to_event, usage_of
 from jlora.serve.http.service import LoopBridge, Service
@@ -66,6 +66,8 @@ async def _answer(service: Service, request: Request, read: Read) -> Response:
     run.end()
     if api_request.encoding is None:
         return JSONResponse(writer.whole(run.choices, run.usage()))
+    if any(choice.embedding is None for choice in run.choices):
+        raise ApiError(503, UNAVAILABLE, "a pause has aborted the request; send it again", retry_after=1)
     write = partial(embeddings_body, api_request.model, run.choices, run.usage(), api_request.encoding)
     return Response(await service.work(write), media_type="application/json")
 

@@ -48,6 +48,7 @@ class FakeGeneration:
     callback: object = None
     cancelled: bool = False
     prompt_tokens: int = 0
+    handle: object = None
 
     def listen(self, callback):
         self.callback = callback

@@ -278,6 +278,7 @@ class Dispatcher:
                 continue
             if sequence.batch.needs_activation:
                 sequence.active_from = jlora.active_from(sequence.prompt, sequence.batch.invocation_tokens[0])
+            sequence.answer.handle = sequence.handle
             sequence.row = self._rows.index(None)
             self._filling = sequence
             self._queue.take(sequence)

@@ -202,6 +202,8 @@ class FakeEngine:
 
     def pause(self, mode):
         self.calls[mode] += 1
+        if mode not in ("abort", "wait", "keep"):
+            raise LoRAUsageError(f"mode must be one of abort, wait, keep, got {mode!r}")
         if "pause" in self.failing:
             raise self.failing["pause"]
         self.paused = True

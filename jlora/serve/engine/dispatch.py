@@ -44,18 +44,12 @@ class Drawn:
     sequences: tuple[tuple[int, Sequence], ...]
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Pause:
-    """A pause of the engine. `done` is set once it is `reached`, or was ended before."""
+    """A pause of the engine. `done` is set once it is reached, or was ended before."""
 
     mode: PauseMode
-    reached: bool = False
     done: threading.Event = field(default_factory=threading.Event)
-
-    def reach(self) -> None:
-        """Note that all earlier events are delivered."""
-        self.reached = True
-        self.done.set()
 
 
 class Dispatcher:
@@ -68,10 +62,6 @@ class Dispatcher:
       writer: Receives tokens and ends of sequences.
       metrics: Counters of the engine.
       max_wait_ratio: See `EngineOptions`.
-
-    Attributes:
-      paused: The pause in effect; None for none.
-      failure: The error that ended the thread.
     """
 
     def __init__(
@@ -101,7 +91,7 @@ class Dispatcher:
         self._how = How()
         self._drawn: deque[Drawn] = deque()
         self._looked, self._told = 0.0, False
-        self.paused: Pause | None = None
+        self.paused: Pause | None = None  # replaced by `pause` only
         self.failure: LoRAError | None = None
         self.thread = threading.Thread(target=self._work, name="jlora-serve-steps", daemon=True)
 
@@ -119,10 +109,11 @@ class Dispatcher:
     def pause(self, pause: Pause | None) -> None:
         """Replace the pause in effect, or end it with None. One call at a time."""
         before, self.paused = self.paused, pause
-        for ended in (before, pause if self.failure is not None else None):
-            if ended is not None:
-                ended.done.set()
+        if before is not None:
+            before.done.set()
         self._signal.set()
+        if pause is not None and self.failure is not None:  # the thread may have ended already
+            pause.done.set()
 
     def stop(self) -> None:
         """Stop the thread. Running and waiting sequences end with EngineClosedError."""
@@ -170,7 +161,7 @@ class Dispatcher:
             self._compose()
             return True
         if pausing is not None and (pausing.mode == "keep" or not self._begun()):
-            self._writer.call(pausing.reach)
+            pausing.done.set()
         waiting = len(self._queue) or self._begun()
         self._signal.wait(_OFTEN if self._told else _POLL if waiting else _IDLE)
         return True

@@ -144,18 +144,17 @@ class Engine:
         return self._state == "ready" and self._dispatcher.failure is None
 
     def pause(self, mode: PauseMode) -> None:
-        """Begin no request until `resume`. Returns once no step runs, and all earlier tokens are delivered.
+        """Begin no request until `resume`. Returns once no step runs.
 
         New requests wait, and their timeouts run. Adapters may be loaded, replaced and removed. A request that has
-        begun goes on with the version that it began with. A second call replaces the mode, and `close` ends the pause.
+        begun goes on with the version that it began with. A later call may change the mode.
 
         Args:
-          mode: "abort" ends all requests with the finish reason "abort". "wait" finishes those that have begun first.
-            "keep" freezes them.
+          mode: "abort" ends all requests, "wait" first finishes those that have begun, and "keep" freezes them.
 
         Raises:
           LoRAUsageError: the mode is unknown.
-          LoRAError: the pause was ended, by `resume` or another call, before the last request had ended.
+          LoRAError: `resume` or a call with another mode came before the pause was reached.
           EngineClosedError: the engine does not accept requests, or was closed meanwhile.
         """
         if mode not in get_args(PauseMode):
@@ -163,22 +162,17 @@ class Engine:
         with self._changed:
             self._check_ready()
             pause = self._dispatcher.paused
-            if pause is None or pause.mode != mode or pause.done.is_set():  # else share the pause of another call
+            if pause is None or pause.mode != mode or mode == "abort":
                 pause = Pause(mode)
                 self._dispatcher.pause(pause)
         pause.done.wait()
-        if not pause.reached:
-            self._check_ready()
-            raise LoRAError(f"the pause (mode {mode!r}) was ended, by resume or another pause, before it was reached")
+        self._check_ready()
+        if self._dispatcher.paused is not pause:
+            raise LoRAError(f"the pause of mode {mode!r} was ended by resume or another pause")
 
     def resume(self) -> None:
-        """End a pause. Has no effect without one.
-
-        Raises:
-          EngineClosedError: the engine does not accept requests.
-        """
+        """End a pause. Has no effect without one."""
         with self._changed:
-            self._check_ready()
             self._dispatcher.pause(None)
 
     @property

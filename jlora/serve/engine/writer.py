@@ -45,16 +45,12 @@ class TokenWriter:
     def __init__(self, metrics: EngineMetrics, ended: Callable[[Sequence], None]):
         self._metrics = metrics
         self._ended = ended
-        self._events: queue.SimpleQueue[Seq[TokenEvent] | Callable[[], None] | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Seq[TokenEvent] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, name="jlora-serve-text", daemon=True)
 
     def put(self, events: Seq[TokenEvent]) -> None:
         """Queue events for delivery."""
         self._events.put(events)
-
-    def call(self, after: Callable[[], None]) -> None:
-        """Call a function that does not block on the thread, after all queued events are delivered."""
-        self._events.put(after)
 
     def stop(self) -> None:
         """End the thread after all queued events are delivered."""
@@ -62,9 +58,6 @@ class TokenWriter:
 
     def _work(self) -> None:
         while (events := self._events.get()) is not None:
-            if callable(events):
-                events()
-                continue
             now = time.monotonic()
             for event in events:
                 try:

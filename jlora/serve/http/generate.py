@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,6 @@ from jlora.serve.http.service import LoopBridge, Service
 
 Read = Callable[[dict[str, Json], Limits], ApiRequest]
 Pieces = list[tuple[int, Piece]]  # (index of the completion, its next part)
-_DIGITS = 16  # of a digest, since every event of a stream has them
 
 
 async def completions(service: Service, request: Request) -> Response:
@@ -55,11 +54,9 @@ async def _answer(service: Service, request: Request, read: Read) -> Response:
             # Streams also wait for the first part, so that earlier failures have a status of their own.
             pieces = await run.next()
             note["first_seconds"] = round(time.monotonic() - started, 4)
-            fingerprint = _fingerprint(service, api_request, generations)
-            headers = {"x-system-fingerprint": fingerprint}
-            writer = ResponseWriter(api_request, service.texts, fingerprint)
+            writer = ResponseWriter(api_request, service.texts, _fingerprint(service, api_request.model, generations))
             if api_request.stream:
-                return _EventStream(run, writer, pieces, headers)
+                return _EventStream(run, writer, pieces)
             while pieces is not None:
                 pieces = await run.next()
         except BaseException:
@@ -69,22 +66,18 @@ async def _answer(service: Service, request: Request, read: Read) -> Response:
         raise of_generation(error, api_request.model) from None
     run.end()
     if api_request.encoding is None:
-        return JSONResponse(writer.whole(run.choices, run.usage()), headers=headers)
+        return JSONResponse(writer.whole(run.choices, run.usage()), headers=writer.headers)
     if any(choice.embedding is None for choice in run.choices):
         raise ApiError(503, UNAVAILABLE, "a pause has aborted the request; send it again", retry_after=1)
     write = partial(embeddings_body, api_request.model, run.choices, run.usage(), api_request.encoding)
-    return Response(await service.work(write), media_type="application/json", headers=headers)
+    return Response(await service.work(write), media_type="application/json", headers=writer.headers)
 
 
-def _fingerprint(service: Service, api_request: ApiRequest, generations: Sequence[Generation]) -> str:
+def _fingerprint(service: Service, model: str, generations: Sequence[Generation]) -> str:
     """Return the text that names the weights of a request: model, adapter, its version and a digest of its files."""
-    named = {"model": service.names[0]}
-    if api_request.model not in service.names:
-        named["adapter"] = api_request.model
-    for handle in [generation.handle for generation in generations if generation.handle is not None][:1]:
-        named["version"] = str(handle.version)
-        if handle.fingerprint is not None:
-            named["digest"] = handle.fingerprint[:_DIGITS]
+    named: dict[str, Any] = {"model": service.names[0]} | ({} if model in service.names else {"adapter": model})
+    for handle in [one.handle for one in generations if one.handle is not None][:1]:
+        named |= {"version": handle.version, "digest": (handle.fingerprint or "")[:16]}
     return urlencode(named, safe="/", errors="backslashreplace")
 
 
@@ -242,9 +235,9 @@ def _together(pieces: Sequence[Piece]) -> Piece:
 class _EventStream(Response):
     """Server-sent events, until all completions have ended or the client disconnects."""
 
-    def __init__(self, run: Run, writer: ResponseWriter, first: Pieces | None, headers: Mapping[str, str]):
+    def __init__(self, run: Run, writer: ResponseWriter, first: Pieces | None):
         self._run, self._writer, self._first = run, writer, first
-        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache", **headers})
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache", **writer.headers})
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -101,11 +101,12 @@ class ResponseWriter:
     Args:
       api_request: The request. With `include_usage`, events carry `"usage": null` before a last one with token counts.
       texts: Texts of tokens.
-      fingerprint: The `system_fingerprint`.
+      fingerprint: The `system_fingerprint`, also in `headers`.
     """
 
     def __init__(self, api_request: ApiRequest, texts: TokenTexts, fingerprint: str):
         chat, model, include_usage = api_request.chat, api_request.model, api_request.include_usage
+        self.headers = {"x-system-fingerprint": fingerprint}
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}"
         self._chat, self._texts, self._logprobs = chat, texts, api_request.params.logprobs is not None
         self._token_ids, self._tokens_as_ids = api_request.token_ids, api_request.tokens_as_ids

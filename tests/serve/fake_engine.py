@@ -48,6 +48,7 @@ class FakeGeneration:
     callback: object = None
     cancelled: bool = False
     prompt_tokens: int = 0
+    cached_tokens: int = 0
 
     def listen(self, callback):
         self.callback = callback
@@ -75,6 +76,7 @@ class FakeEngine:
       failing: "remove", "pin" or "unpin" -> exception that it raises.
       uploaded: adapters that were loaded from memory.
       gate: event that loads wait for.
+      cached: tokens of each prompt that were copied.
       encoded: pairs of (text, with special tokens) that were tokenized.
     """
 
@@ -90,6 +92,7 @@ class FakeEngine:
         self.gate = threading.Event()
         self.gate.set()
         self.pinned = set()
+        self.cached = 0
         self.ready = True
         self.embeds = False
         self.asked = []
@@ -114,7 +117,7 @@ class FakeEngine:
         if any(token >= len(LETTERS) for token in prompt):
             raise LoRAUsageError("a token is outside of the vocabulary")
         text = "".join(LETTERS[token] for token in prompt)
-        generation = FakeGeneration(prompt, params, lora, timeout, prompt_tokens=len(prompt))
+        generation = FakeGeneration(prompt, params, lora, timeout, prompt_tokens=len(prompt), cached_tokens=self.cached)
         self.generations.append(generation)
         if not self.hold:
             for event in self.script or self.answer(f"{lora or 'base'}|{text}", params):

@@ -22,12 +22,15 @@ class Generation:
 
     Attributes:
       prompt: Token ids of the prompt.
+      cached_tokens: Number of tokens of the prompt that were copied from another sequence; final once there is a
+        token.
       cancelled: True once `cancel` was called.
     """
 
     def __init__(self, prompt: Sequence[int], wake: Callable[[], None]):
         self.prompt = prompt
         self._wake = wake
+        self.cached_tokens = 0
         self.cancelled = False
         self._changed = threading.Condition(threading.RLock())  # a callback may call a method of this object
         self._events: deque[Event] = deque()

@@ -49,6 +49,7 @@ class FakeGeneration:
     cancelled: bool = False
     prompt_tokens: int = 0
     handle: object = None
+    cached_tokens: int = 0
 
     def listen(self, callback):
         self.callback = callback
@@ -76,6 +77,7 @@ class FakeEngine:
       failing: "remove", "pin", "unpin" or "pause" -> exception that it raises.
       uploaded: adapters that were loaded from memory.
       gate: event that loads wait for.
+      cached: tokens of each prompt that were copied.
       encoded: pairs of (text, with special tokens) that were tokenized.
     """
 
@@ -91,6 +93,7 @@ class FakeEngine:
         self.gate = threading.Event()
         self.gate.set()
         self.pinned = set()
+        self.cached = 0
         self.ready = True
         self.embeds = False
         self.paused = False
@@ -116,7 +119,7 @@ class FakeEngine:
         if any(token >= len(LETTERS) for token in prompt):
             raise LoRAUsageError("a token is outside of the vocabulary")
         text = "".join(LETTERS[token] for token in prompt)
-        generation = FakeGeneration(prompt, params, lora, timeout, prompt_tokens=len(prompt))
+        generation = FakeGeneration(prompt, params, lora, timeout, prompt_tokens=len(prompt), cached_tokens=self.cached)
         self.generations.append(generation)
         if not self.hold:
             for event in self.script or self.answer(f"{lora or 'base'}|{text}", params):

@@ -45,6 +45,9 @@ class Engine:
     reads (512 positions, 1024, ...), and the compiler may sum in another order for another extent. Across extents,
     logits agree to rounding.
 
+    Equal prompts of one version of an adapter that wait together are computed once. The row of the first is copied to
+    the others, bit for bit, as each gets a row in its turn.
+
     The model must be on devices of this process. Ray Serve runs replicas (`examples/ray_serve`).
 
     Args:
@@ -80,9 +83,10 @@ class Engine:
             raise LoRAUsageError(f"max_model_len={self._longest} is more than the model's context of {longest}")
         self._pooling: Pooling | None = getattr(model.config, "pooling", None)
         sizes = {"rows": options.max_num_seqs, "max_model_len": self._longest, "chunk": options.max_num_batched_tokens}
+        caching = options.enable_prefix_caching
         if self._pooling is None:
             dispatcher = Dispatcher
-            self._steps = Steps(model, manager, **sizes, logprobs_mode=options.logprobs_mode)
+            self._steps = Steps(model, manager, **sizes, logprobs_mode=options.logprobs_mode, caching=caching)
         else:
             dispatcher = EmbeddingDispatcher
             self._steps = EmbeddingSteps(model, manager, **sizes)
@@ -94,7 +98,7 @@ class Engine:
         most = math.ceil(options.max_waiting * _WAIT_FOR_NAMES)
         self._loras = Loras(manager, lambda: self._dispatcher.wake(), resolve, most, self._fail, self._pooling)
         self._dispatcher = dispatcher(
-            manager, cast(Any, self._steps), self._loras, self._writer, self._metrics, options.max_wait_ratio
+            manager, cast(Any, self._steps), self._loras, self._writer, self._metrics, options.max_wait_ratio, caching
         )
         self._changed = threading.Condition()
         self._open: set[Sequence] = set()  # requests that have not ended

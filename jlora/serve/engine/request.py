@@ -143,6 +143,8 @@ class EngineStats:
       waiting_by_lora: Waiting requests by adapter name, without names that are still being resolved.
       cache_usage: Share of the cache's positions in use, 0 to 1.
       prompt_tokens: Total tokens of prompts.
+      prefilled_tokens: Total tokens of prompts that were computed.
+      cached_tokens: Total tokens of prompts that were copied from another sequence's row instead.
       generated_tokens: Total tokens generated.
       finished: Requests by finish reason, including "error".
       failed_steps: Steps that raised.
@@ -163,6 +165,8 @@ class EngineStats:
     waiting_by_lora: Mapping[str, int] = field(default_factory=dict)
     cache_usage: float = 0.0
     prompt_tokens: int = 0
+    prefilled_tokens: int = 0
+    cached_tokens: int = 0
     generated_tokens: int = 0
     finished: Mapping[str, int] = field(default_factory=dict)
     failed_steps: int = 0

@@ -197,16 +197,18 @@ class Run:
             raise self._failure
         return found
 
-    def usage(self) -> dict[str, int]:
-        """Return the token counts so far."""
-        prompts = sum(generation.prompt_tokens for generation in self._generations[:: self.api_request.n])
-        return usage_of(prompts, sum(len(choice.tokens) for choice in self.choices))
+    def usage(self) -> dict[str, Any]:
+        """Return the token counts so far, with each prompt once."""
+        firsts = self._generations[:: self.api_request.n]
+        prompts, cached = sum(one.prompt_tokens for one in firsts), sum(one.cached_tokens for one in firsts)
+        return usage_of(prompts, sum(len(choice.tokens) for choice in self.choices), cached)
 
-    def usage_so_far(self, index: int) -> dict[str, int] | None:
+    def usage_so_far(self, index: int) -> dict[str, Any] | None:
         """Return the token counts of one completion so far, if events carry them."""
         if not self.api_request.continuous_usage:
             return None
-        return usage_of(self._generations[index].prompt_tokens, len(self.choices[index].tokens))
+        own = self._generations[index]
+        return usage_of(own.prompt_tokens, len(self.choices[index].tokens), own.cached_tokens)
 
     def end(self) -> None:
         """Cancel the generations that have not ended, and complete the log line."""

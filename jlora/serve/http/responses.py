@@ -118,7 +118,7 @@ class ResponseWriter:
         self._before = b"data: " + _encode(self._event_head)[:-1].encode() + b',"choices":['
         self._usage = b',"usage":null' if include_usage else b""
 
-    def whole(self, choices: Sequence[Choice], usage: dict[str, int]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         """Return the body of a whole response."""
         prompt = {"prompt_token_ids": choices[0].prompt} if self._token_ids and self._chat else {}
         return {**self._head, "choices": [self._choice(i, c) for i, c in enumerate(choices)], "usage": usage, **prompt}
@@ -132,7 +132,7 @@ class ResponseWriter:
             return {"index": index, "message": {"role": "assistant", "content": choice.text, "refusal": None}, **end}
         return {"index": index, "text": choice.text, **end}
 
-    def events(self, index: int, choice: Choice, piece: Piece, usage: dict[str, int] | None = None) -> bytes:
+    def events(self, index: int, choice: Choice, piece: Piece, usage: dict[str, Any] | None = None) -> bytes:
         """Return the events for a piece; empty while its text is pending. `usage` are the token counts of each."""
         deltas: list[dict[str, Any]] = []
         prompt = {"prompt_token_ids": choice.prompt} if self._token_ids and not choice.begun else {}
@@ -156,7 +156,7 @@ class ResponseWriter:
             [self._before + _encode(delta).encode() + end for delta, end in zip(deltas, after, strict=True)]
         )
 
-    def usage_event(self, usage: dict[str, int]) -> bytes:
+    def usage_event(self, usage: dict[str, Any]) -> bytes:
         """Return the last event, with token counts."""
         return to_event({**self._event_head, "choices": [], "usage": usage})
 
@@ -196,7 +196,7 @@ class ResponseWriter:
         }
 
 
-def embeddings_body(model: str, choices: Sequence[Choice], usage: dict[str, int], encoding: str) -> bytes:
+def embeddings_body(model: str, choices: Sequence[Choice], usage: dict[str, Any], encoding: str) -> bytes:
     """Return the body of a response with embeddings. They are encoded one by one, so that other threads run."""
     items: list[str] = []
     for i, choice in enumerate(choices):
@@ -208,10 +208,11 @@ def embeddings_body(model: str, choices: Sequence[Choice], usage: dict[str, int]
     return f'{head[:-1]},"data":[{",".join(items)}]}}'.encode()
 
 
-def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """Return the `usage` object."""
+def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """Return the `usage` object. `cached_tokens` of the prompt tokens were copied, not computed."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }

@@ -40,6 +40,12 @@ def complete(service, **body):
     return post(service, "/v1/completions", {"model": "sort", "prompt": "ba=", **body})
 
 
+def usage(prompt, completion, cached=0):
+    """Return the token counts of a response in OpenAI's form."""
+    counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
+
+
 def chat(service, **body):
     return post(
         service, "/v1/chat/completions", {"model": "sort", "messages": [{"role": "user", "content": "hi"}], **body}
@@ -56,7 +62,7 @@ def test_completion(service, engine):
         "model": "sort",
         "system_fingerprint": "model=base&adapter=sort",
         "choices": [{"index": 0, "text": "sort|ba=", "logprobs": None, "finish_reason": "stop"}],
-        "usage": {"prompt_tokens": 3, "completion_tokens": 8, "total_tokens": 11},
+        "usage": usage(3, 8),
     }
     (request,) = engine.generations
     assert (request.prompt, request.lora, request.timeout) == (ids("ba="), "sort", None)
@@ -76,7 +82,7 @@ def test_chat(service, engine):
         "model": "sort",
         "system_fingerprint": "model=base&adapter=sort",
         "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}],
-        "usage": {"prompt_tokens": 11, "completion_tokens": 4, "total_tokens": 15},
+        "usage": usage(11, 4),
     }
     (request,) = engine.generations
     # The template writes <s>, and the tokenizer adds no second one.
@@ -223,12 +229,13 @@ def test_stream_of_completions(service):
         assert "".join(choice["text"] for choice in of_one) == "sort|ba="
         assert [choice["finish_reason"] for choice in of_one] == [None] * (len(of_one) - 1) + ["stop"]
     assert last["choices"] == []
-    assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 16, "total_tokens": 19}
+    assert last["usage"] == usage(3, 16)
     assert all("usage" not in event for event in complete(service, stream=True).events)
 
 
-def test_each_event_has_the_counts_so_far(service):
-    """As in vLLM: those of its own completion, and only beside include_usage."""
+def test_each_event_has_the_counts_so_far(service, engine):
+    """As in vLLM: those of its own completion, and only beside include_usage. The last has each prompt once."""
+    engine.cached = 1
     options = {"include_usage": True, "continuous_usage_stats": True}
     *events, last = complete(service, stream=True, prompt=["ba=", "c"], n=2, stream_options=options).events
     tokens = dict.fromkeys(range(4), 0)
@@ -237,10 +244,9 @@ def test_each_event_has_the_counts_so_far(service):
         index = choice["index"]
         tokens[index] += len(choice["text"])  # a token is a letter
         prompt = 3 if index < 2 else 1
-        expected = {"prompt_tokens": prompt, "completion_tokens": tokens[index], "total_tokens": prompt + tokens[index]}
-        assert event["usage"] == expected
+        assert event["usage"] == usage(prompt, tokens[index], 1)
     assert tokens == {0: 8, 1: 8, 2: 6, 3: 6}
-    assert last["usage"] == {"prompt_tokens": 4, "completion_tokens": 28, "total_tokens": 32}
+    assert last["usage"] == usage(4, 28, 2)
     events = chat(service, stream=True, max_tokens=6, stream_options=options).events
     assert {event["usage"]["prompt_tokens"] for event in events} == {11}
     events = complete(service, stream=True, stream_options={"continuous_usage_stats": True}).events
@@ -248,7 +254,7 @@ def test_each_event_has_the_counts_so_far(service):
 
 
 def test_parts_with_cache_control(service, engine):
-    """Clients mark prefixes to keep. Here nothing is cached between requests."""
+    """Clients mark prefixes to keep. Here they are found without marks."""
     parts = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "b"}]
     assert chat(service, messages=[{"role": "user", "content": parts}]).status == 200
     assert engine.encoded == [("<s>user:a\nb|a:", False)]

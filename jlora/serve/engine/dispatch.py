@@ -42,6 +42,7 @@ class Drawn:
 
     chosen: Any  # `Chosen`, or the embeddings [B, E]
     sequences: tuple[tuple[int, Sequence], ...]
+    prompt: Seq[Chosen] | None = None  # of the first token of a sequence, log probabilities of its prompt
 
 
 class Dispatcher:
@@ -197,13 +198,20 @@ class Dispatcher:
         sequence = self._filling or self._begin()
         if sequence is None:
             return False
-        self._filled = self._steps.chunk_of(sequence.filled, len(sequence.prompt))[1]
-        try:
+        start = sequence.filled
+        self._filled = self._steps.chunk_of(start, len(sequence.prompt))[1]
+
+        def active(length: int) -> jlora.LoRABatch:
             batch = sequence.batch
-            if batch.can_activate:  # also for plain adapters, to run the same compiled step
-                first = max(0, sequence.active_from - sequence.filled)
-                batch = batch.activate([first], length=self._filled)
-            logits, sequence.filled = self._steps.prefill(batch, sequence.row, sequence.prompt, sequence.filled)
+            if not batch.can_activate:  # True also for plain adapters, to run the same compiled step
+                return batch
+            return batch.activate([max(0, sequence.active_from - start)], length=length)
+
+        try:
+            filled = self._steps.prefill(active(self._filled), sequence.row, sequence.prompt, start)
+            logits, hidden, sequence.filled = filled
+            if sequence.scored is not None:
+                sequence.scored += self._steps.score(active(self._steps.chunk), hidden, sequence.prompt, start)
             if sequence.filled < len(sequence.prompt):
                 return True
             chosen = self._steps.begin(logits, sequence.row, sequence.params, sequence.seed)
@@ -214,7 +222,7 @@ class Dispatcher:
         sequence.drawn = 1
         self._rows[sequence.row] = sequence
         self._stale = True
-        self._drawn.append(Drawn(chosen, ((0, sequence),)))
+        self._drawn.append(Drawn(chosen, ((0, sequence),), sequence.scored))
         return True
 
     def _begin(self, fits: Callable[[Sequence], bool] = lambda one: True) -> Sequence | None:
@@ -303,6 +311,7 @@ class Dispatcher:
     def _read(self, drawn: Drawn) -> None:
         try:
             chosen: Chosen = drawn.chosen.read()
+            prompt = None if drawn.prompt is None else [each.read() for each in drawn.prompt]
         except Exception as error:  # later steps depend on this one, so their tokens are lost too
             self._failed(error, [one for _, one in drawn.sequences], lost=True)
             return
@@ -317,11 +326,16 @@ class Dispatcher:
                 continue
             sequence.received += 1
             end: FinishReason | None = None
+            if not sequence.limit:  # the prompt alone was requested
+                self._leave(sequence)
+                events.append(TokenEvent(sequence, end="length", prompt=prompt))
+                continue
             if token in sequence.stops:
                 end = "stop"
             elif sequence.received >= sequence.limit:
                 end = "length"
-            events.append(TokenEvent(sequence, token, chosen.logprob(i, token, sequence.params.logprobs), end))
+            logprob = chosen.logprob(i, token, sequence.params.logprobs)
+            events.append(TokenEvent(sequence, token, logprob, end, prompt=prompt))
             if end is not None:
                 self._leave(sequence)
         self._writer.put(events)

@@ -27,7 +27,7 @@ from jlora.serve.engine.prefixes import Prefixes
 from jlora.serve.engine.request import EngineClosedError, FinishReason, PauseMode, RequestTimeoutError, StepFailedError
 from jlora.serve.engine.scheduler import Queue
 from jlora.serve.engine.sequence import Sequence, Version
-from jlora.serve.engine.steps import Chosen, How, Steps
+from jlora.serve.engine.steps import Chosen, Chunk, How, Steps
 from jlora.serve.engine.writer import TokenEvent, TokenWriter
 
 _log = logging.getLogger("jlora")
@@ -43,6 +43,7 @@ class Drawn:
 
     chosen: Any  # `Chosen`, or the embeddings [B, E]
     sequences: tuple[tuple[int, Sequence], ...]
+    prompt: Seq[Chosen] | None = None  # of the first token of a sequence, log probabilities of its prompt
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,10 +236,11 @@ class Dispatcher:
                 logits = source.logits
             if logits is None:
                 chunk = self._steps.chunk_of(sequence.filled, len(prompt))
-                self._filled, batch = chunk.padded, sequence.batch
-                if batch.can_activate:  # also for plain adapters, to run the same compiled step
-                    batch = batch.activate([max(0, sequence.active_from - chunk.start)], length=self._filled)
-                logits = self._steps.prefill(batch, sequence.row, prompt, chunk)
+                self._filled = chunk.padded
+                logits, hidden = self._steps.prefill(self._active(sequence, chunk), sequence.row, prompt, chunk)
+                if sequence.scored is not None:
+                    batch = self._active(sequence, chunk._replace(padded=self._steps.chunk))
+                    sequence.scored += self._steps.score(batch, hidden, prompt, chunk)
                 sequence.filled = chunk.start + chunk.tokens
                 sequence.answer.cached_tokens = min(sequence.answer.cached_tokens, chunk.start)
                 self._metrics.filled(chunk.tokens)
@@ -254,8 +256,14 @@ class Dispatcher:
         sequence.drawn = 1
         self._rows[sequence.row] = sequence
         self._stale = True
-        self._drawn.append(Drawn(chosen, ((0, sequence),)))
+        self._drawn.append(Drawn(chosen, ((0, sequence),), sequence.scored))
         return True
+
+    def _active(self, sequence: Sequence, chunk: Chunk) -> jlora.LoRABatch:
+        """Return the batch of a chunk of a prompt, with its first active token."""
+        if not sequence.batch.can_activate:  # True also for plain adapters, to run the same compiled step
+            return sequence.batch
+        return sequence.batch.activate([max(0, sequence.active_from - chunk.start)], length=chunk.padded)
 
     def _begin(self, fits: Callable[[Sequence], bool] = lambda one: True) -> Sequence | None:
         """Take the next request that can begin, if it `fits`, and give it a row and its adapter a slot."""
@@ -286,8 +294,8 @@ class Dispatcher:
                 sequence.active_from = jlora.active_from(sequence.prompt, sequence.batch.invocation_tokens[0])
             sequence.answer.handle = sequence.handle
             alone = sequence.batch.lease.cache_keys(len(sequence.prompt), [sequence.active_from])
-            # MERGE: a sequence with prompt_logprobs computes its whole prompt and is copied by none: a unique key.
-            sequence.key = (sequence.version, *alone)
+            # A prompt whose log probabilities are requested is computed whole.
+            sequence.key = (sequence.version, *alone) if sequence.scored is None else object()
             free = [row for row, one in enumerate(self._rows) if one is None]
             sequence.row, sequence.source = self._prefixes.place(sequence, free)
             self._filling = sequence
@@ -348,6 +356,7 @@ class Dispatcher:
     def _read(self, drawn: Drawn) -> None:
         try:
             chosen: Chosen = drawn.chosen.read()
+            prompt = None if drawn.prompt is None else [each.read() for each in drawn.prompt]
         except Exception as error:  # later steps depend on this one, so their tokens are lost too
             self._failed(error, [one for _, one in drawn.sequences], lost=True)
             return
@@ -363,11 +372,16 @@ class Dispatcher:
                 continue
             sequence.tokens.append(token)
             end: FinishReason | None = None
+            if not sequence.limit:  # the prompt alone was requested
+                self._leave(sequence)
+                events.append(TokenEvent(sequence, end="length", prompt=prompt))
+                continue
             if token in sequence.stops:
                 end = "stop"
             elif sequence.received >= sequence.limit:
                 end = "length"
-            events.append(TokenEvent(sequence, token, chosen.logprob(i, token, sequence.params.logprobs), end))
+            logprob = chosen.logprob(i, token, sequence.params.logprobs)
+            events.append(TokenEvent(sequence, token, logprob, end, prompt=prompt))
             if end is not None:
                 self._leave(sequence)
         self._writer.put(events)

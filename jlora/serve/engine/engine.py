@@ -75,7 +75,7 @@ class Engine:
     ):
         check_options(options)
         self.options = options
-        self._manager = manager
+        self._manager, self._model_name = manager, type(model).__name__
         self._tokenizer = tokenizer
         longest = context_of(model)
         self._longest = options.max_model_len or longest
@@ -257,12 +257,17 @@ class Engine:
           EngineBusyError: too many requests wait.
           EngineClosedError: the engine does not accept requests.
         """
-        if self.embeds:
+        if isinstance(self._steps, EmbeddingSteps):
             raise LoRAUsageError("the model embeds texts (modules.json) and cannot generate; use embed")
         asked: list[tuple[list[int], SamplingParams, int]] = []
         for prompt, own in zip(prompts, params, strict=True):
-            tokens = self._tokens(prompt)
+            tokens = self._tokens(prompt, 0 if own.max_tokens == 0 else 1)
             asked.append((tokens, own, check_params(own, tokens, self._vocab, self._longest)))
+            if own.prompt_logprobs is not None and not self._steps.scores:
+                raise LoRAUsageError(
+                    f"prompt_logprobs needs a model with hidden_states and logits (jlora.serve.ScoringModel), and "
+                    f"{self._model_name} has only extend; leave prompt_logprobs out, or add the two methods"
+                )
             if own.stop and self._tokenizer is None:
                 raise LoRAUsageError("stop strings need an engine with a tokenizer; use stop_token_ids")
         return self._queue(asked, lora, timeout)
@@ -299,7 +304,7 @@ class Engine:
         tokens: list[list[int]] = []
         for i, prompt in enumerate(prompts):
             try:
-                tokens.append(self._tokens(prompt))
+                tokens.append(self._tokens(prompt, 0))
                 room_for(tokens[i], self._longest, 0)
                 check_tokens(tokens[i], self._vocab)
             except LoRAUsageError as error:
@@ -349,6 +354,7 @@ class Engine:
                     detokenizer=Detokenizer(self._tokenizer, params.stop, self._silent),
                     arrived=arrived,
                     of_request=version,
+                    scored=None if params.prompt_logprobs is None else [],
                 )
                 for tokens, params, limit in asked
             ]
@@ -378,10 +384,10 @@ class Engine:
         except Exception as error:
             raise LoRAUsageError(f"the prompt {text!r:.80} cannot be tokenized: {error!s:.200}") from error
 
-    def _tokens(self, prompt: str | Seq[int]) -> list[int]:
+    def _tokens(self, prompt: str | Seq[int], least: int) -> list[int]:
         if isinstance(prompt, str):
             return self.encode(prompt)
-        room_for(prompt, self._longest, 0 if self.embeds else 1)  # check the length before iterating
+        room_for(prompt, self._longest, least)  # check the length before iterating
         return [int(token) if hasattr(token, "dtype") else token for token in prompt]
 
     def _fail(self, sequence: Sequence, error: LoRAError) -> None:

@@ -114,6 +114,7 @@ class Generation:
             finish_reason=finish,
             prompt_tokens=self.prompt_tokens,
             embedding=self._pieces[-1].embedding,
+            prompt_logprobs=tuple(one for piece in self._pieces for one in piece.prompt_logprobs),
         )
 
     def cancel(self) -> None:

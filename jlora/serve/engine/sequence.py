@@ -80,6 +80,7 @@ class Sequence:
       tokens: Tokens read back.
       written: Number of tokens passed on to its consumer.
       first, newest: `time.monotonic()` of the first and the last of them.
+      scored: Log probabilities of its prompt so far, blocks of `Chosen`; None if not requested.
       left: True if it has left its row or can never get one; later tokens are dropped.
       ended: True if its consumer has the last event.
     """
@@ -109,6 +110,7 @@ class Sequence:
     written: int = 0
     first: float = 0.0
     newest: float = 0.0
+    scored: list[Any] | None = None
     left: bool = False
     ended: bool = False
 
@@ -161,9 +163,10 @@ def check_params(params: SamplingParams, prompt: Seq[int], vocab: int, longest: 
     Raises:
       LoRAUsageError: the prompt or a parameter is wrong, or they do not fit `longest`, the engine's `max_model_len`.
     """
-    room = room_for(prompt, longest)
+    room = room_for(prompt, longest, 0 if params.max_tokens == 0 else 1)
     check_tokens(prompt, vocab)
-    limit = room if params.max_tokens is None else _integer("max_tokens", params.max_tokens, 1)
+    least = 1 if params.prompt_logprobs is None else 0
+    limit = room if params.max_tokens is None else _integer("max_tokens", params.max_tokens, least)
     if limit > room:
         raise LoRAUsageError(
             f"max_tokens={limit} and a prompt of {len(prompt)} tokens do not fit max_model_len={longest}"
@@ -175,8 +178,9 @@ def check_params(params: SamplingParams, prompt: Seq[int], vocab: int, longest: 
     _integer("top_k", params.top_k, 0)
     if params.seed is not None:
         _integer("seed", params.seed, -(2**63), 2**64)
-    if params.logprobs is not None:
-        _integer("logprobs", params.logprobs, 0, MAX_LOGPROBS + 1)
+    for name, value in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if value is not None:
+            _integer(name, value, 0, MAX_LOGPROBS + 1)
     stop: object = params.stop
     if not isinstance(stop, tuple) or not all(isinstance(one, str) and one for one in params.stop):
         raise LoRAUsageError(f"stop must be a tuple of non-empty strings, got {params.stop!r:.200}")

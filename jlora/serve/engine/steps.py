@@ -1,7 +1,8 @@
 """The compiled steps of an engine, and their donated state on the device.
 
     copy     the first positions of a row of the cache to another row
-    prefill  one chunk of one sequence's prompt into its row of the cache    -> logits [1, V]
+    prefill  one chunk of one sequence's prompt into its row of the cache    -> logits [1, V], hidden states [1, L, E]
+    score    log probabilities of a block of the prompt, if requested        -> [block], and of the likeliest
     begin    its first token, and the row's settings                         -> token [1]
     decode   the last token of every row into the cache                      -> logits [R, V]
     pick     the next token of every row                                     -> tokens [R]
@@ -30,13 +31,14 @@ import jlora
 from jlora._threads import elapsed
 from jlora.errors import LoRAUsageError
 from jlora.models import HOTTEST, Sampling, choose, likeliest, processed_logits
-from jlora.serve.engine.model import ServableModel, cache_axes, check_place, row_of, with_row
+from jlora.serve.engine.model import ScoringModel, ServableModel, cache_axes, check_place, row_of, with_row
 from jlora.serve.engine.options import LogprobsMode
 from jlora.serve.engine.request import MAX_LOGPROBS, SamplingParams, TokenLogprob
 
 _log = logging.getLogger("jlora.serve")
 _LEAST_EXTENT = 512  # below this, reading the weights dominates a decode step
 _LEAST_CHUNK = 32
+_SCORED = 128  # positions whose logits are computed at a time
 
 
 class RowState(NamedTuple):
@@ -60,12 +62,12 @@ class Chosen(NamedTuple):
 
     Attributes:
       tokens: [B] int32, -1 where the logits are NaN.
-      report: Log probability [B] of each token, and values [B, N] and ids [B, N] of the likeliest ones; None if no row
-        requests them.
+      report: Log probability [B] and rank [B] of each token, and values [B, N] and ids [B, N] of the likeliest ones;
+        None if no row requests them.
     """
 
-    tokens: Int[Array, "B"]
-    report: tuple[Float[Array, "B"], Float[Array, "B N"], Int[Array, "B N"]] | None
+    tokens: Int[Array | np.ndarray, "B"]
+    report: tuple[Float[Array, "B"], Int[Array, "B"], Float[Array, "B N"], Int[Array, "B N"]] | None
 
     def read(self) -> "Chosen":
         """Wait for the arrays and return them as NumPy arrays."""
@@ -75,9 +77,9 @@ class Chosen(NamedTuple):
         """Return the log probability of token `i`, with as many of the likeliest as requested. Call after `read`."""
         if asked is None or self.report is None:
             return None
-        own, values, ids = self.report
+        own, ranks, values, ids = self.report
         top = tuple((int(ids[i, n]), float(values[i, n])) for n in range(min(asked, ids.shape[1])))
-        return TokenLogprob(token, float(own[i]), top)
+        return TokenLogprob(token, float(own[i]), top, rank=int(ranks[i]))
 
 
 class How(NamedTuple):
@@ -135,6 +137,7 @@ class Steps:
 
     Attributes:
       capacity: Positions of a row of the cache.
+      scores: True if the model is a `ScoringModel`.
       extents: Cache extents that decode steps are compiled for.
     """
 
@@ -158,6 +161,7 @@ class Steps:
         self.rows = rows
         self.chunk = min(chunk, max_model_len)
         self.capacity = math.ceil(max_model_len / self.chunk) * self.chunk
+        self.scores, self._block = isinstance(model, ScoringModel), min(_SCORED, self.chunk)
         live = getattr(model, "reads_what_is_live", False)
         self.extents = [self.capacity] if live else doubled(_LEAST_EXTENT, self.capacity)
         self._reads = doubled(self.chunk, self.capacity)  # positions that chunks after the first, and copies, read
@@ -177,16 +181,14 @@ class Steps:
         self._copy = jax.jit(self._copy_program, static_argnames="extent", donate_argnums=(0, 1))
         self._decode = manager.jit(self._decode_program, static_argnames="extent", donate_argnames="cache")
         self._prefill = manager.jit(self._prefill_program, static_argnames="extent", donate_argnames=("cache", "rows"))
+        self._score = manager.jit(self._score_program)
         self._begin, self._pick = jax.jit(self._begin_program, **choice), jax.jit(self._pick_program, **choice)
         self._report = jax.jit(partial(self._report_program, processed=logprobs_mode == "processed_logprobs"))
 
     # --- programs -----------------------------------------------------------------------------------------------
 
-    def _extended(self, model: Any, tokens: Any, positions: Any, cache: Any, last: Any, extent: int) -> Any:
-        """Return float32 logits of the `last` token of each row, and the cache with all of them."""
-        extra = {"extent": extent} if self._knows_extent else {}
-        logits, cache = model.extend(tokens, positions, cache, last, **extra)
-        return self._whole(logits.astype(jnp.float32)), cache
+    def _extra(self, extent: int) -> dict[str, int]:
+        return {"extent": extent} if self._knows_extent else {}
 
     def _fresh_program(self) -> tuple[Any, RowState]:
         sampling = Sampling(
@@ -211,8 +213,8 @@ class Steps:
         here = jnp.minimum(rows.length, self.capacity - 1)[:, None]
         with jlora.use(batch):
             zeros = jnp.zeros_like(rows.last)
-            logits, cache = self._extended(model, rows.last[:, None], here, cache, zeros, extent)
-        return logits, self._laid(cache)
+            logits, cache = model.extend(rows.last[:, None], here, cache, zeros, **self._extra(extent))
+        return self._whole(logits.astype(jnp.float32)), self._laid(cache)
 
     def _prefill_program(
         self, model: Any, batch: Any, cache: Any, rows: RowState, tokens: Any, where: Any, *, extent: int
@@ -220,11 +222,28 @@ class Steps:
         row, start, count = where
         positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         own = self._mapped(partial(row_of, row=row, extent=extent), cache)
+        last, hidden = (count - 1)[None], None
         with jlora.use(batch):
-            logits, own = self._extended(model, tokens, positions, own, (count - 1)[None], extent)
+            if self.scores:
+                hidden, own = model.hidden_states(tokens, positions, own, last, **self._extra(extent))
+                logits = model.logits(hidden[:, count - 1])
+                # One size for all chunks, so that one program scores them.
+                rest = self._block * math.ceil(self.chunk / self._block) - tokens.shape[1]
+                hidden = self._whole(jnp.pad(hidden, ((0, 0), (0, rest), (0, 0))))
+            else:
+                logits, own = model.extend(tokens, positions, own, last, **self._extra(extent))
+        logits = self._whole(logits.astype(jnp.float32))
         cache = self._mapped(partial(with_row, row=row), cache, own)
         rows = rows._replace(length=rows.length.at[row].set(start + count))
-        return logits, self._laid(cache), self._whole(rows)
+        return logits, hidden, self._laid(cache), self._whole(rows)
+
+    def _score_program(self, model: Any, batch: Any, hidden: Any, begin: Any, tokens: Any) -> Any:
+        here = begin + jnp.arange(self._block, dtype=jnp.int32)
+        hidden = jax.lax.dynamic_slice_in_dim(hidden, begin, self._block, axis=1)
+        # Only the head runs, as in `prefill`. The number of its rows does not show which of the chunk they are.
+        with jlora.use(batch, without=["*"]), jlora.rows(jlora.RowMap(here, of="tokens", length=self.chunk)):
+            logits = model.logits(hidden)[0]
+        return self._whole(_reported(logits.astype(jnp.float32), tokens))
 
     def _begin_program(
         self, logits: Any, rows: RowState, ints: Any, floats: Any, seed: Any, *, sampled: bool, ranked: bool
@@ -249,9 +268,7 @@ class Steps:
         if processed:
             own = sampling if row is None else Sampling(*(each[row][None] for each in sampling))
             logits = processed_logits(logits, own)
-        logprobs = jax.nn.log_softmax(logits, axis=-1)
-        values, ids = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[-1]))
-        return jnp.take_along_axis(logprobs, jnp.maximum(tokens, 0)[:, None], axis=-1)[:, 0], values, ids
+        return _reported(logits, tokens)
 
     # --- state --------------------------------------------------------------------------------------------------
 
@@ -290,9 +307,9 @@ class Steps:
 
     def compiled(self) -> int:
         """Return the number of compiled variants of the steps."""
-        steps: list[Any] = [self._fresh, self._copy, self._prefill, self._begin]
-        steps += [self._decode, self._pick, self._report]
-        return sum(step._cache_size() for step in steps)
+        of_prompts: tuple[Any, ...] = (self._copy, self._prefill, self._score, self._begin)
+        steps: tuple[Any, ...] = (self._fresh, self._decode, self._pick, self._report)
+        return sum(step._cache_size() for step in (*of_prompts, *steps))
 
     # --- steps --------------------------------------------------------------------------------------------------
 
@@ -320,15 +337,39 @@ class Steps:
         where = np.array([source, row, count], np.int32)
         self._state = self._copy(*self._held(), where, extent=smallest(self._reads, count))
 
-    def prefill(self, batch: jlora.LoRABatch, row: int, prompt: Sequence[int], chunk: Chunk) -> jax.Array:
-        """Prefill one chunk of a prompt. Returns the logits [1, V] after it."""
+    def prefill(
+        self, batch: jlora.LoRABatch, row: int, prompt: Sequence[int], chunk: Chunk
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Prefill one chunk of a prompt.
+
+        Returns the logits [1, V] after it, and its hidden states for `score` if the model `scores`.
+        """
         start, count, padded, extent = chunk
         tokens = np.zeros((1, padded), np.int32)
         tokens[0, :count] = prompt[start : start + count]
         where = np.array([row, start, count], np.int32)
-        logits, *state = self._run(self._prefill, batch, tokens, where, extent=extent)
+        logits, hidden, *state = self._run(self._prefill, batch, tokens, where, extent=extent)
         self._state = (state[0], state[1])
-        return logits
+        return logits, hidden
+
+    def score(self, batch: jlora.LoRABatch, hidden: Any, prompt: Sequence[int], chunk: Chunk) -> list[Chosen]:
+        """Compute log probabilities of the prompt tokens after those of a chunk, from its hidden states.
+
+        Args:
+          batch: As for `prefill`; if its rows are activated, for `chunk` rows.
+          hidden: From `prefill` of this chunk.
+          prompt: Token ids.
+          chunk: The chunk.
+        """
+        found: list[Chosen] = []
+        served, end = batch if batch.has_adapters else None, min(chunk.start + chunk.tokens, len(prompt) - 1)
+        for begin in range(chunk.start, end, self._block):
+            own = prompt[begin + 1 : min(begin + self._block, end) + 1]
+            tokens = np.zeros(self._block, np.int32)
+            tokens[: len(own)] = own
+            report = self._score(self._model, served, hidden, np.int32(begin - chunk.start), tokens)
+            found.append(_copied(Chosen(tokens[: len(own)], report)))
+        return found
 
     def begin(self, logits: jax.Array, row: int, params: SamplingParams, seed: int) -> Chosen:
         """Choose the first token of a sequence from the logits [1, V] after its prompt."""
@@ -361,10 +402,7 @@ class Steps:
     def _told(self, logits: jax.Array, tokens: jax.Array, how: How, row: np.int32 | None = None) -> Chosen:
         """Return the tokens of all rows, or of one, and log probabilities if `how` reports them."""
         sampling = self._held()[1].sampling
-        chosen = Chosen(tokens, self._report(logits, tokens, sampling, row) if how.reported else None)
-        for array in jax.tree.leaves(chosen):
-            array.copy_to_host_async()
-        return chosen
+        return _copied(Chosen(tokens, self._report(logits, tokens, sampling, row) if how.reported else None))
 
     def _held(self) -> tuple[Any, RowState]:
         assert self._state is not None
@@ -389,14 +427,17 @@ class Steps:
         chunks += [Chunk(end - n, n, n, end) for n in self._later_sizes for end in self._reads if end > n]
         variants = [How(), How(True), How(True, True), How(reported=True)]
         occupied = jnp.zeros(self.rows, bool)
-        logits: list[jax.Array] = []
+        filled: list[Any] = []
 
         def fill(batch: jlora.LoRABatch, chunk: Chunk) -> None:
-            logits[:] = [self.prefill(batch, 0, [0] * chunk.extent, chunk)]
+            filled[:] = self.prefill(batch, 0, [0] * chunk.extent, chunk)
+
+        def score(batch: jlora.LoRABatch) -> None:
+            self.score(batch, filled[1], [0, 0], chunks[0])
 
         def begin(how: How) -> None:
             limit, logprobs = 0.5 if how.ranked else 1.0, 0 if how.reported else None
-            self.begin(logits[0], 0, SamplingParams(None, float(how.sampled), limit, logprobs=logprobs), 0)
+            self.begin(filled[0], 0, SamplingParams(None, float(how.sampled), limit, logprobs=logprobs), 0)
 
         def warmed(rows: int, tokens: int, step: Callable[..., Any], *args: Any) -> Callable[[], None]:
             length = tokens if self._manager.config.activated else None
@@ -409,6 +450,7 @@ class Steps:
                 for one in chunks
             ),
             *((f"copy of {extent} positions", partial(self.copy, 0, 0, extent)) for extent in self._reads),
+            *([("log probabilities of a prompt", warmed(1, self.chunk, score))] if self.scores else []),
             *((f"the first token, {how}", partial(begin, how)) for how in variants),
             *(
                 (
@@ -462,3 +504,19 @@ def _chosen(
 ) -> Int[Array, "B"]:
     tokens = choose(logits, steps, sampling, ranked=ranked) if sampled else likeliest(logits)
     return jnp.where(jnp.isnan(jnp.max(logits, axis=-1)), -1, tokens)
+
+
+def _reported(logits: Float[Array, "B V"], tokens: Int[Array, "B"]) -> Any:
+    """Return `Chosen.report` of tokens."""
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    values, ids = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[-1]))
+    own = jnp.take_along_axis(logprobs, jnp.maximum(tokens, 0)[:, None], axis=-1)
+    return own[:, 0], jnp.sum(logprobs >= own, axis=-1, dtype=jnp.int32), values, ids
+
+
+def _copied(chosen: Chosen) -> Chosen:
+    """Begin to copy the arrays to the host."""
+    for array in jax.tree.leaves(chosen):
+        if isinstance(array, jax.Array):
+            array.copy_to_host_async()
+    return chosen

@@ -65,7 +65,7 @@ async def _answer(service: Service, request: Request, read: Read) -> Response:
         raise of_generation(error, api_request.model) from None
     run.end()
     if api_request.encoding is None:
-        return JSONResponse(writer.whole(run.choices, run.usage()))
+        return await service.work(lambda: JSONResponse(writer.whole(run.choices, run.usage())))
     write = partial(embeddings_body, api_request.model, run.choices, run.usage(), api_request.encoding)
     return Response(await service.work(write), media_type="application/json")
 
@@ -218,6 +218,7 @@ def _together(pieces: Sequence[Piece]) -> Piece:
         tuple(token for piece in pieces for token in piece.tokens),
         tuple(one for piece in pieces for one in piece.logprobs),
         pieces[-1].finish_reason,
+        prompt_logprobs=pieces[0].prompt_logprobs,
     )
 
 

@@ -122,7 +122,7 @@ class FakeEngine:
         generation = FakeGeneration(prompt, params, lora, timeout, prompt_tokens=len(prompt), cached_tokens=self.cached)
         self.generations.append(generation)
         if not self.hold:
-            for event in self.script or self.answer(f"{lora or 'base'}|{text}", params):
+            for event in self.script or self.answer(f"{lora or 'base'}|{text}", params, prompt):
                 generation.put(event)
         return generation
 
@@ -139,8 +139,12 @@ class FakeEngine:
             generations.append(self.submit(prompt, SamplingParams(), lora=lora, timeout=timeout))
         return generations
 
-    def answer(self, text, params):
-        letters = text[: params.max_tokens]
+    def answer(self, text, params, prompt=()):
+        letters, report = text[: params.max_tokens], ()
+        if params.prompt_logprobs is not None:
+            report = (None, *(TokenLogprob(token, -0.5, offset=i, rank=1) for i, token in enumerate(prompt[1:], 1)))
+        if not letters:
+            yield Piece("", (), finish_reason="length", prompt_logprobs=report)
         for i, letter in enumerate(letters):
             token = LETTERS.index(letter) if letter in LETTERS else 2
             last = i == len(letters) - 1
@@ -149,7 +153,7 @@ class FakeEngine:
             if params.logprobs is not None:
                 top = tuple((3 + j, -1.5 * (j + 1)) for j in range(params.logprobs))
                 logprobs = (TokenLogprob(token, -0.25, top, offset=i),)
-            yield Piece(letter, (token,), logprobs, finish)
+            yield Piece(letter, (token,), logprobs, finish, prompt_logprobs=() if i else report)
 
     def add_lora(self, adapter, *, load_inplace=False, timeout=None, path=None, parent=None):
         self.calls["add"] += 1

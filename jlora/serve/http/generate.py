@@ -66,7 +66,8 @@ async def _answer(service: Service, request: Request, read: Read) -> Response:
         raise of_generation(error, api_request.model) from None
     run.end()
     if api_request.encoding is None:
-        return JSONResponse(writer.whole(run.choices, run.usage()), headers=writer.headers)
+        body = partial(writer.whole, run.choices, run.usage())
+        return await service.work(lambda: JSONResponse(body(), headers=writer.headers))
     if any(choice.embedding is None for choice in run.choices):
         raise ApiError(503, UNAVAILABLE, "a pause has aborted the request; send it again", retry_after=1)
     write = partial(embeddings_body, api_request.model, run.choices, run.usage(), api_request.encoding)
@@ -231,6 +232,7 @@ def _together(pieces: Sequence[Piece]) -> Piece:
         tuple(token for piece in pieces for token in piece.tokens),
         tuple(one for piece in pieces for one in piece.logprobs),
         pieces[-1].finish_reason,
+        prompt_logprobs=pieces[0].prompt_logprobs,
     )
 
 

@@ -208,6 +208,61 @@ def test_text_offsets_come_from_the_engine(service, engine):
         assert [offset for one in found for offset in one["text_offset"]] == [0, 0, 1]
 
 
+@pytest.mark.parametrize("given", ["ba", ids("ba")])
+def test_echo(service, given):
+    found = complete(service, prompt=given, echo=True, logprobs=1, max_tokens=1).json["choices"][0]
+    assert found["text"] == "bas"
+    assert found["logprobs"] == {
+        "tokens": ["b", "a", "s"],
+        "token_logprobs": [None, -0.5, -0.25],
+        "top_logprobs": [None, {"a": -0.5}, {"a": -1.5, "s": -0.25}],
+        "text_offset": [0, 1, 2],
+    }
+    assert complete(service, prompt=given, echo=True, n=2, max_tokens=1).json["choices"][1]["text"] == "bas"
+
+
+def test_echo_without_a_completion(service):
+    body = complete(service, prompt="ba", echo=True, logprobs=0, max_tokens=0).json
+    assert (body["choices"][0]["text"], body["usage"]["completion_tokens"]) == ("ba", 0)
+    assert body["choices"][0]["logprobs"]["token_logprobs"] == [None, -0.5]
+    for fields in ({"echo": True}, {"logprobs": 1}):  # no log probabilities of the prompt
+        assert complete(service, max_tokens=0, **fields).error["param"] == "max_tokens"
+
+
+def test_echo_in_streams(service):
+    events = complete(service, prompt=["ba", "c"], echo=True, logprobs=1, stream=True).events
+    for index, prompt in enumerate(["ba", "c"]):
+        choices = [event["choices"][0] for event in events if event["choices"][0]["index"] == index]
+        assert "".join(choice["text"] for choice in choices) == f"{prompt}sort|{prompt}"
+        reports = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+        assert [token for one in reports for token in one["tokens"]] == [*prompt, *f"sort|{prompt}"]
+        offsets = [offset for one in reports for offset in one["text_offset"]]
+        assert offsets == list(range(len(f"{prompt}sort|{prompt}")))
+
+
+def test_echo_with_token_ids_has_those_of_the_prompt_in_place_of_its_text(service):
+    found = complete(service, prompt="ba", echo=True, logprobs=0, max_tokens=1, return_token_ids=True).json["choices"][
+        0
+    ]
+    assert (found["text"], found["token_ids"], found["prompt_token_ids"]) == ("s", ids("s"), ids("ba"))
+    assert found["logprobs"]["tokens"] == ["b", "a", "s"]
+
+
+def test_prompt_logprobs(service, engine):
+    want = [None, {str(ids("a")[0]): {"logprob": -0.5, "rank": 1, "decoded_token": "a"}}]
+    body = complete(service, prompt="ba", prompt_logprobs=1).json
+    assert body["choices"][0]["prompt_logprobs"] == want
+    assert body["choices"][0]["logprobs"] is None
+    assert engine.generations[-1].params.prompt_logprobs == 1
+    found = chat(service, prompt_logprobs=0).json
+    assert len(found["prompt_logprobs"]) == len(engine.generations[-1].prompt)
+    for one in (complete(service), chat(service)):
+        assert "prompt_logprobs" not in {**one.json, **one.json["choices"][0]}
+    for ask in (complete, chat):
+        assert ask(service, prompt_logprobs=1, stream=True).error["param"] == "prompt_logprobs"
+    assert chat(service, echo=True).error["param"] == "echo"
+
+
 def test_infinite_and_nan_logprobs_are_finite_in_json(service, engine):
     infinite = TokenLogprob(3, float("-inf"), ((4, float("nan")),))
     engine.script = [Piece("a", (3,), (infinite,), "stop")]

@@ -136,6 +136,10 @@ class FakeEngine:
             generations.append(self.submit(prompt, SamplingParams(), lora=lora, timeout=timeout))
         return generations
 
+    def sent(self):
+        """Return the tokens of the last answer."""
+        return [token for piece in self.generations[-1].events for token in piece.tokens]
+
     def answer(self, text, params):
         letters = text[: params.max_tokens]
         for i, letter in enumerate(letters):

@@ -139,6 +139,10 @@ class FakeEngine:
             generations.append(self.submit(prompt, SamplingParams(), lora=lora, timeout=timeout))
         return generations
 
+    def sent(self):
+        """Return the tokens of the last answer."""
+        return [token for piece in self.generations[-1].events for token in piece.tokens]
+
     def answer(self, text, params, prompt=()):
         letters, report = text[: params.max_tokens], ()
         if params.prompt_logprobs is not None:

@@ -66,8 +66,8 @@ async def _answer(service: Service, request: Request, read: Read) -> Response:
         raise of_generation(error, api_request.model) from None
     run.end()
     if api_request.encoding is None:
-        body = partial(writer.whole, run.choices, run.usage())
-        return await service.work(lambda: JSONResponse(body(), headers=writer.headers))
+        whole = partial(writer.whole, run.choices, run.usage())
+        return await service.work(lambda: JSONResponse(whole(), headers=writer.headers))
     if any(choice.embedding is None for choice in run.choices):
         raise ApiError(503, UNAVAILABLE, "a pause has aborted the request; send it again", retry_after=1)
     write = partial(embeddings_body, api_request.model, run.choices, run.usage(), api_request.encoding)

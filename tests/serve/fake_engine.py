@@ -48,6 +48,8 @@ class FakeGeneration:
     callback: object = None
     cancelled: bool = False
     prompt_tokens: int = 0
+    handle: object = None
+    cached_tokens: int = 0
 
     def listen(self, callback):
         self.callback = callback
@@ -72,9 +74,10 @@ class FakeEngine:
       refuse: exception that `submit` raises; None for none.
       hold: True to give no answers. The test puts events into `generations`.
       broken: end of a path ("memory" of an upload) -> exception that loading it raises.
-      failing: "remove", "pin" or "unpin" -> exception that it raises.
+      failing: "remove", "pin", "unpin" or "pause" -> exception that it raises.
       uploaded: adapters that were loaded from memory.
       gate: event that loads wait for.
+      cached: tokens of each prompt that were copied.
       encoded: pairs of (text, with special tokens) that were tokenized.
     """
 
@@ -90,8 +93,10 @@ class FakeEngine:
         self.gate = threading.Event()
         self.gate.set()
         self.pinned = set()
+        self.cached = 0
         self.ready = True
         self.embeds = False
+        self.paused = False
         self.asked = []
         self.closed = False
         self.calls = Counter()
@@ -114,7 +119,7 @@ class FakeEngine:
         if any(token >= len(LETTERS) for token in prompt):
             raise LoRAUsageError("a token is outside of the vocabulary")
         text = "".join(LETTERS[token] for token in prompt)
-        generation = FakeGeneration(prompt, params, lora, timeout, prompt_tokens=len(prompt))
+        generation = FakeGeneration(prompt, params, lora, timeout, prompt_tokens=len(prompt), cached_tokens=self.cached)
         self.generations.append(generation)
         if not self.hold:
             for event in self.script or self.answer(f"{lora or 'base'}|{text}", params, prompt):
@@ -133,6 +138,10 @@ class FakeEngine:
             self.script = [Piece("", (), finish_reason="stop", embedding=np.array([len(prompt), i, 0.1], np.float32))]
             generations.append(self.submit(prompt, SamplingParams(), lora=lora, timeout=timeout))
         return generations
+
+    def sent(self):
+        """Return the tokens of the last answer."""
+        return [token for piece in self.generations[-1].events for token in piece.tokens]
 
     def answer(self, text, params, prompt=()):
         letters, report = text[: params.max_tokens], ()
@@ -202,6 +211,18 @@ class FakeEngine:
     def stats(self):
         return self.told
 
+    def pause(self, mode):
+        self.calls[mode] += 1
+        if mode not in ("abort", "wait", "keep"):
+            raise LoRAUsageError(f"mode must be one of abort, wait, keep, got {mode!r}")
+        if "pause" in self.failing:
+            raise self.failing["pause"]
+        self.paused = True
+
+    def resume(self):
+        self.calls["resume"] += 1
+        self.paused = False
+
     def start(self, progress=None):
         if progress is not None:
             progress(1, 2)
@@ -226,7 +247,7 @@ def fake_manager(engine):
     stats = Stats(host_loads=5, host_evictions=1, slot_loads=4, slot_evictions=2, slot_hits=30, compilations=1,
                   registered=2, active=2, leased=1, unevictable=0, slot_bytes=1000, host_bytes=2000, open_leases=3,
                   load_seconds=((0.5,), (4, 1), 3.5), swap_seconds=((0.001,), (4, 0), 0.002))  # fmt: skip
-    config = SimpleNamespace(max_loras=4, max_cpu_loras=10, allow_nonfinite=False)
+    config = SimpleNamespace(max_loras=4, max_lora_rank=16, max_cpu_loras=10, allow_nonfinite=False)
     return SimpleNamespace(
         stats=lambda: replace(stats, unevictable=len(engine.uploaded)), config=config, list_adapters=engine.resident
     )

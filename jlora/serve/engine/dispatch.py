@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -23,10 +23,11 @@ import jlora
 from jlora.errors import LoadTimeoutError, LoRAError, NoFreeSlotError
 from jlora.serve.engine.loras import Loras
 from jlora.serve.engine.metrics import EngineMetrics
-from jlora.serve.engine.request import EngineClosedError, FinishReason, RequestTimeoutError, StepFailedError
+from jlora.serve.engine.prefixes import Prefixes
+from jlora.serve.engine.request import EngineClosedError, FinishReason, PauseMode, RequestTimeoutError, StepFailedError
 from jlora.serve.engine.scheduler import Queue
 from jlora.serve.engine.sequence import Sequence, Version
-from jlora.serve.engine.steps import Chosen, How, Steps
+from jlora.serve.engine.steps import Chosen, Chunk, How, Steps
 from jlora.serve.engine.writer import TokenEvent, TokenWriter
 
 _log = logging.getLogger("jlora")
@@ -45,6 +46,14 @@ class Drawn:
     prompt: Seq[Chosen] | None = None  # of the first token of a sequence, log probabilities of its prompt
 
 
+@dataclass(frozen=True, eq=False)
+class Pause:
+    """A pause of the engine. `done` is set once it is reached, or was ended before."""
+
+    mode: PauseMode
+    done: threading.Event = field(default_factory=threading.Event)
+
+
 class Dispatcher:
     """Runs sequences on its own thread. `submit`, `wake` and `stop` may be called from other threads.
 
@@ -55,6 +64,7 @@ class Dispatcher:
       writer: Receives tokens and ends of sequences.
       metrics: Counters of the engine.
       max_wait_ratio: See `EngineOptions`.
+      caching: `EngineOptions.enable_prefix_caching`.
     """
 
     def __init__(
@@ -65,6 +75,7 @@ class Dispatcher:
         writer: TokenWriter,
         metrics: EngineMetrics,
         max_wait_ratio: int,
+        caching: bool = False,
     ):
         self._manager = manager
         self._steps = steps
@@ -75,6 +86,7 @@ class Dispatcher:
         self._signal = threading.Event()
         self._stop = False
         self._queue = Queue(max_wait_ratio)
+        self._prefixes = Prefixes(steps.rows, caching, lambda start, length: steps.padded(start, length))
         self._filling: Sequence | None = None  # the sequence whose prompt is being prefilled
         self._filled = 0  # tokens of the last prefill step, with padding
         self._rows: list[Sequence | None] = [None] * steps.rows  # sequences that decode, by row
@@ -84,6 +96,7 @@ class Dispatcher:
         self._how = How()
         self._drawn: deque[Drawn] = deque()
         self._looked, self._told = 0.0, False
+        self.paused: Pause | None = None  # replaced by `pause` only
         self.failure: LoRAError | None = None
         self.thread = threading.Thread(target=self._work, name="jlora-serve-steps", daemon=True)
 
@@ -97,6 +110,15 @@ class Dispatcher:
     def wake(self) -> None:
         """Wake the thread, for example after a load or a cancellation."""
         self._signal.set()
+
+    def pause(self, pause: Pause | None) -> None:
+        """Replace the pause in effect, or end it with None. One call at a time."""
+        before, self.paused = self.paused, pause
+        if before is not None:
+            before.done.set()
+        self._signal.set()
+        if pause is not None and self.failure is not None:  # the thread may have ended already
+            pause.done.set()
 
     def stop(self) -> None:
         """Stop the thread. Running and waiting sequences end with EngineClosedError."""
@@ -126,20 +148,27 @@ class Dispatcher:
         looked = now - self._looked >= (_OFTEN if self._told else _POLL)
         while self._arrived:
             self._queue.add(self._arrived.popleft())
-        for one in (*self._queue, *self._begun()) if looked else self._begun():
+        pause = self.paused
+        pausing = None if pause is None or pause.done.is_set() else pause
+        for one in (*self._queue, *self._begun()) if looked or pausing is not None else self._begun():
             self._end_if_over(one, now)
+            if pausing is not None and pausing.mode == "abort":
+                self._end(one, "abort")
         if looked:
             self._looked, self._told = now, False
             self._look()
-        busy = self._step()
+        busy = (pause is None or pause.mode != "keep") and self._step()
         while len(self._drawn) > busy:
             self._read(self._drawn.popleft())
         if busy:
             return True
         if self._stale:  # release the batch of rows that ended, without waiting for the next step
             self._compose()
-        else:
-            self._signal.wait(_OFTEN if self._told else _POLL if len(self._queue) else _IDLE)
+            return True
+        if pausing is not None and (pausing.mode == "keep" or not self._begun()):
+            pausing.done.set()
+        waiting = len(self._queue) or self._begun()
+        self._signal.wait(_OFTEN if self._told else _POLL if waiting else _IDLE)
         return True
 
     def _step(self) -> bool:
@@ -184,50 +213,61 @@ class Dispatcher:
     def _fill_some(self) -> bool:
         """Prefill one chunk, or several short prompts while many rows are free.
 
-        The prompt tokens of one iteration fit one step, which bounds the delay of running sequences.
+        The prompt tokens of one iteration fit one step, which bounds the delay of running sequences. Copies of prompts
+        are not counted.
         """
         room, tokens = 1 + self._rows.count(None) // _ROWS_A_PROMPT, self._steps.chunk
         busy = False
         while room > 0 and tokens > 0 and self._fill():
-            room, busy = room - 1, True
+            room, busy = room - (self._filled > 0), True
             tokens -= self._filled
         return busy
 
     def _fill(self) -> bool:
-        """Prefill one chunk. Returns False if no prompt can be prefilled."""
+        """Copy a prompt, or prefill one chunk. Returns False if no prompt can be prefilled."""
         sequence = self._filling or self._begin()
         if sequence is None:
             return False
-        start = sequence.filled
-        self._filled = self._steps.chunk_of(start, len(sequence.prompt))[1]
-
-        def active(length: int) -> jlora.LoRABatch:
-            batch = sequence.batch
-            if not batch.can_activate:  # True also for plain adapters, to run the same compiled step
-                return batch
-            return batch.activate([max(0, sequence.active_from - start)], length=length)
-
+        self._filled, logits, source, prompt = 0, None, sequence.source, sequence.prompt
         try:
-            filled = self._steps.prefill(active(self._filled), sequence.row, sequence.prompt, start)
-            logits, hidden, sequence.filled = filled
-            if sequence.scored is not None:
-                sequence.scored += self._steps.score(active(self._steps.chunk), hidden, sequence.prompt, start)
-            if sequence.filled < len(sequence.prompt):
-                return True
+            if source is not None and not sequence.filled:
+                self._steps.copy(source.row, sequence.row, source.tokens)
+                sequence.filled = sequence.answer.cached_tokens = source.tokens
+                logits = source.logits
+            if logits is None:
+                chunk = self._steps.chunk_of(sequence.filled, len(prompt))
+                self._filled = chunk.padded
+                logits, hidden = self._steps.prefill(self._active(sequence, chunk), sequence.row, prompt, chunk)
+                if sequence.scored is not None:
+                    batch = self._active(sequence, chunk._replace(padded=self._steps.chunk))
+                    sequence.scored += self._steps.score(batch, hidden, prompt, chunk)
+                sequence.filled = chunk.start + chunk.tokens
+                sequence.answer.cached_tokens = min(sequence.answer.cached_tokens, chunk.start)
+                self._metrics.filled(chunk.tokens)
+                if sequence.filled < len(prompt):
+                    return True
+            self._metrics.filled(0, sequence.answer.cached_tokens)
             chosen = self._steps.begin(logits, sequence.row, sequence.params, sequence.seed)
         except Exception as error:  # a model's step may raise anything; other sequences go on
             self._failed(error, [sequence])
             return True
         self._filling = None
+        self._prefixes.hold(sequence, logits)
         sequence.drawn = 1
         self._rows[sequence.row] = sequence
         self._stale = True
         self._drawn.append(Drawn(chosen, ((0, sequence),), sequence.scored))
         return True
 
+    def _active(self, sequence: Sequence, chunk: Chunk) -> jlora.LoRABatch:
+        """Return the batch of a chunk of a prompt, with its first active token."""
+        if not sequence.batch.can_activate:  # True also for plain adapters, to run the same compiled step
+            return sequence.batch
+        return sequence.batch.activate([max(0, sequence.active_from - chunk.start)], length=chunk.padded)
+
     def _begin(self, fits: Callable[[Sequence], bool] = lambda one: True) -> Sequence | None:
         """Take the next request that can begin, if it `fits`, and give it a row and its adapter a slot."""
-        while len(self._queue) and None in self._rows:
+        while self.paused is None and len(self._queue) and None in self._rows:
             sequence = self._queue.next(self._loras.slots(self._running()), self._loras.loaded)
             if sequence is None or not fits(sequence):
                 return None
@@ -252,7 +292,12 @@ class Dispatcher:
                 continue
             if sequence.batch.needs_activation:
                 sequence.active_from = jlora.active_from(sequence.prompt, sequence.batch.invocation_tokens[0])
-            sequence.row = self._rows.index(None)
+            sequence.answer.handle = sequence.handle
+            alone = sequence.batch.lease.cache_keys(len(sequence.prompt), [sequence.active_from])
+            # A prompt whose log probabilities are requested is computed whole.
+            sequence.key = (sequence.version, *alone) if sequence.scored is None else object()
+            free = [row for row, one in enumerate(self._rows) if one is None]
+            sequence.row, sequence.source = self._prefixes.place(sequence, free)
             self._filling = sequence
             self._queue.take(sequence)
             self._loras.not_wanted(sequence)
@@ -323,8 +368,9 @@ class Dispatcher:
             if token < 0:
                 error = StepFailedError("the model's logits are not numbers (NaN); the answer is cut off here")
                 self._end(sequence, error)
+                self._prefixes.forget(sequence.row)
                 continue
-            sequence.received += 1
+            sequence.tokens.append(token)
             end: FinishReason | None = None
             if not sequence.limit:  # the prompt alone was requested
                 self._leave(sequence)
@@ -359,6 +405,7 @@ class Dispatcher:
             sequence.batch = None
         if sequence.row >= 0 and self._rows[sequence.row] is sequence:
             self._rows[sequence.row] = None
+            self._prefixes.ended(sequence)
             self._stale = True
         sequence.of_request.release()
 
@@ -378,6 +425,8 @@ class Dispatcher:
             self._end(sequence, StepFailedError(message))
         if lost:
             self._steps.reset()
+            for row in range(self._steps.rows):
+                self._prefixes.forget(row)
 
     def _end_all(self, error: LoRAError) -> None:
         for sequence in (*self._queue, *self._begun()):
@@ -386,6 +435,8 @@ class Dispatcher:
         self._compose()
         self._drawn.clear()
         self._steps.close()
+        if self.paused is not None:
+            self.paused.done.set()
 
     def _refuse(self, error: LoRAError) -> None:
         with contextlib.suppress(IndexError):

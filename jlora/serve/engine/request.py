@@ -12,6 +12,9 @@ from jlora.errors import LoRAError
 FinishReason = Literal["stop", "length", "abort"]
 """The end of a completion: a stop token or text, a limit of its length, or `Generation.cancel`."""
 
+PauseMode = Literal["abort", "wait", "keep"]
+"""A pause ends all requests as "abort", finishes those that have begun ("wait"), or freezes them ("keep")."""
+
 MAX_LOGPROBS = 20
 """The largest `logprobs` and `prompt_logprobs`. It is the limit of OpenAI's API, and a size of the compiled step."""
 
@@ -149,6 +152,8 @@ class EngineStats:
       waiting_by_lora: Waiting requests by adapter name, without names that are still being resolved.
       cache_usage: Share of the cache's positions in use, 0 to 1.
       prompt_tokens: Total tokens of prompts.
+      prefilled_tokens: Total tokens of prompts that were computed.
+      cached_tokens: Total tokens of prompts that were copied from another sequence's row instead.
       generated_tokens: Total tokens generated.
       finished: Requests by finish reason, including "error".
       failed_steps: Steps that raised.
@@ -169,6 +174,8 @@ class EngineStats:
     waiting_by_lora: Mapping[str, int] = field(default_factory=dict)
     cache_usage: float = 0.0
     prompt_tokens: int = 0
+    prefilled_tokens: int = 0
+    cached_tokens: int = 0
     generated_tokens: int = 0
     finished: Mapping[str, int] = field(default_factory=dict)
     failed_steps: int = 0

@@ -2,9 +2,10 @@
 
 import secrets
 import time
+from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from jlora import AdapterHandle, LoRARequest
 from jlora.errors import LoRAUsageError
@@ -15,6 +16,20 @@ from jlora.serve.engine.request import MAX_LOGPROBS, SamplingParams
 
 Version = tuple[str, int]
 """A version of an adapter: name and version number."""
+
+
+class Source(NamedTuple):
+    """A row of the cache that holds the beginning of a prompt.
+
+    Attributes:
+      row: The row.
+      tokens: Number of tokens of the prompt that it holds.
+      logits: Logits [1, V] after the prompt if it holds all of it, else None.
+    """
+
+    row: int
+    tokens: int
+    logits: Any
 
 
 @dataclass
@@ -57,10 +72,12 @@ class Sequence:
       passed: Number of later requests that began before it.
       of_request: The version of its adapter, chosen when the first sequence of its request begins.
       active_from: Index of the first prompt token on which its adapter is active; past the prompt for none.
+      key: Once it has begun, equal for sequences whose equal tokens have equal results.
       row: Row of the cache, once it has begun; -1 before.
+      source: The row that the beginning of its prompt is copied from, if any.
       filled: Number of prompt tokens in the cache.
       drawn: Number of tokens that steps were dispatched for.
-      received: Number of tokens read back.
+      tokens: Tokens read back.
       written: Number of tokens passed on to its consumer.
       first, newest: `time.monotonic()` of the first and the last of them.
       scored: Log probabilities of its prompt so far, blocks of `Chosen`; None if not requested.
@@ -84,10 +101,12 @@ class Sequence:
     of_request: RequestVersion = field(default_factory=RequestVersion)
     batch: Any = None
     active_from: int = 0
+    key: Hashable = None
     row: int = -1
+    source: Source | None = None
     filled: int = 0
     drawn: int = 0
-    received: int = 0
+    tokens: list[int] = field(default_factory=list[int])
     written: int = 0
     first: float = 0.0
     newest: float = 0.0
@@ -104,6 +123,11 @@ class Sequence:
     def version(self) -> Version | None:
         """The version of its adapter, once a sequence of its request has begun."""
         return None if self.handle is None else (self.handle.name, self.handle.version)
+
+    @property
+    def received(self) -> int:
+        """Number of tokens read back."""
+        return len(self.tokens)
 
     @property
     def live(self) -> int:

@@ -1,5 +1,6 @@
 """The compiled steps of an engine, and their donated state on the device.
 
+    copy     the first positions of a row of the cache to another row
     prefill  one chunk of one sequence's prompt into its row of the cache    -> logits [1, V], hidden states [1, L, E]
     score    log probabilities of a block of the prompt, if requested        -> [block], and of the likeliest
     begin    its first token, and the row's settings                         -> token [1]
@@ -106,6 +107,22 @@ class How(NamedTuple):
         return cls(bool(drawn), limited, any(one.logprobs is not None for one in many))
 
 
+class Chunk(NamedTuple):
+    """A step that prefills a part of a prompt.
+
+    Attributes:
+      start: Position of its first token.
+      tokens: Number of its tokens.
+      padded: Number of its tokens with padding.
+      extent: Number of positions of the row that it reads.
+    """
+
+    start: int
+    tokens: int
+    padded: int
+    extent: int
+
+
 class Steps:
     """Compiled steps of one model. All methods must be called from one thread at a time.
 
@@ -116,6 +133,7 @@ class Steps:
       max_model_len: Positions of a sequence.
       chunk: The most prompt tokens of one prefill step.
       logprobs_mode: As in `EngineOptions`.
+      caching: Chunks after the first may also be of a smaller size, since they often follow a copied prefix.
 
     Attributes:
       capacity: Positions of a row of the cache.
@@ -132,6 +150,7 @@ class Steps:
         max_model_len: int,
         chunk: int,
         logprobs_mode: LogprobsMode = "raw_logprobs",
+        caching: bool = False,
     ):
         if not isinstance(model, ServableModel) or not isinstance(model, nnx.Module):
             raise LoRAUsageError(
@@ -145,6 +164,11 @@ class Steps:
         self.scores, self._block = isinstance(model, ScoringModel), min(_SCORED, self.chunk)
         live = getattr(model, "reads_what_is_live", False)
         self.extents = [self.capacity] if live else doubled(_LEAST_EXTENT, self.capacity)
+        self._reads = doubled(self.chunk, self.capacity)  # positions that chunks after the first, and copies, read
+        self._sizes = [self.chunk]  # of first chunks
+        while self._sizes[0] // 4 >= _LEAST_CHUNK:
+            self._sizes.insert(0, self._sizes[0] // 4)
+        self._later_sizes = self._sizes[-2 if caching else -1 :]  # few, since each has several extents
         self._model, self._manager = model, manager
         self._axes = cache_axes(model)
         self._knows_extent = "extent" in inspect.signature(model.extend).parameters
@@ -154,6 +178,7 @@ class Steps:
         choice: dict[str, Any] = {"static_argnames": ("sampled", "ranked"), "donate_argnames": "rows"}
         self._fresh = jax.jit(self._fresh_program)
         self._settle = jax.jit(self._settle_program, donate_argnums=(0, 1))
+        self._copy = jax.jit(self._copy_program, static_argnames="extent", donate_argnums=(0, 1))
         self._decode = manager.jit(self._decode_program, static_argnames="extent", donate_argnames="cache")
         self._prefill = manager.jit(self._prefill_program, static_argnames="extent", donate_argnames=("cache", "rows"))
         self._score = manager.jit(self._score_program)
@@ -177,6 +202,12 @@ class Steps:
 
     def _settle_program(self, cache: Any, rows: RowState) -> tuple[Any, RowState]:
         return self._laid(cache), self._whole(rows)  # sharded like the output of every step
+
+    def _copy_program(self, cache: Any, rows: RowState, where: Any, *, extent: int) -> tuple[Any, RowState]:
+        source, row, count = where
+        own = self._mapped(partial(row_of, row=source, extent=extent), cache)
+        cache = self._mapped(partial(with_row, row=row), cache, own)
+        return self._laid(cache), self._whole(rows._replace(length=rows.length.at[row].set(count)))
 
     def _decode_program(self, model: Any, batch: Any, cache: Any, rows: RowState, *, extent: int) -> Any:
         here = jnp.minimum(rows.length, self.capacity - 1)[:, None]
@@ -276,62 +307,67 @@ class Steps:
 
     def compiled(self) -> int:
         """Return the number of compiled variants of the steps."""
-        of_prompts: tuple[Any, ...] = (self._prefill, self._score, self._begin)
+        of_prompts: tuple[Any, ...] = (self._copy, self._prefill, self._score, self._begin)
         steps: tuple[Any, ...] = (self._fresh, self._decode, self._pick, self._report)
         return sum(step._cache_size() for step in (*of_prompts, *steps))
 
     # --- steps --------------------------------------------------------------------------------------------------
 
-    def chunk_of(self, start: int, length: int) -> tuple[int, int, int]:
-        """Return (tokens, tokens with padding, extent) of the step that prefills a prompt of `length` from `start`.
+    def chunk_of(self, start: int, length: int) -> Chunk:
+        """Return the next step that prefills a prompt of `length`, whose first `start` tokens are in the cache.
 
-        Chunks after the first have one size, which bounds the number of compiled shapes.
+        After the copy of a prefix, `start` may be any position. A chunk whose padding would exceed the capacity then
+        begins earlier, and computes some tokens again.
         """
-        count = min(self.chunk, length - start)
-        if start:
-            return count, self.chunk, smallest(doubled(self.chunk, self.capacity), start + self.chunk)
-        padded = smallest(self._firsts(), count)
-        return count, padded, padded
+        padded = smallest(self._later_sizes if start else self._sizes, min(self.chunk, length - start))
+        start = min(start, self.capacity - padded)
+        extent = smallest(self._reads, start + padded) if start else padded
+        return Chunk(start, min(self.chunk, length - start), padded, extent)
 
-    def _firsts(self) -> list[int]:
-        sizes = [self.chunk]
-        while sizes[0] // 4 >= _LEAST_CHUNK:
-            sizes.insert(0, sizes[0] // 4)
-        return sizes
+    def padded(self, start: int, length: int) -> int:
+        """Return the number of tokens, with padding, of all steps that prefill a prompt of `length` from `start`."""
+        total = 0
+        while start < length:
+            chunk = self.chunk_of(start, length)
+            start, total = chunk.start + chunk.tokens, total + chunk.padded
+        return total
+
+    def copy(self, source: int, row: int, count: int) -> None:
+        """Copy the first `count` positions of a row to another one, or only set the row's length if both are one."""
+        where = np.array([source, row, count], np.int32)
+        self._state = self._copy(*self._held(), where, extent=smallest(self._reads, count))
 
     def prefill(
-        self, batch: jlora.LoRABatch, row: int, prompt: Sequence[int], start: int
-    ) -> tuple[jax.Array, jax.Array | None, int]:
+        self, batch: jlora.LoRABatch, row: int, prompt: Sequence[int], chunk: Chunk
+    ) -> tuple[jax.Array, jax.Array | None]:
         """Prefill one chunk of a prompt.
 
-        Returns:
-          The logits [1, V] after it, its hidden states for `score` if the model `scores`, and the number of prompt
-          tokens in the cache.
+        Returns the logits [1, V] after it, and its hidden states for `score` if the model `scores`.
         """
-        count, padded, extent = self.chunk_of(start, len(prompt))
+        start, count, padded, extent = chunk
         tokens = np.zeros((1, padded), np.int32)
         tokens[0, :count] = prompt[start : start + count]
         where = np.array([row, start, count], np.int32)
         logits, hidden, *state = self._run(self._prefill, batch, tokens, where, extent=extent)
         self._state = (state[0], state[1])
-        return logits, hidden, start + count
+        return logits, hidden
 
-    def score(self, batch: jlora.LoRABatch, hidden: Any, prompt: Sequence[int], start: int) -> list[Chosen]:
+    def score(self, batch: jlora.LoRABatch, hidden: Any, prompt: Sequence[int], chunk: Chunk) -> list[Chosen]:
         """Compute log probabilities of the prompt tokens after those of a chunk, from its hidden states.
 
         Args:
           batch: As for `prefill`; if its rows are activated, for `chunk` rows.
           hidden: From `prefill` of this chunk.
           prompt: Token ids.
-          start: First position of the chunk.
+          chunk: The chunk.
         """
         found: list[Chosen] = []
-        served, end = batch if batch.has_adapters else None, min(start + self.chunk, len(prompt) - 1)
-        for begin in range(start, end, self._block):
+        served, end = batch if batch.has_adapters else None, min(chunk.start + chunk.tokens, len(prompt) - 1)
+        for begin in range(chunk.start, end, self._block):
             own = prompt[begin + 1 : min(begin + self._block, end) + 1]
             tokens = np.zeros(self._block, np.int32)
             tokens[: len(own)] = own
-            report = self._score(self._model, served, hidden, np.int32(begin - start), tokens)
+            report = self._score(self._model, served, hidden, np.int32(begin - chunk.start), tokens)
             found.append(_copied(Chosen(tokens[: len(own)], report)))
         return found
 
@@ -387,18 +423,17 @@ class Steps:
 
     def warm(self, progress: Callable[[int, int], None]) -> None:
         """Allocate the state and compile every variant, by running each with a free slot and without adapters."""
-        chunks = {self.chunk_of(0, size)[1:]: (0, size) for size in self._firsts()}
-        for start in range(self.chunk, self.capacity, self.chunk):
-            chunks.setdefault(self.chunk_of(start, self.capacity)[1:], (start, start + 1))
+        chunks = [Chunk(0, size, size, size) for size in self._sizes]
+        chunks += [Chunk(end - n, n, n, end) for n in self._later_sizes for end in self._reads if end > n]
         variants = [How(), How(True), How(True, True), How(reported=True)]
         occupied = jnp.zeros(self.rows, bool)
         filled: list[Any] = []
 
-        def fill(batch: jlora.LoRABatch, start: int, length: int) -> None:
-            filled[:] = self.prefill(batch, 0, [0] * length, start)
+        def fill(batch: jlora.LoRABatch, chunk: Chunk) -> None:
+            filled[:] = self.prefill(batch, 0, [0] * chunk.extent, chunk)
 
         def score(batch: jlora.LoRABatch) -> None:
-            self.score(batch, filled[1], [0, 0], 0)
+            self.score(batch, filled[1], [0, 0], chunks[0])
 
         def begin(how: How) -> None:
             limit, logprobs = 0.5 if how.ranked else 1.0, 0 if how.reported else None
@@ -411,9 +446,10 @@ class Steps:
 
         calls = [
             *(
-                (f"prefill of {tokens} tokens over {extent} positions", warmed(1, tokens, fill, *of))
-                for (tokens, extent), of in chunks.items()
+                (f"prefill of {one.padded} tokens over {one.extent} positions", warmed(1, one.padded, fill, one))
+                for one in chunks
             ),
+            *((f"copy of {extent} positions", partial(self.copy, 0, 0, extent)) for extent in self._reads),
             *([("log probabilities of a prompt", warmed(1, self.chunk, score))] if self.scores else []),
             *((f"the first token, {how}", partial(begin, how)) for how in variants),
             *(

@@ -310,7 +310,7 @@ def _content(value: Json, where: str) -> str:
         raise bad_request(f"{where} must be a text, or a list of parts of type text, got {value!r:.80}", where)
     texts: list[str] = []
     for i, part in enumerate(cast("list[Json]", value)):
-        # Nothing is cached between requests, so `cache_control` has no effect.
+        # A prompt's beginning is found without marks, so `cache_control` has no effect.
         fields = part.keys() - {"cache_control"} if isinstance(part, dict) else ()
         if not isinstance(part, dict) or not isinstance(part.get("text"), str) or fields != {"type", "text"}:
             found = part.get("type") if isinstance(part, dict) else part

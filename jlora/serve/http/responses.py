@@ -107,10 +107,12 @@ class ResponseWriter:
     Args:
       api_request: The request. With `include_usage`, events carry `"usage": null` before a last one with token counts.
       texts: Texts of tokens.
+      fingerprint: The `system_fingerprint`, also in `headers`.
     """
 
-    def __init__(self, api_request: ApiRequest, texts: TokenTexts):
+    def __init__(self, api_request: ApiRequest, texts: TokenTexts, fingerprint: str):
         chat, model, include_usage = api_request.chat, api_request.model, api_request.include_usage
+        self.headers = {"x-system-fingerprint": fingerprint}
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}"
         self._chat, self._texts, self._logprobs = chat, texts, api_request.params.logprobs is not None
         self._token_ids, self._tokens_as_ids = api_request.token_ids, api_request.tokens_as_ids
@@ -122,12 +124,13 @@ class ResponseWriter:
         ]
         kind = "chat.completion" if chat else "text_completion"
         self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
+        self._head["system_fingerprint"] = fingerprint
         self._event_head = {**self._head, "object": "chat.completion.chunk" if chat else kind}
         # Encoded once, since events (thousands a second) differ only in their choice.
         self._before = b"data: " + _encode(self._event_head)[:-1].encode() + b',"choices":['
         self._usage = b',"usage":null' if include_usage else b""
 
-    def whole(self, choices: Sequence[Choice], usage: dict[str, int]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         """Return the body of a whole response."""
         prompt: dict[str, Any] = {"prompt_token_ids": choices[0].prompt} if self._token_ids and self._chat else {}
         prompt |= {"prompt_logprobs": self._of_prompt(choices[0])} if self._prompt_logprobs and self._chat else {}
@@ -159,7 +162,7 @@ class ResponseWriter:
             for one in choice.prompt_logprobs
         ]
 
-    def events(self, index: int, choice: Choice, piece: Piece, usage: dict[str, int] | None = None) -> bytes:
+    def events(self, index: int, choice: Choice, piece: Piece, usage: dict[str, Any] | None = None) -> bytes:
         """Return the events for a piece; empty while its text is pending. `usage` are the token counts of each."""
         deltas: list[dict[str, Any]] = []
         prompt = {"prompt_token_ids": choice.prompt} if self._token_ids and not choice.begun else {}
@@ -185,7 +188,7 @@ class ResponseWriter:
             [self._before + _encode(delta).encode() + end for delta, end in zip(deltas, after, strict=True)]
         )
 
-    def usage_event(self, usage: dict[str, int]) -> bytes:
+    def usage_event(self, usage: dict[str, Any]) -> bytes:
         """Return the last event, with token counts."""
         return to_event({**self._event_head, "choices": [], "usage": usage})
 
@@ -232,7 +235,7 @@ class ResponseWriter:
         }
 
 
-def embeddings_body(model: str, choices: Sequence[Choice], usage: dict[str, int], encoding: str) -> bytes:
+def embeddings_body(model: str, choices: Sequence[Choice], usage: dict[str, Any], encoding: str) -> bytes:
     """Return the body of a response with embeddings. They are encoded one by one, so that other threads run."""
     items: list[str] = []
     for i, choice in enumerate(choices):
@@ -244,10 +247,11 @@ def embeddings_body(model: str, choices: Sequence[Choice], usage: dict[str, int]
     return f'{head[:-1]},"data":[{",".join(items)}]}}'.encode()
 
 
-def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """Return the `usage` object."""
+def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """Return the `usage` object. `cached_tokens` of the prompt tokens were copied, not computed."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }

@@ -1,5 +1,7 @@
 """Responses of completions and chats, whole and streamed, over an engine with known answers."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from jlora.errors import (
@@ -38,6 +40,12 @@ def complete(service, **body):
     return post(service, "/v1/completions", {"model": "sort", "prompt": "ba=", **body})
 
 
+def usage(prompt, completion, cached=0):
+    """Return the token counts of a response in OpenAI's form."""
+    counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
+
+
 def chat(service, **body):
     return post(
         service, "/v1/chat/completions", {"model": "sort", "messages": [{"role": "user", "content": "hi"}], **body}
@@ -52,8 +60,9 @@ def test_completion(service, engine):
     assert body == {
         "object": "text_completion",
         "model": "sort",
+        "system_fingerprint": "model=base&adapter=sort",
         "choices": [{"index": 0, "text": "sort|ba=", "logprobs": None, "finish_reason": "stop"}],
-        "usage": {"prompt_tokens": 3, "completion_tokens": 8, "total_tokens": 11},
+        "usage": usage(3, 8),
     }
     (request,) = engine.generations
     assert (request.prompt, request.lora, request.timeout) == (ids("ba="), "sort", None)
@@ -71,8 +80,9 @@ def test_chat(service, engine):
     assert body == {
         "object": "chat.completion",
         "model": "sort",
+        "system_fingerprint": "model=base&adapter=sort",
         "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}],
-        "usage": {"prompt_tokens": 11, "completion_tokens": 4, "total_tokens": 15},
+        "usage": usage(11, 4),
     }
     (request,) = engine.generations
     # The template writes <s>, and the tokenizer adds no second one.
@@ -147,7 +157,7 @@ def test_token_ids_of_streams(service, engine):
 @pytest.mark.parametrize("token_ids", [True, False])
 def test_a_token_without_text_is_an_event_if_ids_are_requested(service, token_ids):
     body = {"model": "sort", "prompt": "a", "return_token_ids": token_ids}
-    writer = ResponseWriter(read_completion(body, Limits()), service.texts)
+    writer = ResponseWriter(read_completion(body, Limits()), service.texts, "")
     assert bool(writer.events(0, Choice([3]), Piece("", (4,)))) == token_ids
 
 
@@ -274,12 +284,13 @@ def test_stream_of_completions(service):
         assert "".join(choice["text"] for choice in of_one) == "sort|ba="
         assert [choice["finish_reason"] for choice in of_one] == [None] * (len(of_one) - 1) + ["stop"]
     assert last["choices"] == []
-    assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 16, "total_tokens": 19}
+    assert last["usage"] == usage(3, 16)
     assert all("usage" not in event for event in complete(service, stream=True).events)
 
 
-def test_each_event_has_the_counts_so_far(service):
-    """As in vLLM: those of its own completion, and only beside include_usage."""
+def test_each_event_has_the_counts_so_far(service, engine):
+    """As in vLLM: those of its own completion, and only beside include_usage. The last has each prompt once."""
+    engine.cached = 1
     options = {"include_usage": True, "continuous_usage_stats": True}
     *events, last = complete(service, stream=True, prompt=["ba=", "c"], n=2, stream_options=options).events
     tokens = dict.fromkeys(range(4), 0)
@@ -288,10 +299,9 @@ def test_each_event_has_the_counts_so_far(service):
         index = choice["index"]
         tokens[index] += len(choice["text"])  # a token is a letter
         prompt = 3 if index < 2 else 1
-        expected = {"prompt_tokens": prompt, "completion_tokens": tokens[index], "total_tokens": prompt + tokens[index]}
-        assert event["usage"] == expected
+        assert event["usage"] == usage(prompt, tokens[index], 1)
     assert tokens == {0: 8, 1: 8, 2: 6, 3: 6}
-    assert last["usage"] == {"prompt_tokens": 4, "completion_tokens": 28, "total_tokens": 32}
+    assert last["usage"] == usage(4, 28, 2)
     events = chat(service, stream=True, max_tokens=6, stream_options=options).events
     assert {event["usage"]["prompt_tokens"] for event in events} == {11}
     events = complete(service, stream=True, stream_options={"continuous_usage_stats": True}).events
@@ -299,7 +309,7 @@ def test_each_event_has_the_counts_so_far(service):
 
 
 def test_parts_with_cache_control(service, engine):
-    """Clients mark prefixes to keep. Here nothing is cached between requests."""
+    """Clients mark prefixes to keep. Here they are found without marks."""
     parts = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "b"}]
     assert chat(service, messages=[{"role": "user", "content": parts}]).status == 200
     assert engine.encoded == [("<s>user:a\nb|a:", False)]
@@ -384,3 +394,24 @@ def test_text_too_long_for_the_context_is_not_tokenized(service, engine):
         assert (answer.status, "128 tokens" in answer.error["message"]) == (400, True)
     assert engine.encoded == [("a", True)]
     assert engine.generations == []
+
+
+def test_fingerprint_names_model_adapter_version_and_digest(engine):
+    service = make_service(engine, names=("mödel/8b", "alias"), chat=ChatTemplate(TEMPLATE, {"bos_token": "<s>"}))
+    served = SimpleNamespace(name="sort", version=7, fingerprint="0123456789abcdef" * 4)
+    submit = engine.submit
+
+    def begun(*args, **options):
+        generation = submit(*args, **options)
+        generation.handle = served if options["lora"] else None
+        return generation
+
+    engine.submit = begun
+    of_sort = "model=m%C3%B6del/8b&adapter=sort&version=7&digest=0123456789abcdef"
+    for name, expected in (("sort", of_sort), ("alias", "model=m%C3%B6del/8b")):
+        for ask_for in (complete, chat):
+            whole, stream = ask_for(service, model=name), ask_for(service, model=name, stream=True)
+            assert [one.headers["x-system-fingerprint"] for one in (whole, stream)] == [expected] * 2
+            assert {one["system_fingerprint"] for one in (whole.json, *stream.events)} == {expected}
+    served.fingerprint = None
+    assert complete(service).json["system_fingerprint"] == "model=m%C3%B6del/8b&adapter=sort&version=7&digest="

@@ -339,7 +339,7 @@ class Dispatcher:
             end: FinishReason | None = None
             if token in sequence.stops:
                 end = "stop"
-            elif sequence.received >= sequence.limit:
+            elif len(sequence.tokens) >= sequence.limit:
                 end = "length"
             events.append(TokenEvent(sequence, token, chosen.logprob(i, token, sequence.params.logprobs), end))
             if end is not None:

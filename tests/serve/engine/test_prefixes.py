@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from flax import nnx
 
 import jlora
 from jlora.cli.demo import DEMO
@@ -12,6 +13,7 @@ from jlora.serve import Engine, EngineOptions, SamplingParams
 from tests.serve.client import until
 from tests.serve.conftest import ADAPTERS, compilations, request_of
 from tests.serve.engine.test_forks import DRAWN, LETTERS, PROMPT, counted, sixteen
+from tests.serve.engine.test_own_model import Recurrent, adapter, numpy_greedy
 
 ROWS, CHUNK = 3, 8
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=5)
@@ -63,6 +65,7 @@ def ask(engine, prompt, lora="sort", params=GREEDY):
     return generation.result(60), generation.cached_tokens
 
 
+@pytest.mark.slow
 def test_a_prompt_continues_from_a_row(world, engine):
     start = ids(world, BASE)
     asked = [
@@ -83,6 +86,7 @@ def test_a_prompt_continues_from_a_row(world, engine):
         same(found, world.engine.submit(prompt, GREEDY, lora=name).result(60))
 
 
+@pytest.mark.slow
 def test_forks_have_the_bits_of_the_first(world, engine):
     """Also when prefixes are reused: whole prompts are copied with the logits after them."""
     prompt = ids(world, PROMPT)
@@ -102,6 +106,7 @@ def conversation(world, engine, lora, turns=8):
     return answers
 
 
+@pytest.mark.slow
 def test_eight_turns_compute_each_token_once(world, engine):
     whole, without = counted(world.engine, lambda: conversation(world, world.engine, "reverse"))
     found, counts = counted(engine, lambda: conversation(world, engine, "reverse"))
@@ -112,6 +117,7 @@ def test_eight_turns_compute_each_token_once(world, engine):
     assert counts == (4 + 7 * 4, 200 - 4 - 7 * 4)  # the last token of each answer, and three new ones
 
 
+@pytest.mark.slow
 def test_steps_of_others_do_not_reach_a_prefix(world, engine):
     """Free rows are written at each step. A prompt that continues from one later has the bits of one that did at once.
 
@@ -135,6 +141,7 @@ def test_steps_of_others_do_not_reach_a_prefix(world, engine):
     engine.remove_lora("new")
 
 
+@pytest.mark.slow
 def test_a_running_row_is_a_source(world, engine):
     start = ids(world, BASE)
     running = engine.submit(start, dataclasses.replace(GREEDY, max_tokens=39), lora="sort")
@@ -148,6 +155,7 @@ def test_a_running_row_is_a_source(world, engine):
     assert tokens == list(world.engine.submit(start, alone, lora="sort").result(60).tokens[1:])
 
 
+@pytest.mark.slow
 def test_rows_that_are_continued_outlast_others(world, engine):
     """Conversations as many as rows continue in their own; a copy takes the row that was used least recently."""
     starts = [ids(world, letter * 24 + "=")[1:] for letter in LETTERS[:ROWS]]
@@ -162,6 +170,7 @@ def test_rows_that_are_continued_outlast_others(world, engine):
     assert [ask(engine, [*starts[i], 3])[1] > 20 for i in (2, 1, 0)] == [True, True, False]
 
 
+@pytest.mark.slow
 def test_a_new_version_shares_nothing(world, engine):
     start = ids(world, BASE)
     assert ask(engine, start)[1] == 0
@@ -172,6 +181,25 @@ def test_a_new_version_shares_nothing(world, engine):
     assert copied == 0
     same(found, world.engine.submit([*start, 5], GREEDY, lora="reverse").result(60))
     assert ask(engine, [*start, 5, 6])[1] > len(start)
+
+
+def test_conversations_continue_in_their_rows():
+    """Two conversations in turn, of a model with another cache, compared with whole passes in float64."""
+    model, lora = Recurrent(nnx.Rngs(0)), adapter("a", 0)
+    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=2))
+    manager.add_adapter(lora)
+    options = EngineOptions(max_num_seqs=2, max_num_batched_tokens=4, max_model_len=32, enable_prefix_caching=True)
+    engine, contexts = Engine(model, manager, options=options), {"a": [3, 1, 4, 1, 5], None: [3, 1, 4, 1, 6]}
+    engine.start()
+    for turn in range(5):
+        for name, context in contexts.items():
+            generation = engine.submit(context, GREEDY, lora=name)
+            answer = list(generation.result(60).tokens)
+            want = numpy_greedy(model, None if name is None else lora, context, 4)
+            assert answer[: len(want)] == want
+            assert generation.cached_tokens == (len(context) - 2 if turn else 0)
+            context += [*answer, 7]
+    assert engine.close(60)
 
 
 def test_option_is_checked():

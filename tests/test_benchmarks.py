@@ -24,6 +24,7 @@ SLOW = {
     "serve_decode": "--tiny",
     "serve_http": "--shape tiny --layers 2 --batches 2 --context 40 --chunk 32 --window 20 --steps 3 --repeats 1 "
     "--in-use 2 --slots 2 --max-cpu-loras 3 --adapters 6 --requests 2",
+    "serve_prefixes": "--tiny",
     "soak": "--steps 20 --out FOLDER/soak.json",
 }
 # These need an accelerator or minutes, and are only imported.

@@ -378,7 +378,7 @@ class Dispatcher:
                 continue
             if token in sequence.stops:
                 end = "stop"
-            elif sequence.received >= sequence.limit:
+            elif len(sequence.tokens) >= sequence.limit:
                 end = "length"
             logprob = chosen.logprob(i, token, sequence.params.logprobs)
             events.append(TokenEvent(sequence, token, logprob, end, prompt=prompt))

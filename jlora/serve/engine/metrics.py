@@ -85,7 +85,7 @@ class EngineMetrics:
             # A name still with the resolver is arbitrary client input, and names become metric labels.
             and (one.request is not None or self._registered(one.lora))
         ]
-        used = sum(min(one.filled + one.received, longest) for one in running)
+        used = sum(min(one.filled + len(one.tokens), longest) for one in running)
         with self.lock:
             self.sort_out()
             return EngineStats(

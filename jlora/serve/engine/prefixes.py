@@ -57,8 +57,8 @@ class Prefixes:
     def place(self, one: Sequence, free: Collection[int]) -> tuple[int, Source | None]:
         """Choose one of the free rows, whose content is lost, and the source of the beginning of the prompt.
 
-        The order of free rows is: the source, if all that it holds is copied; those that hold nothing; the least
-        recently used; the source otherwise.
+        The order of free rows is: the source, if the new prompt continues its whole prompt; those that hold nothing;
+        the least recently used; the source otherwise.
         """
         prompt, source = np.array(one.prompt, np.int32), None
         shared = [0 if held is None else self._shared(held, one, prompt) for held in self._held]
@@ -74,7 +74,7 @@ class Prefixes:
             if own is None:
                 return 1, 0.0
             if source is not None and row == source.row:
-                return (0 if len(own.tokens) <= count else 3), 0.0
+                return (0 if own.prompt <= count else 3), 0.0
             return 2, own.used
 
         row = min(free, key=order)

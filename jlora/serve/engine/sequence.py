@@ -125,11 +125,6 @@ class Sequence:
         return None if self.handle is None else (self.handle.name, self.handle.version)
 
     @property
-    def received(self) -> int:
-        """Number of tokens read back."""
-        return len(self.tokens)
-
-    @property
     def live(self) -> int:
         """Number of cache positions that its next step reads."""
         return len(self.prompt) + self.drawn

@@ -2,7 +2,14 @@
 
 import dataclasses
 
-from jlora.serve import SamplingParams
+import jax
+import pytest
+from flax import nnx
+
+import jlora
+from jlora.models import Decoder
+from jlora.serve import Engine, EngineOptions, SamplingParams
+from tests.models.test_mesh import TINY, make_mesh
 from tests.serve.client import until
 from tests.serve.conftest import ROWS, request_of
 
@@ -128,3 +135,23 @@ def test_versions_do_not_share_a_prompt(world):
     assert [len(set(answers)) for answers in found] == [1, 1]
     assert found[0][0] != found[1][0] == engine.submit(prompt, GREEDY, lora="reverse").result(60)
     assert [one.cached_tokens for one in new] == [0, len(prompt), len(prompt)]
+
+
+@pytest.mark.slow
+def test_rows_of_a_mesh_are_copied(rng):
+    """Sequences are split over an axis, and heads over another. Rows are copied between the devices that hold them."""
+    model = Decoder(TINY, mesh=make_mesh({"data": 2, "tensor": 2}), rngs=nnx.Rngs(0))
+    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=2, max_lora_rank=4))
+    options = EngineOptions(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=32, enable_prefix_caching=True)
+    engine, prompt = Engine(model, manager, options=options), rng.integers(2, 60, 19).tolist()
+    engine.start()
+    events = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: events.append(event))
+    (alone, *_), counts = counted(engine, lambda: [engine.submit(prompt, GREEDY).result(60)])
+    assert counts == (19, 0)
+    assert {one.result(60) for one in engine.submit_all([prompt] * 7, [GREEDY] * 7)} == {alone}
+    longer = engine.submit([*prompt, 5, 6], GREEDY)
+    assert longer.result(60).logprobs
+    assert longer.cached_tokens == 19
+    assert "/jax/core/compile/backend_compile_duration" not in events
+    assert engine.close(60)

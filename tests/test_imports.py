@@ -1,6 +1,7 @@
 """Imports run one way through jlora. The checker reads syntax trees; a second test proves that it can fail."""
 
 import ast
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -160,6 +161,24 @@ def test_the_reference_is_independent_of_jlora():
     names = [name for name, _, _ in mentions((ROOT / "tests/oracle.py").read_text(), "tests.oracle", False)]
     assert names
     assert not [name for name in names if is_within(name, "jlora")]
+
+
+def needs_parity(source: str) -> bool:
+    """Return whether a test module imports PyTorch, transformers or PEFT at its top without the mark `parity`.
+
+    `make test` collects such a module where these packages are not installed, and fails.
+    """
+    heads = [node for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = [node.module or "" if isinstance(node, ast.ImportFrom) else node.names[0].name for node in heads]
+    imports = any(is_within(name, package) for name in names for package in ("torch", "transformers", "peft"))
+    return imports and not re.search(r"^pytestmark = .*\bmark\.parity\b", source, re.MULTILINE)
+
+
+def test_only_parity_tests_import_torch():
+    modules = list((ROOT / "tests").rglob("test_*.py"))
+    assert not [str(path) for path in modules if needs_parity(path.read_text("utf-8"))]
+    assert needs_parity("import pytest\nfrom peft import LoraConfig")
+    assert not needs_parity("import torch\n\npytestmark = pytest.mark.parity")
 
 
 # File of jlora/ -> source that breaks a rule, and the message

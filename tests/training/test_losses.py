@@ -8,6 +8,8 @@ import torch
 
 from jlora.training import losses
 
+pytestmark = pytest.mark.parity
+
 RNG = np.random.default_rng(0)
 LOGITS = RNG.normal(size=(5, 6, 7)).astype(np.float32)
 TARGETS = RNG.integers(0, 7, (5, 6))

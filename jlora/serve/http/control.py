@@ -15,10 +15,8 @@ from jlora.serve.http.service import Service
 
 async def pause(service: Service, request: Request) -> Response:
     """Handle `POST /pause?mode=abort|wait|keep`. Returns once the engine is paused."""
-    if (await receive_body(request, service.limits.body_bytes, service.limits.body_seconds)).strip() not in (
-        b"",
-        b"{}",
-    ):
+    body = await receive_body(request, service.limits.body_bytes, service.limits.body_seconds)
+    if bytes(body).strip() not in (b"", b"{}"):
         raise bad_request("the body must be empty, since the mode is in the query: /pause?mode=keep")
     fields = RequestFields(dict(request.query_params))
     mode = fields.take("mode") or "abort"

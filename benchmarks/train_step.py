@@ -10,16 +10,15 @@ rounds in which all forms take turns:
     evaluate    forward pass with adapters, in a trainer of each capacity
     step        gradients and AdamW, in a trainer of each capacity
 
-Memory is that of the program of the gradients, in bytes besides its arguments and results (`memory_analysis`): plain,
-with `nnx.remat` of each layer, in microbatches of a quarter of the sequences, and both. The rows of gradients are those
-of `benchmarks.gradients` with separate projections, and with merged ones.
+Memory is that of the program of the gradients, in bytes besides its arguments and results (`memory_analysis`), of 8
+layers of width 512 and sequences of 256 tokens: 8 or 2 of them, without `nnx.remat` of each layer and with it. The rows
+of gradients are those of `benchmarks.gradients`, with separate projections and with merged ones.
 """
 
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ import jlora
 from benchmarks import gradients
 from benchmarks.decode_step import MODELS
 from benchmarks.timing import machine, write_rows
-from jlora.models import Decoder, decoder
+from jlora.models import Decoder
 from jlora.training import losses
 
 
@@ -42,7 +41,7 @@ def loss(model: Decoder, batch: jlora.LoRABatch, tokens: jax.Array) -> tuple[jax
     return -losses.token_logprobs(logits, tokens[:, 1:]).sum(axis=1), jnp.full(len(tokens), tokens.shape[1] - 1)
 
 
-def trainer_of(manager: jlora.LoRAManager, args: argparse.Namespace, capacity: int) -> jlora.Trainer:
+def trainer_of(manager: jlora.LoRAManager, args: argparse.Namespace, capacity: int, loss: Any = loss) -> jlora.Trainer:
     trainer = manager.trainer(loss, capacity=capacity, max_rank=args.rank)
     for i in range(args.members):
         trainer.add(f"adapter-{i}", rank=args.rank, alpha=args.rank, seed=i)
@@ -53,8 +52,13 @@ def batch_of(trainer: jlora.Trainer, sequences: int) -> jlora.LoRABatch:
     return trainer.prepare([trainer.names[i % len(trainer.names)] for i in range(sequences)])
 
 
-def steps(manager: jlora.LoRAManager, tokens: np.ndarray, args: argparse.Namespace) -> list[dict]:
+def steps(args: argparse.Namespace) -> list[dict]:
     """Return the milliseconds of the base, and of each capacity."""
+    dtype = jnp.float32 if args.model == "small" else jnp.bfloat16
+    model = Decoder(MODELS[args.model][0](args.layers), dtype=dtype, rngs=nnx.Rngs(0))
+    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=args.rank))
+    sequences, vocabulary = args.tokens // args.length, 1000
+    tokens = np.random.default_rng(0).integers(0, vocabulary, (sequences, args.length + 1)).astype(np.int32)
 
     @manager.jit
     def base(model: Decoder, tokens: jax.Array) -> jax.Array:
@@ -81,27 +85,47 @@ def steps(manager: jlora.LoRAManager, tokens: np.ndarray, args: argparse.Namespa
     return [*rows, {"form": f"{last} / {first}", "ratio": ratio, "nbytes": sizes}]
 
 
-@contextmanager
-def remat(on: bool) -> Iterator[None]:
-    """Compute the activations of each layer again in the backward pass, in models that are traced here."""
-    plain = decoder.Layer.__call__
-    try:
-        decoder.Layer.__call__ = nnx.remat(plain) if on else plain
-        yield
-    finally:
-        decoder.Layer.__call__ = plain
+class Layer(nnx.Module):
+    """A block of a transformer without attention, of which XLA would else keep the scores."""
+
+    def __init__(self, width: int, rngs: nnx.Rngs):
+        self.gate, self.up = (nnx.Linear(width, 3 * width, use_bias=False, rngs=rngs) for _ in range(2))
+        self.down = nnx.Linear(3 * width, width, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(jax.nn.silu(self.gate(x)) * self.up(x))
 
 
-def memory(manager: jlora.LoRAManager, tokens: np.ndarray, args: argparse.Namespace) -> list[dict]:
+class Stack(nnx.Module):
+    """Layers under `nnx.scan`. XLA on a CPU undoes `nnx.remat` of layers that are called one by one."""
+
+    def __init__(self, remat: bool, layers: int = 8, width: int = 512):
+        split = nnx.split_rngs(splits=layers)
+        self.layers = split(nnx.vmap(lambda rngs: Layer(width, rngs), in_axes=0, out_axes=0))(nnx.Rngs(0))
+        self.remat = remat
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        layer = nnx.remat(Layer.__call__) if self.remat else Layer.__call__
+        run = nnx.scan(layer, in_axes=(nnx.StateAxes({jlora.SlotParam: 0, ...: 0}), nnx.Carry), out_axes=nnx.Carry)
+        return run(self.layers, x)
+
+
+def memory(args: argparse.Namespace) -> list[dict]:
     """Return the bytes that the program of the gradients takes, besides its arguments and results."""
+
+    def squares(model: Stack, batch: jlora.LoRABatch, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        with jlora.use(batch):
+            return jnp.square(model(x)).mean((1, 2)), jnp.ones(len(x))
+
     rows: list[dict] = []
-    for again in (False, True):
-        with remat(again):
-            trainer = trainer_of(manager, args, args.members)
-            for part in (tokens, tokens[: len(tokens) // 4]):
-                *_, given = trainer._of_batch("gradients", batch_of(trainer, len(part)))
-                found = trainer._gradients.lower(*given, part).compile().memory_analysis()
-                rows.append({"remat": again, "sequences": len(part), "temp_bytes": found.temp_size_in_bytes})
+    for remat in (False, True):
+        manager = jlora.LoRAManager(Stack(remat), jlora.LoRAConfig(max_loras=1, max_lora_rank=args.rank))
+        trainer = trainer_of(manager, args, args.members, squares)
+        for sequences in (8, 2):
+            x = np.zeros((sequences, 256, 512), np.float32)
+            *_, given = trainer._of_batch("gradients", batch_of(trainer, sequences))
+            found = trainer._gradients.lower(*given, x).compile().memory_analysis()
+            rows.append({"remat": remat, "sequences": sequences, "temp_bytes": found.temp_size_in_bytes})
     return rows
 
 
@@ -118,16 +142,12 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=("steps", "memory", "gradients"))
     parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
     args = parser.parse_args()
-    dtype = jnp.float32 if args.model == "small" else jnp.bfloat16
-    model = Decoder(MODELS[args.model][0](args.layers), dtype=dtype, rngs=nnx.Rngs(0))
-    manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=args.rank))
-    sequences, vocabulary = args.tokens // args.length, 1000
-    tokens = np.random.default_rng(0).integers(0, vocabulary, (sequences, args.length + 1)).astype(np.int32)
     rows: list[dict] = []
     for name, measure in (("memory", memory), ("steps", steps)):
         if args.parts is None or name in args.parts:
-            rows += [{"part": name, **row} for row in measure(manager, tokens, args)]
-            print(*rows[-6:], sep="\n", flush=True)
+            found = [{"part": name, **row} for row in measure(args)]
+            print(*found, sep="\n", flush=True)
+            rows += found
     if args.parts is None or "gradients" in args.parts:
         small = ["--small", "--layers", "1", "--rounds", "1", "--calls", "1", "--dtype", "float32"]
         options = [f"--tokens={args.tokens}", f"--rank={args.rank}", *(small if args.model == "small" else [])]

@@ -119,6 +119,9 @@ class Trainer:
                 found = strange or target_modules
                 raise LoRAUsageError(f"trainer: target_modules {found!r} match no layer that serves adapters")
             served = [site for site in served if any(is_named(each, site.parts) for each in target_modules)]
+        most = max((each.spec.max_rank for site in served for each in site.with_shared), default=0)
+        if max_rank is not None and max_rank > most:
+            raise LoRAUsageError(f"trainer: max_rank={max_rank} is more than {most}, the largest rank of its layers")
         specs = {each: self._sites_of(1)[1][each].spec for site in served for each in site.with_shared}
         self._ranks = {key_of(site, "ranks"): site for site in specs}
         self._factors = {

@@ -1004,6 +1004,7 @@ def test_arguments_of_wrong_types_are_refused():
     for function, options, cause in (
         (loss, {"capacity": 0}, "capacity must be a positive integer, got 0"),
         (loss, {"max_rank": 1.5}, r"max_rank must be a positive integer, got 1\.5"),
+        (loss, {"max_rank": 9}, "max_rank=9 is more than 4, the largest rank of its layers"),
         (loss, {"target_modules": "q_proj"}, "a list of names, got 'q_proj'"),
         (loss, {"optimizer": 0.1}, "the optimizer must have `init` and `update`"),
         (None, {}, "the loss must be a function"),

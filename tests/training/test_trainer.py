@@ -129,6 +129,7 @@ def trainer_of(manager, names=RANKS, loss=loss, **options) -> jlora.Trainer:
     return trainer
 
 
+@pytest.mark.slow
 def test_slots_of_int8_serve_what_is_trained_in_float32():
     """Twice, so that the second update takes the plan of the first."""
     serving, before = served([], dtype="int8"), fresh("query")
@@ -179,6 +180,7 @@ def test_each_adapter_learns_as_if_alone():
     check_alone(trainer, dict.fromkeys(RANKS, clipped()), {})
 
 
+@pytest.mark.slow
 def test_numbers_of_the_optimizer_are_those_of_each_adapter():
     rates, decays, norms = (
         {**dict.fromkeys(RANKS, one), "query": two} for one, two in ((0.01, 0.05), (0, 0.1), (0.5, 1))
@@ -193,6 +195,7 @@ def test_numbers_of_the_optimizer_are_those_of_each_adapter():
     check_alone(trainer_of(served()), optimizers, numbers)
 
 
+@pytest.mark.slow
 def test_several_gradients_before_a_step_equal_one_of_all_sequences():
     """Microbatches are unequal, and two adapters step at different times."""
     rows = [[0, 1], [2], [3, 4, 5]]
@@ -357,6 +360,7 @@ def test_a_gradient_that_is_not_finite_moves_no_adapter():
         jax.tree.map(np.testing.assert_array_equal, each, states[0])
 
 
+@pytest.mark.slow
 def test_factors_that_are_not_finite_reach_no_other_adapter():
     def step(spoil):
         manager = served(allow_nonfinite=True)
@@ -370,6 +374,7 @@ def test_factors_that_are_not_finite_reach_no_other_adapter():
     jax.tree.map(np.testing.assert_array_equal, step(True), step(False))
 
 
+@pytest.mark.slow
 def test_one_a_of_several_slices_is_trained():
     """Its gradient is the sum over the slices, against plain JAX."""
     rng = np.random.default_rng(0)
@@ -398,6 +403,7 @@ def test_one_a_of_several_slices_is_trained():
     assert float(following.losses["whole"]) == pytest.approx(float(served_loss.mean()) / 4, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_output_layers_embeddings_and_activated_adapters_are_trained():
     """Losses are those of serving, and fall by the rate times the squared norm of the gradient."""
     modules = {"head": "lm_head", "table": "model.embed_tokens", "late": "model.layers.0.self_attn.v_proj"}
@@ -688,6 +694,7 @@ jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: PRO
 jax.monitoring.register_event_listener(lambda event, *_, **__: PROGRAMS.append(event))
 
 
+@pytest.mark.slow
 def test_a_restored_state_compiles_nothing():
     """Restored arrays are committed to their device, which the first ones of a trainer are not."""
 

@@ -245,11 +245,7 @@ class Decoder(nnx.Module):
         *,
         extent: int | None = None,
     ) -> tuple[Float[Array, "B V"], Cache]:
-        """Append tokens as `hidden_states` does.
-
-        Returns:
-          The float32 logits [B, V] after each sequence's last token, and the new cache.
-        """
+        """Append tokens as `hidden_states`. Return float32 logits [B, V] after each last token, and the new cache."""
         hidden, extended = self.hidden_states(tokens, positions, cache, last, extent=extent)
         return self.logits(_of_last(hidden, last)), extended
 

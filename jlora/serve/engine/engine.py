@@ -75,7 +75,7 @@ class Engine:
     ):
         check_options(options)
         self.options = options
-        self._manager, self._model_name = manager, type(model).__name__
+        self._manager = manager
         self._tokenizer = tokenizer
         longest = context_of(model)
         self._longest = options.max_model_len or longest
@@ -264,10 +264,8 @@ class Engine:
             tokens = self._tokens(prompt, 0 if own.max_tokens == 0 else 1)
             asked.append((tokens, own, check_params(own, tokens, self._vocab, self._longest)))
             if own.prompt_logprobs is not None and not self._steps.scores:
-                raise LoRAUsageError(
-                    f"prompt_logprobs needs a model with hidden_states and logits (jlora.serve.ScoringModel), and "
-                    f"{self._model_name} has only extend; leave prompt_logprobs out, or add the two methods"
-                )
+                has = f"{type(self._manager.model).__name__} has only extend; add both, or leave prompt_logprobs out"
+                raise LoRAUsageError(f"prompt_logprobs needs hidden_states and logits (see ScoringModel), and {has}")
             if own.stop and self._tokenizer is None:
                 raise LoRAUsageError("stop strings need an engine with a tokenizer; use stop_token_ids")
         return self._queue(asked, lora, timeout)

@@ -99,8 +99,7 @@ class Piece:
       logprobs: One for each token, if requested.
       finish_reason: Set on the last piece only; "stop", "length", or "abort" after `cancel`.
       embedding: float32 [E] on the last piece of `Engine.embed`.
-      prompt_logprobs: One for each token of the prompt, None for the first, on the first piece with a token (or the
-        only one) if requested; else empty.
+      prompt_logprobs: One for each token of the prompt, None for the first; on the first piece only, if requested.
     """
 
     text: str

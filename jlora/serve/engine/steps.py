@@ -353,22 +353,17 @@ class Steps:
         return logits, hidden
 
     def score(self, batch: jlora.LoRABatch, hidden: Any, prompt: Sequence[int], chunk: Chunk) -> list[Chosen]:
-        """Compute log probabilities of the prompt tokens after those of a chunk, from its hidden states.
+        """Compute log probabilities of the prompt tokens after those of a chunk, from its hidden states of `prefill`.
 
-        Args:
-          batch: As for `prefill`; if its rows are activated, for `chunk` rows.
-          hidden: From `prefill` of this chunk.
-          prompt: Token ids.
-          chunk: The chunk.
+        If the rows of the batch are activated, it must have been activated for `self.chunk` rows.
         """
         found: list[Chosen] = []
         served, end = batch if batch.has_adapters else None, min(chunk.start + chunk.tokens, len(prompt) - 1)
         for begin in range(chunk.start, end, self._block):
-            own = prompt[begin + 1 : min(begin + self._block, end) + 1]
-            tokens = np.zeros(self._block, np.int32)
-            tokens[: len(own)] = own
+            own = np.array(prompt[begin + 1 : min(begin + self._block, end) + 1], np.int32)
+            tokens = np.pad(own, (0, self._block - len(own)))
             report = self._score(self._model, served, hidden, np.int32(begin - chunk.start), tokens)
-            found.append(_copied(Chosen(tokens[: len(own)], report)))
+            found.append(_copied(Chosen(own, report)))
         return found
 
     def begin(self, logits: jax.Array, row: int, params: SamplingParams, seed: int) -> Chosen:
@@ -431,9 +426,8 @@ class Steps:
 
         def fill(batch: jlora.LoRABatch, chunk: Chunk) -> None:
             filled[:] = self.prefill(batch, 0, [0] * chunk.extent, chunk)
-
-        def score(batch: jlora.LoRABatch) -> None:
-            self.score(batch, filled[1], [0, 0], chunks[0])
+            if self.scores and chunk.padded == self.chunk:
+                self.score(batch, filled[1], [0, 0], chunk)  # one program for chunks of all sizes
 
         def begin(how: How) -> None:
             limit, logprobs = 0.5 if how.ranked else 1.0, 0 if how.reported else None
@@ -450,7 +444,6 @@ class Steps:
                 for one in chunks
             ),
             *((f"copy of {extent} positions", partial(self.copy, 0, 0, extent)) for extent in self._reads),
-            *([("log probabilities of a prompt", warmed(1, self.chunk, score))] if self.scores else []),
             *((f"the first token, {how}", partial(begin, how)) for how in variants),
             *(
                 (

@@ -124,5 +124,4 @@ class TokenWriter:
 def _prompt_logprobs(sequence: Sequence, scored: Seq[Chosen]) -> tuple[TokenLogprob | None, ...]:
     asked, offsets = sequence.params.prompt_logprobs, sequence.detokenizer.offsets(sequence.prompt)
     found = [chosen.logprob(i, int(token), asked) for chosen in scored for i, token in enumerate(chosen.tokens)]
-    pairs = zip(found, offsets[1:], strict=True)
-    return (None, *(None if one is None else replace(one, offset=offset) for one, offset in pairs))
+    return (None, *(one and replace(one, offset=offset) for one, offset in zip(found, offsets[1:], strict=True)))

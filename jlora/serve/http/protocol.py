@@ -241,7 +241,7 @@ def _stream_options(fields: RequestFields, stream: bool) -> tuple[bool, bool]:
 
 
 def _sampling(
-    fields: RequestFields, max_tokens: int | None, logprobs: int | None, of_prompt: int | None
+    fields: RequestFields, max_tokens: int | None, logprobs: int | None, prompt: int | None
 ) -> SamplingParams:
     temperature, top_p = fields.number("temperature", 0), fields.number("top_p", 0, 1, open_below=True)
     top_k = fields.integer("top_k", -1, _INT32)  # -1 is vLLM's value for "all"
@@ -255,7 +255,7 @@ def _sampling(
         stop_token_ids=fields.integers("stop_token_ids", 128, _INT32),
         ignore_eos=fields.flag("ignore_eos"),
         logprobs=logprobs,
-        prompt_logprobs=of_prompt,
+        prompt_logprobs=prompt,
     )
 
 

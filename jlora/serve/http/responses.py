@@ -68,9 +68,9 @@ class TokenTexts:
             return text, bytes(self._letters[letter] for letter in name)
         return text, text.encode()
 
-    def text(self, tokens: Sequence[int]) -> str:
-        """Return the text of a prompt of token ids, without special tokens."""
-        return self._tokenizer.decode(tokens)
+    def text(self, prompt: str | Sequence[int]) -> str:
+        """Return a prompt's text. That of token ids has no special tokens."""
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
     def key(self, token: int) -> str:
         r"""Return the key of a token in `top_logprobs` of completions: its text, or `bytes:\xe2\x80` if incomplete."""
@@ -117,11 +117,9 @@ class ResponseWriter:
         self._chat, self._texts, self._logprobs = chat, texts, api_request.params.logprobs is not None
         self._token_ids, self._tokens_as_ids = api_request.token_ids, api_request.tokens_as_ids
         self._echo, self._prompt_logprobs = api_request.echo, api_request.params.prompt_logprobs is not None
-        # As in vLLM, a response with ids has those of the prompt, and not its text.
-        prompts = api_request.prompts if self._echo and not self._token_ids else ()
-        self._echoed = [
-            one if isinstance(one, str) else texts.text(one) for one in prompts for _ in range(api_request.n)
-        ]
+        # The text before each completion. As in vLLM, a response with ids has those of the prompt, and not its text.
+        prompts = api_request.prompts if self._echo and not self._token_ids else ("",) * len(api_request.prompts or "1")
+        self._echoed = [texts.text(one) for one in prompts for _ in range(api_request.n)]
         kind = "chat.completion" if chat else "text_completion"
         self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
         self._head["system_fingerprint"] = fingerprint
@@ -144,18 +142,13 @@ class ResponseWriter:
         if self._chat:
             return {"index": index, "message": {"role": "assistant", "content": choice.text, "refusal": None}, **end}
         end |= {"prompt_logprobs": self._of_prompt(choice)} if self._prompt_logprobs else {}
-        return {"index": index, "text": self._echo_of(index) + choice.text, **end}
-
-    def _echo_of(self, index: int) -> str:
-        """Return the text of the prompt that the response has before its completion."""
-        return self._echoed[index] if self._echoed else ""
+        return {"index": index, "text": self._echoed[index] + choice.text, **end}
 
     def _of_prompt(self, choice: Choice) -> list[dict[str, Any] | None]:
         """Return log probabilities of a prompt in vLLM's form."""
         return [
-            None
-            if one is None
-            else {
+            one
+            and {
                 str(token): {"logprob": _logprob(value), "rank": rank, "decoded_token": self._texts.of(token)[0]}
                 for rank, (token, value) in [(one.rank, (one.token, one.logprob)), *enumerate(one.top, 1)]
             }
@@ -177,7 +170,7 @@ class ResponseWriter:
                 delta = {"content": piece.text} if piece.text or not piece.finish_reason else {}
                 deltas.append({"index": index, "delta": delta, **end})
             else:
-                text = ("" if choice.begun else self._echo_of(index)) + piece.text
+                text = ("" if choice.begun else self._echoed[index]) + piece.text
                 deltas.append({"index": index, "text": text, **end, **prompt})
         choice.begun = choice.begun or bool(deltas)
         counts = self._usage if usage is None else b',"usage":' + _encode(usage).encode()
@@ -192,9 +185,7 @@ class ResponseWriter:
         """Return the last event, with token counts."""
         return to_event({**self._event_head, "choices": [], "usage": usage})
 
-    def _logprobs_of(
-        self, logprobs: Sequence[TokenLogprob], index: int, choice: Choice | None
-    ) -> dict[str, Any] | None:
+    def _logprobs_of(self, logprobs: Sequence[TokenLogprob], index: int, choice: Choice | None) -> Any:
         """Return log probabilities of new tokens, after those of an echoed prompt if they begin `choice`."""
         if not self._logprobs:
             return None
@@ -210,7 +201,7 @@ class ResponseWriter:
                 "refusal": None,
             }
         prompt = choice.prompt_logprobs if choice is not None and self._echo else ()
-        every, start = [*prompt, *logprobs], len(self._echo_of(index))
+        every, start = [*prompt, *logprobs], len(self._echoed[index])
         offsets = [one.offset if one else 0 for one in prompt] + [start + one.offset for one in logprobs]
         tokens = [*(choice.prompt if choice is not None and prompt else ()), *(one.token for one in logprobs)]
         return {

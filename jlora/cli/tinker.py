@@ -5,7 +5,7 @@ import importlib.util
 import ipaddress
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -32,16 +32,14 @@ def run_tinker(args: argparse.Namespace) -> int:
     from jlora.serve.http.body import Limits as BodyLimits
     from jlora.serve.http.server import address, listen, serve
     from jlora.serve.http.service import Keys, Service
-    from jlora.tinker.app import Tinker, build_app, targets_of
+    from jlora.tinker.app import Tinker, build_app
     from jlora.tinker.checkpoints import Checkpoints
     from jlora.tinker.sessions import Limits
     from jlora.tinker.training import Training
 
     keys = given_keys(args.api_key, KEY)
     if wrong := [key for key in keys if not key.startswith("tml-")]:
-        raise LoRAUsageError(
-            f"--api-key: expected keys that begin with 'tml-', as the SDK does"
-        )
+        raise LoRAUsageError("--api-key: expected keys that begin with 'tml-', as the SDK does")
     if not keys and not is_local(args.host):
         raise LoRAUsageError(
             f"--host {args.host}: others could train and read checkpoints; give a key with --api-key or {KEY}"
@@ -100,7 +98,7 @@ def run_tinker(args: argparse.Namespace) -> int:
         limits=BodyLimits(body_bytes=args.max_request_bytes, body_seconds=60.0),
     )
     limits = Limits(models=args.max_models, session_seconds=args.session_timeout, gap_seconds=args.gap_timeout)
-    targets = targets_of(manager, model.packed_modules)
+    targets = target_modules(manager, model.packed_modules)
     app = build_app(Tinker(service, training, checkpoints, targets, config.vocab_size, str(folder.resolve()), limits))
 
     def ready() -> None:
@@ -119,6 +117,18 @@ def run_tinker(args: argparse.Namespace) -> int:
     finally:
         training.close()
         checkpoints.close()
+
+
+def target_modules(manager: LoRAManager, packed: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Return the modules that serve adapters, of "attn", "mlp" and "unembed". `packed` is the model's `packed_modules`."""
+    found: dict[str, dict[str, None]] = {"attn": {}, "mlp": {}, "unembed": {}}
+    for layer in manager.layers():
+        if layer.wrapped and layer.reason is None and layer.kind != "embedding":
+            path = next((name for name in layer.aliases if "lm_head" in name), layer.path)
+            part = "unembed" if "lm_head" in path else "attn" if "self_attn" in path else "mlp"
+            last = path.rpartition(".")[2]
+            found[part] |= dict.fromkeys(packed.get(last, (last,)))
+    return {part: list(names) for part, names in found.items()}
 
 
 def is_local(host: str) -> bool:

@@ -8,7 +8,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -22,66 +22,46 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from tinker import types
 
-from jlora import LoRAManager, LoRARequest
+from jlora import LoRARequest
 from jlora.errors import AdapterNotFoundError, LoRAError, LoRAUsageError
 from jlora.serve import EngineBusyError, Piece
 from jlora.serve.http.body import media_type, receive_body
 from jlora.serve.http.errors import NOT_FOUND, ApiError, bad_request
 from jlora.serve.http.service import Service
-from jlora.tinker import checkpoints as disk
 from jlora.tinker import wire
-from jlora.tinker.checkpoints import Checkpoint, Checkpoints
-from jlora.tinker.sessions import Answer, Future, Limits, Run, Session, Sessions
+from jlora.tinker.checkpoints import KINDS, SNAPSHOT, Checkpoint, Checkpoints, Record
+from jlora.tinker.sessions import Future, Limits, Run, Session, Sessions, gone
 from jlora.tinker.training import Computation, Job, Model, Training, fresh_optimizer
 
-_API, _JSON, _PROTOBUF = "/api/v1", "application/json", "application/x-protobuf"
-_KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+_FILES = ("adapter_config.json", "adapter_model.safetensors")
+_PARTS = ("attn", "mlp", "unembed")
+_TYPES = dict(zip(KINDS, ("training", "sampler", "external"), strict=True))
 _WRITES = 4  # checkpoints that are written at a time; others wait
 _SWEEP_SECONDS = 15.0
 _log = logging.getLogger("jlora.serve")
 
+Work = Computation | Callable[[], Any]
+
 
 @dataclass(frozen=True)
-class Targets:
-    """Modules of the model's attention, of its MLPs and of its output layer."""
+class Call:
+    """A request: its message, and the bytes of its body."""
 
-    attn: Collection[str]
-    mlp: Collection[str]
-    unembed: Collection[str]
-
-    def of(self, run: disk.Run) -> Collection[str] | None:
-        """Return the modules of a run's adapter; None for all. Raises LoRAUsageError if there are none."""
-        chosen = {"attn": run.train_attn, "mlp": run.train_mlp, "unembed": run.train_unembed}
-        if all(chosen.values()):
-            return None
-        found = [name for part, wanted in chosen.items() if wanted for name in getattr(self, part)]
-        if not found:
-            raise LoRAUsageError("lora_config trains no layer of the model; set train_attn, train_mlp or train_unembed")
-        return found
-
-
-def targets_of(manager: LoRAManager, packed: Mapping[str, Sequence[str]]) -> Targets:
-    """Return the modules of a model's layers that serve adapters. `packed` is its `packed_modules`."""
-    found: dict[str, dict[str, None]] = {"attn": {}, "mlp": {}, "unembed": {}}
-    for layer in manager.layers():
-        if layer.wrapped and layer.reason is None and layer.kind != "embedding":
-            path = next((name for name in (layer.path, *layer.aliases) if "lm_head" in name), layer.path)
-            part = "unembed" if "lm_head" in path else "attn" if "self_attn" in path else "mlp"
-            last = path.rpartition(".")[2]
-            found[part] |= dict.fromkeys(packed.get(last, (last,)))
-    return Targets(**found)
+    request: Request
+    message: Any
+    size: int
 
 
 class Tinker:
-    """A server of the protocol. Its methods are of the event loop.
+    """A server of the protocol. All methods run on its event loop, and those with a `Call` are its endpoints.
 
     Args:
-      service: the engine, the names of the base model, keys, and the phase of the server.
-      training: the training thread, started.
+      service: the engine, the name of the base model, keys, and the phase of the server.
+      training: the training thread.
       checkpoints: runs and checkpoints on disk.
-      targets: modules of the model.
-      vocab: number of its tokens.
-      tokenizer: folder or repository of the tokenizer, for clients.
+      targets: names of the modules that serve adapters, of "attn", "mlp" and "unembed".
+      vocab: number of tokens of the model.
+      tokenizer: folder of the tokenizer, for clients.
       limits: limits.
     """
 
@@ -90,131 +70,53 @@ class Tinker:
         service: Service,
         training: Training,
         checkpoints: Checkpoints,
-        targets: Targets,
+        targets: Mapping[str, Collection[str]],
         vocab: int,
         tokenizer: str,
         limits: Limits = Limits(),  # noqa: B008 - frozen
     ):
         self.service, self.training, self.checkpoints = service, training, checkpoints
         self.targets, self.vocab, self.tokenizer, self.limits = targets, vocab, tokenizer, limits
-        self.sessions = Sessions(limits, training.submit)
-        self._secret = secrets.token_bytes(32)
-        self._writes = asyncio.Semaphore(_WRITES)
+        self.sessions, self.base = Sessions(limits, training.submit), service.names[0]
+        self._secret, self._writes = secrets.token_bytes(32), asyncio.Semaphore(_WRITES)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    # --- requests of models -------------------------------------------------------------------------------------------
+    # --- the server and its sessions ----------------------------------------------------------------------------------
 
-    def take(
-        self,
-        run_id: str,
-        seq_id: int | None,
-        size: int,
-        work: Callable[[Run], Computation | Callable[[], Any]],
-        answer: Callable[[Any], Awaitable[Answer]],
-    ) -> Response:
-        """Queue a request of a model, and return where its answer will be. Raises ApiError.
+    async def healthz(self, call: Call) -> Any:
+        self.service.check_ready()
+        if not self.training.alive:
+            raise ApiError(503, "ServiceUnavailableError", "the training thread has ended")
+        return types.HealthResponse(status="ok")
 
-        Args:
-          run_id: the model's id.
-          seq_id: its position.
-          size: bytes of the request.
-          work: returns what the training thread has to do.
-          answer: returns the answer, of the result.
-        """
-        future = self.sessions.take(run_id, seq_id, size, partial(self._job, work=work, answer=answer))
-        return _reply(future, model_id=run_id)
+    async def client_config(self, call: Call) -> Any:
+        return {}  # every flag has its default
 
-    def _job(self, run: Run, future: Future, *, work: Callable[[Run], Any], answer: Callable[[Any], Any]) -> Job:
-        loop = asyncio.get_running_loop()
+    async def capabilities(self, call: Call) -> Any:
+        longest = min(self.training.longest, self.service.max_model_len)
+        model = types.SupportedModel(model_name=self.base, max_context_length=longest, trainable=True, sampleable=True)
+        return types.GetServerCapabilitiesResponse(supported_models=[model])
 
-        def finish(found: Any) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(self._answer, future, found, answer)
+    async def create_session(self, call: Call) -> Any:
+        self._metadata(call.message)
+        return types.CreateSessionResponse(session_id=self.sessions.begin().id)
 
-        return Job(work(run), finish)
+    async def session_heartbeat(self, call: Call) -> Any:
+        self.sessions.session(call.message.session_id)
+        return {"type": "session_heartbeat"}
 
-    def _answer(self, future: Future, found: Any, answer: Callable[[Any], Awaitable[Answer]]) -> None:
-        async def finish() -> None:
-            try:
-                result = found if isinstance(found, Exception) else await answer(found)
-            except Exception as error:
-                if not isinstance(error, LoRAUsageError):
-                    _log.exception("a request failed")
-                result = error
-            self.sessions.finish(future, result)
+    async def finish_session(self, call: Call) -> Any:
+        await self._end(self.sessions.session(call.request.path_params["id"]))
+        return {}
 
-        task = asyncio.get_running_loop().create_task(finish())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    async def telemetry(self, call: Call) -> Any:
+        return types.TelemetryResponse(status="accepted")
 
-    def create(
-        self, session: Session, number: int, run: Callable[[str], tuple[disk.Run, Any]], answer: Any
-    ) -> Response:
-        """Create the model of a number. `run` returns its record and state, and may raise LoRAUsageError."""
-        future = self.sessions.known(f"{session.id}:train:{number}:0")
-        if future is not None:
-            return _reply(future, model_id=future.id.removesuffix(":0"))
-        future = self.sessions.future(f"{session.id}:train:{number}:0", 0)
-        id, made = future.id.removesuffix(":0"), None
-
-        async def finish(found: Any) -> Answer:
-            return answer(id)
-
-        def work(own: Run) -> Callable[[], None]:
-            def create() -> None:
-                self.training.create(own.model, load())
-                self.checkpoints.add_run(record)
-
-            return create
-
-        try:
-            record, load = run(id)
-            model = Model(id, record.rank, record.seed, self.targets.of(record))
-            _, made = self.sessions.add_run(session, number, lambda _: model)
-            if made is None:
-                raise LoRAUsageError(f"the model {id} exists")
-            job = self._job(made, future, work=work, answer=finish)
-        except LoRAError as error:
-            self.sessions.finish(future, error)
-            return _reply(future, model_id=id)
-
-        def created(found: Any) -> None:
-            if isinstance(found, Exception):
-                with contextlib.suppress(RuntimeError):
-                    loop.call_soon_threadsafe(session.runs.pop, id, None)
-            job.finish(found)
-
-        loop = asyncio.get_running_loop()
-        self.training.submit(model, Job(job.work, created))
-        return _reply(future, model_id=id)
-
-    async def write(self, found: Any, run_id: str, kind: disk.Kind, name: str, **options: Any) -> Checkpoint:
-        """Write the adapter and the state that were found as a checkpoint. Raises LoRAUsageError, OSError."""
-        adapter, state = found
-        async with self._writes:
-            return await self.service.load(
-                partial(self.checkpoints.write, run_id, kind, name, adapter, state, **options)
-            )
-
-    async def end(self, session: Session) -> None:
-        """End a session: its models, and their sampling states without a name."""
-        self.sessions.close(session)
-        for id, run in session.runs.items():
-            await self.unload(id, run)
-
-    async def unload(self, id: str, run: Run) -> None:
-        """End a model after its requests that were passed on."""
-        done, loop = asyncio.Event(), asyncio.get_running_loop()
-        finish = partial(loop.call_soon_threadsafe, done.set)
-        self.training.submit(run.model, Job(partial(self.training.end, run.model), lambda _: finish()))
-        await done.wait()
-        for each in await self.service.load(partial(self.checkpoints.end_run, id)):
-            self.forget(each)
-
-    def forget(self, checkpoint: Checkpoint) -> None:
-        """Let the engine forget the adapter of a checkpoint that is deleted."""
-        with contextlib.suppress(AdapterNotFoundError):
-            self.service.engine.remove_lora(checkpoint.token)
+    async def retrieve_future(self, call: Call) -> Any:
+        id = call.message.request_id
+        if (answer := await self.sessions.wait(id)) is None:
+            return JSONResponse({"type": "try_again", "request_id": id, "queue_state": "active"}, 408)
+        return Response(answer, media_type=wire.PROTOBUF) if isinstance(answer, bytes) else answer
 
     async def sweep(self) -> None:
         """End silent sessions and delete expired checkpoints, for as long as the server runs."""
@@ -222,70 +124,413 @@ class Tinker:
             await asyncio.sleep(min(_SWEEP_SECONDS, self.limits.session_seconds / 4))
             try:
                 for session in self.sessions.silent():
-                    _log.info("session %s ended: no heartbeat for %g seconds", session.id, self.limits.session_seconds)
-                    await self.end(session)
+                    _log.info("session %s ended: no heartbeat for %g s", session.id, self.limits.session_seconds)
+                    await self._end(session)
                 for each in self.checkpoints.expired():
-                    await self.service.load(partial(self.checkpoints.delete, each))
-                    self.forget(each)
+                    await self._delete(each)
             except Exception:
-                _log.exception("sessions could not be ended")
+                _log.exception("sessions and checkpoints could not be ended")
 
-    # --- downloads ----------------------------------------------------------------------------------------------------
+    async def _end(self, session: Session) -> None:
+        self.sessions.close(session)
+        for id, run in session.runs.items():
+            await self._unload(id, run)
 
-    def sign(self, token: str, file: str, expires: int) -> str:
-        """Return the signature of a URL."""
+    # --- models -------------------------------------------------------------------------------------------------------
+
+    async def create_model(self, call: Call) -> Any:
+        message: types.CreateModelRequest = call.message
+
+        def record(id: str) -> Record:
+            wire.check_adam(message.optimizer_config)
+            if message.lora_config is None:
+                raise LoRAUsageError("lora_config is missing; only LoRA adapters are trained")
+            lora = message.lora_config.model_dump()
+            lora["seed"] = secrets.randbelow(2**31) if lora["seed"] is None else lora["seed"]
+            return Record(id, lora, self._metadata(message))
+
+        return self._create(message, record, lambda id: {"type": "create_model", "model_id": id})
+
+    async def load_weights(self, call: Call) -> Any:
+        message: types.LoadWeightsRequest = call.message
+
+        def record(id: str) -> Record:
+            return Record(id, self.checkpoints.run(self.checkpoints.at(message.path).run).lora, self._metadata(message))
+
+        def state() -> dict[str, Any]:
+            wire.check_adam(message.optimizer_config)
+            if message.weights_access_token is not None:
+                raise LoRAUsageError("weights_access_token is not implemented; all keys have the same checkpoints")
+            state = self.checkpoints.state(self.checkpoints.at(message.path))
+            return state if message.optimizer else fresh_optimizer(state)
+
+        def answer(id: str) -> dict[str, Any]:
+            return {"type": "load_weights", "path": message.path, "model_id": id}
+
+        if message.session_id is not None and message.model_id is None:
+            return self._create(message, record, answer, state)
+        if message.model_id is None or message.session_id is not None:
+            raise bad_request("load_weights needs model_id and seq_id, or session_id and model_seq_id")
+        return self._take(
+            call, lambda run: lambda: self.training.load(run.model, state()), lambda _: answer(message.model_id or "")
+        )
+
+    async def get_info(self, call: Call) -> Any:
+        run = self.sessions.run(call.message.model_id)
+        data = types.ModelData(model_name=self.base, tokenizer_id=self.tokenizer)
+        about: dict[str, Any] = {"model_name": self.base, "is_lora": True, "lora_rank": run.model.rank}
+        return types.GetInfoResponse(type="get_info", model_id=call.message.model_id, model_data=data, **about)
+
+    async def forward_backward(self, call: Call) -> Any:
+        longest, most = self.training.longest, self.limits.datums
+
+        def work(run: Run) -> Work:
+            try:
+                return wire.computation(call.message, longest=longest, vocab=self.vocab, most=most)
+            except LoRAUsageError as error:
+                return partial(self.training.refuse, run.model, error, forward_only=call.message.forward_only)
+
+        return self._take(call, work, wire.forward_backward_output)
+
+    async def optim_step(self, call: Call) -> Any:
+        return self._take(
+            call,
+            lambda run: lambda: self.training.optim_step(run.model, wire.adam_numbers(call.message)),
+            lambda norm: {"metrics": {"grad_norm:mean": norm}},
+        )
+
+    async def unload_model(self, call: Call) -> Any:
+        id = call.message.model_id
+        run, future = self.sessions.run(id), self.sessions.future(f"{id}:unload", 0)
+        del self.sessions.session(id).runs[id]
+        await self._unload(id, run)
+        self.sessions.finish(future, {"type": "unload_model", "model_id": id})
+        return _reply(future, model_id=id)
+
+    def _create(self, message: Any, record: Any, answer: Any, state: Callable[[], Any] = lambda: None) -> Response:
+        """Create a model, of a record that may be refused, and a state."""
+        session, number = self.sessions.session(message.session_id), message.model_seq_id
+        if number is None or not 0 <= number < 10**9:
+            raise bad_request(f"model_seq_id must be from 0 to 999999999, got {number}", "model_seq_id")
+        id = f"{session.id}:train:{number}"
+        if (future := self.sessions.known(f"{id}:0")) is not None:
+            return _reply(future, model_id=id)
+        future = self.sessions.future(f"{id}:0", 0)
+        try:
+            self._check_base(message.base_model)
+            run = record(id)
+            model = Model(id, run.lora["rank"], run.lora["seed"], self._targets(run.lora))
+            self.sessions.add_run(session, id, model)
+        except LoRAError as error:
+            self.sessions.finish(future, error)
+            return _reply(future, model_id=id)
+
+        def create() -> None:
+            self.training.create(model, state())
+            self.checkpoints.add_run(run)
+
+        def created(found: Any) -> dict[str, Any]:
+            return answer(id)
+
+        def failed() -> None:
+            session.runs.pop(id, None)
+
+        self.training.submit(model, Job(create, self._finish(future, created, failed)))
+        return _reply(future, model_id=id)
+
+    def _take(self, call: Call, work: Callable[[Run], Work], answer: Callable[[Any], Any]) -> Response:
+        """Queue a request of a model. `answer` makes its answer, at once or later, of the result of its `work`."""
+        message = call.message
+
+        def make(run: Run, future: Future) -> Job:
+            return Job(work(run), self._finish(future, answer))
+
+        return _reply(self.sessions.take(message.model_id, message.seq_id, call.size, make), model_id=message.model_id)
+
+    def _finish(
+        self, future: Future, answer: Callable[[Any], Any], failed: Callable[[], None] = lambda: None
+    ) -> Callable[[Any], None]:
+        """Return the call of the training thread that passes a result or an error on to this loop."""
+        loop = asyncio.get_running_loop()
+
+        async def finish(found: Any) -> None:
+            try:
+                result = found if isinstance(found, Exception) else answer(found)
+                result: Any = await result if isinstance(result, Awaitable) else result
+            except Exception as error:
+                if not isinstance(error, LoRAUsageError):
+                    _log.exception("a request failed")
+                result = error
+            if isinstance(result, Exception):
+                failed()
+            self.sessions.finish(future, result)
+
+        def start(found: Any) -> None:
+            task = loop.create_task(finish(found))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+        def pass_on(found: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(start, found)
+
+        return pass_on
+
+    async def _unload(self, id: str, run: Run) -> None:
+        """End a model after its requests that were passed on, and its sampling weights without a name."""
+        done, loop = asyncio.Event(), asyncio.get_running_loop()
+        finish = partial(loop.call_soon_threadsafe, done.set)
+        self.training.submit(run.model, Job(partial(self.training.end, run.model), lambda _: finish()))
+        await done.wait()
+        for each in await self.service.load(partial(self.checkpoints.end_run, id)):
+            await self._delete(each)
+
+    def _targets(self, lora: Mapping[str, Any]) -> Collection[str] | None:
+        if all(lora[f"train_{part}"] for part in _PARTS):
+            return None
+        found = [name for part in _PARTS if lora[f"train_{part}"] for name in self.targets[part]]
+        if not found:
+            raise LoRAUsageError("lora_config trains no layer of the model; set train_attn, train_mlp or train_unembed")
+        return found
+
+    def _check_base(self, name: str | None) -> None:
+        if name not in (None, self.base):
+            raise LoRAUsageError(f"base_model {name!r:.200} is not served; expected {self.base!r}")
+
+    def _metadata(self, message: Any) -> dict[str, Any]:
+        if len(json.dumps(found := message.user_metadata or {})) > self.limits.metadata_bytes:
+            raise LoRAUsageError(f"user_metadata has more than {self.limits.metadata_bytes} bytes")
+        return found
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    async def save_weights(self, call: Call) -> Any:
+        return self._save(call, "weights", lambda made: {"type": "save_weights", "path": made.path})
+
+    async def save_weights_external(self, call: Call) -> Any:
+        def answer(made: Checkpoint) -> dict[str, Any]:
+            return {"type": "save_weights_external", "path": made.path, "size_bytes": made.size}
+
+        return self._save(call, "external_weights", answer)
+
+    async def save_weights_for_sampler(self, call: Call) -> Any:
+        message: types.SaveWeightsForSamplerRequest = call.message
+        run, number = self.sessions.run(message.model_id), message.sampling_session_seq_id
+
+        async def answer(made: Checkpoint) -> dict[str, Any]:
+            self.service.manager.prefetch(LoRARequest(made.token, str(self.checkpoints.folder(made))))
+            sampler = None
+            if number is not None:
+                sampler = self.sessions.add_sampler(self.sessions.session(message.model_id), number, made)
+            if made.kind == SNAPSHOT:
+                run.snapshots.append(made)
+                while len(run.snapshots) > self.limits.snapshots:
+                    await self._delete(run.snapshots.pop(0))
+            path = None if made.kind == SNAPSHOT else made.path
+            return {"type": "save_weights_for_sampler", "path": path, "sampling_session_id": sampler}
+
+        return self._save(call, SNAPSHOT if message.path is None else "sampler_weights", answer)
+
+    def _save(self, call: Call, kind: str, answer: Callable[[Checkpoint], Any]) -> Response:
+        """Write a checkpoint. The training thread fetches its values, and another writes them."""
+        message: Any = call.message
+        name = f"seq-{message.seq_id}" if message.path is None else message.path
+        options: dict[str, Any] = {"overwrite": getattr(message, "overwrite", False), "ttl": message.ttl_seconds}
+
+        def fetch(run: Run) -> Any:
+            wire.check_save(message)
+            self.checkpoints.check_name(message.model_id, kind, name, options["overwrite"])
+            options["metadata"] = self._metadata(message) if hasattr(message, "user_metadata") else None
+            state = self.training.state(run.model) if kind == "weights" else {}
+            kept = {key: state[key] for key in ("factors", "optimizer", "ranks") if key in state}
+            return self.training.adapter(run.model), kept
+
+        async def write(found: Any) -> Any:
+            async with self._writes:
+                made = await self.service.load(
+                    partial(self.checkpoints.write, message.model_id, kind, name, *found, **options)
+                )
+            result: Any = answer(made)
+            return await result if isinstance(result, Awaitable) else result
+
+        return self._take(call, lambda run: partial(fetch, run), write)
+
+    async def list_runs(self, call: Call) -> Any:
+        runs, (limit, offset) = self.checkpoints.runs(), _page(call.request)
+        cursor = types.Cursor(offset=offset, limit=limit, total_count=len(runs))
+        shown = [self._shown(run) for run in runs[offset : offset + limit]]
+        return types.TrainingRunsResponse(training_runs=shown, cursor=cursor)
+
+    async def show_run(self, call: Call) -> Any:
+        return self._shown(self.checkpoints.run(call.request.path_params["run"]))
+
+    def _shown(self, run: Record) -> types.TrainingRun:
+        own = self.checkpoints.of(run.id)
+        live = [session.runs[run.id].used for session in self.sessions.open.values() if run.id in session.runs]
+        last = {kind: next((_shown(each) for each in own if each.kind == kind), None) for kind in KINDS}
+        return types.TrainingRun(
+            training_run_id=run.id,
+            base_model=self.base,
+            model_owner="jlora",
+            is_lora=True,
+            lora_rank=run.lora["rank"],
+            last_request_time=_time(max([run.created, *live, *(each.created for each in own)])),
+            last_checkpoint=last["weights"],
+            last_sampler_checkpoint=last["sampler_weights"],
+            user_metadata={key: str(value) for key, value in run.metadata.items()} or None,
+        )
+
+    async def list_checkpoints(self, call: Call) -> Any:
+        run, (limit, offset) = call.request.path_params.get("run"), _page(call.request)
+        own = self.checkpoints.of(None if run is None else self.checkpoints.run(run).id)
+        shown = [_shown(each) for each in own[offset : offset + limit]]
+        cursor = types.Cursor(offset=offset, limit=limit, total_count=len(own))
+        return types.CheckpointsListResponse(checkpoints=shown, cursor=cursor)
+
+    async def delete_checkpoint(self, call: Call) -> Any:
+        await self._delete(self._named(call))
+        return {}
+
+    async def weights_info(self, call: Call) -> Any:
+        lora = self.checkpoints.run(self.checkpoints.at(str(call.message.get("tinker_path"))).run).lora
+        options = {f"train_{part}": lora[f"train_{part}"] for part in _PARTS}
+        return types.WeightsInfoResponse(base_model=self.base, is_lora=True, lora_rank=lora["rank"], **options)
+
+    async def weights_urls(self, call: Call) -> Any:
+        found, expires = self._named(call), int(time.time() + self.limits.url_seconds)
+        start = f"{call.request.base_url}api/v1/download/{found.token}"
+        urls = {
+            file: f"{start}/{file}?expires={expires}&signature={self._signed(found.token, file, expires)}"
+            for file in _FILES
+        }
+        return types.ExternalWeightsUrlsResponse(urls=urls, expires=_time(expires))
+
+    async def download(self, call: Call) -> Any:
+        query, path = call.request.query_params, call.request.path_params
+        token, file, expires = path["token"], path["file"], query.get("expires", "")[:20]
+        signed = self._signed(token, file, expires).encode()
+        if not hmac.compare_digest(signed, query.get("signature", "").encode()) or int(expires) < time.time():
+            raise ApiError(403, "PermissionDeniedError", "the URL has expired, or its signature is wrong")
+        if not (found := [each for each in self.checkpoints.of() if each.token == token]):
+            raise ApiError(404, NOT_FOUND, "the checkpoint does not exist")
+        return FileResponse(self.checkpoints.folder(found[0]) / file, filename=file)
+
+    def _signed(self, token: str, file: str, expires: int | str) -> str:
         return hmac.new(self._secret, f"{token}/{file}/{expires}".encode(), hashlib.sha256).hexdigest()
+
+    def _named(self, call: Call) -> Checkpoint:
+        path = call.request.path_params
+        return self.checkpoints.at(f"tinker://{path['run']}/{path['kind']}/{path['name']}")
+
+    async def _delete(self, checkpoint: Checkpoint) -> None:
+        await self.service.load(partial(self.checkpoints.delete, checkpoint))
+        with contextlib.suppress(AdapterNotFoundError):
+            self.service.engine.remove_lora(checkpoint.token)
+
+    # --- sampling -----------------------------------------------------------------------------------------------------
+
+    async def create_sampling_session(self, call: Call) -> Any:
+        message: types.CreateSamplingSessionRequest = call.message
+        session = self.sessions.session(message.session_id)
+        self._check_base(message.base_model)
+        if message.model_path is None and message.base_model is None:
+            raise bad_request("model_path and base_model are missing; give one of them")
+        source = None if message.model_path is None else self.checkpoints.at(message.model_path)
+        id = self.sessions.add_sampler(session, message.sampling_session_seq_id, source)
+        return types.CreateSamplingSessionResponse(sampling_session_id=id)
+
+    async def show_sampler(self, call: Call) -> Any:
+        source = self._sampler(id := call.request.path_params["id"])
+        path = None if source is None or source.kind == SNAPSHOT else source.path
+        return types.GetSamplerResponse(sampler_id=id, base_model=self.base, model_path=path)
+
+    def _sampler(self, id: str) -> Checkpoint | None:
+        if id not in (samplers := self.sessions.session(id).samplers):
+            raise gone(id)
+        return samplers[id]
+
+    async def asample(self, call: Call) -> Any:
+        message: types.SampleRequest = call.message
+        if message.sampling_session_id is None or message.seq_id is None:
+            raise bad_request("sampling_session_id and seq_id are missing; begin with create_sampling_session")
+        source, id = self._sampler(message.sampling_session_id), f"{message.sampling_session_id}:{message.seq_id}"
+        if (future := self.sessions.known(id)) is not None:
+            return _reply(future)
+        future, lora = self.sessions.future(id, call.size), None
+        try:
+            params, prompt = wire.sampling_params(message, self.limits.samples), wire.prompt_tokens(message.prompt)
+            future.about["sample_sequence_ids"] = [f"{id}:{i}" for i in range(len(params))]
+            if source is not None:
+                self.checkpoints.get(source.run, source.kind, source.name)  # it may be deleted
+                lora = LoRARequest(source.token, str(self.checkpoints.folder(source)))
+            running = self.service.engine.submit_all([prompt] * len(params), params, lora=lora)
+        except EngineBusyError as error:
+            self.sessions.forget(future)
+            raise ApiError(429, "TooManyRequestsError", str(error), retry_after=error.retry_after) from None
+        except LoRAError as error:
+            self.sessions.finish(future, error)
+            return _reply(future)
+        pieces: list[list[Piece]] = [[] for _ in running]
+
+        def heard(i: int, event: Piece | LoRAError) -> None:
+            if isinstance(event, LoRAError):
+                self.sessions.finish(future, event)
+                return
+            pieces[i].append(event)
+            if event.finish_reason and all(own and own[-1].finish_reason for own in pieces):
+                self.sessions.finish(future, wire.sample_response(pieces, message.topk_sample_logprobs))
+
+        bridge = self.service.bridge()
+        for i, generation in enumerate(running):
+            generation.listen(partial(bridge.post, partial(heard, i)))
+        return _reply(future)
 
 
 def build_app(tinker: Tinker) -> Starlette:
-    """Return the application. All routes need a key but `healthz` and the signed downloads."""
+    """Return the application. All routes need a key but `healthz` and the downloads, whose URLs are signed."""
+    post, get = partial(_route, tinker, "POST"), partial(_route, tinker, "GET")
+    run, named = "/training_runs/{run}", "/training_runs/{run}/checkpoints/{kind}/{name}"
+    routes = [
+        get("/healthz", tinker.healthz, key=False),
+        get("/get_server_capabilities", tinker.capabilities),
+        post("/client/config", tinker.client_config, dict),
+        post("/client/dynamic_config", tinker.client_config, dict),
+        post("/create_session", tinker.create_session, types.CreateSessionRequest),
+        post("/session_heartbeat", tinker.session_heartbeat, types.SessionHeartbeatRequest),
+        post("/sessions/{id}/finish", tinker.finish_session, dict),
+        post("/create_model", tinker.create_model, types.CreateModelRequest),
+        post("/load_weights", tinker.load_weights, types.LoadWeightsRequest),
+        post("/get_info", tinker.get_info, types.GetInfoRequest),
+        post("/unload_model", tinker.unload_model, types.UnloadModelRequest),
+        post("/forward_backward", tinker.forward_backward, wire.ForwardBackwardRequest),
+        post("/optim_step", tinker.optim_step, types.OptimStepRequest),
+        post("/save_weights", tinker.save_weights, types.SaveWeightsRequest),
+        post("/save_weights_for_sampler", tinker.save_weights_for_sampler, types.SaveWeightsForSamplerRequest),
+        post("/save_weights_external", tinker.save_weights_external, types.SaveWeightsExternalRequest),
+        post("/create_sampling_session", tinker.create_sampling_session, types.CreateSamplingSessionRequest),
+        get("/samplers/{id}", tinker.show_sampler),
+        post("/asample", tinker.asample, types.SampleRequest),
+        post("/retrieve_future", tinker.retrieve_future, types.FutureRetrieveRequest),
+        post("/telemetry", tinker.telemetry, dict),
+        post("/weights_info", tinker.weights_info, dict),
+        get("/training_runs", tinker.list_runs),
+        get(run, tinker.show_run),
+        get(run + "/checkpoints", tinker.list_checkpoints),
+        get("/checkpoints", tinker.list_checkpoints),
+        get(named + "/external_weights_urls", tinker.weights_urls),
+        _route(tinker, "DELETE", named, tinker.delete_checkpoint),
+        get("/download/{token}/{file}", tinker.download, key=False),
+    ]
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         sweeper = asyncio.get_running_loop().create_task(tinker.sweep())
-        try:
-            yield
-        finally:
-            sweeper.cancel()
-
-    post, get = partial(_route, tinker, "POST"), partial(_route, tinker, "GET")
-    checkpoint = "/training_runs/{run}/checkpoints/{kind}/{name}"
-    routes = [
-        _route(tinker, "GET", "/healthz", healthz, key=False),
-        post("/client/config", client_config),
-        post("/client/dynamic_config", client_config),
-        get("/get_server_capabilities", capabilities),
-        post("/create_session", create_session),
-        post("/session_heartbeat", session_heartbeat),
-        post("/sessions/{id}/finish", finish_session),
-        post("/create_model", create_model),
-        post("/load_weights", load_weights),
-        post("/get_info", get_info),
-        post("/unload_model", unload_model),
-        post("/forward_backward", forward_backward),
-        post("/optim_step", optim_step),
-        post("/save_weights", save_weights),
-        post("/save_weights_for_sampler", save_weights_for_sampler),
-        post("/save_weights_external", save_weights_external),
-        post("/create_sampling_session", create_sampling_session),
-        get("/samplers/{id}", get_sampler),
-        post("/asample", asample),
-        post("/retrieve_future", retrieve_future),
-        post("/telemetry", telemetry),
-        post("/weights_info", weights_info),
-        get("/training_runs", training_runs),
-        get("/training_runs/{run}", training_run),
-        get("/training_runs/{run}/checkpoints", list_checkpoints),
-        get("/checkpoints", list_checkpoints),
-        get(checkpoint + "/external_weights_urls", external_weights_urls),
-        _route(tinker, "DELETE", checkpoint, delete_checkpoint),
-        _route(tinker, "GET", "/download/{token}/{file}", download, key=False),
-    ]
+        yield
+        sweeper.cancel()
 
     async def unknown(request: Request, error: Exception) -> Response:
-        status = error.status_code if isinstance(error, HTTPException) else 500
         path = f"{request.method} {request.url.path}"[:200]
-        return _failure(ApiError(status, NOT_FOUND, f"{path} is not a call of this server (docs/tinker.md)"))
+        return _failure(ApiError(getattr(error, "status_code", 404), NOT_FOUND, f"{path} is not a call of this server"))
 
     return Starlette(routes=routes, exception_handlers={HTTPException: unknown}, lifespan=lifespan)
 
@@ -294,10 +539,13 @@ def _route(
     tinker: Tinker,
     method: str,
     path: str,
-    endpoint: Callable[[Tinker, Request], Awaitable[Response | BaseModel | dict[str, Any]]],
+    endpoint: Callable[[Call], Awaitable[Any]],
+    kind: Any = None,
     *,
     key: bool = True,
 ) -> Route:
+    """Return a route: the check of the key, the message of type `kind`, and the answers to errors."""
+
     async def answer(request: Request) -> Response:
         try:
             if key:
@@ -305,25 +553,35 @@ def _route(
                 if not tinker.service.keys.admit(f"Bearer {given}", admin=False):
                     raise ApiError(401, "AuthenticationError", "a key is needed: X-API-Key: tml-...")
                 tinker.service.check_ready()
-            found = await endpoint(tinker, request)
+            body = b"" if kind is None else await _body(tinker, request, kind)
+            found = await endpoint(Call(request, None if kind is None else wire.parse(kind, body), len(body)))
         except ApiError as error:
             return _failure(error)
         except LoRAUsageError as error:
             return _failure(bad_request(str(error)))
         except ClientDisconnect:
             return Response(status_code=400)
-        except Exception as error:
-            _log.exception("a request failed", exc_info=error)
+        except Exception:
+            _log.exception("a request failed")
             return _failure(ApiError(500, "InternalServerError", "an unforeseen error; the server's log has it"))
-        if isinstance(found, BaseModel):
-            found = found.model_dump(mode="json")
+        found = found.model_dump(mode="json") if isinstance(found, BaseModel) else found
         return found if isinstance(found, Response) else JSONResponse(found)
 
-    return Route(_API + path, answer, methods=[method])
+    return Route(f"/api/v1{path}", answer, methods=[method])
+
+
+async def _body(tinker: Tinker, request: Request, kind: Any) -> bytearray:
+    """Return a body. Raises ApiError: 400 for another type or an encoding such as zstd, 408, 413."""
+    media = wire.PROTOBUF if kind is wire.ForwardBackwardRequest else "application/json"
+    encoding = request.headers.get("content-encoding", "identity")
+    if media_type(request) != media or encoding != "identity":
+        found = f"{media_type(request)[:80] or 'none'!r} and {encoding[:80]!r}"
+        raise bad_request(f"the content type must be {media}, and the content encoding 'identity', got {found}")
+    return await receive_body(request, tinker.service.limits.body_bytes, tinker.service.limits.body_seconds)
 
 
 def _failure(error: ApiError) -> Response:
-    headers = error.headers() | ({"connection": "close"} if error.status in (401, 408, 413) else {})
+    headers = error.headers() | ({"connection": "close"} if error.status in (400, 401, 408, 413) else {})
     return JSONResponse(error.body(), error.status, headers)
 
 
@@ -331,467 +589,26 @@ def _reply(future: Future, **more: Any) -> Response:
     return JSONResponse({"request_id": future.id, **more, **future.about})
 
 
-async def _read(tinker: Tinker, request: Request, media: str = _JSON) -> bytearray:
-    """Return the body of a request. Raises ApiError: 400 for another type or an encoding such as zstd, 408, 413."""
-    if media_type(request) != media:
-        raise bad_request(f"the content type must be {media}, got {media_type(request)[:80] or 'none'!r}")
-    if (encoding := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
-        raise bad_request(f"the content encoding {encoding[:80]!r} is not implemented; send the body as it is")
-    limits = tinker.service.limits
-    return await receive_body(request, limits.body_bytes, limits.body_seconds)
-
-
-def _metadata(tinker: Tinker, given: dict[str, Any] | None) -> dict[str, Any]:
-    if len(json.dumps(given or {})) > tinker.limits.metadata_bytes:
-        raise LoRAUsageError(f"user_metadata has more than {tinker.limits.metadata_bytes} bytes")
-    return given or {}
-
-
-def _check_base(tinker: Tinker, name: str | None) -> None:
-    if name is not None and name not in tinker.service.names:
-        raise LoRAUsageError(f"base_model {name!r:.200} is not served; expected {tinker.service.names[0]!r}")
-
-
-def _ttl(seconds: int | None) -> int | None:
-    if seconds is not None and not 1 <= seconds <= 10**9:
-        raise LoRAUsageError(f"ttl_seconds must be from 1 to {10**9}, got {seconds}")
-    return seconds
-
-
-# --- the server and its sessions --------------------------------------------------------------------------------------
-
-
-async def healthz(tinker: Tinker, request: Request) -> types.HealthResponse:
-    tinker.service.check_ready()
-    if not tinker.training.alive:
-        raise ApiError(503, "ServiceUnavailableError", "the training thread has ended")
-    return types.HealthResponse(status="ok")
-
-
-async def client_config(tinker: Tinker, request: Request) -> dict[str, Any]:
-    await _read(tinker, request)
-    return {}  # every flag has its default
-
-
-async def capabilities(tinker: Tinker, request: Request) -> types.GetServerCapabilitiesResponse:
-    longest = min(tinker.training.longest, tinker.service.max_model_len)
-    models = [
-        types.SupportedModel(model_name=name, max_context_length=longest, trainable=True, sampleable=True)
-        for name in tinker.service.names
-    ]
-    return types.GetServerCapabilitiesResponse(supported_models=models)
-
-
-async def create_session(tinker: Tinker, request: Request) -> types.CreateSessionResponse:
-    message = wire.parse(types.CreateSessionRequest, await _read(tinker, request))
-    session = tinker.sessions.open(_metadata(tinker, message.user_metadata))
-    return types.CreateSessionResponse(session_id=session.id)
-
-
-async def session_heartbeat(tinker: Tinker, request: Request) -> dict[str, Any]:
-    message = wire.parse(types.SessionHeartbeatRequest, await _read(tinker, request))
-    tinker.sessions.session(message.session_id)
-    return {"type": "session_heartbeat"}
-
-
-async def finish_session(tinker: Tinker, request: Request) -> dict[str, Any]:
-    await tinker.end(tinker.sessions.session(request.path_params["id"]))
-    return {}
-
-
-async def telemetry(tinker: Tinker, request: Request) -> types.TelemetryResponse:
-    await _read(tinker, request)
-    return types.TelemetryResponse(status="accepted")
-
-
-async def retrieve_future(tinker: Tinker, request: Request) -> Response:
-    message = wire.parse(types.FutureRetrieveRequest, await _read(tinker, request))
-    answer = await tinker.sessions.wait(message.request_id)
-    if answer is None:
-        body = {"type": "try_again", "request_id": message.request_id, "queue_state": "active"}
-        return JSONResponse(body, 408)
-    return Response(answer, media_type=_PROTOBUF) if isinstance(answer, bytes) else JSONResponse(answer)
-
-
-# --- models -----------------------------------------------------------------------------------------------------------
-
-
-async def create_model(tinker: Tinker, request: Request) -> Response:
-    message = wire.parse(types.CreateModelRequest, await _read(tinker, request))
-
-    def run(id: str) -> tuple[disk.Run, Callable[[], None]]:
-        _check_base(tinker, message.base_model)
-        wire.check_adam(message.optimizer_config)
-        if message.lora_config is None:
-            raise LoRAUsageError("lora_config is missing; only LoRA adapters are trained")
-        options = message.lora_config.model_dump()
-        seed = secrets.randbelow(2**31) if options["seed"] is None else options["seed"]
-        if not 0 <= seed < 2**63:
-            raise LoRAUsageError(f"lora_config.seed must be from 0 to 2**63 - 1, got {seed}")
-        metadata = _metadata(tinker, message.user_metadata)
-        return disk.Run(id, **options | {"seed": seed}, metadata=metadata), lambda: None
-
-    session = tinker.sessions.session(message.session_id)
-    return tinker.create(session, message.model_seq_id, run, lambda id: {"type": "create_model", "model_id": id})
-
-
-async def load_weights(tinker: Tinker, request: Request) -> Response:
-    body = await _read(tinker, request)
-    message = wire.parse(types.LoadWeightsRequest, body)
-
-    def find() -> Checkpoint:
-        wire.check_adam(message.optimizer_config)
-        if message.weights_access_token is not None:
-            raise LoRAUsageError("weights_access_token is not implemented; all keys have the same checkpoints")
-        return tinker.checkpoints.at(message.path)
-
-    def read() -> dict[str, Any]:
-        state = tinker.checkpoints.state(find())
-        return state if message.optimizer else fresh_optimizer(state)
-
-    def answer(id: str) -> dict[str, Any]:
-        return {"type": "load_weights", "path": message.path, "model_id": id}
-
-    if message.session_id is not None and message.model_seq_id is not None and message.model_id is None:
-
-        def run(id: str) -> tuple[disk.Run, Callable[[], dict[str, Any]]]:
-            _check_base(tinker, message.base_model)
-            old = tinker.checkpoints.run(find().run)
-            options = {"train_attn": old.train_attn, "train_mlp": old.train_mlp, "train_unembed": old.train_unembed}
-            metadata = _metadata(tinker, message.user_metadata)
-            return disk.Run(id, old.rank, old.seed, **options, metadata=metadata), read
-
-        return tinker.create(tinker.sessions.session(message.session_id), message.model_seq_id, run, answer)
-    if message.model_id is None or message.session_id is not None:
-        raise bad_request("load_weights needs model_id and seq_id, or session_id and model_seq_id")
-
-    async def loaded(found: None) -> Answer:
-        return answer(message.model_id or "")
-
-    def work(run: Run) -> Callable[[], None]:
-        return lambda: tinker.training.load(run.model, read())
-
-    return tinker.take(message.model_id, message.seq_id, len(body), work, loaded)
-
-
-async def get_info(tinker: Tinker, request: Request) -> types.GetInfoResponse:
-    message = wire.parse(types.GetInfoRequest, await _read(tinker, request))
-    run, name = tinker.sessions.run(message.model_id), tinker.service.names[0]
-    data = types.ModelData(arch="transformer", model_name=name, tokenizer_id=tinker.tokenizer)
-    return types.GetInfoResponse(
-        type="get_info",
-        model_id=message.model_id,
-        model_data=data,
-        model_name=name,
-        is_lora=True,
-        lora_rank=run.model.rank,
-    )
-
-
-async def unload_model(tinker: Tinker, request: Request) -> Response:
-    message = wire.parse(types.UnloadModelRequest, await _read(tinker, request))
-    session, run = tinker.sessions.session(message.model_id), tinker.sessions.run(message.model_id)
-    del session.runs[message.model_id]
-    await tinker.unload(message.model_id, run)
-    future = tinker.sessions.future(f"{message.model_id}:unload", 0)
-    tinker.sessions.finish(future, {"type": "unload_model", "model_id": message.model_id})
-    return _reply(future, model_id=message.model_id)
-
-
-async def forward_backward(tinker: Tinker, request: Request) -> Response:
-    body = await _read(tinker, request, _PROTOBUF)
-    message = wire.parse_forward_backward(body)
-
-    def work(run: Run) -> Computation | Callable[[], None]:
-        try:
-            return wire.computation(
-                message, longest=tinker.training.longest, vocab=tinker.vocab, most=tinker.limits.datums
-            )
-        except LoRAUsageError as error:
-            return partial(tinker.training.refuse, run.model, error, forward_only=message.forward_only)
-
-    async def answer(found: Computation) -> Answer:
-        return wire.forward_backward_output(found)
-
-    return tinker.take(message.model_id, message.seq_id, len(body), work, answer)
-
-
-async def optim_step(tinker: Tinker, request: Request) -> Response:
-    body = await _read(tinker, request)
-    message = wire.parse(types.OptimStepRequest, body)
-
-    def work(run: Run) -> Callable[[], float]:
-        return lambda: tinker.training.optim_step(run.model, wire.adam_numbers(message))
-
-    async def answer(norm: float) -> Answer:
-        return {"metrics": {"grad_norm:mean": norm}}
-
-    return tinker.take(message.model_id, message.seq_id, len(body), work, answer)
-
-
-# --- checkpoints ------------------------------------------------------------------------------------------------------
-
-
-async def save_weights(tinker: Tinker, request: Request) -> Response:
-    body = await _read(tinker, request)
-    message = wire.parse(types.SaveWeightsRequest, body)
-    id, name = message.model_id, message.path or f"step-{message.seq_id}"
-
-    def work(run: Run) -> Callable[[], Any]:
-        def found() -> Any:
-            tinker.checkpoints.check_name(id, "weights", name, message.overwrite)
-            state = tinker.training.state(run.model)
-            kept = {key: state[key] for key in ("factors", "optimizer", "ranks")}
-            return tinker.training.adapter(run.model), kept
-
-        return found
-
-    async def answer(found: Any) -> Answer:
-        options = {"ttl": _ttl(message.ttl_seconds), "overwrite": message.overwrite}
-        metadata = _metadata(tinker, message.user_metadata)
-        made = await tinker.write(found, id, "weights", name, **options, metadata=metadata)
-        return {"type": "save_weights", "path": made.path}
-
-    return tinker.take(id, message.seq_id, len(body), work, answer)
-
-
-async def save_weights_for_sampler(tinker: Tinker, request: Request) -> Response:
-    body = await _read(tinker, request)
-    message = wire.parse(types.SaveWeightsForSamplerRequest, body)
-    id, named = message.model_id, message.path is not None
-    kind: disk.Kind = "sampler_weights" if named else "snapshot"
-    name = message.path or f"seq-{message.seq_id}"
-    run = tinker.sessions.run(id)
-
-    def work(run: Run) -> Callable[[], Any]:
-        def found() -> Any:
-            if message.kind != "snapshot":
-                raise LoRAUsageError(f"kind {message.kind!r} is not implemented; expected 'snapshot'")
-            tinker.checkpoints.check_name(id, kind, name)
-            return tinker.training.adapter(run.model), None
-
-        return found
-
-    async def answer(found: Any) -> Answer:
-        metadata, ttl = _metadata(tinker, message.user_metadata), _ttl(message.ttl_seconds)
-        made = await tinker.write(found, id, kind, name, ttl=ttl, metadata=metadata)
-        tinker.service.manager.prefetch(LoRARequest(made.token, str(tinker.checkpoints.folder(made))))
-        sampler = None
-        if message.sampling_session_seq_id is not None:
-            session = tinker.sessions.session(id)
-            sampler = tinker.sessions.add_sampler(session, message.sampling_session_seq_id, made)
-        if not named:
-            run.snapshots.append(made)
-            for old in run.snapshots[: -tinker.limits.snapshots]:
-                run.snapshots.remove(old)
-                await tinker.service.load(partial(tinker.checkpoints.delete, old))
-                tinker.forget(old)
-        path = made.path if named else None
-        return {"type": "save_weights_for_sampler", "path": path, "sampling_session_id": sampler}
-
-    return tinker.take(id, message.seq_id, len(body), work, answer)
-
-
-async def save_weights_external(tinker: Tinker, request: Request) -> Response:
-    body = await _read(tinker, request)
-    message = wire.parse(types.SaveWeightsExternalRequest, body)
-
-    def work(run: Run) -> Callable[[], Any]:
-        def found() -> Any:
-            if message.age_encryption_recipients:
-                raise LoRAUsageError("age_encryption_recipients is not implemented; leave it out")
-            tinker.checkpoints.check_name(message.model_id, "external_weights", message.path)
-            return tinker.training.adapter(run.model), None
-
-        return found
-
-    async def answer(found: Any) -> Answer:
-        ttl = _ttl(message.ttl_seconds)
-        made = await tinker.write(found, message.model_id, "external_weights", message.path, ttl=ttl)
-        return {"type": "save_weights_external", "path": made.path, "size_bytes": made.size}
-
-    return tinker.take(message.model_id, message.seq_id, len(body), work, answer)
-
-
-def _checkpoint(found: Checkpoint) -> types.Checkpoint:
-    return types.Checkpoint(
-        checkpoint_id=f"{found.kind}/{found.name}",
-        checkpoint_type=_KINDS[found.kind],  # pyright: ignore[reportArgumentType]
-        time=datetime.fromtimestamp(found.created, UTC),
-        tinker_path=found.path,
-        size_bytes=found.size,
-        user_metadata=dict(found.metadata or {}) or None,
-        expires_at=None if found.expires is None else datetime.fromtimestamp(found.expires, UTC),
-    )
-
-
-def _training_run(tinker: Tinker, run: disk.Run) -> types.TrainingRun:
-    own = tinker.checkpoints.named(run.id)
-    live = [session.runs[run.id].used for session in tinker.sessions.all() if run.id in session.runs]
-    last = {kind: next((_checkpoint(each) for each in own if each.kind == kind), None) for kind in _KINDS}
-    used = max([run.created, *live, *(each.created for each in own)])
-    return types.TrainingRun(
-        training_run_id=run.id,
-        base_model=tinker.service.names[0],
-        model_owner="jlora",
-        is_lora=True,
-        lora_rank=run.rank,
-        last_request_time=datetime.fromtimestamp(used, UTC),
-        last_checkpoint=last["weights"],
-        last_sampler_checkpoint=last["sampler_weights"],
-        user_metadata={key: str(value) for key, value in run.metadata.items()} or None,
-    )
-
-
-def _page(request: Request, default: int) -> tuple[int, int]:
+def _page(request: Request) -> tuple[int, int]:
+    """Return the limit and the offset of a list."""
     try:
-        limit, offset = (
-            int(request.query_params.get(key, value)) for key, value in (("limit", default), ("offset", 0))
-        )
+        limit, offset = (int(request.query_params.get(key, given)) for key, given in (("limit", 100), ("offset", 0)))
     except ValueError:
         raise bad_request("limit and offset must be whole numbers") from None
     return max(0, min(limit, 1000)), max(0, offset)
 
 
-async def training_runs(tinker: Tinker, request: Request) -> types.TrainingRunsResponse:
-    (limit, offset), runs = _page(request, 20), tinker.checkpoints.runs()
-    shown = [_training_run(tinker, run) for run in runs[offset : offset + limit]]
-    cursor = types.Cursor(offset=offset, limit=limit, total_count=len(runs))
-    return types.TrainingRunsResponse(training_runs=shown, cursor=cursor)
+def _time(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)
 
 
-async def training_run(tinker: Tinker, request: Request) -> types.TrainingRun:
-    return _training_run(tinker, tinker.checkpoints.run(request.path_params["run"]))
-
-
-async def list_checkpoints(tinker: Tinker, request: Request) -> types.CheckpointsListResponse:
-    if (run := request.path_params.get("run")) is not None:
-        own = tinker.checkpoints.named(tinker.checkpoints.run(run).id)
-        return types.CheckpointsListResponse(checkpoints=list(map(_checkpoint, own)))
-    (limit, offset), own = _page(request, 100), tinker.checkpoints.named()
-    cursor = types.Cursor(offset=offset, limit=limit, total_count=len(own))
-    return types.CheckpointsListResponse(
-        checkpoints=list(map(_checkpoint, own[offset : offset + limit])), cursor=cursor
+def _shown(found: Checkpoint) -> types.Checkpoint:
+    return types.Checkpoint(
+        checkpoint_id=f"{found.kind}/{found.name}",
+        checkpoint_type=_TYPES[found.kind],  # pyright: ignore[reportArgumentType]
+        time=_time(found.created),
+        tinker_path=found.path,
+        size_bytes=found.size,
+        user_metadata=dict(found.metadata or {}) or None,
+        expires_at=None if found.expires is None else _time(found.expires),
     )
-
-
-async def delete_checkpoint(tinker: Tinker, request: Request) -> dict[str, Any]:
-    found = _of_path(tinker, request)
-    await tinker.service.load(partial(tinker.checkpoints.delete, found))
-    tinker.forget(found)
-    return {}
-
-
-def _of_path(tinker: Tinker, request: Request) -> Checkpoint:
-    params = request.path_params
-    if params["kind"] not in _KINDS:
-        raise ApiError(404, NOT_FOUND, f"a checkpoint is of {', '.join(_KINDS)}, got {params['kind']!r:.80}")
-    try:
-        return tinker.checkpoints.get(params["run"], params["kind"], params["name"])
-    except LoRAUsageError as error:
-        raise ApiError(404, NOT_FOUND, str(error)) from None
-
-
-async def external_weights_urls(tinker: Tinker, request: Request) -> types.ExternalWeightsUrlsResponse:
-    found, expires = _of_path(tinker, request), int(time.time() + tinker.limits.url_seconds)
-    urls = {
-        name: f"{request.base_url}{_API[1:]}/download/{found.token}/{name}?expires={expires}"
-        f"&signature={tinker.sign(found.token, name, expires)}"
-        for name in tinker.checkpoints.files(found)
-    }
-    return types.ExternalWeightsUrlsResponse(urls=urls, expires=datetime.fromtimestamp(expires, UTC))
-
-
-async def download(tinker: Tinker, request: Request) -> Response:
-    token, file = request.path_params["token"], request.path_params["file"]
-    expires, signature = request.query_params.get("expires", ""), request.query_params.get("signature", "")
-    known = expires.isascii() and expires.isdigit() and len(expires) < 12
-    if not known or not hmac.compare_digest(tinker.sign(token, file, int(expires)).encode(), signature.encode()):
-        raise ApiError(403, "PermissionDeniedError", "the signature of the URL is wrong")
-    if int(expires) < time.time():
-        raise ApiError(403, "PermissionDeniedError", "the URL has expired")
-    found = next((each for each in tinker.checkpoints.named() if each.token == token), None)
-    if found is None:
-        raise ApiError(404, NOT_FOUND, "the checkpoint does not exist")
-    return FileResponse(tinker.checkpoints.files(found)[file], filename=file)
-
-
-async def weights_info(tinker: Tinker, request: Request) -> types.WeightsInfoResponse:
-    path = json.loads(await _read(tinker, request)).get("tinker_path")
-    run = tinker.checkpoints.run(tinker.checkpoints.at(str(path)).run)
-    options = {"train_attn": run.train_attn, "train_mlp": run.train_mlp, "train_unembed": run.train_unembed}
-    return types.WeightsInfoResponse(base_model=tinker.service.names[0], is_lora=True, lora_rank=run.rank, **options)
-
-
-# --- sampling ---------------------------------------------------------------------------------------------------------
-
-
-async def create_sampling_session(tinker: Tinker, request: Request) -> types.CreateSamplingSessionResponse:
-    message = wire.parse(types.CreateSamplingSessionRequest, await _read(tinker, request))
-    session = tinker.sessions.session(message.session_id)
-    source = _source(tinker, message.model_path, message.base_model)
-    id = tinker.sessions.add_sampler(session, message.sampling_session_seq_id, source)
-    return types.CreateSamplingSessionResponse(sampling_session_id=id)
-
-
-def _source(tinker: Tinker, path: str | None, base: str | None) -> Checkpoint | None:
-    _check_base(tinker, base)
-    if path is None and base is None:
-        raise LoRAUsageError("model_path and base_model are missing; give one of them")
-    return None if path is None else tinker.checkpoints.at(path)
-
-
-def _sampler(tinker: Tinker, id: str) -> Checkpoint | None:
-    samplers = tinker.sessions.session(id).samplers
-    if id not in samplers:
-        raise ApiError(410, "GoneError", f"the sampler {id[:120]!r} is unknown, or has ended")
-    return samplers[id]
-
-
-async def get_sampler(tinker: Tinker, request: Request) -> types.GetSamplerResponse:
-    id = request.path_params["id"]
-    source = _sampler(tinker, id)
-    path = None if source is None or source.kind == "snapshot" else source.path
-    return types.GetSamplerResponse(sampler_id=id, base_model=tinker.service.names[0], model_path=path)
-
-
-async def asample(tinker: Tinker, request: Request) -> Response:
-    body = await _read(tinker, request)
-    message = wire.parse(types.SampleRequest, body)
-    if message.sampling_session_id is not None:
-        sampler = message.sampling_session_id
-        source, id = _sampler(tinker, sampler), f"{sampler}:{message.seq_id}"
-    else:
-        source, id = _source(tinker, message.model_path, message.base_model), f"sample:{secrets.token_hex(16)}"
-    if (future := tinker.sessions.known(id)) is not None:
-        return _reply(future)
-    future = tinker.sessions.future(id, len(body))
-    future.about["sample_sequence_ids"] = [f"{id}:{i}" for i in range(min(message.num_samples, tinker.limits.samples))]
-    try:
-        params = wire.sampling_params(message, tinker.limits.samples)
-        lora = None
-        if source is not None:
-            tinker.checkpoints.get(source.run, source.kind, source.name)  # it may be deleted
-            lora = LoRARequest(source.token, str(tinker.checkpoints.folder(source)))
-        prompt = wire.prompt_tokens(message.prompt)
-        running = tinker.service.engine.submit_all([prompt] * len(params), params, lora=lora)
-    except EngineBusyError as error:
-        tinker.sessions.discard(future)
-        raise ApiError(429, "TooManyRequestsError", str(error), retry_after=error.retry_after) from None
-    except LoRAError as error:
-        tinker.sessions.finish(future, error)
-        return _reply(future)
-    pieces: list[list[Piece]] = [[] for _ in running]
-
-    def heard(i: int, event: Piece | LoRAError) -> None:
-        if isinstance(event, LoRAError):
-            tinker.sessions.finish(future, event)
-        else:
-            pieces[i].append(event)
-            if all(own and own[-1].finish_reason for own in pieces):
-                tinker.sessions.finish(future, wire.sample_response(pieces, message.topk_sample_logprobs))
-
-    bridge = tinker.service.bridge()
-    for i, generation in enumerate(running):
-        generation.listen(partial(bridge.post, partial(heard, i)))
-    return _reply(future)

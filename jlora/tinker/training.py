@@ -3,10 +3,10 @@
 import logging
 import math
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -17,27 +17,17 @@ from jlora import Adapter, LoRAManager
 from jlora.errors import LoRAUsageError
 from jlora.training import losses
 
-ALPHA = 32.0
-"""PEFT's `lora_alpha` of each adapter, whatever its rank."""
-
-LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo")
-
+ALPHA = 32.0  # `lora_alpha` of each adapter, whatever its rank
+LOSSES = losses.LOSSES[:4]  # those of the protocol
 _ENDED = "the model was unloaded, or its session has ended"
-_Bucket: TypeAlias = tuple[bool, int]  # without gradients, index into the shapes
 _log = logging.getLogger("jlora.serve")
 
+State: TypeAlias = dict[str, Any]
+_Bucket: TypeAlias = tuple[bool, int]  # of a step: without gradients, index into the shapes
 
-@dataclass(frozen=True)
-class Example:
-    """One sequence to train on. All arrays have a value for each of its n tokens.
 
-    Attributes:
-      tokens: int32 [n], the input.
-      targets: int32 [n], the token that is to follow each.
-      weights: float32 [n].
-      sampled: float32 [n], log-probabilities of the targets when they were sampled.
-      advantages: float32 [n].
-    """
+class Example(NamedTuple):
+    """A sequence of n tokens: int32 inputs and targets, and float32 weights, sampled log-probabilities and advantages."""
 
     tokens: np.ndarray
     targets: np.ndarray
@@ -48,15 +38,9 @@ class Example:
 
 @dataclass(eq=False)
 class Computation:
-    """A forward pass of examples, with or without gradients, and its results as they come.
+    """A pass over examples, without gradients if `forward_only`. ppo and cispo clip to the ratios `low` and `high`.
 
-    Attributes:
-      examples: the examples.
-      loss: one of `LOSSES`.
-      low, high: ratios that ppo and cispo clip to.
-      forward_only: leave the gradients out.
-      logprobs: float32 [n] of the targets of each example.
-      losses: sum of the losses of each example.
+    Its results are the log-probabilities of the targets, float32 [n], and the sum of the losses of each example.
     """
 
     examples: Sequence[Example]
@@ -64,22 +48,15 @@ class Computation:
     low: float = 0.8
     high: float = 1.2
     forward_only: bool = False
+    error: Exception | None = None
 
     def __post_init__(self):
         self.logprobs: list[np.ndarray] = [np.zeros(0, np.float32)] * len(self.examples)
-        self.losses = [0.0] * len(self.examples)
-        self.left = len(self.examples)
-        self.error: Exception | None = None
+        self.losses, self.left = [0.0] * len(self.examples), len(self.examples)
 
 
-@dataclass(frozen=True, eq=False)
-class Job:
-    """A request of a model, in its order.
-
-    Attributes:
-      work: a computation, or a call on the training thread whose result is the answer.
-      finish: called on that thread with the result, or with the error.
-    """
+class Job(NamedTuple):
+    """A request of a model. `finish` is called on the training thread with its result or its error."""
 
     work: Computation | Callable[[], Any]
     finish: Callable[[Any], None]
@@ -87,18 +64,16 @@ class Job:
 
 @dataclass(eq=False)
 class Model:
-    """A model of a client. Its fields are of the training thread, except for `jobs`.
+    """A model of a client, of the training thread but for its `jobs`.
 
     Attributes:
-      name: name of its adapter in the trainer.
-      rank, seed: of its adapter.
-      targets: modules of its adapter; None for all.
+      name, rank, seed, targets: of its adapter; no targets are all modules.
       jobs: requests that were not started.
-      rows: (computation, index of the example) that wait, by kind of step.
-      running: computations that were started and did not finish.
+      rows: (computation, index of the example) that wait.
+      running: computations that did not finish.
       state: its factors and optimizer on the host, while it is not in the trainer.
-      fresh: True until a request has used its weights.
-      summed: number of gradients since the last step.
+      fresh: True until its weights are used.
+      summed: number of examples since the last step.
       failed: the error of a `forward_backward` since the last step.
       ended: True once it is unloaded.
     """
@@ -108,11 +83,9 @@ class Model:
     seed: int
     targets: Collection[str] | None = None
     jobs: deque[Job] = field(default_factory=deque[Job])
-    rows: dict[_Bucket, deque[tuple[Computation, int]]] = field(
-        default_factory=dict[_Bucket, "deque[tuple[Computation, int]]"]
-    )
+    rows: dict[_Bucket, deque[tuple[Computation, int]]] = field(default_factory=lambda: defaultdict(deque))
     running: dict[Computation, Job] = field(default_factory=dict[Computation, Job])
-    state: dict[str, Any] | None = None
+    state: State | None = None
     fresh: bool = True
     summed: int = 0
     failed: Exception | None = None
@@ -134,18 +107,16 @@ def policy_loss(
     """Return the loss of each sequence, its weights, and the log-probabilities of all targets."""
     with jlora.use(batch):
         logits = model(tokens)
-    logprobs = losses.token_logprobs(logits, targets)
-    options = {"sampled": sampled, "advantages": advantages, "low": low, "high": high}
-    summed, total, _ = losses.by_row(kinds, logprobs, weights, **options)
+    logprobs, policy = losses.token_logprobs(logits, targets), {"sampled": sampled, "advantages": advantages}
+    summed, total, _ = losses.by_row(kinds, logprobs, weights, **policy, low=low, high=high)
     return summed, total, {"logprobs": logprobs, "losses": summed}
 
 
 class Training:
-    """The training thread, with the models of all clients.
+    """The training thread. Requests of a model run in its order, and those of several models share steps.
 
-    Requests of a model run in their order; those of several models share steps. A model that no step needs is moved to
-    the host when another needs its place, and comes back with its next request. `submit` and `add` may be called from
-    any thread; all else runs on the training thread, as the work of a `Job`.
+    A model that no step needs moves to the host when another needs its place, and comes back with its next request.
+    `submit` may be called from any thread. The methods of models run on the training thread, as the work of a `Job`.
 
     Args:
       manager: the manager of the model.
@@ -154,27 +125,14 @@ class Training:
       max_rank: largest rank.
     """
 
-    def __init__(
-        self,
-        manager: LoRAManager,
-        shapes: Sequence[tuple[int, int]],
-        *,
-        capacity: int,
-        max_rank: int,
-    ):
-        self.shapes = sorted(shapes, key=lambda shape: shape[1])
+    def __init__(self, manager: LoRAManager, shapes: Sequence[tuple[int, int]], *, capacity: int, max_rank: int):
+        self._shapes, self._max_rank = sorted(shapes, key=lambda shape: shape[1]), max_rank
         self._trainer = manager.trainer(policy_loss, capacity=capacity, max_rank=max_rank)
-        self._max_rank = max_rank
-        self._models: dict[str, Model] = {}  # least recently served first
-        self._placed: dict[str, Model] = {}  # in the trainer, least recently used first
-        self._changed = threading.Condition()
-        self._closed = False
+        self._models: dict[str, Model] = {}  # served the longest ago first
+        self._placed: dict[str, Model] = {}  # in the trainer, used the longest ago first
+        self._changed, self._closed = threading.Condition(), False
         self._thread = threading.Thread(target=self._run, name="jlora-train", daemon=True)
-
-    @property
-    def longest(self) -> int:
-        """Most tokens of an example."""
-        return self.shapes[-1][1]
+        self.longest = self._shapes[-1][1]  # tokens of an example
 
     @property
     def alive(self) -> bool:
@@ -184,17 +142,15 @@ class Training:
     def start(self) -> None:
         """Compile every step, and start the thread."""
         model = Model("warm-up", 1, 0)
-        try:
-            self.create(model)
-            for i, (_, length) in enumerate(self.shapes):
-                example = Example(*np.zeros((2, length), np.int32), *np.zeros((3, length), np.float32))
-                for forward_only in (True, False):
-                    self._step((forward_only, i), [(model, Computation([example], "ppo"), 0)])
-            self.optim_step(model, {"learning_rate": 0.0})
-            self._park(model)
-            self._place([model])
-        finally:
-            self._drop(model)
+        self.create(model)
+        for bucket in [(forward, i) for i in range(len(self._shapes)) for forward in (True, False)]:
+            length = self._shapes[bucket[1]][1]
+            example = Example(*np.zeros((2, length), np.int32), *np.zeros((3, length), np.float32))
+            self._step(bucket, [(model, Computation([example], "ppo"), 0)])
+        self.optim_step(model, {"learning_rate": 0.0})
+        self._park(model)
+        self.adapter(model)
+        self._drop(model)
         self._thread.start()
 
     def close(self) -> None:
@@ -215,43 +171,50 @@ class Training:
                 return
         job.finish(LoRAUsageError(_ENDED))
 
-    # --- requests -----------------------------------------------------------------------------------------------------
+    # --- requests of a model ------------------------------------------------------------------------------------------
 
-    def create(self, model: Model, state: dict[str, Any] | None = None) -> None:
+    def create(self, model: Model, state: State | None = None) -> None:
         """Draw the adapter of a model, or continue from a state. Raises LoRAError."""
-        if not 1 <= model.rank <= self._max_rank:
-            raise LoRAUsageError(f"lora_config.rank is {model.rank}; expected 1 to {self._max_rank} (--max-lora-rank)")
         try:
-            self._place([model], state)
+            if not 1 <= model.rank <= self._max_rank or not 0 <= model.seed < 2**63:
+                most = f"a rank from 1 to {self._max_rank} (--max-lora-rank) and a seed from 0 to 2**63 - 1"
+                raise LoRAUsageError(f"lora_config needs {most}, got {model.rank} and {model.seed}")
+            model.state = state
+            self._place([model])
         except BaseException:
             self._drop(model)
             raise
 
-    def load(self, model: Model, state: dict[str, Any]) -> None:
+    def load(self, model: Model, state: State) -> None:
         """Replace the weights of a model before their first use. Raises LoRAUsageError."""
         if not model.fresh:
             raise LoRAUsageError(
-                "load_weights is the first request of a model, or none; create another training client from the "
-                "checkpoint (create_training_client_from_state)"
+                "load_weights is a model's first request or none; create a client with create_training_client_from_state"
             )
         before = self.state(model)
         self._remove(model)
+        model.state = state
         try:
-            self._place([model], state)
+            self._place([model])
         except BaseException:
             model.state = before
             raise
 
+    def refuse(self, model: Model, error: Exception, *, forward_only: bool) -> None:
+        """Raise the error of a computation that is wrong. The next step fails with it too, unless `forward_only`."""
+        if not forward_only:
+            model.failed = error
+        raise error
+
     def optim_step(self, model: Model, numbers: dict[str, float]) -> float:
         """Move a model by the gradients since the last step, and return their norm. Raises LoRAUsageError."""
         if model.failed is not None or not model.summed:
-            failed, model.failed = model.failed, None
-            self._forget(model)
-            if failed is not None:
-                raise LoRAUsageError(
-                    f"a forward_backward of this step failed, so the model does not move: {failed}"
-                )
-            raise LoRAUsageError("there was no forward_backward since the last step, so the model does not move")
+            why = "there was none" if model.failed is None else f"one failed: {model.failed}"
+            model.failed = None
+            if model.summed:
+                model.summed = 0  # its gradients are left behind
+                self._park(model)
+            raise LoRAUsageError(f"the step needs each forward_backward since the last, and {why}")
         self._place([model])
         norm = float(self._trainer.apply(model.name, divide=False, **numbers))
         model.summed = 0
@@ -259,13 +222,11 @@ class Training:
             raise LoRAUsageError(f"the norm of the gradient is {norm}, so the model does not move")
         return norm
 
-    def state(self, model: Model) -> dict[str, Any]:
+    def state(self, model: Model) -> State:
         """Return the factors and the optimizer of a model, copied to the host."""
         self._place([model])
         state = jax.device_get(self._trainer.state_of(model.name))
-        if not model.summed:  # zeros
-            del state["gradients"]
-        return state
+        return state if model.summed else {key: state[key] for key in ("factors", "optimizer", "ranks")}
 
     def adapter(self, model: Model) -> Adapter:
         """Return the adapter of a model, in float32 on the host."""
@@ -275,105 +236,93 @@ class Training:
     def end(self, model: Model) -> None:
         """Forget a model. Its requests that wait fail."""
         self._drop(model)
-        waiting, model.jobs = model.jobs, deque()
-        for job in waiting:
+        for job in model.jobs:
             job.finish(LoRAUsageError(_ENDED))
-
-    def refuse(self, model: Model, error: Exception, *, forward_only: bool) -> None:
-        """Raise the error of a computation that is wrong. The next step fails with it too, unless `forward_only`."""
-        model.fresh = False
-        if not forward_only:
-            model.failed = error
-        raise error
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or any(map(_wants, self._models.values())))
+                self._changed.wait_for(lambda: self._closed or any(m.jobs or m.running for m in self._models.values()))
                 if self._closed:
                     return
                 calls = self._started()
                 bucket, rows = self._packed()
-            for _, job in calls:
+            for job in calls:
                 try:
                     found = job.work() if callable(job.work) else None
                 except Exception as error:
                     found = _noted(error)
                 job.finish(found)
-            if not rows:
-                continue
             try:
                 self._step(bucket, rows)
             except Exception as error:
-                for model, work, _ in rows:
-                    work.error = work.error or _noted(error)
+                _noted(error)
+                for _, work, _ in rows:
+                    work.error = work.error or error
             for model, work, _ in rows:
                 work.left -= 1
-                if not work.left and work in model.running:
+                if not work.left:
                     if work.error is not None and not work.forward_only:
                         model.failed = work.error
-                    model.running.pop(work).finish(work if work.error is None else work.error)
+                    model.running.pop(work).finish(work.error or work)
 
-    def _started(self) -> list[tuple[Model, Job]]:
+    def _started(self) -> list[Job]:
         """Start the computations that are next, and return the calls that are, at most one of each model."""
-        calls: list[tuple[Model, Job]] = []
+        calls: list[Job] = []
         for model in self._models.values():
             while model.jobs and isinstance(work := model.jobs[0].work, Computation):
                 model.running[work] = model.jobs.popleft()
                 for i, example in enumerate(work.examples):
-                    shape = next(i for i, (_, length) in enumerate(self.shapes) if len(example.tokens) <= length)
-                    model.rows.setdefault((work.forward_only, shape), deque()).append((work, i))
+                    shape = next(i for i, (_, length) in enumerate(self._shapes) if len(example.tokens) <= length)
+                    model.rows[work.forward_only, shape].append((work, i))
             if model.jobs and not model.running:
-                calls.append((model, model.jobs.popleft()))
+                calls.append(model.jobs.popleft())
         return calls
 
     def _packed(self) -> tuple[_Bucket, list[tuple[Model, Computation, int]]]:
         """Take the rows of a step: of the model that was served the longest ago, and of others that need the same."""
-        waiting = [model for model in self._models.values() if any(model.rows.values())]
-        if not waiting:
-            return (False, 0), []
-        bucket = next(bucket for bucket, rows in waiting[0].rows.items() if rows)
-        sharing = [model for model in waiting if model.rows.get(bucket)][: self._trainer.capacity]
         taken: list[tuple[Model, Computation, int]] = []
-        while sharing and len(taken) < self.shapes[bucket[1]][0]:  # one of each model in turn
-            model = sharing.pop(0)
-            taken.append((model, *model.rows[bucket].popleft()))
-            if model.rows[bucket]:
+        buckets = [bucket for model in self._models.values() for bucket, rows in model.rows.items() if rows]
+        if not buckets:
+            return (False, 0), taken
+        sharing = deque(model for model in self._models.values() if model.rows[buckets[0]])
+        while len(sharing) > self._trainer.capacity:
+            sharing.pop()
+        while sharing and len(taken) < self._shapes[buckets[0][1]][0]:  # one of each model in turn
+            model = sharing.popleft()
+            taken.append((model, *model.rows[buckets[0]].popleft()))
+            if model.rows[buckets[0]]:
                 sharing.append(model)
-        for name in {model.name: None for model, _, _ in taken}:
-            self._models[name] = self._models.pop(name)
-        return bucket, taken
+            self._models[model.name] = self._models.pop(model.name)
+        return buckets[0], taken
 
     def _step(self, bucket: _Bucket, rows: Sequence[tuple[Model, Computation, int]]) -> None:
         """Compute one microbatch, and store the results of each of its examples."""
-        forward_only, shape = bucket
-        count, length = self.shapes[shape]
-        self._place({model.name: model for model, _, _ in rows}.values())
-        ints = np.zeros((2, count, length), np.int32)
-        floats = np.zeros((3, count, length), np.float32)
+        if not rows:
+            return
+        count, length = self._shapes[bucket[1]]
+        self._place([model for model, _, _ in rows])
+        ints, floats = np.zeros((2, count, length), np.int32), np.zeros((3, count, length), np.float32)
         kinds, limits = np.zeros(count, np.int32), np.ones((2, count, 1), np.float32)
         for row, (_, work, i) in enumerate(rows):
-            example = work.examples[i]
-            n = len(example.tokens)
-            ints[:, row, :n] = example.tokens, example.targets
-            floats[:, row, :n] = example.weights, example.sampled, example.advantages
+            n = len(work.examples[i].tokens)
+            ints[:, row, :n], floats[:, row, :n] = work.examples[i][:2], work.examples[i][2:]
             kinds[row], limits[:, row, 0] = losses.LOSSES.index(work.loss), (work.low, work.high)
         names = [model.name for model, _, _ in rows] + [None] * (count - len(rows))
-        call = self._trainer.evaluate if forward_only else self._trainer.gradients
+        call = self._trainer.evaluate if bucket[0] else self._trainer.gradients
         report = call(self._trainer.prepare(names), *ints, kinds, *floats, *limits)
         for model, _, _ in rows:
-            model.fresh = False
-            model.summed += not forward_only
-        found = jax.device_get({key: report.rows[key] for key in ("logprobs", "losses")})
+            model.fresh, model.summed = False, model.summed + (not bucket[0])
+        logprobs, summed = jax.device_get([report.rows[key] for key in ("logprobs", "losses")])
         for row, (_, work, i) in enumerate(rows):
-            work.logprobs[i] = found["logprobs"][row, : len(work.examples[i].tokens)]
-            work.losses[i] = float(found["losses"][row])
+            work.logprobs[i] = logprobs[row, : len(work.examples[i].tokens)]
+            work.losses[i] = float(summed[row])
 
     # --- places in the trainer ----------------------------------------------------------------------------------------
 
-    def _place(self, models: Iterable[Model], state: dict[str, Any] | None = None) -> None:
+    def _place(self, models: Iterable[Model]) -> None:
         """Move models into the trainer, and those used the longest ago to the host where there is no room."""
         wanted = {model.name: model for model in models}
         for name, model in wanted.items():
@@ -382,12 +331,13 @@ class Training:
             if self._placed.pop(name, None) is None:
                 if len(self._trainer.names) == self._trainer.capacity:
                     self._park(next(model for other, model in self._placed.items() if other not in wanted))
-                if (state := state or model.state) is not None and "gradients" not in state:
+                state = model.state
+                if state is not None and "gradients" not in state:
                     zeros = jax.tree.map(np.zeros_like, state["factors"])
                     state = {**state, "gradients": zeros, "sums": np.zeros(2, np.float32)}
-                options = {"rank": model.rank, "alpha": ALPHA, "target_modules": model.targets, "seed": model.seed}
-                self._trainer.add(name, **options, state=state)
-                model.state = state = None
+                options: dict[str, Any] = {"target_modules": model.targets, "seed": model.seed, "state": state}
+                self._trainer.add(name, rank=model.rank, alpha=ALPHA, **options)
+                model.state = None
             self._placed[name] = model
 
     def _park(self, model: Model) -> None:
@@ -405,20 +355,10 @@ class Training:
             model.ended, model.state = True, None
             self._models.pop(model.name, None)
 
-    def _forget(self, model: Model) -> None:
-        """Forget the gradients of a model."""
-        if model.summed:
-            model.summed = 0
-            self._park(model)
 
-
-def fresh_optimizer(state: dict[str, Any]) -> dict[str, Any]:
+def fresh_optimizer(state: State) -> State:
     """Return a state with the optimizer as before its first step."""
     return {**state, "optimizer": jax.tree.map(np.zeros_like, state["optimizer"])}
-
-
-def _wants(model: Model) -> bool:
-    return bool(model.jobs or model.running)
 
 
 def _noted(error: Exception) -> Exception:

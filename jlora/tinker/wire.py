@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
-from pydantic import BaseModel, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
@@ -15,44 +15,32 @@ from jlora.serve import MAX_LOGPROBS, Piece, SamplingParams
 from jlora.serve.http.errors import bad_request
 from jlora.tinker.training import LOSSES, Computation, Example
 
-M = TypeVar("M", bound=BaseModel)
+PROTOBUF = "application/x-protobuf"
+ForwardBackwardRequest = pb.ForwardBackwardRequest
 
 _DTYPES = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64, pb.DTYPE_INT32: np.int32}
 _POLICY = ("logprobs", "advantages")
 _THRESHOLDS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
 
-def parse(kind: type[M], body: bytes | bytearray) -> M:
-    """Return the message of a body of JSON. Raises ApiError (400)."""
+def parse(kind: Any, body: bytes | bytearray) -> Any:
+    """Return the message of a body: of protobuf, else of JSON, for a type of the SDK or dict. Raises ApiError (400)."""
     try:
-        return kind.model_validate_json(body)
+        if kind is ForwardBackwardRequest:
+            return ForwardBackwardRequest.FromString(bytes(body))
+        return TypeAdapter(kind).validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise bad_request(f"{kind.__name__}: {where or 'the body'}: {first['msg']}"[:500], where or None) from None
-
-
-def parse_forward_backward(body: bytes | bytearray) -> pb.ForwardBackwardRequest:
-    """Return the message of a body of protobuf. Raises ApiError (400)."""
-    message = pb.ForwardBackwardRequest()
-    try:
-        message.ParseFromString(bytes(body))
+        where = ".".join(map(str, first["loc"])) or "the body"
+        raise bad_request(f"{kind.__name__}: {where}: {first['msg']}"[:500], where) from None
     except DecodeError as error:
         raise bad_request(f"the body is not a ForwardBackwardRequest: {error}"[:300]) from None
-    return message
 
 
 def computation(message: pb.ForwardBackwardRequest, *, longest: int, vocab: int, most: int) -> Computation:
-    """Return the computation of a request.
+    """Return the computation of a request: of at most `most` examples of `longest` tokens below `vocab`.
 
-    Args:
-      message: the request.
-      longest: most tokens of an example.
-      vocab: number of tokens of the model.
-      most: most examples.
-
-    Raises:
-      LoRAUsageError: the loss, a number or an example is wrong. The message names it.
+    Raises LoRAUsageError, which names the loss, the number or the example that is wrong.
     """
     loss = message.loss_fn
     if loss not in LOSSES:
@@ -155,6 +143,16 @@ def check_adam(config: types.OptimizerConfig | None) -> None:
     """Raise LoRAUsageError if a model is to have another optimizer."""
     if config is not None and config.type != "adamw":
         raise LoRAUsageError(f"optimizer_config {config.type!r:.80} is not implemented; expected 'adamw'")
+
+
+def check_save(message: Any) -> None:
+    """Raise LoRAUsageError if a checkpoint is to have what it cannot."""
+    if getattr(message, "kind", "snapshot") != "snapshot":
+        raise LoRAUsageError(f"kind {message.kind!r} is not implemented; expected 'snapshot'")
+    if getattr(message, "age_encryption_recipients", None):
+        raise LoRAUsageError("age_encryption_recipients is not implemented; leave it out")
+    if message.ttl_seconds is not None and not 1 <= message.ttl_seconds <= 10**9:
+        raise LoRAUsageError(f"ttl_seconds must be from 1 to {10**9}, got {message.ttl_seconds}")
 
 
 def prompt_tokens(prompt: types.ModelInput) -> list[int]:

@@ -39,6 +39,7 @@ def test_the_smallest_case_runs(name, options, tmp_path):
     assert started("-m", f"benchmarks.{name}", *options.replace("FOLDER", str(tmp_path)).split())
 
 
+@pytest.mark.slow
 def test_the_others_are_imported():
     modules = ", ".join(f"benchmarks.{name}" for name in sorted(IMPORTED))
     assert started("-c", f"import {modules}; print('imported')")

@@ -23,7 +23,7 @@ import jlora.serve
 DOCS = Path(__file__).parent.parent / "docs"
 
 # Models in several styles, each compiled and checked.
-LONG = {"adapters.md", "mesh.md", "models.md", "serve.md", "training.md"}
+LONG = {"adapters.md", "mesh.md", "models.md", "serve.md", "training.md", "vision.md"}
 # Without Python, or run by other tests: tests/test_readme.py, tests/serve/http/test_kubernetes.py (manifests).
 OTHERS = {"faq.md", "glossary.md", "how_it_works.md", "install.md", "kubernetes.md", "loop.md", "performance.md"}
 OTHERS |= {"upstream.md", "vllm.md", "migrate.md", "stability.md"}

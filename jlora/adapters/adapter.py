@@ -63,7 +63,8 @@ class Adapter:
         (`auto_mapping`, `revision`, `lora_dropout`, ...). They have no effect in jlora.
       unchecked: One line for each field that was not checked against the modules, because its regular expression
         (`target_modules` or `exclude_modules`) has no safe matcher. The tensors of the file decide in that case.
-      fingerprint: SHA-256 of the bytes read from the files; None if the adapter was not read from files.
+      fingerprint: SHA-256 of the bytes read from the files, on disk or in memory. None for an adapter of other origin,
+        or that `dataclasses.replace` made.
       config: The rules of `adapter_config.json`, such as `target_modules`, of which `LoRAManager` compares the layers
         with those that have weights; None if the adapter was made from arrays.
 
@@ -85,7 +86,7 @@ class Adapter:
     task_type: str | None = None
     peft_fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
     unchecked: tuple[str, ...] = ()
-    fingerprint: str | None = None
+    fingerprint: str | None = field(default=None, init=False)
     config: PeftConfig | None = field(default=None, repr=False)
 
     def __post_init__(self):
@@ -118,6 +119,12 @@ class Adapter:
         heads = {name: layer for name, layer in layers.items() if isinstance(layer, SavedHead)}
         modules = {name: layer for name, layer in layers.items() if not isinstance(layer, SavedHead)}
         return replace(self, modules=modules, heads=heads)
+
+    def with_fingerprint(self, fingerprint: str | None) -> "Adapter":
+        """Return the adapter with this fingerprint."""
+        new = replace(self)
+        object.__setattr__(new, "fingerprint", fingerprint)
+        return new
 
     @property
     def saved_outputs(self) -> dict[str, int]:
@@ -472,9 +479,9 @@ class OpenAdapter:
           AdapterFormatError: The file holds NaN or infinity, holds a value too large for the dtype, or has changed.
         """
         modules, base_weights, heads = self.checkpoint.read(own, allow_nonfinite=allow_nonfinite)
-        digest = self.checkpoint.file.digest()
-        fingerprint = hashlib.sha256(self.config.digest + digest).hexdigest() if digest else None
-        return replace(self.adapter, modules=modules, base_weights=base_weights, heads=heads, fingerprint=fingerprint)
+        digest = hashlib.sha256(self.config.digest + self.checkpoint.file.digest()).hexdigest()
+        read = replace(self.adapter, modules=modules, base_weights=base_weights, heads=heads)
+        return read.with_fingerprint(digest)
 
 
 @contextmanager

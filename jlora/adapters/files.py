@@ -33,6 +33,9 @@ class ReadFile:
 
     size: int
 
+    def __init__(self) -> None:
+        self._digests: dict[int, bytes] = {}  # offset of a read -> SHA-256 of its bytes
+
     def __enter__(self: F) -> F:
         return self
 
@@ -49,11 +52,15 @@ class ReadFile:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill a buffer with the bytes from `offset`."""
-        raise NotImplementedError
+        self._fill(offset, buffer)
+        self._digests[offset] = hashlib.sha256(buffer).digest()
 
     def digest(self) -> bytes:
-        """Return a SHA-256 of all bytes read; empty for a file in memory, of which none is computed."""
-        return b""
+        """Return a SHA-256 of all bytes read, computed from the digests of the reads in order of offset."""
+        return hashlib.sha256(b"".join(self._digests[offset] for offset in sorted(self._digests))).digest()
+
+    def _fill(self, offset: int, buffer: memoryview) -> None:
+        raise NotImplementedError
 
 
 class MemoryFile(ReadFile):
@@ -68,6 +75,7 @@ class MemoryFile(ReadFile):
     """
 
     def __init__(self, name: str, *parts: bytes | bytearray | memoryview):
+        super().__init__()
         self._name = name
         self.parts = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
         self._starts = list(itertools.accumulate((part.nbytes for part in self.parts), initial=0))
@@ -76,8 +84,7 @@ class MemoryFile(ReadFile):
     def __str__(self) -> str:
         return self._name
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill a buffer with the bytes from `offset`."""
+    def _fill(self, offset: int, buffer: memoryview) -> None:
         at, end, i = offset, offset + len(buffer), bisect.bisect_right(self._starts, offset) - 1
         while at < end:
             upto = min(end, self._starts[i + 1])
@@ -96,6 +103,7 @@ class StableFile(ReadFile):
     """
 
     def __init__(self, file: Path, where: str):
+        super().__init__()
         self._where = where
         try:
             # O_NONBLOCK: opening a named pipe must not block the load.
@@ -112,7 +120,6 @@ class StableFile(ReadFile):
             raise AdapterFormatError(f"{where}: is not a regular file")
         self._io = os.fdopen(self._fd, "rb", buffering=0)
         self._seeking = threading.Lock()
-        self._digests: dict[int, bytes] = {}  # offset of a read -> SHA-256 of its bytes
         self.size = self._before.st_size
 
     def __exit__(
@@ -123,8 +130,7 @@ class StableFile(ReadFile):
             if (kind is None or isinstance(error, AdapterFormatError)) and self._changed():
                 raise self._moved() from error
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill a buffer with the bytes from `offset`."""
+    def _fill(self, offset: int, buffer: memoryview) -> None:
         left, at = buffer, offset
         try:
             while left:
@@ -134,11 +140,6 @@ class StableFile(ReadFile):
                 at += got
         except OSError as error:
             raise self._unreadable(error) from error
-        self._digests[offset] = hashlib.sha256(buffer).digest()
-
-    def digest(self) -> bytes:
-        """Return a SHA-256 of all bytes read, computed from the digests of the reads in order of offset."""
-        return hashlib.sha256(b"".join(self._digests[offset] for offset in sorted(self._digests))).digest()
 
     def _read_at(self, offset: int, buffer: memoryview) -> int:
         if hasattr(os, "preadv"):

@@ -46,7 +46,7 @@ class PeftConfig:
       experts: Targeted parameters of experts and the layout of their factors.
       unchecked: One line for each field with a regular expression that RE2 refused, with the reason.
       peft_fields: Fields without effect in jlora, kept unchanged for PEFT.
-      digest: SHA-256 of the file; empty for one in memory.
+      digest: SHA-256 of the file.
     """
 
     r: int

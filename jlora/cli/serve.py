@@ -144,6 +144,7 @@ def run_serve(args: argparse.Namespace) -> int:
         keys=keys,
         limits=Limits(upload_bytes=args.max_upload_bytes),
         administration=bool(given_keys(args.admin_api_key, _ADMIN_KEY)),
+        dtype=dtype,
     )
     for request, base in modules:
         if request.name in known:  # the saved state takes precedence over the flag, even if it records an unload

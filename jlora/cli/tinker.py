@@ -38,7 +38,7 @@ def run_tinker(args: argparse.Namespace) -> int:
     from jlora.tinker.training import Training
 
     keys = given_keys(args.api_key, KEY)
-    if wrong := [key for key in keys if not key.startswith("tml-")]:
+    if not all(key.startswith("tml-") for key in keys):
         raise LoRAUsageError("--api-key: expected keys that begin with 'tml-', as the SDK does")
     if not keys and not is_local(args.host):
         raise LoRAUsageError(
@@ -120,7 +120,7 @@ def run_tinker(args: argparse.Namespace) -> int:
 
 
 def target_modules(manager: LoRAManager, packed: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Return the modules that serve adapters, of "attn", "mlp" and "unembed". `packed` is the model's `packed_modules`."""
+    """Return the modules that serve adapters: of "attn", "mlp" and "unembed". `packed` is the model's attribute."""
     found: dict[str, dict[str, None]] = {"attn": {}, "mlp": {}, "unembed": {}}
     for layer in manager.layers():
         if layer.wrapped and layer.reason is None and layer.kind != "embedding":

@@ -57,7 +57,7 @@ def pack_files(
         own = own_experts(adapter.modules, slices_of)
         adapter = opened.read(own, allow_nonfinite=config.allow_nonfinite)
     warnings = without_effect(adapter, slices_of, wrapped, own)
-    layers, adapter = adapter.layers, adapter.with_layers({})
+    layers, adapter = adapter.layers, adapter.with_layers({}).with_fingerprint(adapter.fingerprint)
     return _pack(where, adapter, layers, slices_of, warnings, wrapped, index, slot_arrays)
 
 
@@ -144,6 +144,6 @@ def _pack(
     placements, blocks = pack_modules(where, layers, slices_of, wrapped, slot_arrays.chunks)
     if warnings:
         _log.warning("%s: %s", where, "; ".join(warnings))
-    about = replace(adapter.with_layers({}), base_weights={}, config=None)
+    about = replace(adapter.with_layers({}), base_weights={}, config=None).with_fingerprint(adapter.fingerprint)
     ranks = rank_values(slot_arrays.sites, placements)
     return PackedAdapter(about, placements, ranks, largest_rank(placements), blocks), tuple(warnings)

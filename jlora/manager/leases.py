@@ -34,6 +34,7 @@ class AdapterHandle:
     Attributes:
       name: name of the adapter.
       version: version number of the adapter.
+      fingerprint: `Adapter.fingerprint` of this version; None if it was made or changed in memory.
     """
 
     def __init__(self, adapter: LoadedAdapter, on_close: Callable[[], object]):
@@ -41,6 +42,7 @@ class AdapterHandle:
         self._on_close = on_close
         self.name = adapter.name
         self.version = adapter.version
+        self.fingerprint = adapter.packed.about.fingerprint
 
     @property
     def adapter(self) -> LoadedAdapter | None:

@@ -48,7 +48,9 @@ from jlora.manager.warmup import warm_up
 from jlora.slots.export import export, export_blocks
 from jlora.slots.packed import PackedAdapter
 from jlora.slots.values import refused_sites
-from jlora.training.trainer import Loss, Optimizer, TrainedModel, Trainer, adam
+from jlora.training.optimizer import Optimizer, adam
+from jlora.training.report import Loss
+from jlora.training.trainer import TrainedModel, Trainer
 from jlora.verify.repeats import describe, find_repeats
 from jlora.verify.verify import Forward, VerifyReport, verify
 

@@ -12,6 +12,7 @@ from jlora.serve.engine.request import EngineBusyError as EngineBusyError
 from jlora.serve.engine.request import EngineClosedError as EngineClosedError
 from jlora.serve.engine.request import EngineStats as EngineStats
 from jlora.serve.engine.request import FinishReason as FinishReason
+from jlora.serve.engine.request import PauseMode as PauseMode
 from jlora.serve.engine.request import Piece as Piece
 from jlora.serve.engine.request import RegisteredLoRA as RegisteredLoRA
 from jlora.serve.engine.request import RequestTimeoutError as RequestTimeoutError

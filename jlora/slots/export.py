@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -66,7 +65,7 @@ def export_factors(
     read |= dict(_experts(of_one) for of_one in halves.values())
     names = dict.fromkeys(p.module for p in packed.placements)
     ordered = {name: read[name] for name in names if name in read}
-    return replace(packed.about.with_layers(ordered), fingerprint=None)
+    return packed.about.with_layers(ordered)
 
 
 class _Half(NamedTuple):

@@ -146,6 +146,7 @@ def updated(
     written = with_scales(written, placements)
     new = replace(
         packed,
+        about=packed.about.with_fingerprint(None),
         placements=placements,
         ranks=rank_values(slot_arrays.sites, placements),
         rank=largest_rank(placements),

@@ -1,7 +1,7 @@
 """Training runs and their checkpoints on disk. No path of a file comes from a request.
 
 DIR/RUN/run.json is a run, and DIR/RUN/TOKEN/ a checkpoint: a folder of PEFT, for "weights" also `state.safetensors`
-with factors and optimizer in float32, and `checkpoint.json`. That is written last, and without it there is no checkpoint.
+with factors and optimizer in float32, and `checkpoint.json`, which is written last: without it there is no checkpoint.
 """
 
 import contextlib

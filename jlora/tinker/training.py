@@ -27,7 +27,7 @@ _Bucket: TypeAlias = tuple[bool, int]  # of a step: without gradients, index int
 
 
 class Example(NamedTuple):
-    """A sequence of n tokens: int32 inputs and targets, and float32 weights, sampled log-probabilities and advantages."""
+    """A sequence: int32 inputs and targets [n], and float32 weights, sampled log-probabilities and advantages [n]."""
 
     tokens: np.ndarray
     targets: np.ndarray
@@ -189,7 +189,7 @@ class Training:
         """Replace the weights of a model before their first use. Raises LoRAUsageError."""
         if not model.fresh:
             raise LoRAUsageError(
-                "load_weights is a model's first request or none; create a client with create_training_client_from_state"
+                "load_weights comes before all else; create a client with create_training_client_from_state"
             )
         before = self.state(model)
         self._remove(model)

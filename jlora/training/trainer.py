@@ -1,24 +1,21 @@
 """Training of adapters that come and go, on factors of their own that no slot write changes."""
 
 import contextlib
-import inspect
-import math
+import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, Sharding
-from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int, Real
+from jax.sharding import Mesh, Sharding
+from jaxtyping import Array, Int
 
-from jlora._compat import raw_value, to_device
 from jlora._interrupts import sigint_deferred
 from jlora.adapters import Adapter
 from jlora.adapters.variants import described
@@ -30,80 +27,21 @@ from jlora.layers.forward.lease import Lease, ServedTerms
 from jlora.layers.forward.make_batch import make_batch
 from jlora.layers.forward.mesh import off_explicit
 from jlora.layers.forward.row_groups import Items
-from jlora.layers.site import ModelSites, Site, SlotSpec, attach, detach, is_named, set_attribute
+from jlora.layers.site import ModelSites, Site, attach, detach, is_named, set_attribute
 from jlora.layers.wrap.discover import walk
 from jlora.layers.wrap.wrapped import WrappedModel
-from jlora.sharding.rules import names_of
 from jlora.slots.blocks import Entry
-from jlora.slots.codec import A, is_reordered, place, taken, to_stored, with_rank
+from jlora.slots.codec import A, place, taken
 from jlora.slots.export import export_factors
-from jlora.slots.packed import PackedAdapter
-from jlora.slots.placement import ArrayPlacement, everywhere, placement_of
-
-# (model, batch, *inputs) -> the sum of the losses of each sequence, the number of tokens that it sums (or weights), and
-# optionally further arrays by name, [B, ...].
-Loss: TypeAlias = Callable[
-    ..., tuple[Float[Array, "B"], Real[Array, "B"]] | tuple[Float[Array, "B"], Real[Array, "B"], Mapping[str, Array]]
-]
-Tree: TypeAlias = Any
+from jlora.slots.packed import PackedAdapter, Placement
+from jlora.slots.placement import ArrayPlacement
+from jlora.training.factors import Factor, entry_of, key_of, placed, put, stacked, whole_placement
+from jlora.training.optimizer import Optimizer, Tree, adam, global_norm, number_arrays, with_numbers, zeros
+from jlora.training.report import Loss, Report, checked, dtype_and_shape, report
 
 _NO_MESH = Mesh(np.empty((), object), ())
-
-
-class Transformation(NamedTuple):
-    """An optimizer of one adapter, as an `optax.GradientTransformation`."""
-
-    init: Callable[[Tree], Tree]
-    update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
-
-
-Optimizer: TypeAlias = Any  # optax.GradientTransformation, or a function that returns one
-
-
-def adam(
-    learning_rate: Any = 1e-4,
-    b1: Any = 0.9,
-    b2: Any = 0.999,
-    eps: Any = 1e-8,
-    weight_decay: Any = 0.0,
-    max_norm: Any = math.inf,
-) -> Transformation:
-    """Return AdamW (arXiv:1711.05101, algorithm 2) after a clip of the gradient to the global norm `max_norm`."""
-
-    def init(factors: Tree) -> Tree:
-        return {"count": jnp.zeros((), jnp.float32), "mu": _zeros(factors), "nu": _zeros(factors)}
-
-    def update(gradients: Tree, state: Tree, factors: Tree) -> tuple[Tree, Tree]:
-        scale, count = jnp.minimum(1, max_norm / (_norm(gradients) + 1e-6)), state["count"] + 1
-        mu, nu, updates = dict[str, Any](), dict[str, Any](), dict[str, Any]()
-        for key, gradient in gradients.items():
-            mu[key] = b1 * state["mu"][key] + (1 - b1) * scale * gradient
-            nu[key] = b2 * state["nu"][key] + (1 - b2) * jnp.square(scale * gradient)
-            step = mu[key] / (1 - b1**count) / (jnp.sqrt(nu[key] / (1 - b2**count)) + eps)
-            updates[key] = -learning_rate * (step + weight_decay * factors[key])
-        return updates, {"count": count, "mu": mu, "nu": nu}
-
-    return Transformation(init, update)
-
-
-@dataclass(frozen=True)
-class Report:
-    """Results of a call of a trainer: arrays on the device.
-
-    Attributes:
-      losses: adapter -> the sum of its losses, divided by its weights if they are not 0.
-      weights: adapter -> the sum of its weights.
-      aux: name -> adapter -> the sum over its sequences of an array that the loss returned beside its losses.
-      rows: name -> that array itself, [B, ...].
-      norms: adapter -> global norm of its gradient before clipping, after `step`. If it is not finite, the adapter did
-        not move.
-    """
-
-    losses: dict[str, jax.Array]
-    weights: dict[str, jax.Array]
-    aux: dict[str, dict[str, jax.Array]]
-    rows: dict[str, jax.Array]
-    norms: dict[str, jax.Array] = field(default_factory=dict[str, jax.Array])
+# A program that replaces the state: its key, function, arguments after the state, and placement of its second result.
+_Change: TypeAlias = tuple[Any, Callable[..., Any], tuple[Any, ...], Any]
 
 
 @dataclass(frozen=True)
@@ -140,69 +78,11 @@ class _Member:
         return self.packed.about.invocation_tokens
 
 
-@dataclass(frozen=True, eq=False)
-class _Factor:
-    """A factor of a site: float32 [(layers,) (E,) n, R, K] or [(layers,) (E,) R, N] for each member.
-
-    Features are in the adapter's order, without the padding and the copies that slots on a mesh have.
-    """
-
-    ranks: str  # key of the ranks of its site
-    spec: SlotSpec
-    half: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        spec = self.spec
-        a, b = (spec.slices, spec.max_rank, spec.in_features), (spec.max_rank, spec.out_features)
-        return *spec.entries, *(b if self.half else a)
-
-    def placement(self, whole: ArrayPlacement) -> ArrayPlacement:
-        """Return the sharding of the slots, without that of features in another order and of sizes that do not divide.
-
-        Off meshes it is `whole`, the placement of arrays that every device holds.
-        """
-        spec = self.spec
-        sharding = spec.arrays["ab"[self.half]].sharding
-        if sharding is None:
-            return whole
-        axes = [*sharding.spec, *(None,) * (len(self.shape) + 1 - len(sharding.spec))]
-        del axes[len(spec.stack)]
-        if is_reordered(spec, self.half):
-            axes[-1] = None
-        counts = [math.prod(sharding.mesh.shape[name] for name in names_of(entry)) for entry in axes]
-        return NamedSharding(
-            sharding.mesh,
-            P(*[None if size % n else entry for entry, n, size in zip(axes, counts, self.shape, strict=True)]),
-        )
-
-    def own(self, ranks: Float[Array, "*rows n 3"]) -> Array:
-        """Return True for the values that a member has, in a shape that broadcasts to that of the factor."""
-        count = jnp.arange(self.spec.max_rank)
-        if self.half == A:  # a module of several slices has its A in the first of them
-            own = (count < ranks[..., :1]) & (ranks[..., 2:] == jnp.arange(self.spec.slices)[:, None])
-            return own[..., None]
-        columns = jnp.repeat(
-            ranks[..., 0], np.array(self.spec.out_sizes), axis=-1, total_repeat_length=self.spec.out_features
-        )
-        return count[:, None] < columns[..., None, :]
-
-    def stored(self, factor: Array, ranks: Float[Array, "m *rows n 3"]) -> Array:
-        """Return the slot array of these members."""
-        spec = self.spec
-        if self.half == A and spec.slices > 1:  # the slices of one module read the A of the first
-            taken_from = (ranks[..., 2:] == jnp.arange(spec.slices))[..., None, None]
-            factor = jnp.where(taken_from, factor[..., None, :, :, :], 0).sum(-3)
-        factor = factor.astype(spec.dtype)
-        factor = to_stored(factor if self.half else with_rank(factor, spec.stored_rank, jnp), spec, self.half, jnp)
-        return jnp.moveaxis(factor, 0, len(spec.stack))
-
-
 class Trainer:
     """Adapters that are trained, with their gradients and the states of their optimizers.
 
     It is made by `LoRAManager.trainer`. Factors are float32 and the trainer's own. No load, eviction or repair of slots
-    changes them, and no step changes slots.
+    changes them, and no step changes slots. Calls of several threads come one after the other.
 
     Attributes:
       capacity: most adapters at a time.
@@ -225,43 +105,38 @@ class Trainer:
                 raise LoRAUsageError(f"trainer: {option} must be a positive integer, got {value!r}")
         if isinstance(target_modules, str):
             raise LoRAUsageError(f"trainer: target_modules must be None or a list of names, got {target_modules!r}")
-        is_one = hasattr(optimizer, "init") and hasattr(optimizer, "update")
-        if not is_one and not callable(optimizer):
-            raise LoRAUsageError(
-                "trainer: the optimizer must have `init` and `update`, as optax.adamw(1e-3) has, or be a function of "
-                f"numbers that returns such a one, got {optimizer!r:.200}"
-            )
         self._host, self._loss, self.capacity = host, loss, capacity
-        self._optimizer: Callable[..., Any] = (lambda: optimizer) if is_one else optimizer
-        parameters = inspect.signature(self._optimizer).parameters
-        self._defaults = {name: each.default for name, each in parameters.items()}
+        self._optimizer, self._defaults = with_numbers(optimizer)
         self._max_rank, self._targets = max_rank, target_modules
+        self._lock = threading.RLock()  # programs donate the state
         self._sites: dict[int, tuple[ModelSites, dict[Site, Site]]] = {}  # by number of members in a batch
         self._members: dict[str, _Member] = {}
-        self._whole = _whole(host.wrapped)
+        self._whole = whole_placement(host.wrapped)
         served = [site for site in host.wrapped.sites.sites if site not in host.wrapped.unserved.sites]
         if target_modules is not None:
             served = [site for site in served if any(is_named(each, site.parts) for each in target_modules)]
         if not served:
             raise LoRAUsageError(f"trainer: target_modules {target_modules!r} match no layer that serves adapters")
         specs = {each: self._sites_of(1)[1][each].spec for site in served for each in site.with_shared}
-        self._ranks = {_key(site, "ranks"): site for site in specs}
+        self._ranks = {key_of(site, "ranks"): site for site in specs}
         self._factors = {
-            _key(site, "ab"[half]): _Factor(_key(site, "ranks"), spec, half)
+            key_of(site, "ab"[half]): Factor(key_of(site, "ranks"), spec, half)
             for site, spec in specs.items()
             for half in spec.factors
         }
+        self._struct = jax.eval_shape(self._begun, self._zeros(), self._ranks_of(()))  # of a member
         self._where = self._shardings()
-        self._stacked = jax.tree.map(_stacked, self._where)  # of the arrays of all members
+        self._stacked = jax.tree.map(stacked, self._where)  # of the arrays of all members
 
         def empty(each: jax.ShapeDtypeStruct, where: ArrayPlacement) -> jax.Array:
-            return _put(np.zeros((capacity, *each.shape), each.dtype), where)
+            return put(np.zeros((capacity, *each.shape), each.dtype), where)
 
-        self._state: Tree = jax.tree.map(empty, self._struct(), self._stacked)
-        outs = (self._stacked["factors"], self._whole), self._whole
-        options = [{"out_shardings": out} if self._on_mesh else {} for out in outs]
-        self._gradients = host.jit(self._differentiated, **options[0])
-        self._forward = host.jit(self._evaluated, **options[1])
+        self._state: Tree = jax.tree.map(empty, self._struct, self._stacked)
+        outs = self._whole, (self._stacked["factors"], self._whole)  # of the results alone, and after the gradients
+        self._forward, self._gradients = (
+            host.jit(partial(self._losses_of, bool(i)), **({"out_shardings": out} if self._on_mesh else {}))
+            for i, out in enumerate(outs)
+        )
         self._programs: dict[Any, Callable[..., Any]] = {}
 
     # --- Members ------------------------------------------------------------------------------------------------------
@@ -306,30 +181,30 @@ class Trainer:
             the rank exceeds `max_rank`, or the adapter has DoRA, a saved head, or a layer that is not trained here; or
             `state` does not fit.
         """
-        if name in self._members:
-            raise LoRAUsageError(f"Trainer.add: adapter {name!r} is trained already; remove it first")
-        if len(self._members) == self.capacity:
-            raise LoRAUsageError(f"Trainer.add: all {self.capacity} places are taken; remove an adapter")
-        options = {"rank": rank, "alpha": alpha, "target_modules": target_modules, "seed": seed}
-        packed, unpacked = self._host.begin(name, options)
-        self._check_trainable(packed)
-        packed, ranks = packed.with_blocks(()), self._ranks_of(packed)
-        if state is None:
-            factors = {key: np.zeros(each.shape, np.float32) for key, each in self._factors.items()}
-            for p in packed.placements:
-                for half in p.site.spec.factors:
-                    own = place(p.site.spec, half, p.first, p.count if half else 1, p.rank)
-                    where = (*_entry(p.site.spec, p.entry), *own)
-                    factors[_key(p.site, "ab"[half])][where] = unpacked[p.site, p.entry][half][own]
-            where = self._where["factors"], {key: self._whole for key in ranks}
-            args = jax.tree.map(_put, (factors, ranks), where)
-            member = self._compiled("begin", self._begun, self._where, *args)(*args)
-        else:
-            member = self._checked_state(name, ranks, state)
-        taken_indices = {each.index for each in self._members.values()}
-        index = next(i for i in range(self.capacity) if i not in taken_indices)
-        self._write(index, member)
-        self._members[name] = _Member(name, index, packed)
+        with self._lock:
+            if name in self._members:
+                raise LoRAUsageError(f"Trainer.add: adapter {name!r} is trained already; remove it first")
+            if len(self._members) == self.capacity:
+                raise LoRAUsageError(f"Trainer.add: all {self.capacity} places are taken; remove an adapter")
+            options = {"rank": rank, "alpha": alpha, "target_modules": target_modules, "seed": seed}
+            packed, unpacked = self._host.begin(name, options)
+            self._check_trainable(packed)
+            if state is None:
+                factors, ranks = self._zeros(), self._ranks_of(packed.placements)
+                for p in packed.placements:
+                    for half in p.site.spec.factors:
+                        own = place(p.site.spec, half, p.first, p.count if half else 1, p.rank)
+                        where = (*entry_of(p.site.spec, p.entry), *own)
+                        factors[key_of(p.site, "ab"[half])][where] = unpacked[p.site, p.entry][half][own]
+                where = self._where["factors"], {key: self._whole for key in ranks}
+                args = jax.tree.map(put, (factors, ranks), where)
+                member = self._compiled("begin", self._begun, self._where, *args)(*args)
+            else:
+                member = self._checked_state(name, packed, state)
+            taken_indices = {each.index for each in self._members.values()}
+            index = next(i for i in range(self.capacity) if i not in taken_indices)
+            self._write(index, member)
+            self._members[name] = _Member(name, index, packed.with_blocks(()))
 
     def remove(self, name: str) -> None:
         """Forget an adapter of the trainer. The manager keeps its own. Batches with it can no longer be trained.
@@ -337,12 +212,14 @@ class Trainer:
         Raises:
           LoRAUsageError: the adapter is not trained here.
         """
-        del self._members[self._member(name).name]
+        with self._lock:
+            del self._members[self._member(name).name]
 
     def state_of(self, name: str) -> dict[str, Any]:
         """Return a pytree of one adapter: its factors, gradients and optimizer state, copied on the device."""
-        index = _put(np.int32(self._member(name).index), self._whole)
-        return self._compiled("read", _gather, self._where, self._state, index)(self._state, index)
+        with self._lock:
+            index = put(np.int32(self._member(name).index), self._whole)
+            return self._compiled("read", _gather, self._where, self._state, index)(self._state, index)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -362,10 +239,10 @@ class Trainer:
         if not isinstance(new, Mapping) or new.keys() != self._members.keys():
             found = sorted(map(str, cast("Any", new))) if isinstance(new, Mapping) else type(new).__name__
             raise LoRAUsageError(f"Trainer.state: it is of the adapters {found}; expected {sorted(self._members)}")
-        ranks = {name: self._ranks_of(member.packed) for name, member in self._members.items()}
-        checked = {name: self._checked_state(name, ranks[name], new[name]) for name in self._members}
-        for name, member in checked.items():
-            self._write(self._members[name].index, member)
+        with self._lock:
+            checked = {name: self._checked_state(name, own.packed, new[name]) for name, own in self._members.items()}
+            for name, member in checked.items():
+                self._write(self._members[name].index, member)
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 
@@ -408,18 +285,20 @@ class Trainer:
 
     def evaluate(self, batch: LoRABatch, *inputs: Any) -> Report:
         """Return the losses of a batch, without gradients. Arguments and errors are those of `step`."""
-        names, _, args = self._of_batch("evaluate", batch)
-        return _report(names, self._forward(*args, *inputs))
+        with self._lock:
+            names, _, args = self._of_batch("evaluate", batch)
+            return report(names, self._forward(*args, *inputs))
 
     def gradients(self, batch: LoRABatch, *inputs: Any) -> Report:
         """Add the losses, weights and gradients of a batch to those that await `apply`.
 
         Several calls before an `apply` equal one of all their sequences. Arguments and errors are those of `step`.
         """
-        names, members, args = self._of_batch("gradients", batch)
-        gradients, found = self._gradients(*args, *inputs)
-        self._change(self._accumulation(members, gradients, found["sums"]))
-        return _report(names, found)
+        with self._lock:
+            names, members, args = self._of_batch("gradients", batch)
+            gradients, found = self._gradients(*args, *inputs)
+            self._change(self._accumulation(members, gradients, found["sums"]))
+            return report(names, found)
 
     def apply(self, name: str, divide: bool = True, **numbers: float) -> jax.Array:
         """Move one adapter by the gradients since its last `apply`, which are then forgotten.
@@ -437,9 +316,10 @@ class Trainer:
         Raises:
           LoRAUsageError: the adapter is not trained here, or the optimizer has no such number.
         """
-        member = self._member(name)
-        (norm,) = self._change(self._update(np.array([member.index], np.int32), [name], divide, numbers))
-        return norm
+        with self._lock:
+            member = self._member(name)
+            (norm,) = self._change(self._update(np.array([member.index], np.int32), [name], divide, numbers))
+            return norm
 
     def step(
         self, batch: LoRABatch, *inputs: Any, divide: bool = True, **numbers: float | Mapping[str, float]
@@ -459,12 +339,12 @@ class Trainer:
           LoRAUsageError: the batch is closed or of another trainer or manager, one of its adapters was removed, the
             loss does not return one floating value and one weight for each sequence, or a number is unknown.
         """
-        names, members, args = self._of_batch("step", batch)
-        self._numbers(names, len(members), numbers)  # an unknown one is refused before the gradients
-        gradients, found = self._gradients(*args, *inputs)
-        first = self._accumulation(members, gradients, found["sums"])
-        norms = self._change(first, self._update(members, names, divide, numbers))
-        return replace(_report(names, found), norms=dict(zip(names, norms, strict=False)))
+        with self._lock:
+            names, members, args = self._of_batch("step", batch)
+            update = self._update(members, names, divide, numbers)  # an unknown number is refused before the gradients
+            gradients, found = self._gradients(*args, *inputs)
+            norms = self._change(self._accumulation(members, gradients, found["sums"]), update)
+            return report(names, found, norms)
 
     # --- Results ------------------------------------------------------------------------------------------------------
 
@@ -473,7 +353,7 @@ class Trainer:
         packed, factors = self._fetched(name)
 
         def factors_of(site: Site) -> Callable[[int], list[np.ndarray]]:
-            return lambda entry: [factors[site, half][_entry(site.spec, entry)] for half in site.spec.factors]
+            return lambda entry: [factors[site, half][entry_of(site.spec, entry)] for half in site.spec.factors]
 
         return export_factors(packed, self._ranks.values(), factors_of)
 
@@ -484,7 +364,7 @@ class Trainer:
         for p in packed.placements:
             key = "lora_embedding_{}" if p.site.kind == "embedding" else "lora_{}.weight"
             for half in p.site.spec.factors:
-                own = factors[p.site, half][_entry(p.site.spec, p.entry)]
+                own = factors[p.site, half][entry_of(p.site.spec, p.entry)]
                 array = taken(p.site.spec, half, own, p.first, p.count, p.rank)
                 found[f"base_model.model.{p.module}.{key.format('AB'[half])}"] = array
         return found
@@ -517,13 +397,21 @@ class Trainer:
             except AdapterNotFoundError:  # it began here
                 self._host.add(self.adapter(name))
                 return 0
-        if save_to is not None and Path(save_to).exists():  # another adapter may be loaded from it again
-            raise LoRAUsageError(f"Trainer.publish: save_to={str(save_to)!r} exists; expected a new folder")
-        adapter = replace(self.adapter(name), name=to)
-        if save_to is not None:
-            adapter.save_pretrained(save_to)
-        if not self._host.add(adapter if save_to is None else LoRARequest(to, str(save_to))):
-            raise LoRAUsageError(f"Trainer.publish: adapter {to!r} exists; expected a new name")
+        source: Adapter | LoRARequest = replace(self.adapter(name), name=to)
+        with contextlib.ExitStack() as undo:
+            if save_to is not None:
+                adapter, source, folder = source, LoRARequest(to, str(save_to)), Path(save_to).expanduser()
+                try:
+                    folder.mkdir(parents=True)
+                except FileExistsError:  # another adapter may be loaded from it again
+                    raise LoRAUsageError(
+                        f"Trainer.publish: save_to={str(save_to)!r} exists; expected a new folder"
+                    ) from None
+                undo.callback(shutil.rmtree, folder, ignore_errors=True)
+                adapter.save_pretrained(folder)
+            if not self._host.add(source):
+                raise LoRAUsageError(f"Trainer.publish: adapter {to!r} exists; expected a new name")
+            undo.pop_all()
         return 0
 
     # --- Arrays -------------------------------------------------------------------------------------------------------
@@ -540,36 +428,28 @@ class Trainer:
 
     def _sites_of(self, count: int) -> tuple[ModelSites, dict[Site, Site]]:
         """Return the sites of a model whose slots are the members of a batch, and those by the manager's sites."""
-        if count not in self._sites:
-            wrapped, own = self._host.wrapped, dict[Site, Site]()
+        with self._lock:
+            if count not in self._sites:
+                wrapped, own = self._host.wrapped, dict[Site, Site]()
 
-            def copied(site: Site) -> Site:
-                rank = site.spec.max_rank if self._max_rank is None else min(self._max_rank, site.spec.max_rank)
-                spec = replace(site.spec, num_slots=count, first_slot=0, max_rank=rank, finishers=())
-                spec = replace(spec, dtype=spec.float_dtype)
-                shared = tuple(copied(each) for each in site.shared)
-                own[site] = replace(site, spec=spec, stamped=False, head=None, shared=shared)
-                return own[site]
+                def copied(site: Site) -> Site:
+                    rank = site.spec.max_rank if self._max_rank is None else min(self._max_rank, site.spec.max_rank)
+                    spec = replace(site.spec, num_slots=count, first_slot=0, max_rank=rank, finishers=())
+                    spec = replace(spec, dtype=spec.float_dtype)
+                    shared = tuple(copied(each) for each in site.shared)
+                    own[site] = replace(site, spec=spec, stamped=False, head=None, shared=shared)
+                    return own[site]
 
-            sites = tuple(copied(site) for site in wrapped.sites.sites)
-            config = replace(wrapped.sites.config, max_adapters_per_sequence=None)
-            self._sites[count] = replace(wrapped.sites, config=config, sites=sites), own
-        return self._sites[count]
-
-    def _struct(self) -> Tree:
-        """Return the shapes and dtypes of the state of a member."""
-        factors = {key: jax.ShapeDtypeStruct(each.shape, jnp.float32) for key, each in self._factors.items()}
-        ranks = {
-            key: jax.ShapeDtypeStruct((*site.spec.entries, site.spec.slices, 3), jnp.float32)
-            for key, site in self._ranks.items()
-        }
-        return jax.eval_shape(self._begun, factors, ranks)
+                sites = tuple(copied(site) for site in wrapped.sites.sites)
+                config = replace(wrapped.sites.config, max_adapters_per_sequence=None)
+                self._sites[count] = replace(wrapped.sites, config=config, sites=sites), own
+            return self._sites[count]
 
     def _begun(self, factors: Tree, ranks: Tree) -> Tree:
         """Return the state of a member before its first step."""
         optimizer = self._optimizer(**{name: 0.0 for name in self._defaults}).init(factors)
         sums = jnp.zeros(2, jnp.float32)  # of losses and weights
-        gradients = _zeros(factors)
+        gradients = zeros(factors)
         return {"factors": factors, "gradients": gradients, "optimizer": optimizer, "sums": sums, "ranks": ranks}
 
     def _shardings(self) -> Tree:
@@ -580,35 +460,42 @@ class Trainer:
             key = getattr(path[-1], "key", "") if path else ""
             return places[key] if key in places and leaf.shape == self._factors[key].shape else self._whole
 
-        return jax.tree_util.tree_map_with_path(where, self._struct())
+        return jax.tree_util.tree_map_with_path(where, self._struct)
 
-    def _ranks_of(self, packed: PackedAdapter) -> dict[str, np.ndarray]:
-        """Return for each output slice its true rank, its scaling, and the slice that has its A; by sites."""
+    def _zeros(self) -> dict[str, np.ndarray]:
+        return {key: np.zeros(each.shape, np.float32) for key, each in self._factors.items()}
+
+    def _ranks_of(self, placements: Sequence[Placement]) -> dict[str, np.ndarray]:
+        """Return for each output slice its true rank, its scale, and the slice that has its A; by sites."""
         found: dict[str, np.ndarray] = {}
         for key, site in self._ranks.items():
             found[key] = np.zeros((*site.spec.entries, site.spec.slices, 3), np.float32)
             found[key][..., 2] = np.arange(site.spec.slices)
-        for p in packed.placements:
-            own = found[_key(p.site, "ranks")][_entry(p.site.spec, p.entry)]
-            own[p.first : p.first + p.count] = p.rank if np.float32(p.scaling) else 0, p.scaling, p.first
+        for p in placements:
+            own = found[key_of(p.site, "ranks")][entry_of(p.site.spec, p.entry)]
+            own[p.first : p.first + p.count] = p.rank if np.float32(p.scale) else 0, p.scale, p.first
         return found
 
     def _check_trainable(self, packed: PackedAdapter) -> None:
+        tables = [p.module for p in packed.placements if p.site.kind == "embedding"]
+        if tables and packed.about.peft_fields.get("ensure_weight_tying"):
+            raise LoRAUsageError(
+                f"adapter {packed.name!r}: ensure_weight_tying is True, for which PEFT trains one LoRA of {tables[0]} "
+                "and of the output layer; here each is trained for itself. Set it to False in adapter_config.json"
+            )
         for p in packed.placements:
             where = f"adapter {packed.name!r}: {p.module}"
             if p.site.kind == "head" or p.extras:
                 title = ", ".join(variant.title for variant in described(p.extras)) or "a saved head"
                 raise LoRAUsageError(f"{where} has {title}, and only A and B are trained")
-            key = _key(p.site, "ranks")
-            if key not in self._ranks:
+            if key_of(p.site, "ranks") not in self._ranks:
                 raise LoRAUsageError(f"{where} is not trained here; expected target_modules {self._targets!r}")
-            most = next(each for each in self._factors.values() if each.ranks == key).spec.max_rank
-            if p.rank > most:
+            if p.rank > (most := self._sites_of(1)[1][p.site].spec.max_rank):
                 raise LoRAUsageError(f"{where} has rank {p.rank}; expected at most the trainer's max_rank {most}")
 
-    def _checked_state(self, name: str, ranks: dict[str, np.ndarray], state: Tree) -> Tree:
+    def _checked_state(self, name: str, packed: PackedAdapter, state: Tree) -> Tree:
         """Return the state of a member at its place, so that no program is compiled again."""
-        own, given = _by_path(self._struct()), _by_path(state)
+        own, given = _by_path(self._struct), _by_path(state)
         of = f"Trainer.state of adapter {name!r}"
         for path in [*own, *given]:
             if path not in given or path not in own:
@@ -617,9 +504,9 @@ class Trainer:
                     f"{of} {have} {path}: it is of another optimizer or other layers, or was restored without the "
                     "structure of this trainer's state (orbax: StandardRestore(trainer.state))"
                 )
-            if (found := _described(given[path])) != (expected := _described(own[path])):
+            if (found := dtype_and_shape(given[path])) != (expected := dtype_and_shape(own[path])):
                 raise LoRAUsageError(f"{of}{path} is {found}; expected {expected}")
-        for key, expected in ranks.items():
+        for key, expected in self._ranks_of(packed.placements).items():
             found = np.asarray(jax.device_get(state["ranks"][key]))
             for i in np.argwhere((found != expected).any(-1))[:1]:
                 *entry, part = map(int, i)
@@ -629,18 +516,18 @@ class Trainer:
                     f"{entry or ''}, output slice {part}, has {pairs[0]}; expected {pairs[1]}"
                 )
         where = jax.tree.leaves(self._where)
-        moved = [_moved(given[path], leaf, to) for (path, leaf), to in zip(own.items(), where, strict=True)]
-        return jax.tree.unflatten(cast("Any", jax.tree.structure(self._struct())), moved)
+        leaves = [placed(given[path], leaf, to) for (path, leaf), to in zip(own.items(), where, strict=True)]
+        return jax.tree.unflatten(cast("Any", jax.tree.structure(self._struct)), leaves)
 
     def _fetched(self, name: str) -> tuple[PackedAdapter, dict[tuple[Site, int], np.ndarray]]:
         """Return the factors of a member on the host, with the A of each module in all of its slices."""
         packed = self._member(name).packed
         arrays = jax.device_get(self.state_of(name)["factors"])
-        found = {(p.site, half): arrays[_key(p.site, "ab"[half])].copy()
+        found = {(p.site, half): arrays[key_of(p.site, "ab"[half])].copy()
                  for p in packed.placements for half in p.site.spec.factors}  # fmt: skip
         for p in packed.placements:
             if p.count > 1 and p.site.spec.in_features:
-                own = found[p.site, A][_entry(p.site.spec, p.entry)]
+                own = found[p.site, A][entry_of(p.site.spec, p.entry)]
                 own[p.first : p.first + p.count] = own[p.first]
         return packed, found
 
@@ -659,53 +546,34 @@ class Trainer:
                 self._programs[key] = jitted.lower(*structs).compile()
         return self._programs[key]
 
-    def _change(self, *changes: Callable[[], Any]) -> Any:
-        """Run programs that donate the state. An interrupt comes before or after all of them."""
+    def _change(self, *changes: _Change) -> Any:
+        """Replace the state by the first result of each program. Return the second one of the last.
+
+        Errors of compilation and interrupts come before or after all of them.
+        """
+        programs = [
+            (self._compiled(key, function, (self._stacked, out), self._state, *args, donate=True), args)
+            for key, function, args, out in changes
+        ]
+        found: Any = None
         with sigint_deferred():
-            return [change() for change in changes][-1]
-
-    def _changing(self, key: Any, function: Callable[..., Any], extra: Any, *args: Any) -> Callable[[], Any]:
-        """Return a call that replaces the state by the first result of a program, and returns the others."""
-        program = self._compiled(key, function, (self._stacked, extra), self._state, *args, donate=True)
-
-        def change() -> Any:
-            self._state, found = program(self._state, *args)
-            return found
-
-        return change
+            for program, args in programs:
+                self._state, found = program(self._state, *args)
+        return found
 
     def _write(self, index: int, member: Tree) -> None:
-        at = _put(np.int32(index), self._whole)
-        self._change(self._changing("write", _written, (), at, member))
+        self._change(("write", _written, (put(np.int32(index), self._whole), member), ()))
 
-    def _accumulation(self, members: np.ndarray, gradients: Tree, sums: Tree) -> Callable[[], Any]:
+    def _accumulation(self, members: np.ndarray, gradients: Tree, sums: Tree) -> _Change:
+        own = {"gradients": gradients, "sums": sums}
         if not self._on_mesh and sums.devices() != {self._whole}:  # inputs on a mesh
-            gradients, sums = jax.device_put((gradients, sums), self._whole)
-        at = _put(members, self._whole)
-        return self._changing(("accumulate", len(members)), _accumulated, (), at, gradients, sums)
+            own = jax.device_put(own, self._whole)
+        return ("accumulate", len(members)), _accumulated, (put(members, self._whole), own), ()
 
-    def _update(
-        self, members: np.ndarray, names: Sequence[str], divide: bool, numbers: Mapping[str, Any]
-    ) -> Callable[[], Any]:
-        own = self._numbers(names, len(members), numbers)
-        args = jax.tree.map(partial(_put, where=self._whole), (members, np.bool_(divide), own))
-        return self._changing(("update", len(members)), self._updated, self._whole, *args)
-
-    def _numbers(self, names: Sequence[str], count: int, numbers: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Return each number of the optimizer for `count` members, of which the first have these names."""
-        if unknown := sorted(numbers.keys() - self._defaults.keys()):
-            expected = ", ".join(self._defaults) or "none"
-            raise LoRAUsageError(f"Trainer: the optimizer has no number {unknown[0]!r}; expected {expected}")
-        found: dict[str, np.ndarray] = {}
-        for number, default in self._defaults.items():
-            given = numbers.get(number, default)
-            of_names = cast("Mapping[str, Any]", given if isinstance(given, Mapping) else dict.fromkeys(names, given))
-            found[number] = np.zeros(count, np.float32)
-            for i, name in enumerate(names):
-                if (value := of_names.get(name, default)) is inspect.Parameter.empty:
-                    raise LoRAUsageError(f"Trainer: the optimizer's number {number!r} has no default; give it")
-                found[number][i] = value
-        return found
+    def _update(self, members: np.ndarray, names: Sequence[str], divide: bool, numbers: Mapping[str, Any]) -> _Change:
+        own = number_arrays(self._defaults, numbers, names, len(members), self._members.keys())
+        args = jax.tree.map(partial(put, where=self._whole), (members, np.bool_(divide), own))
+        return ("update", len(members)), self._updated, args, self._whole
 
     def _of_batch(self, call: str, batch: LoRABatch) -> tuple[list[str], np.ndarray, tuple[Any, ...]]:
         """Return the names and indices of a batch's members, and the arguments of its programs before the inputs."""
@@ -724,25 +592,23 @@ class Trainer:
         factors, ranks = self._state["factors"], self._state["ranks"]
         return names, members, (self._host.wrapped.model, factors, ranks, batch, members, owners)
 
-    def _differentiated(
-        self, model: Any, factors: Tree, ranks: Tree, batch: LoRABatch, members: Any, owners: Any, *inputs: Any
+    def _losses_of(
+        self,
+        differentiates: bool,
+        model: Any,
+        factors: Tree,
+        ranks: Tree,
+        batch: LoRABatch,
+        members: Any,
+        owners: Any,
+        *inputs: Any,
     ) -> Any:
-        """Return the gradients of the members of a batch, and their losses."""
-        own, of_ranks = self._gathered(factors, ranks, members)
+        """Return the results of a batch, after the gradients of its members if they are wanted."""
+        where = self._stacked["factors"], dict.fromkeys(ranks, self._whole)
+        own, of_ranks = off_explicit(_gather, where)((factors, ranks), members)
         split = cast("tuple[Any, Any]", nnx.split(model))
         loss = partial(self._losses, split, ranks=of_ranks, batch=batch, owners=owners, inputs=inputs)
-        return cast("Any", jax.grad(loss, has_aux=True)(own))
-
-    def _evaluated(
-        self, model: Any, factors: Tree, ranks: Tree, batch: LoRABatch, members: Any, owners: Any, *inputs: Any
-    ) -> Any:
-        own, of_ranks = self._gathered(factors, ranks, members)
-        split = cast("tuple[Any, Any]", nnx.split(model))
-        return self._losses(split, own, ranks=of_ranks, batch=batch, owners=owners, inputs=inputs)[1]
-
-    def _gathered(self, factors: Tree, ranks: Tree, members: Int[Array, "m"]) -> Any:
-        where = self._stacked["factors"], dict.fromkeys(ranks, self._whole)
-        return off_explicit(_gather, where)((factors, ranks), members)
+        return cast("Any", jax.grad(loss, has_aux=True)(own)) if differentiates else loss(own)[1]
 
     def _losses(
         self, split: tuple[Any, Any], factors: Tree, *, ranks: Tree, batch: LoRABatch, owners: Any, inputs: Any
@@ -753,7 +619,7 @@ class Trainer:
         model = nnx.merge(split[0], jax.tree.unflatten(tree, arrays))
         count = min(len(owners), self.capacity)
         self._shadow(model, factors, ranks, count)
-        losses, weights, aux = _checked(self._loss(model, batch, *inputs), len(owners))
+        losses, weights, aux = checked(self._loss(model, batch, *inputs), len(owners))
 
         def summed(values: Tree, owners: Array) -> Tree:
             def of_members(array: Array) -> Array:
@@ -780,9 +646,9 @@ class Trainer:
                 detach(layer, site)  # a saved head
                 continue
             spec, variables = own[site].spec, dict[str, Any]()
-            if (of_ranks := ranks.get(_key(site, "ranks"))) is not None:
+            if (of_ranks := ranks.get(key_of(site, "ranks"))) is not None:
                 for name, array in spec.arrays.items():
-                    if (factor := self._factors.get(key := _key(site, name))) is not None:
+                    if (factor := self._factors.get(key := key_of(site, name))) is not None:
                         made = off_explicit(factor.stored, array.sharding)(factors[key], of_ranks)
                     else:
                         moved = partial(jnp.moveaxis, source=0, destination=len(spec.stack))
@@ -798,7 +664,7 @@ class Trainer:
             masks = {key: each.own(own["ranks"][each.ranks]) for key, each in self._factors.items()}
             by = jnp.where(divide, own["sums"][1], 1)
             gradients = {key: jnp.where(masks[key], array / by, 0) for key, array in own["gradients"].items()}
-            norm = _norm(gradients)
+            norm = global_norm(gradients)
             updates, optimizer = self._optimizer(**numbers).update(gradients, own["optimizer"], own["factors"])
             moves = jnp.isfinite(norm) & (by != 0)
 
@@ -811,15 +677,11 @@ class Trainer:
             return new, jnp.where(by != 0, norm, jnp.nan)
 
         new, norms = jax.vmap(of_one)(_gather(state, members), numbers)
-        return _scatter(state, members, new), tuple(norms)
+        return _written(state, members, new, tuple(norms))
 
 
 def _struct(array: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
-
-
-def _zeros(factors: Mapping[str, Array]) -> dict[str, Array]:
-    return {key: jnp.zeros_like(factor) for key, factor in factors.items()}
 
 
 def _gather(tree: Tree, members: Int[Array, "*m"]) -> Tree:
@@ -829,119 +691,33 @@ def _gather(tree: Tree, members: Int[Array, "*m"]) -> Tree:
     return jax.tree.map(of_members, tree)
 
 
-def _scatter(tree: Tree, members: Int[Array, "*m"], new: Tree) -> Tree:
+def _written(state: Tree, members: Int[Array, "*m"], new: Tree, found: Any = ()) -> Any:
+    """Return the state with that of some members replaced, and the results that follow it."""
+
     def written(array: Array, own: Array) -> Array:
         return array.at[members].set(own, mode="drop")
 
-    return jax.tree.map(written, tree, new)
+    return jax.tree.map(written, state, new), found
 
 
-def _written(state: Tree, index: Int[Array, ""], member: Tree) -> Any:
-    return _scatter(state, index, member), ()
+def _accumulated(state: Tree, members: Int[Array, "m"], own: Tree) -> Any:
+    def added(total: Array, each: Array) -> Array:
+        return total.at[members].add(each, mode="drop")
 
-
-def _accumulated(state: Tree, members: Int[Array, "m"], gradients: Tree, sums: Float[Array, "m 2"]) -> Any:
-    def added(total: Array, own: Array) -> Array:
-        return total.at[members].add(own, mode="drop")
-
-    return {
-        **state,
-        "gradients": jax.tree.map(added, state["gradients"], gradients),
-        "sums": added(state["sums"], sums),
-    }, ()
-
-
-def _norm(tree: Tree) -> Float[Array, ""]:
-    """Return the global norm of a tree."""
-    return jnp.sqrt(sum((jnp.square(leaf).sum() for leaf in jax.tree.leaves(tree)), jnp.zeros((), jnp.float32)))
-
-
-def _report(names: Sequence[str], found: Tree) -> Report:
-    def by_name(values: Sequence[jax.Array]) -> dict[str, jax.Array]:
-        return dict(zip(names, values, strict=False))  # the last places of a batch may be free
-
-    aux = {key: by_name(values) for key, values in found["aux"].items()}
-    return Report(by_name(found["losses"]), by_name(found["weights"]), aux, found["rows"])
-
-
-def _checked(found: Any, count: int) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Return the losses, weights and further arrays that a loss returned, of each of `count` sequences."""
-    if not isinstance(found, tuple | list) or len(found := cast("tuple[Any, ...]", found)) not in (2, 3):
-        name = type(found).__name__
-        raise LoRAUsageError(
-            f"Trainer: the loss returned one {name}; expected the pair (losses [B], weights [B]), or these and a "
-            "mapping of arrays [B, ...]"
-        )
-    losses, weights = (jnp.asarray(each) for each in found[:2])
-    kinds = jnp.issubdtype(losses.dtype, jnp.floating), jnp.issubdtype(weights.dtype, jnp.number)
-    if (losses.shape, weights.shape) != ((count,), (count,)) or not all(kinds):
-        raise LoRAUsageError(
-            f"Trainer: the loss returned losses {_described(losses)} and weights {_described(weights)}; expected "
-            f"floating losses [{count}] and weights [{count}]: the sum of each sequence, and the number of its tokens"
-        )
-    aux: Any = found[2] if len(found) == 3 else {}
-    if not isinstance(aux, Mapping) or any(np.shape(each)[:1] != (count,) for each in cast("Any", aux).values()):
-        raise LoRAUsageError(f"Trainer: the third result of the loss must be a mapping of arrays [{count}, ...]")
-    return losses, weights, {key: jnp.asarray(each) for key, each in cast("Any", aux).items()}
+    return state | jax.tree.map(added, {key: state[key] for key in own}, own), ()
 
 
 def _check_same(own: PackedAdapter, packed: PackedAdapter) -> None:
     """Raise LoRAUsageError if a version of an adapter differs from the trained one in more than its values."""
-    if _kind(packed) != _kind(own):
+    kinds = [(each.placements, each.extras.keys(), each.about.invocation_tokens) for each in (own, packed)]
+    if kinds[0] != kinds[1]:
         raise LoRAUsageError(
             f"adapter {packed.name!r} was replaced by one of other modules, ranks, scalings or of another kind; remove "
             "it from the trainer and add it again, or publish under another name"
         )
 
 
-def _kind(packed: PackedAdapter) -> Any:
-    """Return all that training needs to know of an adapter beside its values."""
-    return packed.placements, packed.extras.keys(), packed.about.invocation_tokens
-
-
 def _by_path(tree: Tree) -> dict[str, Any]:
     """Return the leaves of a tree by their paths, such as "['a'][0].mu", in the order of the tree."""
     flat = cast("list[tuple[Any, Any]]", jax.tree_util.tree_flatten_with_path(tree)[0])
     return {jax.tree_util.keystr(path): leaf for path, leaf in flat}
-
-
-def _described(leaf: Any) -> str:
-    """Return the dtype and shape of an array, as JAX holds it."""
-    return f"{jnp.result_type(leaf)}{list(np.shape(leaf))}"
-
-
-def _put(array: Any, where: ArrayPlacement) -> jax.Array:
-    return jax.device_put(array, where) if isinstance(where, Sharding) else to_device(np.asarray(array), where)
-
-
-def _moved(array: Any, like: jax.ShapeDtypeStruct, where: ArrayPlacement) -> jax.Array:
-    """Return an array in the dtype of another and at a placement, so that no program is compiled again."""
-    if isinstance(array, jax.Array):
-        if placement_of(array) == where:
-            return array
-        if isinstance(where, Sharding):
-            return jax.device_put(array, where)
-    return _put(np.asarray(jax.device_get(array), like.dtype), where)
-
-
-def _stacked(where: ArrayPlacement) -> ArrayPlacement:
-    """Return the placement of the arrays of all members."""
-    return NamedSharding(where.mesh, P(None, *where.spec)) if isinstance(where, NamedSharding) else where
-
-
-def _whole(wrapped: WrappedModel) -> ArrayPlacement:
-    """Return the placement of arrays that every device of the model holds."""
-    arrays = [(site, raw_value(vars(layer)[site.attributes[0]])) for site, layer in wrapped.modules.items()]
-    found = next((array for site, array in arrays if site.spec.sharding is not None), arrays[0][1])
-    where, mesh = everywhere(placement_of(found)), jax.sharding.get_mesh()
-    # JAX moves arrays that are not committed to the mesh of the context.
-    return where if isinstance(where, Sharding) or mesh.empty else NamedSharding(mesh, P())
-
-
-def _key(site: Site, array: str) -> str:
-    """Return the name of a slot array in the state of a trainer."""
-    return f"{site.path}.{site.prefix}_{array}"
-
-
-def _entry(spec: SlotSpec, entry: int) -> tuple[int, ...]:
-    return tuple(map(int, np.unravel_index(entry, spec.entries))) if spec.entries else ()

@@ -82,7 +82,7 @@ def test_bytes_are_those_of_the_saved_files(folder_of, tmp_path):
     assert weights == (tmp_path / "saved/adapter_model.safetensors").read_bytes()
     assert config == (tmp_path / "saved/adapter_config.json").read_bytes()
     again = Adapter.from_bytes(memoryview(weights), bytearray(config), name="again")
-    assert (again.name, again.fingerprint) == ("again", None)
+    assert (again.name, again.fingerprint) == ("again", Adapter.from_pretrained(tmp_path / "saved").fingerprint)
     assert weights == safetensors.numpy.save(state_dict(weights), metadata={"format": "pt"})
 
 

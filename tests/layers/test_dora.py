@@ -55,7 +55,7 @@ def adapters_of(zoo):
     ("axes", "fully_sharded", "dtype"),
     [
         ({}, False, None),
-        ({}, False, "int8"),
+        pytest.param({}, False, "int8", marks=pytest.mark.slow),
         pytest.param({"u": 2, "t": 2}, True, None, marks=pytest.mark.mesh),
         pytest.param({"u": 2, "t": 2}, True, "int8", marks=pytest.mark.slow),
         pytest.param({"data": 2, "t": 4}, False, None, marks=pytest.mark.slow),

@@ -82,6 +82,7 @@ def packed_rows(counts, total):
 
 
 @pytest.mark.parametrize(("counts", "total"), PACKED)
+@pytest.mark.slow
 def test_packed_batches(worlds, counts, total):
     for first, name in itertools.product(FIRST[:2], WORLDS):
         for what, (shape, rows, row_map, true_of) in packed_rows(counts, total).items():

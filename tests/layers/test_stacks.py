@@ -24,6 +24,7 @@ from tests.layers.merging import (
     serve,
     wrapped_paths,
 )
+from tests.matrix import thinned
 
 pytestmark = pytest.mark.usefixtures("registered")
 
@@ -103,8 +104,8 @@ def test_dora_of_a_stack_on_axis_1():
     check_against_merged(Heads(3, 1), of, X, adapters=adapters, variants=["dora"])
 
 
-@pytest.mark.parametrize("options", [{}, {"variants": ["dora"]}, {"dtype": "int8"}])
-@pytest.mark.parametrize("layers", [HEADS, 3, D])  # as many as heads, and as features
+@pytest.mark.parametrize("options", thinned([{}, {"variants": ["dora"]}, {"dtype": "int8"}], 0))
+@pytest.mark.parametrize("layers", thinned([HEADS, 3, D], 0))  # as many as heads, and as features
 def test_verify_of_a_stack_on_axis_1(layers, options):
     register()
     manager = make_manager(Heads(layers, 1), **options)
@@ -161,6 +162,7 @@ def test_an_axis_that_no_shape_shows_is_refused_by_name():
     assert "fits as a stack of 3 layers on axis 1 or 2 or 3: LinearSpec(stack_axis=)" in reason
 
 
+@pytest.mark.slow
 def test_exchanged_heads_are_found_by_verify():
     def exchanged(layer):
         return jlora.einsum_spec("BTD,NLDH->BTNH", layer.w.shape, "w", out_index=[3, 4, 5, 0, 1, 2])

@@ -112,6 +112,7 @@ def test_gradients_of_slots_and_inputs():
 # --- vmap -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_vmap_over_sequences_with_their_batch(served):
     """vmap over sequences of a model for one sequence [length, features]."""
     model, manager, expected, _ = served

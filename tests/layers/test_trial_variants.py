@@ -132,6 +132,7 @@ def test_verify_of_a_wrong_function(finisher):
 
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("build", [Quantized, pytest.param(Transformer, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_verify_of_several_finishers(build):
     """In a quantized layer; and in stacks, einsums and tied logits."""
     register_layer(Int8, lambda layer: jlora.LinearSpec(12, 12, dtype=jnp.float32, dequantize=lambda own: own.whole()))

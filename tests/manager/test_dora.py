@@ -57,6 +57,7 @@ def test_sums_and_activations_beside_dora():
     assert (world.serve([Mix({"all": 0}), None, Mix({"all": 0, "plain": 0})]) == base).all()
 
 
+@pytest.mark.slow
 def test_plain_and_base_rows_have_the_bits_of_a_manager_without_dora():
     dtype = jnp.bfloat16
     without = make_world(max_loras=2, dtype=dtype)

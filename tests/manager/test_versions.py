@@ -270,6 +270,27 @@ def test_an_adapter_in_memory_is_not_the_content_of_its_files(world, folder):
     assert len(seen) == 4
 
 
+def test_fingerprint_of_a_handle_is_that_of_the_files_until_the_weights_change(world, folder):
+    def of_handle():
+        with world.manager.hold("a") as handle:
+            return handle.fingerprint
+
+    read = jlora.Adapter.from_pretrained(folder, name="a")
+    in_body = [(folder / file).read_bytes() for file in ("adapter_model.safetensors", "adapter_config.json")]
+    changed = dataclasses.replace(read, modules=twin(1).modules)
+    sources = [jlora.LoRARequest("a", folder), jlora.Adapter.from_bytes(*in_body, name="a"), changed, twin(0)]
+    seen = []
+    for source in sources:
+        world.manager.add_adapter(source)
+        seen.append(of_handle())
+        world.manager.remove_adapter("a")
+    assert seen == [read.fingerprint, read.fingerprint, None, None]
+    world.manager.add_adapter(sources[0])
+    for _ in range(2):  # the second runs the program of the first
+        world.manager.update_adapter("a", tensors(twin(1), jnp.asarray))
+        assert of_handle() is None
+
+
 def test_a_replacement_reads_the_files_as_they_are_when_it_is_called(world, folder, monkeypatch):
     """Also while another of the same request has read them and waits for an open batch."""
     world.manager.add_adapter(jlora.LoRARequest("a", folder))

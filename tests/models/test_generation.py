@@ -95,6 +95,7 @@ def test_sampled_frequencies(golden):
     assert (np.abs(found - draws * chance) <= 5 * np.sqrt(draws * chance * (1 - chance)) + 1).all()
 
 
+@pytest.mark.slow
 def test_one_trace_for_all_lengths_and_settings_of_a_bucket(golden):
     model = golden("llama-tied-linear")
     traces = 0

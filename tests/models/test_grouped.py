@@ -82,6 +82,7 @@ def test_values_on_tpu_interpreted(on, dtype):
         ("v6e", 3, 5, 33, 65),
     ],
 )
+@pytest.mark.slow
 def test_compiles_for_tpus(on, chip, rows, experts, k, n):
     on("tpu")
     operands = [

@@ -100,6 +100,7 @@ def test_splash_attention(rng, window, sinks, capacity):
     check(rng, partial(splash, interpret=True), window, sinks, capacity)
 
 
+@pytest.mark.slow
 def test_splash_attention_has_a_gradient(rng):
     """A decoder that is trained attends to new tokens only. Padding gives and takes no gradient."""
     shapes = (2, 12, 4, 16), (2, 12, 2, 16), (2, 12, 2, 16), (2, 12, 4, 16)

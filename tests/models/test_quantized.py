@@ -244,6 +244,7 @@ def test_experts_of_every_layout(name):
         np.testing.assert_allclose(np.asarray(experts.dequantized(product)), want, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_verify_passes(tmp_path):
     case = Case(tmp_path, source_of(tmp_path, "untied"), "blocks")
     report = case.serve(case.load()).verify(logits, case.tokens)

@@ -29,6 +29,7 @@ def kept(logits, top_k, top_p):
 
 
 @given(st.data())
+@pytest.mark.slow
 def test_the_drawn_tokens_are_those_within_the_limits(data):
     logits = np.array(data.draw(st.lists(st.integers(-1, 1), min_size=VOCAB, max_size=VOCAB)), np.float32)  # ties
     top_k = data.draw(st.integers(1, VOCAB + 1))

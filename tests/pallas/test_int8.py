@@ -84,7 +84,7 @@ def test_the_full_rank_and_scales_of_nan_reach_every_column(backend):
 
 
 @EVERY
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_shrink_then_expand(backend, dtype):
     """h is that of the int8 values, and the delta alone is float32."""
     a, b, ranks, *exact = factors(RANKS, RANK, K, SIZES)

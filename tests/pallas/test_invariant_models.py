@@ -89,6 +89,7 @@ def alike(found):
 
 
 @pytest.mark.parametrize("backend", thinned(["xla", "triton", "mosaic_tpu"], 1))
+@pytest.mark.slow
 def test_a_row_has_the_same_bits_in_every_batch(interpret, backend):
     interpret()
     found, slots = bits_of(managed(backend, batch_invariant=True, max_adapters_per_sequence=2), jax.jit(forward))

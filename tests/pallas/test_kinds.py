@@ -61,6 +61,7 @@ KERNELS = {"triton": {"add_lora", "expand"}, "mosaic_tpu": {"tpu_add_lora", "tpu
 
 
 @pytest.mark.parametrize("backend", thinned([*KERNELS], 0))
+@pytest.mark.slow
 def test_each_kernel_adds_every_kind_of_row(interpret, backend):
     calls = interpret()
     check(BATCHES + MIXED, backend=backend, max_adapters_per_sequence=2)

@@ -48,6 +48,7 @@ class FakeGeneration:
     callback: object = None
     cancelled: bool = False
     prompt_tokens: int = 0
+    handle: object = None
 
     def listen(self, callback):
         self.callback = callback
@@ -72,7 +73,7 @@ class FakeEngine:
       refuse: exception that `submit` raises; None for none.
       hold: True to give no answers. The test puts events into `generations`.
       broken: end of a path ("memory" of an upload) -> exception that loading it raises.
-      failing: "remove", "pin" or "unpin" -> exception that it raises.
+      failing: "remove", "pin", "unpin" or "pause" -> exception that it raises.
       uploaded: adapters that were loaded from memory.
       gate: event that loads wait for.
       encoded: pairs of (text, with special tokens) that were tokenized.
@@ -92,6 +93,7 @@ class FakeEngine:
         self.pinned = set()
         self.ready = True
         self.embeds = False
+        self.paused = False
         self.asked = []
         self.closed = False
         self.calls = Counter()
@@ -198,6 +200,18 @@ class FakeEngine:
     def stats(self):
         return self.told
 
+    def pause(self, mode):
+        self.calls[mode] += 1
+        if mode not in ("abort", "wait", "keep"):
+            raise LoRAUsageError(f"mode must be one of abort, wait, keep, got {mode!r}")
+        if "pause" in self.failing:
+            raise self.failing["pause"]
+        self.paused = True
+
+    def resume(self):
+        self.calls["resume"] += 1
+        self.paused = False
+
     def start(self, progress=None):
         if progress is not None:
             progress(1, 2)
@@ -222,7 +236,7 @@ def fake_manager(engine):
     stats = Stats(host_loads=5, host_evictions=1, slot_loads=4, slot_evictions=2, slot_hits=30, compilations=1,
                   registered=2, active=2, leased=1, unevictable=0, slot_bytes=1000, host_bytes=2000, open_leases=3,
                   load_seconds=((0.5,), (4, 1), 3.5), swap_seconds=((0.001,), (4, 0), 0.002))  # fmt: skip
-    config = SimpleNamespace(max_loras=4, max_cpu_loras=10, allow_nonfinite=False)
+    config = SimpleNamespace(max_loras=4, max_lora_rank=16, max_cpu_loras=10, allow_nonfinite=False)
     return SimpleNamespace(
         stats=lambda: replace(stats, unevictable=len(engine.uploaded)), config=config, list_adapters=engine.resident
     )

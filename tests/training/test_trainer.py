@@ -3,6 +3,7 @@
 import functools
 import logging
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import chex
@@ -197,15 +198,19 @@ def test_several_gradients_before_a_step_equal_one_of_all_sequences():
     rows = [[0, 1], [2], [3, 4, 5]]
     names = ["wide", "query", "query", "wide", "mixed", "query"]
     whole, parts = trainer_of(served()), trainer_of(served())
-    norms = whole.step(whole.prepare(names), TOKENS, learning_rate=0.01).norms
+    whole.gradients(whole.prepare(names), TOKENS)
     for own in rows:
         report = parts.gradients(parts.prepare([names[i] for i in own]), TOKENS[own])
         assert report.norms == {}
     for name in RANKS:
-        assert float(parts.apply(name, learning_rate=0.01)) == pytest.approx(float(norms[name]), rel=1e-6)
+        sums = parts.state_of(name)["gradients"]
+        for key, want in whole.state_of(name)["gradients"].items():
+            np.testing.assert_allclose(sums[key], want, rtol=0, atol=1e-6 * np.abs(want).max(), err_msg=key)
+        norms = [float(trainer.apply(name, learning_rate=0.01)) for trainer in (whole, parts)]
+        assert norms[1] == pytest.approx(norms[0], rel=1e-6)
         for module, want in whole.adapter(name).modules.items():
-            np.testing.assert_allclose(parts.adapter(name).modules[module].a, want.a, rtol=1e-5, atol=1e-6)
-            np.testing.assert_allclose(parts.adapter(name).modules[module].b, want.b, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(parts.adapter(name).modules[module].a, want.a, rtol=1e-6, atol=1e-7)
+            np.testing.assert_allclose(parts.adapter(name).modules[module].b, want.b, rtol=1e-6, atol=1e-7)
 
 
 def test_sums_of_gradients_with_weights_of_any_sign():
@@ -282,6 +287,53 @@ def test_adapters_join_and_leave_without_compilation_or_effect_on_others():
     jax.tree.map(np.testing.assert_array_equal, trainer.state, before)
 
 
+def test_threads_that_train_publish_and_read_take_turns():
+    """Each adapter has the bits of a run in one thread."""
+    manager = served(slots=2)
+    trainer, names = trainer_of(manager, ["wide", "query"]), ("wide", "query")
+    before = trainer.state
+
+    def steps(name):
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # of a thread, for optax
+            for _ in range(10):
+                trainer.step(trainer.prepare([name, None]), TOKENS[:2], learning_rate=0.01)
+
+    def publish():
+        for i in range(4):
+            trainer.publish("wide", to=f"wide@{i}"), trainer.add("mixed"), trainer.remove("mixed")
+            manager.remove_adapter(f"wide@{i}")
+
+    for name in names:
+        steps(name)
+    want = trainer.state
+    trainer.state = before
+    with ThreadPoolExecutor() as pool:
+        for done in [*(pool.submit(steps, name) for name in names), pool.submit(publish)]:
+            done.result()
+    jax.tree.map(np.testing.assert_array_equal, trainer.state, want)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "cause"),
+    [
+        ({"rate": 1.0}, "no number 'rate'; expected learning_rate, b1"),
+        ({"learning_rate": {"qeury": 0.1}}, "learning_rate is given for 'qeury', which is not .*nearest is 'query'"),
+        ({"learning_rate": {"query": float("nan")}}, "learning_rate of adapter 'query' must be a number, got nan"),
+        ({"max_norm": "1.0 or so"}, "max_norm of adapter 'query' must be a number, got '1.0 or so'"),
+        ({"b1": np.ones(2)}, r"b1 of adapter 'query' must be a number, got array"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked_calls")
+def test_numbers_that_are_none_are_refused_before_the_gradients(numbers, cause):
+    trainer = trainer_of(served(["query"]), ["query"])
+    before = trainer.state
+    with pytest.raises(jlora.LoRAUsageError, match=cause):
+        trainer.step(trainer.prepare(["query"] * 6), TOKENS, **numbers)
+    with pytest.raises(jlora.LoRAUsageError, match=cause):
+        trainer.apply("query", **numbers)
+    jax.tree.map(np.testing.assert_array_equal, trainer.state, before)
+
+
 def test_a_gradient_that_is_not_finite_moves_no_adapter():
     """The tenant of the NaN stays where it is. The bits of the other are those of a step without it."""
 
@@ -344,6 +396,63 @@ def test_one_a_of_several_slices_is_trained():
         served_loss = answer_loss(forward(manager.model, TOKENS[:, :-1], batch), TOKENS)[0]
     following = trainer.evaluate(trainer.prepare(["whole"] * 6), TOKENS)
     assert float(following.losses["whole"]) == pytest.approx(float(served_loss.mean()) / 4, rel=1e-5)
+
+
+def test_output_layers_embeddings_and_activated_adapters_are_trained():
+    """Losses are those of serving, and fall by the rate times the squared norm of the gradient."""
+    modules = {"head": "lm_head", "table": "model.embed_tokens", "late": "model.layers.0.self_attn.v_proj"}
+    rng, first = np.random.default_rng(0), [0, 0, 5, 0]
+    manager = make_manager(decoder_of(DENSE), activated=True)
+    for name, module in modules.items():
+        a, b = (rng.normal(0, 0.3, shape).astype(np.float32) for shape in ((2, 32), (16 if name == "late" else 32, 2)))
+        tables = [module] if name == "table" else []
+        adapter = jlora.Adapter.from_arrays(name, {module: (a, b)}, alpha=4, embeddings=tables)
+        manager.add_adapter(replace(adapter, invocation_tokens=(3,) if name == "late" else ()))
+    trainer = trainer_of(manager, modules, optimizer=lambda learning_rate: optax.sgd(learning_rate))
+    names, tokens = [*modules, None], rng.integers(0, 32, (4, 9)).astype(np.int32)
+    with pytest.raises(jlora.LoRAError, match="no first active rows: give prepare"):
+        trainer.step(trainer.prepare(names), tokens, learning_rate=0.1)
+    batch = trainer.prepare(names, active_from=first, length=8)
+    with manager.prepare(names, active_from=first, length=8) as batch_of_slots:
+        want = answer_loss(forward(manager.model, tokens[:, :-1], batch_of_slots), tokens)[0] / 8
+    trainer.gradients(batch, tokens)
+    for i, name in enumerate(modules):
+        factors = trainer.adapter(name).modules[modules[name]]
+        norm = float(trainer.apply(name, learning_rate=0.0))
+        assert norm > 0.01
+        trainer.gradients(batch, tokens)
+        rate = 1e-3 * float(want[i]) / norm**2
+        trainer.apply(name, learning_rate=rate)
+        trained = trainer.adapter(name).modules[modules[name]]
+        for half in "ab":
+            assert np.abs(getattr(trained, half) - getattr(factors, half)).max() > 0
+        found = trainer.evaluate(batch, tokens).losses
+        assert float(want[i] - found[name]) == pytest.approx(1e-3 * float(want[i]), rel=0.05)
+
+
+@pytest.mark.usefixtures("registered")
+def test_adapters_of_a_scaled_kernel_are_trained_as_they_are_served():
+    """The model holds a quarter of the checkpoint's kernel, so that deltas are a quarter of the adapter's."""
+
+    class Scaled(nnx.Module):
+        def __init__(self):
+            self.proj = nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.proj(x)
+
+    def squares(model, batch, x):
+        with jlora.use(batch):
+            return jnp.square(model(x)).sum((1, 2)), jnp.ones(len(x))
+
+    jlora.register_layer(nnx.Linear, lambda layer: jlora.LinearSpec(16, 16, bias=None, scale=0.25))
+    manager = jlora.LoRAManager(Scaled(), jlora.LoRAConfig(max_loras=1, max_lora_rank=4))
+    a, b = np.random.default_rng(0).normal(0, 0.3, (2, 2, 16)).astype(np.float32)
+    manager.add_adapter(jlora.Adapter.from_arrays("one", {"proj": (a, b.T)}, alpha=4))
+    trainer, x = trainer_of(manager, ["one"], loss=squares), np.ones((1, 2, 16), np.float32)
+    delta = x @ a.T @ b / 4 * 2
+    want = np.square(Scaled()(x) + delta).sum()
+    assert float(trainer.evaluate(trainer.prepare(["one"]), x).losses["one"]) == pytest.approx(float(want), rel=1e-5)
 
 
 def test_targets_and_ranks_of_a_trainer():
@@ -530,6 +639,11 @@ def test_new_names_are_published_with_a_folder_and_without(tmp_path):
         trainer.publish("new", to="new@more", save_to=tmp_path / "2")
     with pytest.raises(jlora.LoRAUsageError, match="save_to is for a new name"):
         trainer.publish("new", save_to=tmp_path / "more")
+    with pytest.raises(jlora.LoRAUsageError, match="'new@1' exists; expected a new name"):
+        trainer.publish("new", to="new@1", save_to=tmp_path / "more")
+    with pytest.raises(jlora.LoRAUsageError, match="name must be a non-empty string"):
+        trainer.publish("new", to="", save_to=tmp_path / "more")
+    assert not (tmp_path / "more").exists()
     assert manager.list_adapters(level="evicted").keys() == {"new@2"}
     trainer.step(trainer.prepare(["new", None] * 3), TOKENS)
     check_served(manager, "new@1", first)
@@ -733,13 +847,11 @@ def test_stacked_layers_and_experts_that_share_factors():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("base", "tolerance"), [("bfloat16", 1e-3), ("int8", 1e-5)])
+@pytest.mark.parametrize(("base", "tolerance"), [("bfloat16", 1e-3), ("int8", 1e-5), ("fp8", 1e-5)])
 def test_bases_of_few_bits(base, tolerance):
     """Each has the losses of a float32 model of the same weights, and the trained factors are float32."""
-    model, twin = (
-        decoder_of(DENSE if base == "bfloat16" else INT8, base if base == "bfloat16" else "float32"),
-        decoder_of(DENSE),
-    )
+    dtype, quantization = (base, None) if base == "bfloat16" else ("float32", base)
+    model, twin = decoder_of(replace(DENSE, quantization=quantization), dtype), decoder_of(DENSE)
     for path, variable in nnx.to_flat_state(nnx.state(twin, nnx.Param)):
         layer = functools.reduce(
             lambda node, key: node[key] if isinstance(key, int) else getattr(node, key), path[:-1], model
@@ -754,6 +866,42 @@ def test_bases_of_few_bits(base, tolerance):
         jnp.dtype("float32")
     }
     check_next_loss(manager, trainer, tokens)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_model_that_qwix_quantized():
+    """The loss is that of a float32 model of the dequantized kernels, and the step is that of its gradient."""
+    qwix = pytest.importorskip("qwix")
+
+    class Layers(nnx.Module):
+        def __init__(self):
+            self.up, self.down = (nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(i)) for i in range(2))
+
+        def __call__(self, x):
+            return self.down(jax.nn.silu(self.up(x)))
+
+    def squares(model, batch, x):
+        with jlora.use(batch):
+            return jnp.square(model(x)).sum((1, 2)), jnp.ones(len(x))
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, 3, 16)).astype(np.float32)
+    a, b = rng.normal(0, 0.3, (2, 2, 16)).astype(np.float32)
+    rules = qwix.PtqProvider([qwix.QuantizationRule(module_path=".*", weight_qtype=jnp.int8)])
+    model = qwix.quantize_model(Layers(), rules, x)
+    up, down = (qwix.dequantize(layer.kernel.array) for layer in (model.up, model.down))
+
+    def expected(a, b):
+        y = jax.nn.silu(x @ up + 2 * (x @ a.T) @ b) @ down
+        return jnp.square(y).sum() / 2
+
+    value, gradients = jax.value_and_grad(expected, (0, 1))(a, b)
+    manager = make_manager(model, [jlora.Adapter.from_arrays("one", {"up": (a, b.T)}, alpha=4)])
+    trainer = trainer_of(manager, ["one"], loss=squares, optimizer=optax.sgd(1e-3))
+    assert float(trainer.step(trainer.prepare(["one"] * 2), x).losses["one"]) == pytest.approx(float(value), rel=1e-5)
+    trained = trainer.adapter("one").modules["up"]
+    assert_close(trained.a, a - 1e-3 * gradients[0])
+    assert_close(trained.b, b.T - 1e-3 * gradients[1].T)
 
 
 @pytest.mark.mesh
@@ -820,14 +968,16 @@ def test_axes_of_any_kind(kind, fully):
 
 
 def test_adapters_that_are_not_trained_are_refused():
-    manager = served(variants=["dora"], saved_heads={"o_proj": 16})
+    manager = served(["wide", "query"], variants=["dora"], saved_heads={"o_proj": 16})
     head = jlora.SavedHead(np.ones((16, 16), np.float32), np.ones(16, np.float32))
     manager.add_adapter(replace(fresh("query"), name="head", heads={"layers.0.o_proj": head}))
     manager.add_adapter(make_dora("dora", [Target(QUERY, 16, 16, "")], 2))
+    manager.add_adapter(replace(fresh("mixed"), peft_fields={"ensure_weight_tying": True}))
     trainer = manager.trainer(loss, capacity=1)
     for name, options, error, cause in (
         ("head", {}, jlora.LoRAUsageError, r"'head': layers\.0\.o_proj has a saved head, and only A and B"),
         ("dora", {}, jlora.LoRAUsageError, r"'dora': layers\.0\.q_proj has DoRA, and only A and B are trained"),
+        ("mixed", {}, jlora.LoRAUsageError, "'mixed': ensure_weight_tying is True, for which PEFT trains one LoRA"),
         ("missing", {}, jlora.AdapterNotFoundError, "'missing'"),
         ("query", {"rank": 2, "alpha": 1}, jlora.LoRAUsageError, "'query' exists, with a rank of its own"),
     ):
@@ -858,8 +1008,6 @@ def test_arguments_of_wrong_types_are_refused():
     trainer = trainer_of(manager, ["query"])
     with pytest.raises(jlora.LoRAUsageError, match="open batch"):
         trainer.step(["query"] * 6, TOKENS)
-    with pytest.raises(jlora.LoRAUsageError, match="no number 'rate'; expected learning_rate, b1"):
-        trainer.step(trainer.prepare(["query"] * 6), TOKENS, rate=1.0)
 
 
 def test_batches_that_cannot_be_trained_are_refused():

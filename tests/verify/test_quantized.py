@@ -170,6 +170,7 @@ class ScalesInput(nnx.Linear):
         return super().__call__(1.01 * x)
 
 
+@pytest.mark.slow
 def test_float_layers_beside_a_quantized_one_are_judged_as_floats():
     register(Rounded)
     register_layer(ScalesInput, lambda layer: jlora.LinearSpec(layer.in_features, layer.out_features))
@@ -183,6 +184,7 @@ def one_row(model, x, batch):
     return jnp.stack([serve(model, x[:, i], batch) for i in range(x.shape[1])], axis=1)
 
 
+@pytest.mark.slow
 def test_rows_of_all_steps_count():
     x = normal(1, 8, K)
     assert wide_manager().verify(one_row, x).unserved == {}
@@ -192,6 +194,7 @@ def test_rows_of_all_steps_count():
         wide_manager(jnp.int8, exchanged).verify(one_row, x)
 
 
+@pytest.mark.slow
 def test_a_layer_that_saw_one_row_is_unserved():
     manager = wide_manager(jnp.int8, exchanged)
     for x in (normal(1, K), np.repeat(normal(1, 1, K), 3, axis=1)):

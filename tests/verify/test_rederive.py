@@ -77,6 +77,7 @@ def test_derived_parameters_are_named(dtype, caplog):
     assert not caplog.records
 
 
+@pytest.mark.slow
 def test_absorbed_attention_serves_the_base():
     manager = make_manager(Latent())
     x = normal(3, 4, 6)

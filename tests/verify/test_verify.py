@@ -476,6 +476,7 @@ class Interleaved(nnx.Linear):
         return jnp.concatenate([y[..., ::2], y[..., 1::2]], axis=-1)
 
 
+@pytest.mark.slow
 def test_a_kernel_that_is_ordered_unlike_its_output():
     def in_order(layer):
         return jnp.concatenate([layer.kernel[...][:, ::2], layer.kernel[...][:, 1::2]], axis=-1)

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ import jlora
 from jlora.errors import LoadTimeoutError, LoRAError, NoFreeSlotError
 from jlora.serve.engine.loras import Loras
 from jlora.serve.engine.metrics import EngineMetrics
-from jlora.serve.engine.request import EngineClosedError, FinishReason, RequestTimeoutError, StepFailedError
+from jlora.serve.engine.request import EngineClosedError, FinishReason, PauseMode, RequestTimeoutError, StepFailedError
 from jlora.serve.engine.scheduler import Queue
 from jlora.serve.engine.sequence import Sequence, Version
 from jlora.serve.engine.steps import Chosen, How, Steps
@@ -42,6 +42,14 @@ class Drawn:
 
     chosen: Any  # `Chosen`, or the embeddings [B, E]
     sequences: tuple[tuple[int, Sequence], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Pause:
+    """A pause of the engine. `done` is set once it is reached, or was ended before."""
+
+    mode: PauseMode
+    done: threading.Event = field(default_factory=threading.Event)
 
 
 class Dispatcher:
@@ -83,6 +91,7 @@ class Dispatcher:
         self._how = How()
         self._drawn: deque[Drawn] = deque()
         self._looked, self._told = 0.0, False
+        self.paused: Pause | None = None  # replaced by `pause` only
         self.failure: LoRAError | None = None
         self.thread = threading.Thread(target=self._work, name="jlora-serve-steps", daemon=True)
 
@@ -96,6 +105,15 @@ class Dispatcher:
     def wake(self) -> None:
         """Wake the thread, for example after a load or a cancellation."""
         self._signal.set()
+
+    def pause(self, pause: Pause | None) -> None:
+        """Replace the pause in effect, or end it with None. One call at a time."""
+        before, self.paused = self.paused, pause
+        if before is not None:
+            before.done.set()
+        self._signal.set()
+        if pause is not None and self.failure is not None:  # the thread may have ended already
+            pause.done.set()
 
     def stop(self) -> None:
         """Stop the thread. Running and waiting sequences end with EngineClosedError."""
@@ -125,20 +143,27 @@ class Dispatcher:
         looked = now - self._looked >= (_OFTEN if self._told else _POLL)
         while self._arrived:
             self._queue.add(self._arrived.popleft())
-        for one in (*self._queue, *self._begun()) if looked else self._begun():
+        pause = self.paused
+        pausing = None if pause is None or pause.done.is_set() else pause
+        for one in (*self._queue, *self._begun()) if looked or pausing is not None else self._begun():
             self._end_if_over(one, now)
+            if pausing is not None and pausing.mode == "abort":
+                self._end(one, "abort")
         if looked:
             self._looked, self._told = now, False
             self._look()
-        busy = self._step()
+        busy = (pause is None or pause.mode != "keep") and self._step()
         while len(self._drawn) > busy:
             self._read(self._drawn.popleft())
         if busy:
             return True
         if self._stale:  # release the batch of rows that ended, without waiting for the next step
             self._compose()
-        else:
-            self._signal.wait(_OFTEN if self._told else _POLL if len(self._queue) else _IDLE)
+            return True
+        if pausing is not None and (pausing.mode == "keep" or not self._begun()):
+            pausing.done.set()
+        waiting = len(self._queue) or self._begun()
+        self._signal.wait(_OFTEN if self._told else _POLL if waiting else _IDLE)
         return True
 
     def _step(self) -> bool:
@@ -219,7 +244,7 @@ class Dispatcher:
 
     def _begin(self, fits: Callable[[Sequence], bool] = lambda one: True) -> Sequence | None:
         """Take the next request that can begin, if it `fits`, and give it a row and its adapter a slot."""
-        while len(self._queue) and None in self._rows:
+        while self.paused is None and len(self._queue) and None in self._rows:
             sequence = self._queue.next(self._loras.slots(self._running()), self._loras.loaded)
             if sequence is None or not fits(sequence):
                 return None
@@ -244,6 +269,7 @@ class Dispatcher:
                 continue
             if sequence.batch.needs_activation:
                 sequence.active_from = jlora.active_from(sequence.prompt, sequence.batch.invocation_tokens[0])
+            sequence.answer.handle = sequence.handle
             sequence.row = self._rows.index(None)
             self._filling = sequence
             self._queue.take(sequence)
@@ -372,6 +398,8 @@ class Dispatcher:
         self._compose()
         self._drawn.clear()
         self._steps.close()
+        if self.paused is not None:
+            self.paused.done.set()
 
     def _refuse(self, error: LoRAError) -> None:
         with contextlib.suppress(IndexError):

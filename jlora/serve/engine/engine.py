@@ -5,13 +5,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from jlora import Adapter, LoRAManager, LoRARequest
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.models import Pooling
 from jlora.serve.engine.detokenizer import Detokenizer, silent_tokens
-from jlora.serve.engine.dispatch import Dispatcher
+from jlora.serve.engine.dispatch import Dispatcher, Pause
 from jlora.serve.engine.embedding import EmbeddingDispatcher, EmbeddingSteps
 from jlora.serve.engine.generation import Generation
 from jlora.serve.engine.loras import Loras
@@ -22,6 +22,7 @@ from jlora.serve.engine.request import (
     EngineBusyError,
     EngineClosedError,
     EngineStats,
+    PauseMode,
     RegisteredLoRA,
     SamplingParams,
 )
@@ -142,8 +143,45 @@ class Engine:
         """True if requests are accepted."""
         return self._state == "ready" and self._dispatcher.failure is None
 
+    def pause(self, mode: PauseMode) -> None:
+        """Begin no request until `resume`. Returns once no step runs.
+
+        New requests wait, and their timeouts run. Adapters may be loaded, replaced and removed. A request that has
+        begun goes on with the version that it began with. A later call may change the mode.
+
+        Args:
+          mode: "abort" ends all requests, "wait" first finishes those that have begun, and "keep" freezes them.
+
+        Raises:
+          LoRAUsageError: the mode is unknown.
+          LoRAError: `resume` or a call with another mode came before the pause was reached.
+          EngineClosedError: the engine does not accept requests, or was closed meanwhile.
+        """
+        if mode not in get_args(PauseMode):
+            raise LoRAUsageError(f"mode must be one of {', '.join(get_args(PauseMode))}, got {mode!r:.80}")
+        with self._changed:
+            self._check_ready()
+            pause = self._dispatcher.paused
+            if pause is None or pause.mode != mode or mode == "abort":
+                pause = Pause(mode)
+                self._dispatcher.pause(pause)
+        pause.done.wait()
+        self._check_ready()
+        if self._dispatcher.paused is not pause:
+            raise LoRAError(f"the pause of mode {mode!r} was ended by resume or another pause")
+
+    def resume(self) -> None:
+        """End a pause. Has no effect without one."""
+        with self._changed:
+            self._dispatcher.pause(None)
+
+    @property
+    def paused(self) -> bool:
+        """True from a call of `pause` until `resume`."""
+        return self._dispatcher.paused is not None
+
     def close(self, timeout: float | None = None) -> bool:
-        """Refuse new requests, wait for those under way, end the threads and free the cache.
+        """Refuse new requests, end a pause, wait for requests under way, end the threads and free the cache.
 
         Args:
           timeout: Seconds to wait; remaining requests then end with EngineClosedError. None for no limit.
@@ -154,6 +192,7 @@ class Engine:
         with self._changed:
             running = self._state in ("ready", "closing")
             self._state = "closing" if running else "closed"
+            self._dispatcher.pause(None)
             done = self._changed.wait_for(lambda: not self._open, timeout) if running else True
         if running:
             for part in (self._dispatcher, self._writer):
@@ -279,10 +318,7 @@ class Engine:
         if request is not None and request.load_inplace:
             raise LoRAUsageError(f"adapter {name!r}: a request cannot replace it (load_inplace); add_lora can")
         with self._changed:
-            if self._state != "ready":
-                raise EngineClosedError(f"the engine takes no requests: it is {self._state}")
-            if self._dispatcher.failure is not None:
-                raise self._dispatcher.failure
+            self._check_ready()
             waiting = sum(one.row < 0 for one in self._open)
             if waiting >= self.options.max_waiting:
                 raise EngineBusyError(
@@ -411,6 +447,12 @@ class Engine:
     def list_loras(self) -> Mapping[str, RegisteredLoRA]:
         """Return the adapters that requests may name, including evicted ones."""
         return self._loras.list()
+
+    def _check_ready(self) -> None:
+        if self._state != "ready":
+            raise EngineClosedError(f"the engine takes no requests: it is {self._state}")
+        if self._dispatcher.failure is not None:
+            raise self._dispatcher.failure
 
     def _check_open(self) -> None:
         if self._state == "closed":

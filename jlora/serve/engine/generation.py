@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+from jlora import AdapterHandle
 from jlora.errors import LoRAError, LoRAUsageError
 from jlora.serve.engine.request import Completion, Piece, RequestTimeoutError
 
@@ -23,12 +24,15 @@ class Generation:
     Attributes:
       prompt: Token ids of the prompt.
       cancelled: True once `cancel` was called.
+      handle: Names the version of the adapter that it runs with, also after its end; None before it has begun, and for
+        the base model.
     """
 
     def __init__(self, prompt: Sequence[int], wake: Callable[[], None]):
         self.prompt = prompt
         self._wake = wake
         self.cancelled = False
+        self.handle: AdapterHandle | None = None
         self._changed = threading.Condition(threading.RLock())  # a callback may call a method of this object
         self._events: deque[Event] = deque()
         self._callback: Callable[[Event], None] | None = None

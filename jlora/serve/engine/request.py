@@ -12,6 +12,9 @@ from jlora.errors import LoRAError
 FinishReason = Literal["stop", "length", "abort"]
 """The end of a completion: a stop token or text, a limit of its length, or `Generation.cancel`."""
 
+PauseMode = Literal["abort", "wait", "keep"]
+"""A pause ends all requests as "abort", finishes those that have begun ("wait"), or freezes them ("keep")."""
+
 MAX_LOGPROBS = 20
 """The largest `SamplingParams.logprobs`. It is the limit of OpenAI's API, and a size of the compiled step."""
 

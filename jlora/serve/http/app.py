@@ -12,6 +12,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import jlora
+from jlora.serve.http.control import is_paused, pause, resume, server_info
 from jlora.serve.http.errors import BAD_REQUEST, INTERNAL, NOT_FOUND, ApiError
 from jlora.serve.http.generate import chat_completions, completions, embeddings
 from jlora.serve.http.log import log, log_event
@@ -29,7 +30,7 @@ _QUIET = ("/health", "/metrics", "/status.json")  # polled every few seconds, so
 def build_app(service: Service) -> ASGIApp:
     """Return the application with all endpoints of a server.
 
-    `/v1/...` require keys. `/health`, `/version`, `/metrics` and the status page are open, as in vLLM.
+    `/health`, `/version`, `/metrics` and the status page are open, as in vLLM. The others require keys.
     """
     anybody = partial(_route, service)
     users = partial(_route, service, admin=False)
@@ -44,6 +45,10 @@ def build_app(service: Service) -> ASGIApp:
         admins("/v1/unload_lora_adapter", partial(change_adapter, change="removed")),
         admins("/v1/pin_lora_adapter", partial(change_adapter, change="pinned")),
         admins("/v1/unpin_lora_adapter", partial(change_adapter, change="unpinned")),
+        admins("/pause", pause),
+        admins("/resume", resume),
+        users("/is_paused", is_paused),
+        users("/server_info", server_info),
         anybody("/health", _health),
         anybody("/version", _version),
         anybody("/metrics", metrics),
@@ -77,7 +82,7 @@ async def _health(service: Service, request: Request) -> Response:
         about = {"status": service.condition, "done": done, "total": total, "step_seconds": service.step_seconds}
         body = {**about, **error.body()}
         return JSONResponse(body, error.status, error.headers())
-    return Response()
+    return JSONResponse({"status": service.condition})
 
 
 async def _version(service: Service, request: Request) -> Response:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from urllib.parse import urlencode
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -15,7 +16,7 @@ from jlora.errors import LoRAError
 from jlora.serve.engine.generation import Event, Generation
 from jlora.serve.engine.request import Piece, SamplingParams
 from jlora.serve.http.body import Json, Limits, parse_body, read_body
-from jlora.serve.http.errors import bad_request, of_generation
+from jlora.serve.http.errors import UNAVAILABLE, ApiError, bad_request, of_generation
 from jlora.serve.http.protocol import ApiRequest, read_chat, read_completion, read_embeddings
 from jlora.serve.http.responses import Choice, ResponseWriter, embeddings_body, to_event, usage_of
 from jlora.serve.http.service import LoopBridge, Service
@@ -53,7 +54,7 @@ async def _answer(service: Service, request: Request, read: Read) -> Response:
             # Streams also wait for the first part, so that earlier failures have a status of their own.
             pieces = await run.next()
             note["first_seconds"] = round(time.monotonic() - started, 4)
-            writer = ResponseWriter(api_request, service.texts)
+            writer = ResponseWriter(api_request, service.texts, _fingerprint(service, api_request.model, generations))
             if api_request.stream:
                 return _EventStream(run, writer, pieces)
             while pieces is not None:
@@ -65,9 +66,19 @@ async def _answer(service: Service, request: Request, read: Read) -> Response:
         raise of_generation(error, api_request.model) from None
     run.end()
     if api_request.encoding is None:
-        return JSONResponse(writer.whole(run.choices, run.usage()))
+        return JSONResponse(writer.whole(run.choices, run.usage()), headers=writer.headers)
+    if any(choice.embedding is None for choice in run.choices):
+        raise ApiError(503, UNAVAILABLE, "a pause has aborted the request; send it again", retry_after=1)
     write = partial(embeddings_body, api_request.model, run.choices, run.usage(), api_request.encoding)
-    return Response(await service.work(write), media_type="application/json")
+    return Response(await service.work(write), media_type="application/json", headers=writer.headers)
+
+
+def _fingerprint(service: Service, model: str, generations: Sequence[Generation]) -> str:
+    """Return the text that names the weights of a request: model, adapter, its version and a digest of its files."""
+    named: dict[str, Any] = {"model": service.names[0]} | ({} if model in service.names else {"adapter": model})
+    for handle in [one.handle for one in generations if one.handle is not None][:1]:
+        named |= {"version": handle.version, "digest": (handle.fingerprint or "")[:16]}
+    return urlencode(named, safe="/", errors="backslashreplace")
 
 
 def _submit(service: Service, api_request: ApiRequest) -> list[Generation]:
@@ -226,7 +237,7 @@ class _EventStream(Response):
 
     def __init__(self, run: Run, writer: ResponseWriter, first: Pieces | None):
         self._run, self._writer, self._first = run, writer, first
-        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache", **writer.headers})
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -101,15 +101,18 @@ class ResponseWriter:
     Args:
       api_request: The request. With `include_usage`, events carry `"usage": null` before a last one with token counts.
       texts: Texts of tokens.
+      fingerprint: The `system_fingerprint`, also in `headers`.
     """
 
-    def __init__(self, api_request: ApiRequest, texts: TokenTexts):
+    def __init__(self, api_request: ApiRequest, texts: TokenTexts, fingerprint: str):
         chat, model, include_usage = api_request.chat, api_request.model, api_request.include_usage
+        self.headers = {"x-system-fingerprint": fingerprint}
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}"
         self._chat, self._texts, self._logprobs = chat, texts, api_request.params.logprobs is not None
         self._token_ids, self._tokens_as_ids = api_request.token_ids, api_request.tokens_as_ids
         kind = "chat.completion" if chat else "text_completion"
         self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
+        self._head["system_fingerprint"] = fingerprint
         self._event_head = {**self._head, "object": "chat.completion.chunk" if chat else kind}
         # Encoded once, since events (thousands a second) differ only in their choice.
         self._before = b"data: " + _encode(self._event_head)[:-1].encode() + b',"choices":['

@@ -25,7 +25,7 @@ from jlora.serve.http.state import StateFolder
 from jlora.serve.http.template import ChatTemplate
 
 T = TypeVar("T")
-Phase = Literal["warming", "serving", "closing", "failed"]
+Phase = Literal["warming", "serving", "paused", "closing", "failed"]
 
 _UPLOADS = 4  # adapters in bodies that are received and loaded at a time, for their memory; others wait
 
@@ -96,6 +96,7 @@ class Service:
       limits: Limits of client requests.
       administration: True if administrators have a key, so that adapters may be uploaded. They may be loaded from a
         path if there are `sources`, and unloaded and pinned in both cases.
+      dtype: Name of the model's dtype.
       state: Phase of the server.
       progress: (steps done, steps in all) of the warm-up.
       step_started: Start of the current step of the warm-up, `time.monotonic()` in seconds.
@@ -114,6 +115,7 @@ class Service:
     keys: Keys = field(default_factory=Keys)
     limits: Limits = field(default_factory=Limits)
     administration: bool = False
+    dtype: str = "float32"
     state: Phase = "warming"
     progress: tuple[int, int] = (0, 0)
     step_started: float = field(default_factory=time.monotonic)
@@ -135,8 +137,10 @@ class Service:
 
     @property
     def condition(self) -> Phase:
-        """The phase, which is "failed" if the engine failed while serving."""
-        return "failed" if self.state == "serving" and not self.engine.ready else self.state
+        """The phase, which is "failed" or "paused" if the engine is while serving."""
+        if self.state != "serving":
+            return self.state
+        return "failed" if not self.engine.ready else "paused" if self.engine.paused else "serving"
 
     @property
     def step_seconds(self) -> int:
@@ -146,7 +150,7 @@ class Service:
     def check_ready(self) -> None:
         """Check that requests are served. Raises `ApiError` (503) otherwise."""
         state = self.condition
-        if state == "serving":
+        if state in ("serving", "paused"):
             return
         what = {"warming": "is warming up", "closing": "is closing", "failed": "has failed"}[state]
         raise ApiError(503, UNAVAILABLE, f"the server {what}", retry_after=5 if state == "warming" else 1)

@@ -55,7 +55,7 @@ def close(out, want, tolerance):
 @pytest.mark.parametrize(
     ("rows", "k", "slices", "rank", "groups", "dtype"),
     [
-        (37, 45, (40, 13, 7), 8, 6, "float32"),
+        pytest.param(37, 45, (40, 13, 7), 8, 6, "float32", marks=pytest.mark.slow),
         (21, 256, (140, 32), 16, 11, "bfloat16"),
         pytest.param(19, 130, (140,), 4, 3, "float32", marks=pytest.mark.slow),
         pytest.param(9, 33, (17,), 1, 3, "float32", marks=pytest.mark.slow),
@@ -75,6 +75,7 @@ def test_rows_of_slots(rows, k, slices, rank, groups, dtype, rng):
     assert same_bits(out[idle], np.asarray(base)[idle])
 
 
+@pytest.mark.slow
 def test_rows_of_experts(rng):
     tokens, top_k, slots, experts, rank, k, slices = 13, 4, 10, 27, 16, 33, (20, 12)
     a, b, ranks = factors(rng, slots * experts, k, slices, rank)

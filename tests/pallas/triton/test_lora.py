@@ -153,6 +153,7 @@ def test_few_rows_do_not_wait_for_the_base():
         assert ("output_operand_alias" in text) == in_place
 
 
+@pytest.mark.slow
 def test_the_number_of_programs_does_not_change_the_result():
     base, x, a, b, ids, ranks = problem(8, 30, 64, [40, 8], 20, 4)
     plan = api.make_plan(ids, num_groups=4, tile_m=16)

@@ -4,7 +4,7 @@ import dataclasses
 import shutil
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -21,6 +21,8 @@ from jlora.serve import (
     AdapterExistsError,
     Engine,
     EngineBusyError,
+    EngineClosedError,
+    EngineOptions,
     RequestTimeoutError,
     SamplingParams,
     StepFailedError,
@@ -612,3 +614,107 @@ def test_raising_listener_affects_no_other_request(world, caplog):
     generation.listen(lambda event: 1 / 0)
     assert answers(world, [Request("sort", WORD)])[0].finish_reason == "stop"
     assert "listener" in caplog.text
+
+
+def test_kept_requests_go_on_with_their_version_and_their_tokens(world, oracle):
+    (sort,), (swap,) = oracle([Request("sort", WORD)]), oracle([Request("swap", WORD)])
+    engine = world.engine
+    engine.add_lora(request_of("mine", "sort"))
+    for _ in range(2):
+        with world.paused() as go:  # before the first decode step
+            before = engine.stats().generated_tokens
+            kept = engine.submit(WORD, GREEDY, lora="mine")
+            until(lambda before=before: engine.stats().generated_tokens == before + 1)
+            engine.pause("keep")
+            engine.pause("keep")  # twice
+            go.set()
+            assert engine.paused
+            assert engine.ready
+            engine.add_lora(request_of("mine", "swap"), load_inplace=True)
+            engine.add_lora(request_of("other", "reverse"))
+            engine.remove_lora("other")
+            later = engine.submit(WORD, GREEDY, lora="mine")
+            with pytest.raises(RequestTimeoutError, match=r"longer than 0\.1"):
+                engine.submit(WORD, GREEDY, timeout=0.1).result(60)
+            cancelled = engine.submit(WORD, GREEDY)
+            cancelled.cancel()
+            assert cancelled.result(60).finish_reason == "abort"
+            stats = engine.stats()
+            assert (stats.running, stats.waiting, stats.generated_tokens) == (1, 1, before + 1)
+            engine.resume()
+            engine.resume()  # without a pause
+            assert not engine.paused
+            assert [list(one.result(60).tokens) for one in (kept, later)] == [sort, swap]
+        engine.add_lora(request_of("mine", "sort"), load_inplace=True)
+    whole = engine.submit(WORD, LONG, lora="mine").result(60)
+    often = engine.submit(WORD, dataclasses.replace(LONG, logprobs=2), lora="mine")
+    for _ in range(20):
+        engine.pause("keep")
+        engine.resume()
+    assert often.result(60).tokens == whole.tokens
+
+
+def test_abort_and_wait_end_the_requests_that_have_begun(world, oracle):
+    (sort,) = oracle([Request("sort", WORD)])
+    engine = world.engine
+    with world.paused() as go:
+        running = [engine.submit(WORD, LONG, lora="sort") for _ in range(ROWS)]
+        waiting = engine.submit(WORD, GREEDY, lora="sort")
+        until(lambda: engine.stats().running == ROWS)
+        engine.pause("abort")
+        assert [one.result(60).finish_reason for one in (*running, waiting)] == ["abort"] * (ROWS + 1)
+        assert {len(one.result().tokens) for one in running} <= {0, 1}
+        later = engine.submit(WORD, GREEDY, lora="sort")
+        go.set()
+        assert not world.manager.leases()
+        engine.resume()
+        assert list(later.result(60).tokens) == sort
+    with world.paused() as go:
+        running = [engine.submit(WORD, LONG, lora="sort") for _ in range(ROWS)]
+        waiting = engine.submit(WORD, GREEDY, lora="sort")
+        until(lambda: engine.stats().running == ROWS)
+        pausing = threading.Thread(target=engine.pause, args=("wait",))
+        pausing.start()
+        until(lambda: engine.paused)
+        assert pausing.is_alive()
+        go.set()
+        pausing.join(60)
+        assert [len(one.result(60).tokens) for one in running] == [40] * ROWS
+        until(lambda: (engine.stats().running, engine.stats().waiting) == (0, 1))
+        engine.pause("keep")
+        engine.resume()
+        assert list(waiting.result(60).tokens) == sort
+
+
+def test_pause_that_is_not_reached_raises(world):
+    engine = world.engine
+    with pytest.raises(jlora.LoRAUsageError, match="abort, wait, keep, got 'stop'"):
+        engine.pause("stop")
+    assert not engine.paused
+    for end in (engine.resume, lambda: engine.pause("abort")):
+        with world.paused() as go, ThreadPoolExecutor(1) as pool:
+            running = engine.submit(WORD, LONG)
+            until(lambda: engine.stats().running == 1)
+            pausing = pool.submit(engine.pause, "wait")
+            until(lambda: engine.paused)
+            end()
+            with pytest.raises(jlora.LoRAError, match=r"'wait'.* was ended"):
+                pausing.result(60)
+            go.set()
+            engine.resume()
+            running.result(60)
+
+
+@pytest.mark.slow
+def test_close_ends_a_pause(world):
+    engine = Engine(world.model, world.manager, tokenizer=world.tokenizer, options=EngineOptions(max_num_seqs=2))
+    with pytest.raises(EngineClosedError, match="it is new"):
+        engine.pause("keep")
+    engine.start()
+    engine.pause("keep")
+    kept = engine.submit(WORD, GREEDY)
+    assert engine.close(60)
+    assert kept.result(0).finish_reason == "stop"
+    engine.resume()
+    with pytest.raises(EngineClosedError, match="it is closed"):
+        engine.pause("keep")

@@ -1,5 +1,7 @@
 """Responses of completions and chats, whole and streamed, over an engine with known answers."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from jlora.errors import (
@@ -52,6 +54,7 @@ def test_completion(service, engine):
     assert body == {
         "object": "text_completion",
         "model": "sort",
+        "system_fingerprint": "model=base&adapter=sort",
         "choices": [{"index": 0, "text": "sort|ba=", "logprobs": None, "finish_reason": "stop"}],
         "usage": {"prompt_tokens": 3, "completion_tokens": 8, "total_tokens": 11},
     }
@@ -71,6 +74,7 @@ def test_chat(service, engine):
     assert body == {
         "object": "chat.completion",
         "model": "sort",
+        "system_fingerprint": "model=base&adapter=sort",
         "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}],
         "usage": {"prompt_tokens": 11, "completion_tokens": 4, "total_tokens": 15},
     }
@@ -147,7 +151,7 @@ def test_token_ids_of_streams(service, engine):
 @pytest.mark.parametrize("token_ids", [True, False])
 def test_a_token_without_text_is_an_event_if_ids_are_requested(service, token_ids):
     body = {"model": "sort", "prompt": "a", "return_token_ids": token_ids}
-    writer = ResponseWriter(read_completion(body, Limits()), service.texts)
+    writer = ResponseWriter(read_completion(body, Limits()), service.texts, "")
     assert bool(writer.events(0, Choice([3]), Piece("", (4,)))) == token_ids
 
 
@@ -329,3 +333,24 @@ def test_text_too_long_for_the_context_is_not_tokenized(service, engine):
         assert (answer.status, "128 tokens" in answer.error["message"]) == (400, True)
     assert engine.encoded == [("a", True)]
     assert engine.generations == []
+
+
+def test_fingerprint_names_model_adapter_version_and_digest(engine):
+    service = make_service(engine, names=("mödel/8b", "alias"), chat=ChatTemplate(TEMPLATE, {"bos_token": "<s>"}))
+    served = SimpleNamespace(name="sort", version=7, fingerprint="0123456789abcdef" * 4)
+    submit = engine.submit
+
+    def begun(*args, **options):
+        generation = submit(*args, **options)
+        generation.handle = served if options["lora"] else None
+        return generation
+
+    engine.submit = begun
+    of_sort = "model=m%C3%B6del/8b&adapter=sort&version=7&digest=0123456789abcdef"
+    for name, expected in (("sort", of_sort), ("alias", "model=m%C3%B6del/8b")):
+        for ask_for in (complete, chat):
+            whole, stream = ask_for(service, model=name), ask_for(service, model=name, stream=True)
+            assert [one.headers["x-system-fingerprint"] for one in (whole, stream)] == [expected] * 2
+            assert {one["system_fingerprint"] for one in (whole.json, *stream.events)} == {expected}
+    served.fingerprint = None
+    assert complete(service).json["system_fingerprint"] == "model=m%C3%B6del/8b&adapter=sort&version=7&digest="

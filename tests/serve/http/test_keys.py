@@ -7,12 +7,14 @@ from tests.serve.client import ask, make_service, post
 
 COMPLETION = {"model": "sort", "prompt": "a"}
 USERS = [("POST", path, COMPLETION) for path in ("/v1/completions", "/v1/chat/completions")]
-USERS += [("GET", path, None) for path in ("/v1/models", "/v1/models/sort")]
+USERS += [("GET", path, None) for path in ("/v1/models", "/v1/models/sort", "/is_paused", "/server_info")]
 ADMINS = [
     ("POST", "/v1/load_lora_adapter", {"lora_name": "new", "lora_path": "one"}),
     ("POST", "/v1/unload_lora_adapter", {"lora_name": "sort"}),
     ("POST", "/v1/pin_lora_adapter", {"lora_name": "sort"}),
     ("POST", "/v1/unpin_lora_adapter", {"lora_name": "sort"}),
+    ("POST", "/pause", {}),
+    ("POST", "/resume", {}),
 ]
 OPEN = [("GET", path, None) for path in ("/health", "/version", "/metrics", "/status.json", "/status", "/")]
 
@@ -49,7 +51,8 @@ def test_keys_permit_use_and_changes(engine, tmp_path, users, admins, key, uses,
     assert {*statuses(service, OPEN, key)} == {200}
     if not uses:
         assert engine.generations == []
-    assert engine.calls == ({"add": 1, "remove": 1, "pin": 1, "unpin": 1} if changes else {})
+    made = ("add", "remove", "pin", "unpin", "abort", "resume")
+    assert engine.calls == (dict.fromkeys(made, 1) if changes else {})
     assert changes or engine.loras == before
 
 

@@ -95,6 +95,7 @@ def run_tinker(args: argparse.Namespace) -> int:
         root=str(args.model),
         max_model_len=longest,
         keys=Keys(keys),
+        dtype=dtype,
         limits=BodyLimits(body_bytes=args.max_request_bytes, body_seconds=60.0),
     )
     limits = Limits(models=args.max_models, session_seconds=args.session_timeout, gap_seconds=args.gap_timeout)

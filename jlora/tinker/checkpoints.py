@@ -31,6 +31,7 @@ SNAPSHOT = "snapshot"  # the kind of sampling weights without a name: never list
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _PATH = re.compile(r"tinker://([^/]+)/([a-z_]+)/([^/]+)")
+_HEADERS = 2**16  # bytes of a checkpoint beside its arrays
 _STATE = "state.safetensors"
 
 
@@ -184,7 +185,7 @@ class Checkpoints:
           OSError: it cannot be written.
         """
         arrays = {key: np.array(each, order="C") for key, each in flatten_dict(state or {}, sep="/").items()}
-        needed = adapter.nbytes + sum(each.nbytes for each in arrays.values())
+        needed = adapter.nbytes + sum(each.nbytes for each in arrays.values()) + _HEADERS
         folder = self._folder_of(self.run(run).id) / (token := f"{kind}-{secrets.token_hex(8)}")
         with self._lock:
             self.check_name(run, kind, name, overwrite)

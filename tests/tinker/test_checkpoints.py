@@ -120,9 +120,9 @@ def test_the_disk_is_bounded(tmp_path):
     most = 2**16 + 3000
     small = Checkpoints(tmp_path / "small", most)
     small.add_run(Record(RUN, LORA))
-    made = [small.write(RUN, "sampler_weights", f"s{i}", adapter()) for i in range(4)]
+    made = [small.write(RUN, "sampler_weights", f"s{i}", adapter()) for i in range(5)]
     with pytest.raises(LoRAUsageError, match="max-checkpoint-bytes"):
-        small.write(RUN, "sampler_weights", "s4", adapter())
+        small.write(RUN, "sampler_weights", "s5", adapter())
     files = [file for file in (tmp_path / "small").rglob("*") if file.is_file()]
     assert 3000 < sum(file.stat().st_size for file in files) < most
     small.delete(made[0])

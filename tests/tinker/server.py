@@ -1,0 +1,42 @@
+"""`jlora tinker` on the demo model in its own process."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "jlora" / "demo" / "model"
+FLAGS = ["--train-shapes", "8x16", "2x64", "--train-capacity", "2", "--max-lora-rank", "8", "--max-num-seqs", "4"]
+
+
+class Server:
+    """A running server. `log` has the lines of its stderr."""
+
+    def __init__(self, checkpoints: Path, *more: str, port: int = 0):
+        arguments = ["tinker", str(MODEL), "--checkpoints", str(checkpoints), "--port", str(port), *FLAGS, *more]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "jlora", *arguments],
+            cwd=ROOT, env={**os.environ}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.log: list[str] = []
+        self.reader = threading.Thread(target=lambda: self.log.extend(self.process.stderr), daemon=True)
+        self.reader.start()
+        found = re.fullmatch(r"jlora trains (.*) at (http://127\.0\.0\.1:(\d+))\n", self.process.stdout.readline())
+        assert found, self.log
+        self.base, self.url, self.port = found[1], found[2], int(found[3])
+
+    def kill(self) -> None:
+        """End the process at once, as a crash does."""
+        self.end(signal.SIGKILL)
+
+    def end(self, how: int = signal.SIGTERM) -> int:
+        self.process.send_signal(how)
+        self.process.wait()
+        self.reader.join()
+        self.process.stdout.close()
+        self.process.stderr.close()
+        return self.process.returncode

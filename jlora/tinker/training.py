@@ -59,7 +59,7 @@ class Job(NamedTuple):
     """A request of a model. `finish` is called on the training thread with its result or its error."""
 
     work: Computation | Callable[[], Any]
-    finish: Callable[[Any], None]
+    finish: Callable[[Any], object]
 
 
 @dataclass(eq=False)
@@ -103,7 +103,7 @@ def policy_loss(
     advantages: Float[Array, "B L"],
     low: Float[Array, "B 1"],
     high: Float[Array, "B 1"],
-) -> tuple[Float[Array, "B"], Float[Array, "B"], dict[str, Array]]:
+) -> tuple[Float[Array, "B"], Float[Array, "B"], dict[str, Any]]:
     """Return the loss of each sequence, its weights, and the log-probabilities of all targets."""
     with jlora.use(batch):
         logits = model(tokens)

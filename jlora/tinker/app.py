@@ -335,11 +335,11 @@ class Tinker:
         """Write a checkpoint. The training thread fetches its values, and another writes them."""
         message: Any = call.message
         name = f"seq-{message.seq_id}" if message.path is None else message.path
-        options: dict[str, Any] = {"overwrite": getattr(message, "overwrite", False), "ttl": message.ttl_seconds}
+        options: dict[str, Any] = {"ttl": message.ttl_seconds}
 
         def fetch(run: Run) -> Any:
             wire.check_save(message)
-            self.checkpoints.check_name(message.model_id, kind, name, options["overwrite"])
+            self.checkpoints.check_name(message.model_id, kind, name)
             options["metadata"] = self._metadata(message) if hasattr(message, "user_metadata") else None
             state = self.training.state(run.model) if kind == "weights" else {}
             kept = {key: state[key] for key in ("factors", "optimizer", "ranks") if key in state}
@@ -356,10 +356,8 @@ class Tinker:
         return self._take(call, lambda run: partial(fetch, run), write)
 
     async def list_runs(self, call: Call) -> Any:
-        runs, (limit, offset) = self.checkpoints.runs(), _page(call.request)
-        cursor = types.Cursor(offset=offset, limit=limit, total_count=len(runs))
-        shown = [self._shown(run) for run in runs[offset : offset + limit]]
-        return types.TrainingRunsResponse(training_runs=shown, cursor=cursor)
+        runs, cursor = _page(call.request, self.checkpoints.runs())
+        return types.TrainingRunsResponse(training_runs=[self._shown(run) for run in runs], cursor=cursor)
 
     async def show_run(self, call: Call) -> Any:
         return self._shown(self.checkpoints.run(call.request.path_params["run"]))
@@ -381,11 +379,10 @@ class Tinker:
         )
 
     async def list_checkpoints(self, call: Call) -> Any:
-        run, (limit, offset) = call.request.path_params.get("run"), _page(call.request)
+        run = call.request.path_params.get("run")
         own = self.checkpoints.of(None if run is None else self.checkpoints.run(run).id)
-        shown = [_shown(each) for each in own[offset : offset + limit]]
-        cursor = types.Cursor(offset=offset, limit=limit, total_count=len(own))
-        return types.CheckpointsListResponse(checkpoints=shown, cursor=cursor)
+        own, cursor = _page(call.request, own)
+        return types.CheckpointsListResponse(checkpoints=[_shown(each) for each in own], cursor=cursor)
 
     async def delete_checkpoint(self, call: Call) -> Any:
         await self._delete(self._named(call))
@@ -589,13 +586,14 @@ def _reply(future: Future, **more: Any) -> Response:
     return JSONResponse({"request_id": future.id, **more, **future.about})
 
 
-def _page(request: Request) -> tuple[int, int]:
-    """Return the limit and the offset of a list."""
+def _page(request: Request, found: list[Any]) -> tuple[list[Any], types.Cursor]:
+    """Return the part of a list that a request is for."""
     try:
         limit, offset = (int(request.query_params.get(key, given)) for key, given in (("limit", 100), ("offset", 0)))
     except ValueError:
         raise bad_request("limit and offset must be whole numbers") from None
-    return max(0, min(limit, 1000)), max(0, offset)
+    limit, offset = max(0, min(limit, 1000)), max(0, offset)
+    return found[offset : offset + limit], types.Cursor(offset=offset, limit=limit, total_count=len(found))
 
 
 def _time(seconds: float) -> datetime:

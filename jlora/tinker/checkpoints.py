@@ -156,11 +156,11 @@ class Checkpoints:
             )
         return self.get(*found.groups())
 
-    def check_name(self, run: str, kind: str, name: str, overwrite: bool = False) -> None:
+    def check_name(self, run: str, kind: str, name: str) -> None:
         """Raise LoRAUsageError if a checkpoint cannot have this name."""
         if _NAME.fullmatch(name) is None:
             raise LoRAUsageError(f"a checkpoint's name has 1 to 128 letters, digits and ._-, got {name!r:.200}")
-        if not overwrite and (run, kind, name) in self._found:
+        if (run, kind, name) in self._found:
             raise LoRAUsageError(f"checkpoint tinker://{run}/{kind}/{name} exists; expected a new name")
 
     def write(
@@ -172,13 +172,11 @@ class Checkpoints:
         state: Mapping[str, Any] | None = None,
         *,
         ttl: float | None = None,
-        overwrite: bool = False,
         metadata: Mapping[str, str] | None = None,
     ) -> Checkpoint:
         """Write a checkpoint, which exists from then on, or not at all.
 
-        With `overwrite`, one of the same name is deleted once the new one is complete. `state` is a tree of arrays to
-        train from, and `ttl` the seconds until the checkpoint expires.
+        `state` is a tree of arrays to train from, and `ttl` the seconds until the checkpoint expires.
 
         Raises:
           LoRAUsageError: the name is wrong or exists, the run does not exist, or the disk's limit would be exceeded.
@@ -188,7 +186,7 @@ class Checkpoints:
         needed = adapter.nbytes + sum(each.nbytes for each in arrays.values()) + _HEADERS
         folder = self._folder_of(self.run(run).id) / (token := f"{kind}-{secrets.token_hex(8)}")
         with self._lock:
-            self.check_name(run, kind, name, overwrite)
+            self.check_name(run, kind, name)
             used = sum(each.size for each in self._found.values()) + self._reserved
             if used + needed > self._max_bytes:
                 raise LoRAUsageError(
@@ -208,8 +206,7 @@ class Checkpoints:
             _write_json(folder / "checkpoint.json", made)
             with self._lock:
                 self.run(run)  # it may have ended meanwhile
-                self.check_name(run, kind, name, overwrite)
-                replaced = self._found.get((run, kind, name))
+                self.check_name(run, kind, name)
                 self._found[run, kind, name] = made
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -217,8 +214,6 @@ class Checkpoints:
         finally:
             with self._lock:
                 self._reserved -= needed
-        if replaced is not None:
-            self.delete(replaced)
         return made
 
     def state(self, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -250,7 +245,7 @@ class Checkpoints:
         return self._folder / run.replace(":", "-")  # the server made the id
 
     def _read(self, path: Path) -> None:
-        """Read a run and its checkpoints. Remove those that are not complete, were replaced, or are snapshots."""
+        """Read a run and its checkpoints. Remove those that are not complete, and snapshots."""
         run = Record(**json.loads(path.read_text("utf-8")))
         if path.parent != self._folder_of(run.id):
             raise ValueError(f"{path} is of the run {run.id!r:.80}")
@@ -264,10 +259,7 @@ class Checkpoints:
             if own is None or own.kind == SNAPSHOT:
                 shutil.rmtree(folder)
                 continue
-            other = self._found.get(key := (own.run, own.kind, own.name))
-            self._found[key] = own if other is None or own.created > other.created else other
-            if other is not None:
-                self.delete(own if self._found[key] is other else other)
+            self._found[own.run, own.kind, own.name] = own
         self.end_run(run.id)
 
 

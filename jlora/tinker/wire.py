@@ -149,8 +149,9 @@ def check_save(message: Any) -> None:
     """Raise LoRAUsageError if a checkpoint is to have what it cannot."""
     if getattr(message, "kind", "snapshot") != "snapshot":
         raise LoRAUsageError(f"kind {message.kind!r} is not implemented; expected 'snapshot'")
-    if getattr(message, "age_encryption_recipients", None):
-        raise LoRAUsageError("age_encryption_recipients is not implemented; leave it out")
+    for name in ("age_encryption_recipients", "overwrite"):
+        if getattr(message, name, None):
+            raise LoRAUsageError(f"{name} is not implemented; leave it out")
     if message.ttl_seconds is not None and not 1 <= message.ttl_seconds <= 10**9:
         raise LoRAUsageError(f"ttl_seconds must be from 1 to {10**9}, got {message.ttl_seconds}")
 

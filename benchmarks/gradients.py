@@ -31,6 +31,7 @@ that of the XLA form.
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -255,7 +256,8 @@ def line(row: dict) -> str:
     return "".join(cells) + "".join(f"{ratio:9.2f}" for ratio in ratios)
 
 
-def main():
+def main(argv: Sequence[str] | None = None) -> list[dict]:
+    """Print the figures and return them, a row for each projection and one for a layer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--adapters", type=int, default=8)
@@ -271,7 +273,7 @@ def main():
     parser.add_argument("--profile", action="store_true", help="time single kernels of the backward passes, on a GPU")
     parser.add_argument("--small", action="store_true", help="one 32nd of the features and tokens, for a CPU")
     parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     shapes = MERGED if args.merged else PROJECTIONS
     if args.small:
         args.tokens //= 32
@@ -297,6 +299,7 @@ def main():
     if args.out:
         options = {key: value for key, value in vars(args).items() if key not in ("out", "projections", "profile")}
         write_rows(args.out, machine() | options, rows)
+    return rows
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ BOS, EQUALS, FIRST_LETTER, LETTERS = 1, 3, 4, 26
 LENGTH = 8  # letters of a prompt, and most tokens of an answer
 GROUPS, GROUP = 4, 8  # prompts of an adapter in a round, and answers to each
 TEMPERATURE = 2.0
+BETA = 0.01  # weight of the divergence from the reference policy
 VOWELS = FIRST_LETTER + np.array([ord(letter) - ord("a") for letter in "aeiou"])
 
 
@@ -40,12 +41,19 @@ REWARDS: dict[str, Callable[[Sequence[int]], float]] = {"vowels": vowels, "late"
 
 
 def loss(model, batch, tokens, mask, sampled, advantages):
-    """Return the loss of GRPO of each row, of the distribution that tokens are drawn from."""
-    with jlora.use(batch):
-        logits = model(tokens[:, :-1]) / TEMPERATURE
-    logprobs = losses.token_logprobs(logits, tokens[:, 1:])
+    """Return the loss of GRPO of each row, of the distribution that tokens are drawn from.
+
+    The reference policy is the model without adapters.
+    """
+
+    def logprobs(adapters):
+        with jlora.use(adapters):
+            logits = model(tokens[:, :-1]) / TEMPERATURE
+        return losses.token_logprobs(logits, tokens[:, 1:])
+
     kinds = jnp.full(len(tokens), losses.LOSSES.index("grpo"))
-    return losses.by_row(kinds, logprobs, mask, sampled=sampled, advantages=advantages)
+    options = {"sampled": sampled, "advantages": advantages, "reference": logprobs(None), "beta": BETA}
+    return losses.by_row(kinds, logprobs(batch), mask, **options)
 
 
 def sample(engine: Engine, name: str | None, rng: np.random.Generator) -> tuple[list[list[int]], list[Completion]]:

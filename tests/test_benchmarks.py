@@ -24,7 +24,9 @@ SLOW = {
     "serve_decode": "--tiny",
     "serve_http": "--shape tiny --layers 2 --batches 2 --context 40 --chunk 32 --window 20 --steps 3 --repeats 1 "
     "--in-use 2 --slots 2 --max-cpu-loras 3 --adapters 6 --requests 2",
+    "serve_prefixes": "--tiny",
     "soak": "--steps 20 --out FOLDER/soak.json",
+    "train_step": "--model small --layers 1 --tokens 32 --length 8 --members 2 --capacities 2 --rounds 1 --parts steps",
 }
 # These need an accelerator or minutes, and are only imported.
 IMPORTED = {"aot", "aot_gpu", "aot_tpu", "attention", "decode_loop", "in_turns", "moe_block", "moe_kernels"}

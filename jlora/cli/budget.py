@@ -126,9 +126,9 @@ def budget(
     memory = None if memory is None else int(memory * share)
 
     def of(count: int) -> Budget:
-        # Three float32 arrays of logits' size (logits, softmax, sort order), the activations of a layer, and a copy of
-        # the cache row that a prompt is written to, and a kernel that the product does not convert while reading it.
-        steps = 3 * 4 * count * vocab + 4 * max(count, chunk) * wide + one + converted
+        # Four float32 arrays of logits' size (logits, those kept of prompts, softmax, sort order), the activations of a
+        # layer, a copy of the cache row that a prompt is written to, and a kernel that the product does not convert.
+        steps = 4 * 4 * count * vocab + 4 * max(count, chunk) * wide + one + converted
         return Budget(weights, slots, staging_bytes(), math.ceil(one / data), steps, memory, count)
 
     if sequences is not None:

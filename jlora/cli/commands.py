@@ -123,6 +123,9 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--max-num-batched-tokens", type=_whole(16, most), default=512, metavar="N", help="of a prefill step"
     )
+    model.add_argument(
+        "--enable-prefix-caching", action="store_true", help="copy the beginnings of prompts from rows that hold them"
+    )
     devices = _whole(1, 4096)
     model.add_argument(
         "--tensor-parallel-size", "-tp", type=devices, default=1, metavar="N", help="devices that heads are split over"

@@ -125,6 +125,7 @@ def run_serve(args: argparse.Namespace) -> int:
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_waiting=args.max_waiting,
         logprobs_mode=args.logprobs_mode,
+        enable_prefix_caching=args.enable_prefix_caching,
         request_timeout=args.request_timeout,
     )
     known = frozenset[str]() if state is None else state.restore(manager)

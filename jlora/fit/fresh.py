@@ -41,8 +41,12 @@ def fresh_adapter(
     Raises:
       LoRAUsageError: An argument is of the wrong type or value, or a target matches no layer.
     """
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise LoRAUsageError(f"adapter {name!r}: rank must be a positive integer, got {rank!r}")
+    if not isinstance(name, str) or not name:
+        raise LoRAUsageError(f"an adapter's name must be a non-empty string, got {name!r}")
+    for option, value, least in (("rank", rank, 1), ("seed", seed, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            kind = "a positive integer" if least else "an integer from 0 on"
+            raise LoRAUsageError(f"adapter {name!r}: {option} must be {kind}, got {value!r}")
     if isinstance(target_modules, str) or (target_modules is not None and not target_modules):
         raise LoRAUsageError(
             f"adapter {name!r}: target_modules must be None or a list of names, at least one, got {target_modules!r}"

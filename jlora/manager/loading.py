@@ -387,15 +387,20 @@ def begin_training(
     It is the newest version of a name, or if the name is unknown and `options` has a rank, a new one (`fresh_adapter`).
 
     Raises:
-      LoRAUsageError: the name is known, and `options` has a rank.
+      AdapterNotFoundError: the name is unknown, and `options` has no rank.
+      LoRAUsageError: the name is known, and `options` has a rank, an alpha or targets.
     """
     with state.lock:
         known = name in state.cache.loaded or name in state.cache.known
-    if options["rank"] is None:
-        adapter = recall(state, name)
+    given = [key for key in ("rank", "alpha", "target_modules") if options[key] is not None]
+    if known and given:
+        raise LoRAUsageError(f"adapter {name!r} exists, with a rank of its own; give no {given[0]}, or another name")
+    if known or "rank" not in given:
+        try:
+            adapter = recall(state, name)
+        except AdapterNotFoundError as error:
+            raise AdapterNotFoundError(f"{error}; or give rank and alpha, for a new one") from error
         return adapter.packed.with_blocks(()), exact_factors(state, adapter)
-    if known:
-        raise LoRAUsageError(f"adapter {name!r} exists, with a rank of its own; give no rank, or another name")
     drawn = fresh_adapter(name, state.wrapped, state.index, **options)
     packed, _ = pack_in_memory(drawn, state.wrapped, state.index, state.slot_arrays, config=state.config, fresh=True)
     blocks = pack_exactly(drawn, state.wrapped, state.index, state.slot_arrays)

@@ -238,8 +238,6 @@ class LoRAManager:
           NoFreeSlotError: as in `add_adapter`.
         """
         self._check_call("new_adapter")
-        if not isinstance(name, str) or not name:
-            raise LoRAUsageError(f"an adapter's name must be a non-empty string, got {name!r}")
         state, deadline = self._state, self._deadline(None)
         state.wrapped.check()
         draw = partial(

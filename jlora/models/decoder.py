@@ -11,7 +11,7 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jlora._typing import DType
 from jlora.models.attention import Attention, LayerCache, Rotation
@@ -225,7 +225,7 @@ class Decoder(nnx.Module):
         hidden = self._hidden(tokens)
         if self.config.pooling is not None:
             return pool(hidden, lengths, self.config.pooling) if weights is None else weighted_sum(hidden, weights)
-        return self._outputs(jax.vmap(lambda rows, index: rows[index])(hidden, lengths - 1))
+        return self._outputs(_of_last(hidden, lengths - 1))
 
     def _hidden(self, tokens: Int[Array, "B L"]) -> Float[Array, "B L E"]:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -245,6 +245,23 @@ class Decoder(nnx.Module):
         *,
         extent: int | None = None,
     ) -> tuple[Float[Array, "B V"], Cache]:
+        """Append tokens as `hidden_states` does.
+
+        Returns:
+          The float32 logits [B, V] after each sequence's last token, and the new cache.
+        """
+        hidden, extended = self.hidden_states(tokens, positions, cache, last, extent=extent)
+        return self.logits(_of_last(hidden, last)), extended
+
+    def hidden_states(
+        self,
+        tokens: Int[Array, "B L"],
+        positions: Int[Array, "B L"],
+        cache: Cache,
+        last: Int[Array, "B"],
+        *,
+        extent: int | None = None,
+    ) -> tuple[Float[Array, "B L E"], Cache]:
         """Append tokens to sequences whose earlier positions are in the cache.
 
         Args:
@@ -258,12 +275,11 @@ class Decoder(nnx.Module):
             all.
 
         Returns:
-          The float32 logits [B, V] after each sequence's last token, and the new cache.
+          The final hidden states [B, L, E], for `logits`, and the new cache.
         """
-        of_last = jax.vmap(lambda rows, index: rows[index])  # vmap keeps each row on its sequence's device
-        hidden, extended = self.model(tokens, positions, cache, of_last(positions, last) + 1, extent)
+        hidden, extended = self.model(tokens, positions, cache, _of_last(positions, last) + 1, extent)
         assert extended is not None
-        return self.logits(of_last(hidden, last)), extended
+        return hidden, extended
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
         """Return an empty cache for positions 0..capacity-1 of `batch` sequences.
@@ -298,6 +314,10 @@ class Decoder(nnx.Module):
         else:
             scores = self.lm_head(hidden)
         return scores[..., : self.config.vocab_size]
+
+
+def _of_last(rows: Shaped[Array, "B L *F"], last: Int[Array, "B"]) -> Shaped[Array, "B *F"]:
+    return jax.vmap(lambda own, index: own[index])(rows, last)  # vmap keeps each row on its sequence's device
 
 
 def _check_sizes(config: DecoderConfig, partition: Partition, dispatch: Dispatch) -> None:

@@ -3,6 +3,7 @@
 from jlora.serve.client import push as push
 from jlora.serve.engine.engine import Engine as Engine
 from jlora.serve.engine.generation import Generation as Generation
+from jlora.serve.engine.model import ScoringModel as ScoringModel
 from jlora.serve.engine.model import ServableModel as ServableModel
 from jlora.serve.engine.options import EngineOptions as EngineOptions
 from jlora.serve.engine.request import MAX_LOGPROBS as MAX_LOGPROBS

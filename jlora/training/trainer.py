@@ -114,9 +114,14 @@ class Trainer:
         self._whole = whole_placement(host.wrapped)
         served = [site for site in host.wrapped.sites.sites if site not in host.wrapped.unserved.sites]
         if target_modules is not None:
+            strange = [each for each in target_modules if not any(is_named(each, site.parts) for site in served)]
+            if strange or not target_modules:
+                found = strange or target_modules
+                raise LoRAUsageError(f"trainer: target_modules {found!r} match no layer that serves adapters")
             served = [site for site in served if any(is_named(each, site.parts) for each in target_modules)]
-        if not served:
-            raise LoRAUsageError(f"trainer: target_modules {target_modules!r} match no layer that serves adapters")
+        most = max((each.spec.max_rank for site in served for each in site.with_shared), default=0)
+        if max_rank is not None and max_rank > most:
+            raise LoRAUsageError(f"trainer: max_rank={max_rank} is more than {most}, the largest rank of its layers")
         specs = {each: self._sites_of(1)[1][each].spec for site in served for each in site.with_shared}
         self._ranks = {key_of(site, "ranks"): site for site in specs}
         self._factors = {
@@ -264,8 +269,9 @@ class Trainer:
         Raises:
           LoRAUsageError: an adapter is not trained here, or the arguments disagree.
         """
-        if isinstance(names, str) or not isinstance(names, Sequence):
-            raise LoRAUsageError(f"Trainer.prepare takes one name a sequence in a list, got {names!r:.100}")
+        known = isinstance(names, Sequence) and all(isinstance(each, str | None) for each in names)
+        if isinstance(names, str) or not known:
+            raise LoRAUsageError(f"Trainer.prepare takes a list of one name, or None, a sequence; got {names!r:.100}")
         distinct = dict.fromkeys(names)
         members = [self._member(name) for name in distinct if name is not None]
         slots = {member.name: i for i, member in enumerate(members)}

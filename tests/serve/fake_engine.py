@@ -49,6 +49,7 @@ class FakeGeneration:
     cancelled: bool = False
     prompt_tokens: int = 0
     handle: object = None
+    cached_tokens: int = 0
 
     def listen(self, callback):
         self.callback = callback
@@ -76,6 +77,7 @@ class FakeEngine:
       failing: "remove", "pin", "unpin" or "pause" -> exception that it raises.
       uploaded: adapters that were loaded from memory.
       gate: event that loads wait for.
+      cached: tokens of each prompt that were copied.
       encoded: pairs of (text, with special tokens) that were tokenized.
     """
 
@@ -91,6 +93,7 @@ class FakeEngine:
         self.gate = threading.Event()
         self.gate.set()
         self.pinned = set()
+        self.cached = 0
         self.ready = True
         self.embeds = False
         self.paused = False
@@ -116,10 +119,10 @@ class FakeEngine:
         if any(token >= len(LETTERS) for token in prompt):
             raise LoRAUsageError("a token is outside of the vocabulary")
         text = "".join(LETTERS[token] for token in prompt)
-        generation = FakeGeneration(prompt, params, lora, timeout, prompt_tokens=len(prompt))
+        generation = FakeGeneration(prompt, params, lora, timeout, prompt_tokens=len(prompt), cached_tokens=self.cached)
         self.generations.append(generation)
         if not self.hold:
-            for event in self.script or self.answer(f"{lora or 'base'}|{text}", params):
+            for event in self.script or self.answer(f"{lora or 'base'}|{text}", params, prompt):
                 generation.put(event)
         return generation
 
@@ -136,8 +139,16 @@ class FakeEngine:
             generations.append(self.submit(prompt, SamplingParams(), lora=lora, timeout=timeout))
         return generations
 
-    def answer(self, text, params):
-        letters = text[: params.max_tokens]
+    def sent(self):
+        """Return the tokens of the last answer."""
+        return [token for piece in self.generations[-1].events for token in piece.tokens]
+
+    def answer(self, text, params, prompt=()):
+        letters, report = text[: params.max_tokens], ()
+        if params.prompt_logprobs is not None:
+            report = (None, *(TokenLogprob(token, -0.5, offset=i, rank=1) for i, token in enumerate(prompt[1:], 1)))
+        if not letters:
+            yield Piece("", (), finish_reason="length", prompt_logprobs=report)
         for i, letter in enumerate(letters):
             token = LETTERS.index(letter) if letter in LETTERS else 2
             last = i == len(letters) - 1
@@ -146,7 +157,7 @@ class FakeEngine:
             if params.logprobs is not None:
                 top = tuple((3 + j, -1.5 * (j + 1)) for j in range(params.logprobs))
                 logprobs = (TokenLogprob(token, -0.25, top, offset=i),)
-            yield Piece(letter, (token,), logprobs, finish)
+            yield Piece(letter, (token,), logprobs, finish, prompt_logprobs=() if i else report)
 
     def add_lora(self, adapter, *, load_inplace=False, timeout=None, path=None, parent=None):
         self.calls["add"] += 1

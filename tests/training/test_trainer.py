@@ -464,7 +464,7 @@ def test_targets_and_ranks_of_a_trainer():
     with pytest.raises(jlora.LoRAUsageError, match="has rank 3; expected at most the trainer's max_rank 2"):
         small.add("new", rank=3, alpha=1, target_modules=["q_proj"])
     with pytest.raises(jlora.LoRAUsageError, match=r"\['typo'\] match no layer"):
-        manager.trainer(loss, target_modules=["typo"])
+        manager.trainer(loss, target_modules=["typo", "q_proj"])
     assert small.names == ("query",)
     names = ["query", None] * 3
     found = small.step(small.prepare(names), TOKENS).losses
@@ -978,7 +978,12 @@ def test_adapters_that_are_not_trained_are_refused():
         ("head", {}, jlora.LoRAUsageError, r"'head': layers\.0\.o_proj has a saved head, and only A and B"),
         ("dora", {}, jlora.LoRAUsageError, r"'dora': layers\.0\.q_proj has DoRA, and only A and B are trained"),
         ("mixed", {}, jlora.LoRAUsageError, "'mixed': ensure_weight_tying is True, for which PEFT trains one LoRA"),
-        ("missing", {}, jlora.AdapterNotFoundError, "'missing'"),
+        ("missing", {}, jlora.AdapterNotFoundError, "'missing' is not loaded; .* give rank and alpha, for a new one"),
+        ("missing", {"alpha": 4.0}, jlora.AdapterNotFoundError, "give rank and alpha, for a new one"),
+        ("", {"rank": 2, "alpha": 1.0}, jlora.LoRAUsageError, "name must be a non-empty string, got ''"),
+        ("new", {"rank": 2, "alpha": 1.0, "seed": -1}, jlora.LoRAUsageError, "seed must be an integer from 0 on"),
+        ("query", {"alpha": 1.0}, jlora.LoRAUsageError, "'query' exists, with a rank of its own; give no alpha"),
+        ("query", {"target_modules": ["q_proj"]}, jlora.LoRAUsageError, "give no target_modules, or another name"),
         ("query", {"rank": 2, "alpha": 1}, jlora.LoRAUsageError, "'query' exists, with a rank of its own"),
     ):
         with pytest.raises(error, match=cause):
@@ -999,6 +1004,7 @@ def test_arguments_of_wrong_types_are_refused():
     for function, options, cause in (
         (loss, {"capacity": 0}, "capacity must be a positive integer, got 0"),
         (loss, {"max_rank": 1.5}, r"max_rank must be a positive integer, got 1\.5"),
+        (loss, {"max_rank": 9}, "max_rank=9 is more than 4, the largest rank of its layers"),
         (loss, {"target_modules": "q_proj"}, "a list of names, got 'q_proj'"),
         (loss, {"optimizer": 0.1}, "the optimizer must have `init` and `update`"),
         (None, {}, "the loss must be a function"),
@@ -1008,6 +1014,9 @@ def test_arguments_of_wrong_types_are_refused():
     trainer = trainer_of(manager, ["query"])
     with pytest.raises(jlora.LoRAUsageError, match="open batch"):
         trainer.step(["query"] * 6, TOKENS)
+    for names in ("query", None, ["query", ["wide"]], ["query", 3]):
+        with pytest.raises(jlora.LoRAUsageError, match=r"Trainer\.prepare takes a list of one name"):
+            trainer.prepare(names)
 
 
 def test_batches_that_cannot_be_trained_are_refused():

@@ -65,6 +65,14 @@ class Detokenizer:
             text, self._kept = text + self._kept, ""
         return text
 
+    def offsets(self, tokens: Sequence[int]) -> list[int]:
+        """Return `length` before each of these tokens in a text of their own."""
+        own, found = Detokenizer(self._tokenizer, (), self._silent), list[int]()
+        for token in tokens:
+            found.append(own.length)
+            own.add(token)
+        return found
+
     def _give(self, new: str) -> str:
         self.length += len(new)
         text = self._kept + new

@@ -23,10 +23,11 @@ import jlora
 from jlora.errors import LoadTimeoutError, LoRAError, NoFreeSlotError
 from jlora.serve.engine.loras import Loras
 from jlora.serve.engine.metrics import EngineMetrics
+from jlora.serve.engine.prefixes import Prefixes
 from jlora.serve.engine.request import EngineClosedError, FinishReason, PauseMode, RequestTimeoutError, StepFailedError
 from jlora.serve.engine.scheduler import Queue
 from jlora.serve.engine.sequence import Sequence, Version
-from jlora.serve.engine.steps import Chosen, How, Steps
+from jlora.serve.engine.steps import Chosen, Chunk, How, Steps
 from jlora.serve.engine.writer import TokenEvent, TokenWriter
 
 _log = logging.getLogger("jlora")
@@ -42,6 +43,7 @@ class Drawn:
 
     chosen: Any  # `Chosen`, or the embeddings [B, E]
     sequences: tuple[tuple[int, Sequence], ...]
+    prompt: Seq[Chosen] | None = None  # of the first token of a sequence, log probabilities of its prompt
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +64,7 @@ class Dispatcher:
       writer: Receives tokens and ends of sequences.
       metrics: Counters of the engine.
       max_wait_ratio: See `EngineOptions`.
+      caching: `EngineOptions.enable_prefix_caching`.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Dispatcher:
         writer: TokenWriter,
         metrics: EngineMetrics,
         max_wait_ratio: int,
+        caching: bool = False,
     ):
         self._manager = manager
         self._steps = steps
@@ -82,6 +86,7 @@ class Dispatcher:
         self._signal = threading.Event()
         self._stop = False
         self._queue = Queue(max_wait_ratio)
+        self._prefixes = Prefixes(steps.rows, caching, lambda start, length: steps.padded(start, length))
         self._filling: Sequence | None = None  # the sequence whose prompt is being prefilled
         self._filled = 0  # tokens of the last prefill step, with padding
         self._rows: list[Sequence | None] = [None] * steps.rows  # sequences that decode, by row
@@ -208,39 +213,57 @@ class Dispatcher:
     def _fill_some(self) -> bool:
         """Prefill one chunk, or several short prompts while many rows are free.
 
-        The prompt tokens of one iteration fit one step, which bounds the delay of running sequences.
+        The prompt tokens of one iteration fit one step, which bounds the delay of running sequences. Copies of prompts
+        are not counted.
         """
         room, tokens = 1 + self._rows.count(None) // _ROWS_A_PROMPT, self._steps.chunk
         busy = False
         while room > 0 and tokens > 0 and self._fill():
-            room, busy = room - 1, True
+            room, busy = room - (self._filled > 0), True
             tokens -= self._filled
         return busy
 
     def _fill(self) -> bool:
-        """Prefill one chunk. Returns False if no prompt can be prefilled."""
+        """Copy a prompt, or prefill one chunk. Returns False if no prompt can be prefilled."""
         sequence = self._filling or self._begin()
         if sequence is None:
             return False
-        self._filled = self._steps.chunk_of(sequence.filled, len(sequence.prompt))[1]
+        self._filled, logits, source, prompt = 0, None, sequence.source, sequence.prompt
         try:
-            batch = sequence.batch
-            if batch.can_activate:  # also for plain adapters, to run the same compiled step
-                first = max(0, sequence.active_from - sequence.filled)
-                batch = batch.activate([first], length=self._filled)
-            logits, sequence.filled = self._steps.prefill(batch, sequence.row, sequence.prompt, sequence.filled)
-            if sequence.filled < len(sequence.prompt):
-                return True
+            if source is not None and not sequence.filled:
+                self._steps.copy(source.row, sequence.row, source.tokens)
+                sequence.filled = sequence.answer.cached_tokens = source.tokens
+                logits = source.logits
+            if logits is None:
+                chunk = self._steps.chunk_of(sequence.filled, len(prompt))
+                self._filled = chunk.padded
+                logits, hidden = self._steps.prefill(self._active(sequence, chunk), sequence.row, prompt, chunk)
+                if sequence.scored is not None:
+                    batch = self._active(sequence, chunk._replace(padded=self._steps.chunk))
+                    sequence.scored += self._steps.score(batch, hidden, prompt, chunk)
+                sequence.filled = chunk.start + chunk.tokens
+                sequence.answer.cached_tokens = min(sequence.answer.cached_tokens, chunk.start)
+                self._metrics.filled(chunk.tokens)
+                if sequence.filled < len(prompt):
+                    return True
+            self._metrics.filled(0, sequence.answer.cached_tokens)
             chosen = self._steps.begin(logits, sequence.row, sequence.params, sequence.seed)
         except Exception as error:  # a model's step may raise anything; other sequences go on
             self._failed(error, [sequence])
             return True
         self._filling = None
+        self._prefixes.hold(sequence, logits)
         sequence.drawn = 1
         self._rows[sequence.row] = sequence
         self._stale = True
-        self._drawn.append(Drawn(chosen, ((0, sequence),)))
+        self._drawn.append(Drawn(chosen, ((0, sequence),), sequence.scored))
         return True
+
+    def _active(self, sequence: Sequence, chunk: Chunk) -> jlora.LoRABatch:
+        """Return the batch of a chunk of a prompt, with its first active token."""
+        if not sequence.batch.can_activate:  # True also for plain adapters, to run the same compiled step
+            return sequence.batch
+        return sequence.batch.activate([max(0, sequence.active_from - chunk.start)], length=chunk.padded)
 
     def _begin(self, fits: Callable[[Sequence], bool] = lambda one: True) -> Sequence | None:
         """Take the next request that can begin, if it `fits`, and give it a row and its adapter a slot."""
@@ -270,7 +293,11 @@ class Dispatcher:
             if sequence.batch.needs_activation:
                 sequence.active_from = jlora.active_from(sequence.prompt, sequence.batch.invocation_tokens[0])
             sequence.answer.handle = sequence.handle
-            sequence.row = self._rows.index(None)
+            alone = sequence.batch.lease.cache_keys(len(sequence.prompt), [sequence.active_from])
+            # A prompt whose log probabilities are requested is computed whole.
+            sequence.key = (sequence.version, *alone) if sequence.scored is None else object()
+            free = [row for row, one in enumerate(self._rows) if one is None]
+            sequence.row, sequence.source = self._prefixes.place(sequence, free)
             self._filling = sequence
             self._queue.take(sequence)
             self._loras.not_wanted(sequence)
@@ -329,6 +356,7 @@ class Dispatcher:
     def _read(self, drawn: Drawn) -> None:
         try:
             chosen: Chosen = drawn.chosen.read()
+            prompt = None if drawn.prompt is None else [each.read() for each in drawn.prompt]
         except Exception as error:  # later steps depend on this one, so their tokens are lost too
             self._failed(error, [one for _, one in drawn.sequences], lost=True)
             return
@@ -340,14 +368,20 @@ class Dispatcher:
             if token < 0:
                 error = StepFailedError("the model's logits are not numbers (NaN); the answer is cut off here")
                 self._end(sequence, error)
+                self._prefixes.forget(sequence.row)
                 continue
-            sequence.received += 1
+            sequence.tokens.append(token)
             end: FinishReason | None = None
+            if not sequence.limit:  # the prompt alone was requested
+                self._leave(sequence)
+                events.append(TokenEvent(sequence, end="length", prompt=prompt))
+                continue
             if token in sequence.stops:
                 end = "stop"
-            elif sequence.received >= sequence.limit:
+            elif len(sequence.tokens) >= sequence.limit:
                 end = "length"
-            events.append(TokenEvent(sequence, token, chosen.logprob(i, token, sequence.params.logprobs), end))
+            logprob = chosen.logprob(i, token, sequence.params.logprobs)
+            events.append(TokenEvent(sequence, token, logprob, end, prompt=prompt))
             if end is not None:
                 self._leave(sequence)
         self._writer.put(events)
@@ -371,6 +405,7 @@ class Dispatcher:
             sequence.batch = None
         if sequence.row >= 0 and self._rows[sequence.row] is sequence:
             self._rows[sequence.row] = None
+            self._prefixes.ended(sequence)
             self._stale = True
         sequence.of_request.release()
 
@@ -390,6 +425,8 @@ class Dispatcher:
             self._end(sequence, StepFailedError(message))
         if lost:
             self._steps.reset()
+            for row in range(self._steps.rows):
+                self._prefixes.forget(row)
 
     def _end_all(self, error: LoRAError) -> None:
         for sequence in (*self._queue, *self._begun()):

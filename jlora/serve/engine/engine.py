@@ -45,6 +45,9 @@ class Engine:
     reads (512 positions, 1024, ...), and the compiler may sum in another order for another extent. Across extents,
     logits agree to rounding.
 
+    Equal prompts of one version of an adapter that wait together are computed once. The row of the first is copied to
+    the others, bit for bit, as each gets a row in its turn.
+
     The model must be on devices of this process. Ray Serve runs replicas (`examples/ray_serve`).
 
     Args:
@@ -72,7 +75,7 @@ class Engine:
     ):
         check_options(options)
         self.options = options
-        self._manager = manager
+        self._manager, self._model_name = manager, type(model).__name__
         self._tokenizer = tokenizer
         longest = context_of(model)
         self._longest = options.max_model_len or longest
@@ -80,9 +83,10 @@ class Engine:
             raise LoRAUsageError(f"max_model_len={self._longest} is more than the model's context of {longest}")
         self._pooling: Pooling | None = getattr(model.config, "pooling", None)
         sizes = {"rows": options.max_num_seqs, "max_model_len": self._longest, "chunk": options.max_num_batched_tokens}
+        caching = options.enable_prefix_caching
         if self._pooling is None:
             dispatcher = Dispatcher
-            self._steps = Steps(model, manager, **sizes, logprobs_mode=options.logprobs_mode)
+            self._steps = Steps(model, manager, **sizes, logprobs_mode=options.logprobs_mode, caching=caching)
         else:
             dispatcher = EmbeddingDispatcher
             self._steps = EmbeddingSteps(model, manager, **sizes)
@@ -94,7 +98,7 @@ class Engine:
         most = math.ceil(options.max_waiting * _WAIT_FOR_NAMES)
         self._loras = Loras(manager, lambda: self._dispatcher.wake(), resolve, most, self._fail, self._pooling)
         self._dispatcher = dispatcher(
-            manager, cast(Any, self._steps), self._loras, self._writer, self._metrics, options.max_wait_ratio
+            manager, cast(Any, self._steps), self._loras, self._writer, self._metrics, options.max_wait_ratio, caching
         )
         self._changed = threading.Condition()
         self._open: set[Sequence] = set()  # requests that have not ended
@@ -253,12 +257,17 @@ class Engine:
           EngineBusyError: too many requests wait.
           EngineClosedError: the engine does not accept requests.
         """
-        if self.embeds:
+        if isinstance(self._steps, EmbeddingSteps):
             raise LoRAUsageError("the model embeds texts (modules.json) and cannot generate; use embed")
         asked: list[tuple[list[int], SamplingParams, int]] = []
         for prompt, own in zip(prompts, params, strict=True):
-            tokens = self._tokens(prompt)
+            tokens = self._tokens(prompt, 0 if own.max_tokens == 0 else 1)
             asked.append((tokens, own, check_params(own, tokens, self._vocab, self._longest)))
+            if own.prompt_logprobs is not None and not self._steps.scores:
+                raise LoRAUsageError(
+                    f"prompt_logprobs needs a model with hidden_states and logits (jlora.serve.ScoringModel), and "
+                    f"{self._model_name} has only extend; leave prompt_logprobs out, or add the two methods"
+                )
             if own.stop and self._tokenizer is None:
                 raise LoRAUsageError("stop strings need an engine with a tokenizer; use stop_token_ids")
         return self._queue(asked, lora, timeout)
@@ -295,7 +304,7 @@ class Engine:
         tokens: list[list[int]] = []
         for i, prompt in enumerate(prompts):
             try:
-                tokens.append(self._tokens(prompt))
+                tokens.append(self._tokens(prompt, 0))
                 room_for(tokens[i], self._longest, 0)
                 check_tokens(tokens[i], self._vocab)
             except LoRAUsageError as error:
@@ -345,6 +354,7 @@ class Engine:
                     detokenizer=Detokenizer(self._tokenizer, params.stop, self._silent),
                     arrived=arrived,
                     of_request=version,
+                    scored=None if params.prompt_logprobs is None else [],
                 )
                 for tokens, params, limit in asked
             ]
@@ -374,10 +384,10 @@ class Engine:
         except Exception as error:
             raise LoRAUsageError(f"the prompt {text!r:.80} cannot be tokenized: {error!s:.200}") from error
 
-    def _tokens(self, prompt: str | Seq[int]) -> list[int]:
+    def _tokens(self, prompt: str | Seq[int], least: int) -> list[int]:
         if isinstance(prompt, str):
             return self.encode(prompt)
-        room_for(prompt, self._longest, 0 if self.embeds else 1)  # check the length before iterating
+        room_for(prompt, self._longest, least)  # check the length before iterating
         return [int(token) if hasattr(token, "dtype") else token for token in prompt]
 
     def _fail(self, sequence: Sequence, error: LoRAError) -> None:

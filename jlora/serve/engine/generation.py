@@ -23,6 +23,8 @@ class Generation:
 
     Attributes:
       prompt: Token ids of the prompt.
+      cached_tokens: Number of tokens of the prompt that were copied from another sequence; final once there is a
+        token.
       cancelled: True once `cancel` was called.
       handle: Names the version of the adapter that it runs with, also after its end; None before it has begun, and for
         the base model.
@@ -31,6 +33,7 @@ class Generation:
     def __init__(self, prompt: Sequence[int], wake: Callable[[], None]):
         self.prompt = prompt
         self._wake = wake
+        self.cached_tokens = 0
         self.cancelled = False
         self.handle: AdapterHandle | None = None
         self._changed = threading.Condition(threading.RLock())  # a callback may call a method of this object
@@ -111,6 +114,7 @@ class Generation:
             finish_reason=finish,
             prompt_tokens=self.prompt_tokens,
             embedding=self._pieces[-1].embedding,
+            prompt_logprobs=tuple(one for piece in self._pieces for one in piece.prompt_logprobs),
         )
 
     def cancel(self) -> None:

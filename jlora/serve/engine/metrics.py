@@ -25,6 +25,7 @@ class EngineMetrics:
         self._room = _UNSORTED
         self.lock = threading.Lock()
         self.prompt_tokens = 0
+        self.prefilled_tokens = self.cached_tokens = 0
         self.generated_tokens = 0
         self.failed_steps = 0
         self.finished: Counter[str] = Counter()
@@ -47,6 +48,12 @@ class EngineMetrics:
             if len(self.by_lora) > self._room:
                 self.sort_out()
                 self._room = 2 * len(self.by_lora) + _UNSORTED
+
+    def filled(self, computed: int, copied: int = 0) -> None:
+        """Count the tokens of a prompt that were computed, and those that were copied."""
+        with self.lock:
+            self.prefilled_tokens += computed
+            self.cached_tokens += copied
 
     def sort_out(self) -> None:
         """Merge the counts of adapters that are no longer registered into `unloaded`. Call under `lock`."""
@@ -78,7 +85,7 @@ class EngineMetrics:
             # A name still with the resolver is arbitrary client input, and names become metric labels.
             and (one.request is not None or self._registered(one.lora))
         ]
-        used = sum(min(one.filled + one.received, longest) for one in running)
+        used = sum(min(one.filled + len(one.tokens), longest) for one in running)
         with self.lock:
             self.sort_out()
             return EngineStats(
@@ -88,6 +95,8 @@ class EngineMetrics:
                 waiting_by_lora=Counter(names),
                 cache_usage=min(1.0, used / (rows * longest)),
                 prompt_tokens=self.prompt_tokens,
+                prefilled_tokens=self.prefilled_tokens,
+                cached_tokens=self.cached_tokens,
                 generated_tokens=self.generated_tokens,
                 finished=dict(self.finished),
                 failed_steps=self.failed_steps,

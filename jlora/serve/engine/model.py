@@ -73,6 +73,29 @@ class ServableModel(Protocol):
         ...
 
 
+@runtime_checkable
+class ScoringModel(ServableModel, Protocol):
+    """Interface of a model that also computes log probabilities of prompts. `jlora.models.Decoder` is one.
+
+    `extend` is `hidden_states` followed by `logits` of each sequence's last real token. The engine then prefills by
+    these two, and computes the logits of a prompt in blocks of positions.
+    """
+
+    def hidden_states(
+        self, tokens: Int[Array, "B L"], positions: Int[Array, "B L"], cache: Any, last: Int[Array, "B"]
+    ) -> tuple[Float[Array, "B L E"], Any]:
+        """Append tokens as `extend` does, with its keyword `extent` if that has one.
+
+        Returns:
+          The input of the head [B, L, E] at every position, and the cache with these tokens.
+        """
+        ...
+
+    def logits(self, hidden: Float[Array, "*rows E"]) -> Float[Array, "*rows V"]:
+        """Return float32 logits of some of these rows, [B, E] or [B, l, E]."""
+        ...
+
+
 def context_of(model: Any) -> int:
     """Return the longest sequence of the model, in tokens.
 

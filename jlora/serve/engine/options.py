@@ -22,6 +22,8 @@ class EngineOptions:
       logprobs_mode: "raw_logprobs" for log probabilities of the model's own distribution; "processed_logprobs" for
         those of the distribution that tokens are drawn from, after temperature, `top_k` and `top_p`. The names are
         vLLM's.
+      enable_prefix_caching: Copy the longest beginning of a prompt that a row holds of the same version of its adapter,
+        also of a sequence that has ended, and compute the rest. Completions then agree to rounding.
     """
 
     max_num_seqs: int = 64
@@ -31,6 +33,7 @@ class EngineOptions:
     max_wait_ratio: int = 64
     request_timeout: float | None = None
     logprobs_mode: LogprobsMode = "raw_logprobs"
+    enable_prefix_caching: bool = False
 
 
 def check_options(options: EngineOptions) -> None:
@@ -54,6 +57,9 @@ def check_options(options: EngineOptions) -> None:
     if options.logprobs_mode not in get_args(LogprobsMode):
         expected = " or ".join(map(repr, get_args(LogprobsMode)))
         raise LoRAUsageError(f"EngineOptions.logprobs_mode must be {expected}, got {options.logprobs_mode!r:.100}")
+    caching: object = options.enable_prefix_caching
+    if not isinstance(caching, bool):
+        raise LoRAUsageError(f"EngineOptions.enable_prefix_caching must be True or False, got {caching!r:.100}")
     timeout: object = options.request_timeout
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0):
         raise LoRAUsageError(f"EngineOptions.request_timeout must be seconds above 0 or None, got {timeout!r}")

@@ -16,7 +16,7 @@ PauseMode = Literal["abort", "wait", "keep"]
 """A pause ends all requests as "abort", finishes those that have begun ("wait"), or freezes them ("keep")."""
 
 MAX_LOGPROBS = 20
-"""The largest `SamplingParams.logprobs`. It is the limit of OpenAI's API, and a size of the compiled step."""
+"""The largest `logprobs` and `prompt_logprobs`. It is the limit of OpenAI's API, and a size of the compiled step."""
 
 
 class EngineBusyError(LoRAError):
@@ -58,6 +58,8 @@ class SamplingParams:
       ignore_eos: Do not end at the model's end-of-sequence tokens.
       logprobs: Number of likeliest tokens to report beside the chosen one, at most `MAX_LOGPROBS`; None for no log
         probabilities. `EngineOptions.logprobs_mode` chooses their distribution.
+      prompt_logprobs: As `logprobs`, for each token of the prompt but the first; always of the model's own
+        distribution. The model must be a `jlora.serve.ScoringModel`. `max_tokens` may then be 0.
     """
 
     max_tokens: int | None = None
@@ -69,19 +71,22 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Natural log probability of a chosen token, and of the likeliest tokens in descending order.
+    """Natural log probability of a token, and of the likeliest tokens in descending order.
 
-    `offset` is the length of the text before this token, in characters. Incomplete characters are not counted.
+    `offset` is the length of the text of the completion, or the prompt, before this token, in characters. Incomplete
+    characters are not counted. `rank` is the number of tokens that are at least as likely, itself included.
     """
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     offset: int = 0
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,8 @@ class Piece:
       logprobs: One for each token, if requested.
       finish_reason: Set on the last piece only; "stop", "length", or "abort" after `cancel`.
       embedding: float32 [E] on the last piece of `Engine.embed`.
+      prompt_logprobs: One for each token of the prompt, None for the first, on the first piece with a token (or the
+        only one) if requested; else empty.
     """
 
     text: str
@@ -101,6 +108,7 @@ class Piece:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     embedding: np.ndarray | None = field(default=None, compare=False)
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -113,6 +121,7 @@ class Completion:
     finish_reason: FinishReason
     prompt_tokens: int
     embedding: np.ndarray | None = field(default=None, compare=False)
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -143,6 +152,8 @@ class EngineStats:
       waiting_by_lora: Waiting requests by adapter name, without names that are still being resolved.
       cache_usage: Share of the cache's positions in use, 0 to 1.
       prompt_tokens: Total tokens of prompts.
+      prefilled_tokens: Total tokens of prompts that were computed.
+      cached_tokens: Total tokens of prompts that were copied from another sequence's row instead.
       generated_tokens: Total tokens generated.
       finished: Requests by finish reason, including "error".
       failed_steps: Steps that raised.
@@ -163,6 +174,8 @@ class EngineStats:
     waiting_by_lora: Mapping[str, int] = field(default_factory=dict)
     cache_usage: float = 0.0
     prompt_tokens: int = 0
+    prefilled_tokens: int = 0
+    cached_tokens: int = 0
     generated_tokens: int = 0
     finished: Mapping[str, int] = field(default_factory=dict)
     failed_steps: int = 0

@@ -2,9 +2,10 @@
 
 import secrets
 import time
+from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from jlora import AdapterHandle, LoRARequest
 from jlora.errors import LoRAUsageError
@@ -15,6 +16,20 @@ from jlora.serve.engine.request import MAX_LOGPROBS, SamplingParams
 
 Version = tuple[str, int]
 """A version of an adapter: name and version number."""
+
+
+class Source(NamedTuple):
+    """A row of the cache that holds the beginning of a prompt.
+
+    Attributes:
+      row: The row.
+      tokens: Number of tokens of the prompt that it holds.
+      logits: Logits [1, V] after the prompt if it holds all of it, else None.
+    """
+
+    row: int
+    tokens: int
+    logits: Any
 
 
 @dataclass
@@ -57,12 +72,15 @@ class Sequence:
       passed: Number of later requests that began before it.
       of_request: The version of its adapter, chosen when the first sequence of its request begins.
       active_from: Index of the first prompt token on which its adapter is active; past the prompt for none.
+      key: Once it has begun, equal for sequences whose equal tokens have equal results.
       row: Row of the cache, once it has begun; -1 before.
+      source: The row that the beginning of its prompt is copied from, if any.
       filled: Number of prompt tokens in the cache.
       drawn: Number of tokens that steps were dispatched for.
-      received: Number of tokens read back.
+      tokens: Tokens read back.
       written: Number of tokens passed on to its consumer.
       first, newest: `time.monotonic()` of the first and the last of them.
+      scored: Log probabilities of its prompt so far, blocks of `Chosen`; None if not requested.
       left: True if it has left its row or can never get one; later tokens are dropped.
       ended: True if its consumer has the last event.
     """
@@ -83,13 +101,16 @@ class Sequence:
     of_request: RequestVersion = field(default_factory=RequestVersion)
     batch: Any = None
     active_from: int = 0
+    key: Hashable = None
     row: int = -1
+    source: Source | None = None
     filled: int = 0
     drawn: int = 0
-    received: int = 0
+    tokens: list[int] = field(default_factory=list[int])
     written: int = 0
     first: float = 0.0
     newest: float = 0.0
+    scored: list[Any] | None = None
     left: bool = False
     ended: bool = False
 
@@ -137,9 +158,10 @@ def check_params(params: SamplingParams, prompt: Seq[int], vocab: int, longest: 
     Raises:
       LoRAUsageError: the prompt or a parameter is wrong, or they do not fit `longest`, the engine's `max_model_len`.
     """
-    room = room_for(prompt, longest)
+    room = room_for(prompt, longest, 0 if params.max_tokens == 0 else 1)
     check_tokens(prompt, vocab)
-    limit = room if params.max_tokens is None else _integer("max_tokens", params.max_tokens, 1)
+    least = 1 if params.prompt_logprobs is None else 0
+    limit = room if params.max_tokens is None else _integer("max_tokens", params.max_tokens, least)
     if limit > room:
         raise LoRAUsageError(
             f"max_tokens={limit} and a prompt of {len(prompt)} tokens do not fit max_model_len={longest}"
@@ -151,8 +173,9 @@ def check_params(params: SamplingParams, prompt: Seq[int], vocab: int, longest: 
     _integer("top_k", params.top_k, 0)
     if params.seed is not None:
         _integer("seed", params.seed, -(2**63), 2**64)
-    if params.logprobs is not None:
-        _integer("logprobs", params.logprobs, 0, MAX_LOGPROBS + 1)
+    for name, value in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if value is not None:
+            _integer(name, value, 0, MAX_LOGPROBS + 1)
     stop: object = params.stop
     if not isinstance(stop, tuple) or not all(isinstance(one, str) and one for one in params.stop):
         raise LoRAUsageError(f"stop must be a tuple of non-empty strings, got {params.stop!r:.200}")

@@ -1,6 +1,8 @@
 """The compiled steps of an engine, and their donated state on the device.
 
-    prefill  one chunk of one sequence's prompt into its row of the cache    -> logits [1, V]
+    copy     the first positions of a row of the cache to another row
+    prefill  one chunk of one sequence's prompt into its row of the cache    -> logits [1, V], hidden states [1, L, E]
+    score    log probabilities of a block of the prompt, if requested        -> [block], and of the likeliest
     begin    its first token, and the row's settings                         -> token [1]
     decode   the last token of every row into the cache                      -> logits [R, V]
     pick     the next token of every row                                     -> tokens [R]
@@ -29,13 +31,14 @@ import jlora
 from jlora._threads import elapsed
 from jlora.errors import LoRAUsageError
 from jlora.models import HOTTEST, Sampling, choose, likeliest, processed_logits
-from jlora.serve.engine.model import ServableModel, cache_axes, check_place, row_of, with_row
+from jlora.serve.engine.model import ScoringModel, ServableModel, cache_axes, check_place, row_of, with_row
 from jlora.serve.engine.options import LogprobsMode
 from jlora.serve.engine.request import MAX_LOGPROBS, SamplingParams, TokenLogprob
 
 _log = logging.getLogger("jlora.serve")
 _LEAST_EXTENT = 512  # below this, reading the weights dominates a decode step
 _LEAST_CHUNK = 32
+_SCORED = 128  # positions whose logits are computed at a time
 
 
 class RowState(NamedTuple):
@@ -59,12 +62,12 @@ class Chosen(NamedTuple):
 
     Attributes:
       tokens: [B] int32, -1 where the logits are NaN.
-      report: Log probability [B] of each token, and values [B, N] and ids [B, N] of the likeliest ones; None if no row
-        requests them.
+      report: Log probability [B] and rank [B] of each token, and values [B, N] and ids [B, N] of the likeliest ones;
+        None if no row requests them.
     """
 
-    tokens: Int[Array, "B"]
-    report: tuple[Float[Array, "B"], Float[Array, "B N"], Int[Array, "B N"]] | None
+    tokens: Int[Array | np.ndarray, "B"]
+    report: tuple[Float[Array, "B"], Int[Array, "B"], Float[Array, "B N"], Int[Array, "B N"]] | None
 
     def read(self) -> "Chosen":
         """Wait for the arrays and return them as NumPy arrays."""
@@ -74,9 +77,9 @@ class Chosen(NamedTuple):
         """Return the log probability of token `i`, with as many of the likeliest as requested. Call after `read`."""
         if asked is None or self.report is None:
             return None
-        own, values, ids = self.report
+        own, ranks, values, ids = self.report
         top = tuple((int(ids[i, n]), float(values[i, n])) for n in range(min(asked, ids.shape[1])))
-        return TokenLogprob(token, float(own[i]), top)
+        return TokenLogprob(token, float(own[i]), top, rank=int(ranks[i]))
 
 
 class How(NamedTuple):
@@ -104,6 +107,22 @@ class How(NamedTuple):
         return cls(bool(drawn), limited, any(one.logprobs is not None for one in many))
 
 
+class Chunk(NamedTuple):
+    """A step that prefills a part of a prompt.
+
+    Attributes:
+      start: Position of its first token.
+      tokens: Number of its tokens.
+      padded: Number of its tokens with padding.
+      extent: Number of positions of the row that it reads.
+    """
+
+    start: int
+    tokens: int
+    padded: int
+    extent: int
+
+
 class Steps:
     """Compiled steps of one model. All methods must be called from one thread at a time.
 
@@ -114,9 +133,11 @@ class Steps:
       max_model_len: Positions of a sequence.
       chunk: The most prompt tokens of one prefill step.
       logprobs_mode: As in `EngineOptions`.
+      caching: Chunks after the first may also be of a smaller size, since they often follow a copied prefix.
 
     Attributes:
       capacity: Positions of a row of the cache.
+      scores: True if the model is a `ScoringModel`.
       extents: Cache extents that decode steps are compiled for.
     """
 
@@ -129,6 +150,7 @@ class Steps:
         max_model_len: int,
         chunk: int,
         logprobs_mode: LogprobsMode = "raw_logprobs",
+        caching: bool = False,
     ):
         if not isinstance(model, ServableModel) or not isinstance(model, nnx.Module):
             raise LoRAUsageError(
@@ -139,8 +161,14 @@ class Steps:
         self.rows = rows
         self.chunk = min(chunk, max_model_len)
         self.capacity = math.ceil(max_model_len / self.chunk) * self.chunk
+        self.scores, self._block = isinstance(model, ScoringModel), min(_SCORED, self.chunk)
         live = getattr(model, "reads_what_is_live", False)
         self.extents = [self.capacity] if live else doubled(_LEAST_EXTENT, self.capacity)
+        self._reads = doubled(self.chunk, self.capacity)  # positions that chunks after the first, and copies, read
+        self._sizes = [self.chunk]  # of first chunks
+        while self._sizes[0] // 4 >= _LEAST_CHUNK:
+            self._sizes.insert(0, self._sizes[0] // 4)
+        self._later_sizes = self._sizes[-2 if caching else -1 :]  # few, since each has several extents
         self._model, self._manager = model, manager
         self._axes = cache_axes(model)
         self._knows_extent = "extent" in inspect.signature(model.extend).parameters
@@ -150,18 +178,17 @@ class Steps:
         choice: dict[str, Any] = {"static_argnames": ("sampled", "ranked"), "donate_argnames": "rows"}
         self._fresh = jax.jit(self._fresh_program)
         self._settle = jax.jit(self._settle_program, donate_argnums=(0, 1))
+        self._copy = jax.jit(self._copy_program, static_argnames="extent", donate_argnums=(0, 1))
         self._decode = manager.jit(self._decode_program, static_argnames="extent", donate_argnames="cache")
         self._prefill = manager.jit(self._prefill_program, static_argnames="extent", donate_argnames=("cache", "rows"))
+        self._score = manager.jit(self._score_program)
         self._begin, self._pick = jax.jit(self._begin_program, **choice), jax.jit(self._pick_program, **choice)
         self._report = jax.jit(partial(self._report_program, processed=logprobs_mode == "processed_logprobs"))
 
     # --- programs -----------------------------------------------------------------------------------------------
 
-    def _extended(self, model: Any, tokens: Any, positions: Any, cache: Any, last: Any, extent: int) -> Any:
-        """Return float32 logits of the `last` token of each row, and the cache with all of them."""
-        extra = {"extent": extent} if self._knows_extent else {}
-        logits, cache = model.extend(tokens, positions, cache, last, **extra)
-        return self._whole(logits.astype(jnp.float32)), cache
+    def _extra(self, extent: int) -> dict[str, int]:
+        return {"extent": extent} if self._knows_extent else {}
 
     def _fresh_program(self) -> tuple[Any, RowState]:
         sampling = Sampling(
@@ -176,12 +203,18 @@ class Steps:
     def _settle_program(self, cache: Any, rows: RowState) -> tuple[Any, RowState]:
         return self._laid(cache), self._whole(rows)  # sharded like the output of every step
 
+    def _copy_program(self, cache: Any, rows: RowState, where: Any, *, extent: int) -> tuple[Any, RowState]:
+        source, row, count = where
+        own = self._mapped(partial(row_of, row=source, extent=extent), cache)
+        cache = self._mapped(partial(with_row, row=row), cache, own)
+        return self._laid(cache), self._whole(rows._replace(length=rows.length.at[row].set(count)))
+
     def _decode_program(self, model: Any, batch: Any, cache: Any, rows: RowState, *, extent: int) -> Any:
         here = jnp.minimum(rows.length, self.capacity - 1)[:, None]
         with jlora.use(batch):
             zeros = jnp.zeros_like(rows.last)
-            logits, cache = self._extended(model, rows.last[:, None], here, cache, zeros, extent)
-        return logits, self._laid(cache)
+            logits, cache = model.extend(rows.last[:, None], here, cache, zeros, **self._extra(extent))
+        return self._whole(logits.astype(jnp.float32)), self._laid(cache)
 
     def _prefill_program(
         self, model: Any, batch: Any, cache: Any, rows: RowState, tokens: Any, where: Any, *, extent: int
@@ -189,11 +222,28 @@ class Steps:
         row, start, count = where
         positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         own = self._mapped(partial(row_of, row=row, extent=extent), cache)
+        last, hidden = (count - 1)[None], None
         with jlora.use(batch):
-            logits, own = self._extended(model, tokens, positions, own, (count - 1)[None], extent)
+            if self.scores:
+                hidden, own = model.hidden_states(tokens, positions, own, last, **self._extra(extent))
+                logits = model.logits(hidden[:, count - 1])
+                # One size for all chunks, so that one program scores them.
+                rest = self._block * math.ceil(self.chunk / self._block) - tokens.shape[1]
+                hidden = self._whole(jnp.pad(hidden, ((0, 0), (0, rest), (0, 0))))
+            else:
+                logits, own = model.extend(tokens, positions, own, last, **self._extra(extent))
+        logits = self._whole(logits.astype(jnp.float32))
         cache = self._mapped(partial(with_row, row=row), cache, own)
         rows = rows._replace(length=rows.length.at[row].set(start + count))
-        return logits, self._laid(cache), self._whole(rows)
+        return logits, hidden, self._laid(cache), self._whole(rows)
+
+    def _score_program(self, model: Any, batch: Any, hidden: Any, begin: Any, tokens: Any) -> Any:
+        here = begin + jnp.arange(self._block, dtype=jnp.int32)
+        hidden = jax.lax.dynamic_slice_in_dim(hidden, begin, self._block, axis=1)
+        # Only the head runs, as in `prefill`. The number of its rows does not show which of the chunk they are.
+        with jlora.use(batch, without=["*"]), jlora.rows(jlora.RowMap(here, of="tokens", length=self.chunk)):
+            logits = model.logits(hidden)[0]
+        return self._whole(_reported(logits.astype(jnp.float32), tokens))
 
     def _begin_program(
         self, logits: Any, rows: RowState, ints: Any, floats: Any, seed: Any, *, sampled: bool, ranked: bool
@@ -218,9 +268,7 @@ class Steps:
         if processed:
             own = sampling if row is None else Sampling(*(each[row][None] for each in sampling))
             logits = processed_logits(logits, own)
-        logprobs = jax.nn.log_softmax(logits, axis=-1)
-        values, ids = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[-1]))
-        return jnp.take_along_axis(logprobs, jnp.maximum(tokens, 0)[:, None], axis=-1)[:, 0], values, ids
+        return _reported(logits, tokens)
 
     # --- state --------------------------------------------------------------------------------------------------
 
@@ -259,37 +307,69 @@ class Steps:
 
     def compiled(self) -> int:
         """Return the number of compiled variants of the steps."""
-        steps: tuple[Any, ...] = (self._fresh, self._decode, self._prefill, self._begin, self._pick, self._report)
-        return sum(step._cache_size() for step in steps)
+        of_prompts: tuple[Any, ...] = (self._copy, self._prefill, self._score, self._begin)
+        steps: tuple[Any, ...] = (self._fresh, self._decode, self._pick, self._report)
+        return sum(step._cache_size() for step in (*of_prompts, *steps))
 
     # --- steps --------------------------------------------------------------------------------------------------
 
-    def chunk_of(self, start: int, length: int) -> tuple[int, int, int]:
-        """Return (tokens, tokens with padding, extent) of the step that prefills a prompt of `length` from `start`.
+    def chunk_of(self, start: int, length: int) -> Chunk:
+        """Return the next step that prefills a prompt of `length`, whose first `start` tokens are in the cache.
 
-        Chunks after the first have one size, which bounds the number of compiled shapes.
+        After the copy of a prefix, `start` may be any position. A chunk whose padding would exceed the capacity then
+        begins earlier, and computes some tokens again.
         """
-        count = min(self.chunk, length - start)
-        if start:
-            return count, self.chunk, smallest(doubled(self.chunk, self.capacity), start + self.chunk)
-        padded = smallest(self._firsts(), count)
-        return count, padded, padded
+        padded = smallest(self._later_sizes if start else self._sizes, min(self.chunk, length - start))
+        start = min(start, self.capacity - padded)
+        extent = smallest(self._reads, start + padded) if start else padded
+        return Chunk(start, min(self.chunk, length - start), padded, extent)
 
-    def _firsts(self) -> list[int]:
-        sizes = [self.chunk]
-        while sizes[0] // 4 >= _LEAST_CHUNK:
-            sizes.insert(0, sizes[0] // 4)
-        return sizes
+    def padded(self, start: int, length: int) -> int:
+        """Return the number of tokens, with padding, of all steps that prefill a prompt of `length` from `start`."""
+        total = 0
+        while start < length:
+            chunk = self.chunk_of(start, length)
+            start, total = chunk.start + chunk.tokens, total + chunk.padded
+        return total
 
-    def prefill(self, batch: jlora.LoRABatch, row: int, prompt: Sequence[int], start: int) -> tuple[jax.Array, int]:
-        """Prefill one chunk of a prompt. Returns the logits [1, V] after it, and the prompt tokens in the cache."""
-        count, padded, extent = self.chunk_of(start, len(prompt))
+    def copy(self, source: int, row: int, count: int) -> None:
+        """Copy the first `count` positions of a row to another one, or only set the row's length if both are one."""
+        where = np.array([source, row, count], np.int32)
+        self._state = self._copy(*self._held(), where, extent=smallest(self._reads, count))
+
+    def prefill(
+        self, batch: jlora.LoRABatch, row: int, prompt: Sequence[int], chunk: Chunk
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Prefill one chunk of a prompt.
+
+        Returns the logits [1, V] after it, and its hidden states for `score` if the model `scores`.
+        """
+        start, count, padded, extent = chunk
         tokens = np.zeros((1, padded), np.int32)
         tokens[0, :count] = prompt[start : start + count]
         where = np.array([row, start, count], np.int32)
-        logits, *state = self._run(self._prefill, batch, tokens, where, extent=extent)
+        logits, hidden, *state = self._run(self._prefill, batch, tokens, where, extent=extent)
         self._state = (state[0], state[1])
-        return logits, start + count
+        return logits, hidden
+
+    def score(self, batch: jlora.LoRABatch, hidden: Any, prompt: Sequence[int], chunk: Chunk) -> list[Chosen]:
+        """Compute log probabilities of the prompt tokens after those of a chunk, from its hidden states.
+
+        Args:
+          batch: As for `prefill`; if its rows are activated, for `chunk` rows.
+          hidden: From `prefill` of this chunk.
+          prompt: Token ids.
+          chunk: The chunk.
+        """
+        found: list[Chosen] = []
+        served, end = batch if batch.has_adapters else None, min(chunk.start + chunk.tokens, len(prompt) - 1)
+        for begin in range(chunk.start, end, self._block):
+            own = prompt[begin + 1 : min(begin + self._block, end) + 1]
+            tokens = np.zeros(self._block, np.int32)
+            tokens[: len(own)] = own
+            report = self._score(self._model, served, hidden, np.int32(begin - chunk.start), tokens)
+            found.append(_copied(Chosen(tokens[: len(own)], report)))
+        return found
 
     def begin(self, logits: jax.Array, row: int, params: SamplingParams, seed: int) -> Chosen:
         """Choose the first token of a sequence from the logits [1, V] after its prompt."""
@@ -322,10 +402,7 @@ class Steps:
     def _told(self, logits: jax.Array, tokens: jax.Array, how: How, row: np.int32 | None = None) -> Chosen:
         """Return the tokens of all rows, or of one, and log probabilities if `how` reports them."""
         sampling = self._held()[1].sampling
-        chosen = Chosen(tokens, self._report(logits, tokens, sampling, row) if how.reported else None)
-        for array in jax.tree.leaves(chosen):
-            array.copy_to_host_async()
-        return chosen
+        return _copied(Chosen(tokens, self._report(logits, tokens, sampling, row) if how.reported else None))
 
     def _held(self) -> tuple[Any, RowState]:
         assert self._state is not None
@@ -346,19 +423,21 @@ class Steps:
 
     def warm(self, progress: Callable[[int, int], None]) -> None:
         """Allocate the state and compile every variant, by running each with a free slot and without adapters."""
-        chunks = {self.chunk_of(0, size)[1:]: (0, size) for size in self._firsts()}
-        for start in range(self.chunk, self.capacity, self.chunk):
-            chunks.setdefault(self.chunk_of(start, self.capacity)[1:], (start, start + 1))
+        chunks = [Chunk(0, size, size, size) for size in self._sizes]
+        chunks += [Chunk(end - n, n, n, end) for n in self._later_sizes for end in self._reads if end > n]
         variants = [How(), How(True), How(True, True), How(reported=True)]
         occupied = jnp.zeros(self.rows, bool)
-        logits: list[jax.Array] = []
+        filled: list[Any] = []
 
-        def fill(batch: jlora.LoRABatch, start: int, length: int) -> None:
-            logits[:] = [self.prefill(batch, 0, [0] * length, start)[0]]
+        def fill(batch: jlora.LoRABatch, chunk: Chunk) -> None:
+            filled[:] = self.prefill(batch, 0, [0] * chunk.extent, chunk)
+
+        def score(batch: jlora.LoRABatch) -> None:
+            self.score(batch, filled[1], [0, 0], chunks[0])
 
         def begin(how: How) -> None:
             limit, logprobs = 0.5 if how.ranked else 1.0, 0 if how.reported else None
-            self.begin(logits[0], 0, SamplingParams(None, float(how.sampled), limit, logprobs=logprobs), 0)
+            self.begin(filled[0], 0, SamplingParams(None, float(how.sampled), limit, logprobs=logprobs), 0)
 
         def warmed(rows: int, tokens: int, step: Callable[..., Any], *args: Any) -> Callable[[], None]:
             length = tokens if self._manager.config.activated else None
@@ -367,9 +446,11 @@ class Steps:
 
         calls = [
             *(
-                (f"prefill of {tokens} tokens over {extent} positions", warmed(1, tokens, fill, *of))
-                for (tokens, extent), of in chunks.items()
+                (f"prefill of {one.padded} tokens over {one.extent} positions", warmed(1, one.padded, fill, one))
+                for one in chunks
             ),
+            *((f"copy of {extent} positions", partial(self.copy, 0, 0, extent)) for extent in self._reads),
+            *([("log probabilities of a prompt", warmed(1, self.chunk, score))] if self.scores else []),
             *((f"the first token, {how}", partial(begin, how)) for how in variants),
             *(
                 (
@@ -423,3 +504,19 @@ def _chosen(
 ) -> Int[Array, "B"]:
     tokens = choose(logits, steps, sampling, ranked=ranked) if sampled else likeliest(logits)
     return jnp.where(jnp.isnan(jnp.max(logits, axis=-1)), -1, tokens)
+
+
+def _reported(logits: Float[Array, "B V"], tokens: Int[Array, "B"]) -> Any:
+    """Return `Chosen.report` of tokens."""
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    values, ids = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[-1]))
+    own = jnp.take_along_axis(logprobs, jnp.maximum(tokens, 0)[:, None], axis=-1)
+    return own[:, 0], jnp.sum(logprobs >= own, axis=-1, dtype=jnp.int32), values, ids
+
+
+def _copied(chosen: Chosen) -> Chosen:
+    """Begin to copy the arrays to the host."""
+    for array in jax.tree.leaves(chosen):
+        if isinstance(array, jax.Array):
+            array.copy_to_host_async()
+    return chosen

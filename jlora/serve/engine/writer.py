@@ -15,6 +15,7 @@ from jlora.errors import LoRAError
 from jlora.serve.engine.metrics import EngineMetrics
 from jlora.serve.engine.request import FinishReason, Piece, TokenLogprob
 from jlora.serve.engine.sequence import Sequence
+from jlora.serve.engine.steps import Chosen
 
 _log = logging.getLogger("jlora")
 
@@ -25,6 +26,7 @@ class TokenEvent(NamedTuple):
     Attributes:
       end: The finish reason, or the error that ends the sequence.
       embedding: float32 [E] of its prompt.
+      prompt: Log probabilities of its prompt, read back; None if not requested, and after the first token.
     """
 
     sequence: Sequence
@@ -32,6 +34,7 @@ class TokenEvent(NamedTuple):
     logprob: TokenLogprob | None = None
     end: FinishReason | LoRAError | None = None
     embedding: np.ndarray | None = None
+    prompt: Seq[Chosen] | None = None
 
 
 class TokenWriter:
@@ -84,7 +87,8 @@ class TokenWriter:
             end = "stop"
         tokens = () if event.token is None else (event.token,)
         logprobs = () if event.logprob is None else (replace(event.logprob, offset=offset),)
-        piece = Piece(text, tokens, logprobs, end, event.embedding)
+        prompt = () if event.prompt is None else _prompt_logprobs(sequence, event.prompt)
+        piece = Piece(text, tokens, logprobs, end, event.embedding, prompt)
         if end is None:
             sequence.answer.put(piece)
         else:
@@ -115,3 +119,10 @@ class TokenWriter:
             sequence.answer.put(event)
         finally:
             self._ended(sequence)
+
+
+def _prompt_logprobs(sequence: Sequence, scored: Seq[Chosen]) -> tuple[TokenLogprob | None, ...]:
+    asked, offsets = sequence.params.prompt_logprobs, sequence.detokenizer.offsets(sequence.prompt)
+    found = [chosen.logprob(i, int(token), asked) for chosen in scored for i, token in enumerate(chosen.tokens)]
+    pairs = zip(found, offsets[1:], strict=True)
+    return (None, *(None if one is None else replace(one, offset=offset) for one, offset in pairs))

@@ -7,14 +7,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from jlora.errors import LoRAError
-from jlora.serve.http.body import RequestFields
-from jlora.serve.http.errors import of_generation
+from jlora.serve.http.body import RequestFields, receive_body
+from jlora.serve.http.errors import bad_request, of_generation
 from jlora.serve.http.log import log_event
 from jlora.serve.http.service import Service
 
 
 async def pause(service: Service, request: Request) -> Response:
     """Handle `POST /pause?mode=abort|wait|keep`. Returns once the engine is paused."""
+    body = await receive_body(request, service.limits.body_bytes, service.limits.body_seconds)
+    if bytes(body).strip() not in (b"", b"{}"):
+        raise bad_request("the body must be empty, since the mode is in the query: /pause?mode=keep")
     fields = RequestFields(dict(request.query_params))
     mode = fields.take("mode") or "abort"
     fields.ignore(("clear_cache",))  # versions of adapters share nothing in the cache

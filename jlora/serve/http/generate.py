@@ -66,7 +66,8 @@ async def _answer(service: Service, request: Request, read: Read) -> Response:
         raise of_generation(error, api_request.model) from None
     run.end()
     if api_request.encoding is None:
-        return JSONResponse(writer.whole(run.choices, run.usage()), headers=writer.headers)
+        whole = partial(writer.whole, run.choices, run.usage())
+        return await service.work(lambda: JSONResponse(whole(), headers=writer.headers))
     if any(choice.embedding is None for choice in run.choices):
         raise ApiError(503, UNAVAILABLE, "a pause has aborted the request; send it again", retry_after=1)
     write = partial(embeddings_body, api_request.model, run.choices, run.usage(), api_request.encoding)
@@ -197,16 +198,18 @@ class Run:
             raise self._failure
         return found
 
-    def usage(self) -> dict[str, int]:
-        """Return the token counts so far."""
-        prompts = sum(generation.prompt_tokens for generation in self._generations[:: self.api_request.n])
-        return usage_of(prompts, sum(len(choice.tokens) for choice in self.choices))
+    def usage(self) -> dict[str, Any]:
+        """Return the token counts so far, with each prompt once."""
+        firsts = self._generations[:: self.api_request.n]
+        prompts, cached = sum(one.prompt_tokens for one in firsts), sum(one.cached_tokens for one in firsts)
+        return usage_of(prompts, sum(len(choice.tokens) for choice in self.choices), cached)
 
-    def usage_so_far(self, index: int) -> dict[str, int] | None:
+    def usage_so_far(self, index: int) -> dict[str, Any] | None:
         """Return the token counts of one completion so far, if events carry them."""
         if not self.api_request.continuous_usage:
             return None
-        return usage_of(self._generations[index].prompt_tokens, len(self.choices[index].tokens))
+        own = self._generations[index]
+        return usage_of(own.prompt_tokens, len(self.choices[index].tokens), own.cached_tokens)
 
     def end(self) -> None:
         """Cancel the generations that have not ended, and complete the log line."""
@@ -229,6 +232,7 @@ def _together(pieces: Sequence[Piece]) -> Piece:
         tuple(token for piece in pieces for token in piece.tokens),
         tuple(one for piece in pieces for one in piece.logprobs),
         pieces[-1].finish_reason,
+        prompt_logprobs=pieces[0].prompt_logprobs,
     )
 
 

@@ -52,14 +52,17 @@ def _lines(service: Service) -> Iterator[str]:
     yield from _family("vllm:num_requests_running", "gauge", [(model, stats.running)])
     yield from _family("vllm:num_requests_waiting", "gauge", [(model, stats.waiting)])
     yield from _family("vllm:kv_cache_usage_perc", "gauge", [(model, stats.cache_usage)])
-    # A row counts as one block: it is never shared, and holds one sequence of any length.
+    # A row counts as one block, which holds one sequence of any length. Its beginning is copied, never shared.
     blocks = {
         "block_size": str(service.max_model_len),
         "num_gpu_blocks": str(service.engine.options.max_num_seqs),
-        "enable_prefix_caching": "False",
+        "enable_prefix_caching": str(service.engine.options.enable_prefix_caching),
     }
     yield from _family("vllm:cache_config_info", "gauge", [(blocks, 1)])
     yield from _family("vllm:prompt_tokens_total", "counter", [(model, stats.prompt_tokens)])
+    queries = stats.prefilled_tokens + stats.cached_tokens
+    yield from _family("vllm:prefix_cache_queries_total", "counter", [(model, queries)])
+    yield from _family("vllm:prefix_cache_hits_total", "counter", [(model, stats.cached_tokens)])
     yield from _family("vllm:generation_tokens_total", "counter", [(model, stats.generated_tokens)])
     finished = [({**model, "finished_reason": reason}, count) for reason, count in sorted(stats.finished.items())]
     yield from _family("vllm:request_success_total", "counter", finished)

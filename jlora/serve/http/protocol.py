@@ -33,7 +33,6 @@ _UNSERVED: Mapping[str, tuple[Json, ...]] = {
     "bad_words": ([],),
     "truncate_prompt_tokens": (),
     "allowed_token_ids": (),
-    "prompt_logprobs": (),
     "logits_processors": (),
     "structured_outputs": (),
     "guided_json": (),
@@ -42,7 +41,6 @@ _UNSERVED: Mapping[str, tuple[Json, ...]] = {
     "guided_grammar": (),
     "priority": (0,),
     "cache_salt": (),
-    "echo": (False,),
     "response_format": ({"type": "text"},),
 }
 _UNSERVED_BY_COMPLETIONS: Mapping[str, tuple[Json, ...]] = {
@@ -51,6 +49,7 @@ _UNSERVED_BY_COMPLETIONS: Mapping[str, tuple[Json, ...]] = {
     "add_special_tokens": (True,),
 }
 _UNSERVED_BY_CHAT: Mapping[str, tuple[Json, ...]] = {
+    "echo": (False,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -100,6 +99,7 @@ class ApiRequest:
       timeout: Seconds; None for the server's own.
       encoding: Of a request for embeddings of the prompts, "float" or "base64"; None for completions.
       dimensions: Of embeddings, the number of values; None for the model's.
+      echo: Put each prompt before its completions.
     """
 
     model: str
@@ -116,6 +116,7 @@ class ApiRequest:
     timeout: float | None
     encoding: str | None = None
     dimensions: int | None = None
+    echo: bool = False
 
     @property
     def chat(self) -> bool:
@@ -128,9 +129,11 @@ def read_completion(body: dict[str, Json], limits: Limits) -> ApiRequest:
     fields = RequestFields(body)
     model = fields.required("model", _LONGEST_NAME)
     prompts = _prompts(fields, "prompt", limits.sequences)
-    logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
-    max_tokens = fields.integer("max_tokens", 1, _INT32)
-    params = _sampling(fields, 16 if max_tokens is None else max_tokens, logprobs)
+    logprobs, of_prompt = (fields.integer(name, 0, MAX_LOGPROBS) for name in ("logprobs", "prompt_logprobs"))
+    echo = fields.flag("echo")
+    of_prompt = logprobs if echo and of_prompt is None else of_prompt
+    max_tokens = fields.integer("max_tokens", 1 if of_prompt is None else 0, _INT32)
+    params = _sampling(fields, 16 if max_tokens is None else max_tokens, logprobs, of_prompt)
     common = _common(fields, limits, len(prompts))
     best_of = fields.integer("best_of", 1, limits.sequences)
     if best_of not in (None, 1, common["n"]):
@@ -138,7 +141,7 @@ def read_completion(body: dict[str, Json], limits: Limits) -> ApiRequest:
     for name, accepted in _UNSERVED_BY_COMPLETIONS.items():
         fields.only(name, *accepted)
     fields.finish()
-    return ApiRequest(model, prompts, (), {}, params, **common)
+    return ApiRequest(model, prompts, (), {}, params, **common, echo=echo)
 
 
 def read_chat(body: dict[str, Json], limits: Limits) -> ApiRequest:
@@ -152,7 +155,8 @@ def read_chat(body: dict[str, Json], limits: Limits) -> ApiRequest:
     old, new = (fields.integer(name, 1, _INT32) for name in ("max_tokens", "max_completion_tokens"))
     if old is not None and new is not None and old != new:
         raise bad_request(f"max_tokens is {old} and max_completion_tokens {new}; give one of them", "max_tokens")
-    params = _sampling(fields, old if new is None else new, (top or 0) if wanted else None)
+    of_prompt = fields.integer("prompt_logprobs", 0, MAX_LOGPROBS)
+    params = _sampling(fields, old if new is None else new, (top or 0) if wanted else None, of_prompt)
     template = _template(fields)
     common = _common(fields, limits, 1)
     for name, accepted in _UNSERVED_BY_CHAT.items():
@@ -201,6 +205,8 @@ def _common(fields: RequestFields, limits: Limits, prompts: int) -> dict[str, An
         message = f"{prompts} prompts with {n} answers each are more than the {limits.sequences} of one request"
         raise bad_request(message, "n" if n > 1 else "prompt")
     stream = fields.flag("stream")
+    if stream and fields.take("prompt_logprobs") is not None:
+        raise bad_request("prompt_logprobs are not sent in streams; set stream to false", "prompt_logprobs")
     usage, continuous = _stream_options(fields, stream)
     token_ids, tokens_as_ids = fields.flag("return_token_ids"), fields.flag("return_tokens_as_token_ids")
     timeout = fields.number("timeout", 0, _LONGEST_SECONDS, open_below=True)
@@ -234,7 +240,9 @@ def _stream_options(fields: RequestFields, stream: bool) -> tuple[bool, bool]:
     return usage, usage and continuous  # the second has no effect alone, as in vLLM
 
 
-def _sampling(fields: RequestFields, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+def _sampling(
+    fields: RequestFields, max_tokens: int | None, logprobs: int | None, of_prompt: int | None
+) -> SamplingParams:
     temperature, top_p = fields.number("temperature", 0), fields.number("top_p", 0, 1, open_below=True)
     top_k = fields.integer("top_k", -1, _INT32)  # -1 is vLLM's value for "all"
     return SamplingParams(
@@ -247,6 +255,7 @@ def _sampling(fields: RequestFields, max_tokens: int | None, logprobs: int | Non
         stop_token_ids=fields.integers("stop_token_ids", 128, _INT32),
         ignore_eos=fields.flag("ignore_eos"),
         logprobs=logprobs,
+        prompt_logprobs=of_prompt,
     )
 
 
@@ -301,7 +310,7 @@ def _content(value: Json, where: str) -> str:
         raise bad_request(f"{where} must be a text, or a list of parts of type text, got {value!r:.80}", where)
     texts: list[str] = []
     for i, part in enumerate(cast("list[Json]", value)):
-        # Nothing is cached between requests, so `cache_control` has no effect.
+        # A prompt's beginning is found without marks, so `cache_control` has no effect.
         fields = part.keys() - {"cache_control"} if isinstance(part, dict) else ()
         if not isinstance(part, dict) or not isinstance(part.get("text"), str) or fields != {"type", "text"}:
             found = part.get("type") if isinstance(part, dict) else part

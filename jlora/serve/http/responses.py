@@ -68,6 +68,10 @@ class TokenTexts:
             return text, bytes(self._letters[letter] for letter in name)
         return text, text.encode()
 
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the text of a prompt of token ids, without special tokens."""
+        return self._tokenizer.decode(tokens)
+
     def key(self, token: int) -> str:
         r"""Return the key of a token in `top_logprobs` of completions: its text, or `bytes:\xe2\x80` if incomplete."""
         text, raw = self.of(token)
@@ -85,12 +89,14 @@ class Choice:
     finish_reason: str | None = None
     begun: bool = False
     embedding: np.ndarray | None = None
+    prompt_logprobs: Sequence[TokenLogprob | None] = ()
 
     def add(self, piece: Piece) -> None:
         """Append a piece."""
         self.text += piece.text
         self.tokens += piece.tokens
         self.logprobs += piece.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or piece.prompt_logprobs
         self.finish_reason = piece.finish_reason
         self.embedding = piece.embedding
 
@@ -110,6 +116,12 @@ class ResponseWriter:
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}"
         self._chat, self._texts, self._logprobs = chat, texts, api_request.params.logprobs is not None
         self._token_ids, self._tokens_as_ids = api_request.token_ids, api_request.tokens_as_ids
+        self._echo, self._prompt_logprobs = api_request.echo, api_request.params.prompt_logprobs is not None
+        # As in vLLM, a response with ids has those of the prompt, and not its text.
+        prompts = api_request.prompts if self._echo and not self._token_ids else ()
+        self._echoed = [
+            one if isinstance(one, str) else texts.text(one) for one in prompts for _ in range(api_request.n)
+        ]
         kind = "chat.completion" if chat else "text_completion"
         self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
         self._head["system_fingerprint"] = fingerprint
@@ -118,21 +130,39 @@ class ResponseWriter:
         self._before = b"data: " + _encode(self._event_head)[:-1].encode() + b',"choices":['
         self._usage = b',"usage":null' if include_usage else b""
 
-    def whole(self, choices: Sequence[Choice], usage: dict[str, int]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         """Return the body of a whole response."""
-        prompt = {"prompt_token_ids": choices[0].prompt} if self._token_ids and self._chat else {}
+        prompt: dict[str, Any] = {"prompt_token_ids": choices[0].prompt} if self._token_ids and self._chat else {}
+        prompt |= {"prompt_logprobs": self._of_prompt(choices[0])} if self._prompt_logprobs and self._chat else {}
         return {**self._head, "choices": [self._choice(i, c) for i, c in enumerate(choices)], "usage": usage, **prompt}
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        logprobs = self._logprobs_of(choice.logprobs)
+        logprobs = self._logprobs_of(choice.logprobs, index, choice)
         end: dict[str, Any] = {"logprobs": logprobs, "finish_reason": choice.finish_reason}
         if self._token_ids:
             end |= {"token_ids": choice.tokens} | ({} if self._chat else {"prompt_token_ids": choice.prompt})
         if self._chat:
             return {"index": index, "message": {"role": "assistant", "content": choice.text, "refusal": None}, **end}
-        return {"index": index, "text": choice.text, **end}
+        end |= {"prompt_logprobs": self._of_prompt(choice)} if self._prompt_logprobs else {}
+        return {"index": index, "text": self._echo_of(index) + choice.text, **end}
 
-    def events(self, index: int, choice: Choice, piece: Piece, usage: dict[str, int] | None = None) -> bytes:
+    def _echo_of(self, index: int) -> str:
+        """Return the text of the prompt that the response has before its completion."""
+        return self._echoed[index] if self._echoed else ""
+
+    def _of_prompt(self, choice: Choice) -> list[dict[str, Any] | None]:
+        """Return log probabilities of a prompt in vLLM's form."""
+        return [
+            None
+            if one is None
+            else {
+                str(token): {"logprob": _logprob(value), "rank": rank, "decoded_token": self._texts.of(token)[0]}
+                for rank, (token, value) in [(one.rank, (one.token, one.logprob)), *enumerate(one.top, 1)]
+            }
+            for one in choice.prompt_logprobs
+        ]
+
+    def events(self, index: int, choice: Choice, piece: Piece, usage: dict[str, Any] | None = None) -> bytes:
         """Return the events for a piece; empty while its text is pending. `usage` are the token counts of each."""
         deltas: list[dict[str, Any]] = []
         prompt = {"prompt_token_ids": choice.prompt} if self._token_ids and not choice.begun else {}
@@ -140,13 +170,15 @@ class ResponseWriter:
             deltas.append({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
         wanted = self._token_ids or (self._logprobs and piece.logprobs)
         if piece.text or piece.finish_reason or (wanted and piece.tokens):
-            end: dict[str, Any] = {"logprobs": self._logprobs_of(piece.logprobs), "finish_reason": piece.finish_reason}
+            logprobs = self._logprobs_of(piece.logprobs, index, None if choice.begun else choice)
+            end: dict[str, Any] = {"logprobs": logprobs, "finish_reason": piece.finish_reason}
             end |= {"token_ids": piece.tokens} if self._token_ids else {}
             if self._chat:
                 delta = {"content": piece.text} if piece.text or not piece.finish_reason else {}
                 deltas.append({"index": index, "delta": delta, **end})
             else:
-                deltas.append({"index": index, "text": piece.text, **end, **prompt})
+                text = ("" if choice.begun else self._echo_of(index)) + piece.text
+                deltas.append({"index": index, "text": text, **end, **prompt})
         choice.begun = choice.begun or bool(deltas)
         counts = self._usage if usage is None else b',"usage":' + _encode(usage).encode()
         after = [b"]" + counts + b"}\n\n"] * len(deltas)
@@ -156,11 +188,14 @@ class ResponseWriter:
             [self._before + _encode(delta).encode() + end for delta, end in zip(deltas, after, strict=True)]
         )
 
-    def usage_event(self, usage: dict[str, int]) -> bytes:
+    def usage_event(self, usage: dict[str, Any]) -> bytes:
         """Return the last event, with token counts."""
         return to_event({**self._event_head, "choices": [], "usage": usage})
 
-    def _logprobs_of(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    def _logprobs_of(
+        self, logprobs: Sequence[TokenLogprob], index: int, choice: Choice | None
+    ) -> dict[str, Any] | None:
+        """Return log probabilities of new tokens, after those of an echoed prompt if they begin `choice`."""
         if not self._logprobs:
             return None
         if self._chat:
@@ -174,14 +209,18 @@ class ResponseWriter:
                 ],
                 "refusal": None,
             }
+        prompt = choice.prompt_logprobs if choice is not None and self._echo else ()
+        every, start = [*prompt, *logprobs], len(self._echo_of(index))
+        offsets = [one.offset if one else 0 for one in prompt] + [start + one.offset for one in logprobs]
+        tokens = [*(choice.prompt if choice is not None and prompt else ()), *(one.token for one in logprobs)]
         return {
-            "tokens": [self._name(one.token) for one in logprobs],
-            "token_logprobs": [_logprob(one.logprob) for one in logprobs],
+            "tokens": [self._name(token) for token in tokens],
+            "token_logprobs": [one and _logprob(one.logprob) for one in every],
             "top_logprobs": [
-                {self._name(token): _logprob(value) for token, value in [*one.top, (one.token, one.logprob)]}
-                for one in logprobs
+                one and {self._name(token): _logprob(value) for token, value in [*one.top, (one.token, one.logprob)]}
+                for one in every
             ],
-            "text_offset": [one.offset for one in logprobs],
+            "text_offset": offsets,
         }
 
     def _name(self, token: int) -> str:
@@ -196,7 +235,7 @@ class ResponseWriter:
         }
 
 
-def embeddings_body(model: str, choices: Sequence[Choice], usage: dict[str, int], encoding: str) -> bytes:
+def embeddings_body(model: str, choices: Sequence[Choice], usage: dict[str, Any], encoding: str) -> bytes:
     """Return the body of a response with embeddings. They are encoded one by one, so that other threads run."""
     items: list[str] = []
     for i, choice in enumerate(choices):
@@ -208,10 +247,11 @@ def embeddings_body(model: str, choices: Sequence[Choice], usage: dict[str, int]
     return f'{head[:-1]},"data":[{",".join(items)}]}}'.encode()
 
 
-def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """Return the `usage` object."""
+def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """Return the `usage` object. `cached_tokens` of the prompt tokens were copied, not computed."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }

@@ -148,3 +148,32 @@ def test_first_rows_of_generate(folders):
     ):
         with pytest.raises(jlora.AdapterMismatchError, match=rf"{name!r}.*{flag}"):
             plain.add_adapter(jlora.LoRARequest(name, str(folders[name])))
+
+
+@pytest.mark.slow
+def test_prefixes_are_shared_up_to_the_same_first_token(folders, oracle):
+    """A prefix is that of the base model before the invocation, and may be reused by the same adapter alone."""
+    manager = managed(activated=True, variants=["dora"])
+    options = EngineOptions(max_num_seqs=8, max_num_batched_tokens=8, max_model_len=64, enable_prefix_caching=True)
+    engine = Engine(manager.model, manager, options=options)
+    for name, path in folders.items():
+        engine.add_lora(jlora.LoRARequest(name, str(path)))
+    engine.start()
+    plain, called = prompt_of(20), prompt_of(20, 2)
+    (answer,) = oracle(["called"], [plain])
+    for name, prompt, cached in (
+        ("called", plain, 0),
+        ("called", [*plain, *answer[:2], 30], 22),  # never active
+        ("called", [*plain, *INVOCATION, 31], 0),  # active from another token on
+        ("called", [*plain, *INVOCATION, 31, 32], 24),
+        ("called", called, 0),
+        ("called", [*called, 33], 20),
+        ("called", [*called, 33, *INVOCATION], 0),
+        ("other", [*called, 33], 0),
+        (None, [*plain, 34], 0),
+        ("plain", [*plain, 34], 0),
+    ):
+        generation = engine.submit(prompt, GREEDY, lora=name)
+        assert [list(generation.result(60).tokens)] == oracle([name], [prompt])
+        assert generation.cached_tokens == cached
+    assert engine.close(60)

@@ -624,7 +624,8 @@ def test_kept_requests_go_on_with_their_version_and_their_tokens(world, oracle):
         with world.paused() as go:  # before the first decode step
             before = engine.stats().generated_tokens
             kept = engine.submit(WORD, GREEDY, lora="mine")
-            until(lambda before=before: engine.stats().generated_tokens == before + 1)
+            late = engine.submit(WORD, GREEDY, timeout=0.3)
+            until(lambda before=before: engine.stats().generated_tokens == before + 2)
             engine.pause("keep")
             engine.pause("keep")  # twice
             go.set()
@@ -636,11 +637,13 @@ def test_kept_requests_go_on_with_their_version_and_their_tokens(world, oracle):
             later = engine.submit(WORD, GREEDY, lora="mine")
             with pytest.raises(RequestTimeoutError, match=r"longer than 0\.1"):
                 engine.submit(WORD, GREEDY, timeout=0.1).result(60)
+            with pytest.raises(RequestTimeoutError, match=r"longer than 0\.3"):
+                late.result(60)  # frozen
             cancelled = engine.submit(WORD, GREEDY)
             cancelled.cancel()
             assert cancelled.result(60).finish_reason == "abort"
             stats = engine.stats()
-            assert (stats.running, stats.waiting, stats.generated_tokens) == (1, 1, before + 1)
+            assert (stats.running, stats.waiting, stats.generated_tokens) == (1, 1, before + 2)
             engine.resume()
             engine.resume()  # without a pause
             assert not engine.paused

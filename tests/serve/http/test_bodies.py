@@ -42,8 +42,8 @@ WRONG = [
     ("stream", "yes"),
     ("stream_options", {"include_usage": True}),  # without stream
     ("timeout", 0),
+    ("prompt_logprobs", 21),
     # not implemented
-    ("echo", True),
     ("frequency_penalty", 0.5),
     ("response_format", {"type": "json_object"}),
     # unknown
@@ -66,7 +66,15 @@ def test_error_names_the_wrong_field(service, path):
 @pytest.mark.parametrize(
     ("name", "value"),
     [("prompt", value) for value in (None, "", [], [""], ["a", 3], [3, "a"], [[]], [3, [4]], [-1], [1.0], {}, [True])]
-    + [("logprobs", 21), ("logprobs", True), ("suffix", "x"), ("best_of", 3), ("messages", []), ("tools", [])],
+    + [
+        ("logprobs", 21),
+        ("logprobs", True),
+        ("echo", 1),
+        ("suffix", "x"),
+        ("best_of", 3),
+        ("messages", []),
+        ("tools", []),
+    ],
 )
 def test_wrong_field_of_completions_is_refused(service, name, value):
     answer = post(service, "/v1/completions", {**COMPLETION, name: value})

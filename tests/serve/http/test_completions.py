@@ -40,6 +40,12 @@ def complete(service, **body):
     return post(service, "/v1/completions", {"model": "sort", "prompt": "ba=", **body})
 
 
+def usage(prompt, completion, cached=0):
+    """Return the token counts of a response in OpenAI's form."""
+    counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
+
+
 def chat(service, **body):
     return post(
         service, "/v1/chat/completions", {"model": "sort", "messages": [{"role": "user", "content": "hi"}], **body}
@@ -56,7 +62,7 @@ def test_completion(service, engine):
         "model": "sort",
         "system_fingerprint": "model=base&adapter=sort",
         "choices": [{"index": 0, "text": "sort|ba=", "logprobs": None, "finish_reason": "stop"}],
-        "usage": {"prompt_tokens": 3, "completion_tokens": 8, "total_tokens": 11},
+        "usage": usage(3, 8),
     }
     (request,) = engine.generations
     assert (request.prompt, request.lora, request.timeout) == (ids("ba="), "sort", None)
@@ -76,7 +82,7 @@ def test_chat(service, engine):
         "model": "sort",
         "system_fingerprint": "model=base&adapter=sort",
         "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}],
-        "usage": {"prompt_tokens": 11, "completion_tokens": 4, "total_tokens": 15},
+        "usage": usage(11, 4),
     }
     (request,) = engine.generations
     # The template writes <s>, and the tokenizer adds no second one.
@@ -202,6 +208,61 @@ def test_text_offsets_come_from_the_engine(service, engine):
         assert [offset for one in found for offset in one["text_offset"]] == [0, 0, 1]
 
 
+@pytest.mark.parametrize("given", ["ba", ids("ba")])
+def test_echo(service, given):
+    found = complete(service, prompt=given, echo=True, logprobs=1, max_tokens=1).json["choices"][0]
+    assert found["text"] == "bas"
+    assert found["logprobs"] == {
+        "tokens": ["b", "a", "s"],
+        "token_logprobs": [None, -0.5, -0.25],
+        "top_logprobs": [None, {"a": -0.5}, {"a": -1.5, "s": -0.25}],
+        "text_offset": [0, 1, 2],
+    }
+    assert complete(service, prompt=given, echo=True, n=2, max_tokens=1).json["choices"][1]["text"] == "bas"
+
+
+def test_echo_without_a_completion(service):
+    body = complete(service, prompt="ba", echo=True, logprobs=0, max_tokens=0).json
+    assert (body["choices"][0]["text"], body["usage"]["completion_tokens"]) == ("ba", 0)
+    assert body["choices"][0]["logprobs"]["token_logprobs"] == [None, -0.5]
+    for fields in ({"echo": True}, {"logprobs": 1}):  # no log probabilities of the prompt
+        assert complete(service, max_tokens=0, **fields).error["param"] == "max_tokens"
+
+
+def test_echo_in_streams(service):
+    events = complete(service, prompt=["ba", "c"], echo=True, logprobs=1, stream=True).events
+    for index, prompt in enumerate(["ba", "c"]):
+        choices = [event["choices"][0] for event in events if event["choices"][0]["index"] == index]
+        assert "".join(choice["text"] for choice in choices) == f"{prompt}sort|{prompt}"
+        reports = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+        assert [token for one in reports for token in one["tokens"]] == [*prompt, *f"sort|{prompt}"]
+        offsets = [offset for one in reports for offset in one["text_offset"]]
+        assert offsets == list(range(len(f"{prompt}sort|{prompt}")))
+
+
+def test_echo_with_token_ids_has_those_of_the_prompt_in_place_of_its_text(service):
+    found = complete(service, prompt="ba", echo=True, logprobs=0, max_tokens=1, return_token_ids=True).json["choices"][
+        0
+    ]
+    assert (found["text"], found["token_ids"], found["prompt_token_ids"]) == ("s", ids("s"), ids("ba"))
+    assert found["logprobs"]["tokens"] == ["b", "a", "s"]
+
+
+def test_prompt_logprobs(service, engine):
+    want = [None, {str(ids("a")[0]): {"logprob": -0.5, "rank": 1, "decoded_token": "a"}}]
+    body = complete(service, prompt="ba", prompt_logprobs=1).json
+    assert body["choices"][0]["prompt_logprobs"] == want
+    assert body["choices"][0]["logprobs"] is None
+    assert engine.generations[-1].params.prompt_logprobs == 1
+    found = chat(service, prompt_logprobs=0).json
+    assert len(found["prompt_logprobs"]) == len(engine.generations[-1].prompt)
+    for one in (complete(service), chat(service)):
+        assert "prompt_logprobs" not in {**one.json, **one.json["choices"][0]}
+    for ask in (complete, chat):
+        assert ask(service, prompt_logprobs=1, stream=True).error["param"] == "prompt_logprobs"
+    assert chat(service, echo=True).error["param"] == "echo"
+
+
 def test_infinite_and_nan_logprobs_are_finite_in_json(service, engine):
     infinite = TokenLogprob(3, float("-inf"), ((4, float("nan")),))
     engine.script = [Piece("a", (3,), (infinite,), "stop")]
@@ -223,12 +284,13 @@ def test_stream_of_completions(service):
         assert "".join(choice["text"] for choice in of_one) == "sort|ba="
         assert [choice["finish_reason"] for choice in of_one] == [None] * (len(of_one) - 1) + ["stop"]
     assert last["choices"] == []
-    assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 16, "total_tokens": 19}
+    assert last["usage"] == usage(3, 16)
     assert all("usage" not in event for event in complete(service, stream=True).events)
 
 
-def test_each_event_has_the_counts_so_far(service):
-    """As in vLLM: those of its own completion, and only beside include_usage."""
+def test_each_event_has_the_counts_so_far(service, engine):
+    """As in vLLM: those of its own completion, and only beside include_usage. The last has each prompt once."""
+    engine.cached = 1
     options = {"include_usage": True, "continuous_usage_stats": True}
     *events, last = complete(service, stream=True, prompt=["ba=", "c"], n=2, stream_options=options).events
     tokens = dict.fromkeys(range(4), 0)
@@ -237,10 +299,9 @@ def test_each_event_has_the_counts_so_far(service):
         index = choice["index"]
         tokens[index] += len(choice["text"])  # a token is a letter
         prompt = 3 if index < 2 else 1
-        expected = {"prompt_tokens": prompt, "completion_tokens": tokens[index], "total_tokens": prompt + tokens[index]}
-        assert event["usage"] == expected
+        assert event["usage"] == usage(prompt, tokens[index], 1)
     assert tokens == {0: 8, 1: 8, 2: 6, 3: 6}
-    assert last["usage"] == {"prompt_tokens": 4, "completion_tokens": 28, "total_tokens": 32}
+    assert last["usage"] == usage(4, 28, 2)
     events = chat(service, stream=True, max_tokens=6, stream_options=options).events
     assert {event["usage"]["prompt_tokens"] for event in events} == {11}
     events = complete(service, stream=True, stream_options={"continuous_usage_stats": True}).events
@@ -248,7 +309,7 @@ def test_each_event_has_the_counts_so_far(service):
 
 
 def test_parts_with_cache_control(service, engine):
-    """Clients mark prefixes to keep. Here nothing is cached between requests."""
+    """Clients mark prefixes to keep. Here they are found without marks."""
     parts = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "b"}]
     assert chat(service, messages=[{"role": "user", "content": parts}]).status == 200
     assert engine.encoded == [("<s>user:a\nb|a:", False)]

@@ -51,6 +51,14 @@ def test_wrong_requests_are_refused_by_name(engine, method, path, status, word):
     assert re.search(word, answer.error["message"])
 
 
+def test_mode_in_the_body_is_refused(engine):
+    """In vLLM it would be ignored, and all requests aborted."""
+    answer = post(make_service(engine), "/pause", {"mode": "keep"})
+    assert (answer.status, engine.paused) == (400, False)
+    assert "/pause?mode=keep" in answer.error["message"]
+    assert post(make_service(engine), "/pause", {}).status == 200
+
+
 @pytest.mark.parametrize(("error", "status"), [(LoRAError("it was ended"), 500), (EngineClosedError("closed"), 503)])
 def test_pause_that_is_not_reached_is_no_200(engine, error, status):
     engine.failing["pause"] = error

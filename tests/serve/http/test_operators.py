@@ -15,7 +15,8 @@ from tests.serve.fake_engine import FakeEngine
 
 STATS = EngineStats(
     running=3, waiting=2, running_by_lora={"sort": 2}, waiting_by_lora={"reverse": 1, "a,b": 1}, cache_usage=0.25,
-    prompt_tokens=70, generated_tokens=90, finished={"stop": 4, "length": 1, "error": 2}, failed_steps=1,
+    prompt_tokens=70, prefilled_tokens=40, cached_tokens=20, generated_tokens=90,
+    finished={"stop": 4, "length": 1, "error": 2}, failed_steps=1,
     by_lora={"sort": 5, "reverse": 2, "": 9}, by_unloaded=6, time_to_first_token=((0.1, 1.0), (3, 2, 1), 4.5),
     inter_token_latency=((0.01,), (0, 0), 0.0), request_time_per_output_token=((0.02,), (3, 1), 0.08),
     request_seconds=((1.0,), (1, 0), 0.5),
@@ -84,7 +85,9 @@ def test_metrics_show_the_statistics(engine):
         ("vllm:lora_adapter_load_seconds_sum", base, ("transition", "activate")): 0.002,
         ("vllm:request_queue_time_seconds_bucket", ("le", "+Inf"), base): 8,
         ("jlora:adapter_wait_seconds_bucket", ("le", "0.1"), base): 2,
-        # For routers: one block per sequence, without prefix sharing.
+        ("vllm:prefix_cache_queries_total", base): 60,
+        ("vllm:prefix_cache_hits_total", base): 20,
+        # For routers: one block per sequence.
         ("vllm:cache_config_info", *zip(CACHE, ("128", "False", "4"), strict=True)): 1,
         ("jlora:unloaded_adapter_requests_total",): 6,
         ("jlora:open_leases",): 3,

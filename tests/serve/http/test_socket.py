@@ -219,6 +219,18 @@ def test_openai_client(served, engine):
         )  # fmt: skip
         assert "".join(part.choices[0].delta.content or "" for part in parts) == "sort|base|hi"
         assert last.usage.total_tokens == 19
+        raw = {"return_token_ids": True, "return_tokens_as_token_ids": True, "stop_token_ids": [5], "ignore_eos": True}
+        found = client.completions.create(model="sort", prompt=[4, 3], logprobs=0, extra_body=raw, max_tokens=3)
+        (choice,) = found.choices
+        assert choice.model_extra == {"token_ids": engine.sent(), "prompt_token_ids": [4, 3]}
+        assert choice.logprobs.tokens == [f"token_id:{token}" for token in engine.sent()]
+        assert found.system_fingerprint == "model=base&adapter=sort"
+        chat = {"model": "sort", "messages": [hi], "extra_body": raw, "logprobs": True, "stream": True, "max_tokens": 4}
+        parts = [*client.chat.completions.create(**chat)]
+        assert parts[0].model_extra["prompt_token_ids"] == list(engine.generations[-1].prompt)
+        found = [token for part in parts for token in part.choices[0].model_extra.get("token_ids", ())]
+        entries = [one.token for part in parts if part.choices[0].logprobs for one in part.choices[0].logprobs.content]
+        assert (found, entries) == (engine.sent(), [f"token_id:{token}" for token in engine.sent()])
         with pytest.raises(openai.NotFoundError, match="does not exist"):
             client.completions.create(model="unknown", prompt="a")
         with pytest.raises(openai.BadRequestError, match="frequency_penalty"):

@@ -475,7 +475,7 @@ class Tinker:
                 return
             pieces[i].append(event)
             if event.finish_reason and all(own and own[-1].finish_reason for own in pieces):
-                self.sessions.finish(future, wire.sample_response(pieces, message.topk_sample_logprobs))
+                self.sessions.finish(future, wire.sample_response(pieces, message))
 
         bridge = self.service.bridge()
         for i, generation in enumerate(running):

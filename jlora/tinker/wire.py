@@ -11,7 +11,7 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
 from jlora.errors import LoRAUsageError
-from jlora.serve import MAX_LOGPROBS, Piece, SamplingParams
+from jlora.serve import MAX_LOGPROBS, Piece, SamplingParams, TokenLogprob
 from jlora.serve.http.errors import bad_request
 from jlora.tinker.training import LOSSES, Computation, Example
 
@@ -170,10 +170,10 @@ def sampling_params(request: types.SampleRequest, most: int) -> list[SamplingPar
             raise LoRAUsageError(f"{name} is not implemented; leave it out")
     if not 1 <= request.num_samples <= most:
         raise LoRAUsageError(f"num_samples must be from 1 to {most}, got {request.num_samples}")
-    if not 0 <= request.topk_sample_logprobs <= MAX_LOGPROBS:
-        raise LoRAUsageError(
-            f"topk_sample_logprobs must be from 0 to {MAX_LOGPROBS}, got {request.topk_sample_logprobs}"
-        )
+    for name in ("topk_sample_logprobs", "topk_prompt_logprobs"):
+        if not 0 <= getattr(request, name) <= MAX_LOGPROBS:
+            raise LoRAUsageError(f"{name} must be from 0 to {MAX_LOGPROBS}, got {getattr(request, name)}")
+    scored = request.topk_prompt_logprobs if request.prompt_logprobs or request.topk_prompt_logprobs else None
     own, texts, ids = request.sampling_params, list[str](), list[int]()
     for stop in [own.stop] if isinstance(own.stop, str) else own.stop or ():
         texts.append(stop) if isinstance(stop, str) else ids.append(stop)
@@ -188,14 +188,13 @@ def sampling_params(request: types.SampleRequest, most: int) -> list[SamplingPar
             stop_token_ids=tuple(ids),
             ignore_eos=own.stop is not None and not texts and not ids,
             logprobs=request.topk_sample_logprobs,
+            prompt_logprobs=None if i else scored,  # the samples have one prompt
         )
         for i in range(request.num_samples)
     ]
 
 
 _NOT_SAMPLED = (
-    "prompt_logprobs",
-    "topk_prompt_logprobs",
     "target_prompt_logprobs",
     "prompt_alt_tokens_k",
     "prompt_logprobs_last_n",
@@ -203,18 +202,31 @@ _NOT_SAMPLED = (
 )
 
 
-def sample_response(found: Sequence[Sequence[Piece]], topk: int) -> bytes:
+def sample_response(found: Sequence[Sequence[Piece]], request: types.SampleRequest) -> bytes:
     """Return the answer to a request for samples, from the pieces of each."""
     message = pb.SampleResponse()
+    if prompt := [one for piece in found[0] for one in piece.prompt_logprobs]:
+        message.prompt_logprobs = np.array([one.logprob if one else np.nan for one in prompt], np.float32).tobytes()
+        if request.topk_prompt_logprobs:
+            _write_top(message.topk_prompt_logprobs, prompt, request.topk_prompt_logprobs)
     for pieces in found:
         stop = pb.STOP_REASON_LENGTH if pieces[-1].finish_reason == "length" else pb.STOP_REASON_STOP
         logprobs = [one for piece in pieces for one in piece.logprobs]
         sequence = message.sequences.add(stop_reason=stop)
         sequence.tokens = np.array([token for piece in pieces for token in piece.tokens], np.int32).tobytes()
         sequence.logprobs = np.array([one.logprob for one in logprobs], np.float32).tobytes()
-        if topk:
-            top = np.array([one.top[:topk] for one in logprobs], np.float64).reshape(len(logprobs), -1, 2)
-            sequence.topk_sampled_logprobs.length, sequence.topk_sampled_logprobs.k = top.shape[:2]
-            sequence.topk_sampled_logprobs.token_ids = top[..., 0].astype(np.int32).tobytes()
-            sequence.topk_sampled_logprobs.logprobs = top[..., 1].astype(np.float32).tobytes()
+        if request.topk_sample_logprobs:
+            _write_top(sequence.topk_sampled_logprobs, logprobs, request.topk_sample_logprobs)
     return message.SerializeToString()
+
+
+def _write_top(message: pb.TopkLogprobs, found: Sequence[TokenLogprob | None], k: int) -> None:
+    """Write the k likeliest tokens of each position. The protocol has token 0 and -99999 where there are none."""
+    top = np.full((len(found), k, 2), (0, -99999.0))
+    for row, one in zip(top, found, strict=True):
+        if one is not None and (best := one.top[:k]):
+            row[: len(best)] = best
+    message.length, message.k = len(found), k
+    message.token_ids, message.logprobs = (
+        part.tobytes() for part in (top[..., 0].astype(np.int32), top[..., 1].astype(np.float32))
+    )

@@ -188,6 +188,25 @@ def test_samples_have_the_logprobs_of_forward(service, server):
     assert [each.tokens for each in again.sequences] == [each.tokens for each in found.sequences]
 
 
+def test_logprobs_of_a_prompt_are_those_of_forward(service, server):
+    trainer, tokens = trained(service, server), [1, 4, 9, 6, 7, 3, 5]
+    move(trainer, *DATA)
+    forward = trainer.forward([datum(tokens)], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
+    sampler = current(trainer)
+    first, *others = sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result()
+    assert first is None
+    assert np.abs(np.array(others) - np.array(forward)).mean() < 1e-5
+    params = types.SamplingParams(max_tokens=2)
+    found = sampler.sample(
+        types.ModelInput.from_ints(tokens), 2, params, include_prompt_logprobs=True, topk_prompt_logprobs=3
+    ).result()
+    assert found.prompt_logprobs[1:] == others
+    assert [len(top or ()) for top in found.topk_prompt_logprobs] == [0, 3, 3, 3, 3, 3, 3]
+    for top, own in zip(found.topk_prompt_logprobs[1:], others, strict=True):
+        assert top[0][1] >= own
+        assert top[0][1] >= top[1][1] >= top[2][1]
+
+
 def test_sampling_from_the_base_and_stops(service, server):
     base = service.create_sampling_client(base_model=server.base)
     base = base.result() if hasattr(base, "result") else base

@@ -6,21 +6,31 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "jlora" / "demo" / "model"
-FLAGS = ["--train-shapes", "8x16", "2x64", "--train-capacity", "2", "--max-lora-rank", "8", "--max-num-seqs", "4"]
+FLAGS = ["--train-capacity", "2", "--max-lora-rank", "8", "--max-num-seqs", "4"]
 
 
 class Server:
     """A running server. `log` has the lines of its stderr."""
 
-    def __init__(self, checkpoints: Path, *more: str, port: int = 0):
-        arguments = ["tinker", str(MODEL), "--checkpoints", str(checkpoints), "--port", str(port), *FLAGS, *more]
+    def __init__(
+        self,
+        checkpoints: Path,
+        *more: str,
+        port: int = 0,
+        model: str = str(MODEL),
+        cwd: Path = ROOT,
+        shapes: Sequence[str] = ("8x16", "2x64"),
+    ):
+        flags = ["--checkpoints", str(checkpoints), "--port", str(port), "--train-shapes", *shapes, *FLAGS, *more]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "jlora", *arguments],
-            cwd=ROOT, env={**os.environ}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [sys.executable, "-m", "jlora", "tinker", model, *flags],
+            cwd=cwd, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         self.log: list[str] = []
         self.reader = threading.Thread(target=lambda: self.log.extend(self.process.stderr), daemon=True)

@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("tinker_cookbook")
 
-from tests.tinker import boxed
 from tests.tinker.server import ROOT, Server
 
 pytestmark = pytest.mark.slow
@@ -22,7 +21,8 @@ NAME = "meta-llama/Llama-3.2-1B"  # the recipes choose the renderer by the name
 def folder(tmp_path_factory) -> Path:
     """A folder that has the model and the data of the recipes. The answer to each question is 3."""
     found = tmp_path_factory.mktemp("recipes")
-    boxed.write(found / NAME)
+    (found / NAME).parent.mkdir()
+    subprocess.run([sys.executable, "-m", "tests.tinker.boxed", str(found / NAME)], cwd=ROOT, check=True)
     for name, rows in {
         "openai/gsm8k": [{"question": f"How many is {i % 3} and {3 - i % 3}?", "answer": "#### 3"} for i in range(128)],
         "HuggingFaceH4/no_robots": [

@@ -91,11 +91,13 @@ def test_many_models_are_created_without_a_compilation(thread):
 def test_requests_of_a_model_run_in_their_order(thread):
     tenant, own = created(thread, "in order"), example(1, 7)
     expected = [computed(thread, tenant, own).losses[0] for step in range(4) if not step or moved(thread, tenant)]
-    tenant, answers = created(thread, "in order at once"), []
+    tenant, answers, steps = created(thread, "in order at once"), [], []
     for _ in range(4):
         answers.append(ask(thread, tenant, Computation([own], "cross_entropy")))
-        ask(thread, tenant, lambda: thread.optim_step(tenant, {"learning_rate": 1e-2, "b2": 0.95, "eps": 1e-12}))
+        numbers = {"learning_rate": 1e-2, "b2": 0.95, "eps": 1e-12}
+        steps.append(ask(thread, tenant, lambda numbers=numbers: thread.optim_step(tenant, numbers)))
     assert [answer.get(timeout=60).losses[0] for answer in answers] == expected
+    assert all(isinstance(step.get(timeout=60), float) for step in steps)  # each has the gradients before it
 
 
 def test_the_losses_of_policies(thread):

@@ -26,7 +26,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 LONG = {"adapters.md", "mesh.md", "models.md", "serve.md", "training.md", "vision.md"}
 # Without Python, or run by other tests: tests/test_readme.py, tests/serve/http/test_kubernetes.py (manifests).
 OTHERS = {"faq.md", "glossary.md", "how_it_works.md", "install.md", "kubernetes.md", "loop.md", "performance.md"}
-OTHERS |= {"upstream.md", "vllm.md", "migrate.md", "stability.md"}
+OTHERS |= {"tinker.md", "upstream.md", "vllm.md", "migrate.md", "stability.md"}
 PAGES = [
     pytest.param(path.name, marks=[pytest.mark.slow] * (path.name in LONG))
     for path in sorted(DOCS.glob("*.md"))

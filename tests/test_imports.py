@@ -31,7 +31,8 @@ MAY_IMPORT = {
     "__init__": {"_public", "integrations", "models", "ops"},  # all on first use
     "serve": {"__init__", "errors", "models", "ops", "_hub", "_json", "_threads"},
     "integrations": {"__init__", "serve", "_typing", "adapters", "errors", "layers"},
-    "cli": {"__init__", "errors", "models", "ops", "serve", "_threads", "_memory"},
+    "tinker": {"__init__", "errors", "serve", "training"},
+    "cli": {"__init__", "errors", "models", "ops", "serve", "tinker", "_threads", "_memory"},
     "__main__": {"cli"},
 }
 # Parts that use the library as its users do: of these packages the names alone, no module inside.

@@ -94,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.set_defaults(run=_inspect, parser=inspect)
 
     _serve_arguments(commands.add_parser("serve", help="a model and its adapters over HTTP, as OpenAI's clients ask"))
+    _tinker_arguments(commands.add_parser("tinker", help="train and sample adapters, as Tinker's clients ask"))
     return parser
 
 
@@ -226,12 +227,62 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
     service.add_argument(
         "--uvicorn-log-level", choices=("critical", "error", "warning", "info", "debug"), default="warning"
     )
-    for action in serve._actions:  # the help texts of the others describe their computed defaults
+    _show_defaults(serve)
+    serve.set_defaults(run=_serve, parser=serve)
+
+
+def _show_defaults(parser: argparse.ArgumentParser) -> None:
+    """Add the default of each flag to its help. The texts of the others describe their computed defaults."""
+    for action in parser._actions:
         given = "(default" in (action.help or "")
         if action.option_strings and not given and action.default not in (None, argparse.SUPPRESS):
             default = "off" if action.default is False else "none" if action.default == [] else "%(default)s"
             action.help = f"{action.help or ''} (default: {default})".strip()
-    serve.set_defaults(run=_serve, parser=serve)
+
+
+def _tinker_arguments(tinker: argparse.ArgumentParser) -> None:
+    """Add the flags of `jlora tinker`. Those of `jlora serve` have the same meaning."""
+    most = 2**31 - 1
+    add = tinker.add_argument
+    add("model", type=_text, metavar="MODEL", help="checkpoint folder with tokenizer.json, or repo id")
+    add("--revision", type=_text, metavar="REV", help="of the model's repo (default: its main branch)")
+    add("--served-model-name", type=_text, metavar="NAME", help="clients' base_model (default: MODEL)")
+    add("--host", type=_text, default="127.0.0.1", help="any but this machine's own needs a key")
+    add("--port", type=_whole(0, 65535), default=8000, help="0 for any that is free")
+    add("--api-key", nargs="+", metavar="KEY", help="tml-... (default: the environment's TINKER_API_KEY)")
+    add("--checkpoints", type=_text, required=True, metavar="DIR", help="keeps training runs and their checkpoints")
+    add("--max-checkpoint-bytes", type=_whole(1, 2**60), default=100 * 2**30, metavar="N", help="of all of them")
+    add("--train-shapes", nargs="+", type=_shape, metavar="ROWSxTOKENS",
+        help="steps of training, 16x128 4x512: examples are padded to a length, and a step's tokens are the most that "
+        "sampling waits for (default: doubling lengths of 2,048 tokens)")  # fmt: skip
+    add("--train-capacity", type=_whole(1, 4096), default=8, metavar="N", help="models in device memory")
+    add("--max-models", type=_whole(1, 10**6), default=64, metavar="N", help="models in all; others are on the host")
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
+        help="auto: the checkpoint's; on a CPU float32")  # fmt: skip
+    add("--quantization", "-q", choices=_QUANTIZATIONS, help="of the weights, while read (default: the model's)")
+    add("--max-model-len", type=_whole(2, most), metavar="N", help="positions (default: the model's)")
+    add("--max-num-seqs", type=_whole(1, 65536), metavar="N",
+        help="sequences sampled at a time (default: 64, or what fits)")  # fmt: skip
+    add("--max-num-batched-tokens", type=_whole(16, most), default=512, metavar="N", help="of a prefill step")
+    add(
+        "--gpu-memory-utilization",
+        type=_share,
+        default=0.5,
+        metavar="SHARE",
+        help="of sampling",
+    )
+    add("--max-loras", type=_whole(1, 65536), default=8, metavar="N", help="adapters sampled from at a time")
+    add("--max-lora-rank", type=_whole(1, 4096), default=32, metavar="R", help="of any adapter")
+    add("--max-cpu-loras", type=_whole(1, most), metavar="N", help="sampled from, on the host (default: --max-loras)")
+    add("--compilation-cache-dir", type=_text, metavar="DIR", help="makes the next start quicker (default: none)")
+    add("--max-waiting", type=_whole(1, 10**6), default=1024, metavar="N", help="samples in the queue")
+    add("--max-request-bytes", type=_whole(1, 2**32), default=16 * 2**20, metavar="N")
+    add("--session-timeout", type=_seconds, default=600.0, metavar="SECONDS", help="without a heartbeat")
+    add("--gap-timeout", type=_seconds, default=120.0, metavar="SECONDS", help="for a request that later ones wait for")
+    add("--drain-timeout", type=_seconds, default=30.0, metavar="SECONDS", help="after a signal")
+    add("--uvicorn-log-level", choices=("critical", "error", "warning", "info", "debug"), default="warning")
+    _show_defaults(tinker)
+    tinker.set_defaults(run=_tinker, parser=tinker)
 
 
 # Each command is imported when it runs, so that `--help` and wrong arguments do not import JAX.
@@ -266,6 +317,12 @@ def _serve(args: argparse.Namespace) -> int:
     return run_serve(args)
 
 
+def _tinker(args: argparse.Namespace) -> int:
+    from jlora.cli.tinker import run_tinker
+
+    return run_tinker(args)
+
+
 # --- kinds of arguments -----------------------------------------------------------------------------------------------
 
 
@@ -293,6 +350,14 @@ def _count(value: str) -> tuple[str, int]:
     if not name:
         raise argparse.ArgumentTypeError(f"expected NAME=NUMBER, got {value!r:.200}")
     return name, _whole(1, 2**31 - 1)(count)
+
+
+def _shape(value: str) -> tuple[int, int]:
+    rows, _, tokens = value.partition("x")
+    try:
+        return _whole(1, 65536)(rows), _whole(1, 2**31 - 1)(tokens)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"expected ROWSxTOKENS, such as 16x128, got {value!r:.40}") from None
 
 
 def _number(accepts: Callable[[float], bool], expected: str) -> Callable[[str], float]:

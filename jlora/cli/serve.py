@@ -49,7 +49,7 @@ def run_serve(args: argparse.Namespace) -> int:
     name_map = _name_map(args.name_map)
     patterns("--skip-modules", args.skip_modules)
     resolve = _resolver(args.lora_resolver, root, args.lora_hub_repos)
-    keys = Keys(_keys(args.api_key, _KEY), _keys(args.admin_api_key, _ADMIN_KEY))
+    keys = Keys(given_keys(args.api_key, _KEY), given_keys(args.admin_api_key, _ADMIN_KEY))
     if args.compilation_cache_dir is not None:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(args.compilation_cache_dir))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -114,7 +114,7 @@ def run_serve(args: argparse.Namespace) -> int:
     except OSError as error:
         raise LoRAError(f"--host {args.host} --port {args.port}: {error.strerror or error}") from error
 
-    _log_to_stderr()
+    log_to_stderr()
     logging.getLogger("jlora.serve").info("memory of each device: %s", needs.text())
     with device_errors():
         model = load_model(folder, dtype, mesh, args.quantization)
@@ -144,7 +144,7 @@ def run_serve(args: argparse.Namespace) -> int:
         chat=chat,
         keys=keys,
         limits=Limits(upload_bytes=args.max_upload_bytes),
-        administration=bool(_keys(args.admin_api_key, _ADMIN_KEY)),
+        administration=bool(given_keys(args.admin_api_key, _ADMIN_KEY)),
         dtype=dtype,
     )
     for request, base in modules:
@@ -220,7 +220,7 @@ def _check_names(modules: list[tuple[LoRARequest, str | None]], names: tuple[str
         seen.add(request.name)
 
 
-def _keys(given: list[str] | None, variable: str) -> list[str]:
+def given_keys(given: list[str] | None, variable: str) -> list[str]:
     """Return the keys of a flag, else of the environment, which other users of the machine cannot see."""
     if given is None:
         key = os.environ.get(variable, "")
@@ -310,7 +310,7 @@ def _is_news(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith("Autotuning cache miss")
 
 
-def _log_to_stderr() -> None:
+def log_to_stderr() -> None:
     logging.getLogger("absl").addFilter(_is_news)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter("%(asctime)sZ %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S"))

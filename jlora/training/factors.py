@@ -70,7 +70,8 @@ class Factor:
         """Return the slot array of these members."""
         spec = self.spec
         if self.half == A and spec.slices > 1:  # the slices of one module read the A of the first
-            taken_from = (ranks[..., 2:] == jnp.arange(spec.slices))[..., None, None]
+            first = jnp.arange(spec.slices, dtype=ranks.dtype).reshape((1,) * (ranks.ndim - 1) + (-1,))
+            taken_from = (ranks[..., 2:] == first)[..., None, None]
             factor = jnp.where(taken_from, factor[..., None, :, :, :], 0).sum(-3)
         factor = factor.astype(spec.dtype)
         factor = to_stored(factor if self.half else with_rank(factor, spec.stored_rank, jnp), spec, self.half, jnp)

@@ -13,6 +13,7 @@ from typing import Any
 
 import h11
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jlora.serve.http.app import build_app
@@ -50,6 +51,7 @@ def serve(
     drain_seconds: float,
     log_level: str = "warning",
     ready: Callable[[], None] = lambda: None,
+    app: ASGIApp | None = None,
 ) -> int:
     """Serve until SIGTERM or SIGINT. Call on the main thread.
 
@@ -62,6 +64,7 @@ def serve(
       drain_seconds: For requests under way; later they end with an error.
       log_level: Of uvicorn's own log.
       ready: Called once requests are served.
+      app: The application; None for that of `build_app`.
 
     Returns:
       The exit status: 0, or 1 if requests were cut off.
@@ -70,7 +73,7 @@ def serve(
       Exception: the error that prevented the start of the engine.
     """
     config = uvicorn.Config(
-        build_app(service),
+        app or build_app(service),
         http=_protocol(service.limits),
         log_level=log_level,
         access_log=False,

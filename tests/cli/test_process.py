@@ -84,6 +84,7 @@ def test_invalid_utf8_and_ascii_output_are_escaped(tmp_path):
     assert out.splitlines()[0] == rb"adapter      caf\udce9 \xe9"
 
 
+@pytest.mark.slow
 def test_names_and_prompts_are_utf8_under_a_c_locale(tmp_path):
     """Python takes arguments for ASCII there. Paths are the bytes of the argument, and names and texts UTF-8."""
     folder = os.path.join(os.fsencode(tmp_path), "é".encode())

@@ -147,6 +147,7 @@ class General(nn.Module):
 X = np.random.default_rng(1).normal(size=(3, 5, 6)).astype(np.float32)
 
 
+@pytest.mark.slow
 def test_general_layers_and_flax_own_attention():
     targets = [Target(f"attn.{name}", 6, 8, f"attn.{name}.kernel") for name in ("query", "key", "value")]
     targets += [Target("attn.out", 8, 6, "attn.out.kernel"), Target("split", 6, 6, "split.kernel")]
@@ -175,6 +176,7 @@ class Scanned(nn.Module):
 
 
 @pytest.mark.parametrize(("axis", "remat"), [pytest.param(0, True, marks=pytest.mark.slow), (1, False)])
+@pytest.mark.slow
 def test_layers_under_scan_remat_and_vmap(axis, remat):
     targets = stacked("layers.up", 6, 8, "layers.up.kernel", 2, axis=axis)
     targets += stacked("layers.down", 8, 6, "layers.down.kernel", 2, axis=axis)

@@ -90,6 +90,7 @@ def merged(folder):
     return model
 
 
+@pytest.mark.slow
 def test_exported_adapter_merges_to_the_trained_model(tmp_path):
     model = trained()
     adapters.export(model, tmp_path / "sql", alpha=ALPHA, names=NAMES, base_model_name="tiny")

@@ -119,6 +119,7 @@ def test_push_to_a_server():
     assert (adapter.name, lora.scaling, adapter.base_model_name) == ("policy", ALPHA / RANK, "org/m")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_read_from_each_of_its_folders(tmp_path):
     root = save(tmp_path / "run", nnx.state(trained(0), nnx.LoRAParam))
     save(root, nnx.state(trained(1), nnx.LoRAParam), 20)

@@ -191,6 +191,7 @@ class Forgotten(Attention):
 
 
 @pytest.mark.parametrize("cls", [OneSided, ExchangedHeads])
+@pytest.mark.slow
 def test_verify_finds_a_wrong_product(cls):
     manager = make_manager(cls())
     with pytest.raises(LoRAError, match=r"verify: kv_b_proj \(LinearGeneral\) is off"):
@@ -332,6 +333,7 @@ class Stack(nnx.Module):
         return nnx.scan(lambda x, layer: x + layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
 
 
+@pytest.mark.slow
 def test_stacked_layers():
     model, x, names = Stack(), normal(4, 3, WIDTH), BATCHES[0]
     modules = {f"layers.{i}.{name}": module for i in range(2) for name, module in ALL.modules.items()}
@@ -364,6 +366,7 @@ def test_slots_of_8_bits():
     assert_close(found, expected(model, names, x, {name: in_int8(each) for name, each in ADAPTERS.items()}), 2e-2)
 
 
+@pytest.mark.slow
 def test_rows_without_an_adapter_keep_their_bits():
     model, x = Attention(), normal(2, 3, WIDTH)
     base = np.asarray(run(model, x))

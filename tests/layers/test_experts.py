@@ -142,6 +142,7 @@ def test_packed_rows(style):
     assert_close(found, world.expected(names, x))
 
 
+@pytest.mark.slow
 def test_verify_agrees():
     world = world_of("methods")
     report = world.manager.verify(serve, world.x)

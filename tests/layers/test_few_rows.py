@@ -210,6 +210,7 @@ def test_gradients_through_the_model(taken):
         assert np.linalg.norm(other) > 0
 
 
+@pytest.mark.slow
 def test_mapped_products_are_xlas(taken):
     """A model for one sequence [1, K] under `jax.vmap`: one product of all mapped rows is faster."""
     twins = merged(SINGLE)

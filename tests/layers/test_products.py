@@ -306,6 +306,7 @@ class Scanned(nnx.Module):
         return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, axes), out_axes=nnx.Carry)(x, self.layers)
 
 
+@pytest.mark.slow
 def test_layers_under_nnx_scan():
     jlora.register_layer(Mlp, describe_mlp)
     targets = [

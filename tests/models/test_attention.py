@@ -91,6 +91,7 @@ def test_chunked_prefill_and_decode_do_not_depend_on_the_old_cache(dtype, poison
 
 
 @pytest.mark.parametrize("moe", [None, EXPERTS])
+@pytest.mark.slow
 def test_values_that_are_not_finite_show_in_their_own_sequence_only(moe):
     """A real token that is not finite still shows in the logits of its own sequence, and in no other's."""
     model = Decoder(dataclasses.replace(CONFIG, moe=moe), rngs=nnx.Rngs(0))

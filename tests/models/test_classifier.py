@@ -43,6 +43,7 @@ def folders(tmp_path_factory):
     return root, score, stored["lm_head.weight"]
 
 
+@pytest.mark.slow
 def test_scores_and_hidden_states(folders):
     root, score, head = folders
     model, trunk, causal = (from_pretrained(root / name) for name in ("score", "trunk", "causal"))

@@ -185,6 +185,7 @@ def use(monkeypatch):
     return start
 
 
+@pytest.mark.slow
 def test_a_decoder_gives_the_same_logits_by_a_library(use):
     model = Decoder(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     want = answers(model, 0)

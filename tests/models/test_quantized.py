@@ -166,6 +166,7 @@ def test_rows_equal_merged_weights(tmp_path, kind, quantize):
     assert goldens.relative_error(found, case.truths()) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_base_rows_keep_the_bits_of_the_unwrapped_model(tmp_path, as_users_compile):
     case = Case(tmp_path, source_of(tmp_path, "untied"), "int8")
     model = case.load()

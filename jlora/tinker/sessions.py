@@ -176,14 +176,14 @@ class Sessions:
         if run.broken is not None:
             self.finish(future, run.broken)
             return future
-        run.early[seq_id] = make(run, future), future
+        run.early[seq_id], missing = (make(run, future), future), run.next
         while (turn := run.early.pop(run.next, None)) is not None:
             run.next += 1
             self._submit(run.model, turn[0])
-        if run.gap is not None:
+        if run.gap is not None and run.next != missing:
             run.gap.cancel()
-        run.gap = None
-        if run.early:
+            run.gap = None
+        if run.early and run.gap is None:
             error = LoRAUsageError(
                 f"the request with seq_id {run.next} did not come within {self.limits.gap_seconds:g} seconds of a "
                 "later one, and the model's order is lost; create a training client from its last checkpoint"

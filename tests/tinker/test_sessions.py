@@ -78,6 +78,18 @@ def test_a_gap_that_never_fills_fails_what_waits_for_it():
     on_loop(test)
 
 
+def test_later_requests_do_not_prolong_a_gap():
+    async def test():
+        world = World(gap_seconds=0.1)
+        waiting = []
+        for seq_id in range(2, 9):
+            waiting.append(world.take(seq_id))
+            await asyncio.sleep(0.03)
+        assert all("seq_id 1 did not come" in future.answer["error"] for future in waiting)
+
+    on_loop(test)
+
+
 def test_a_gap_that_fills_in_time_is_none():
     async def test():
         world = World(gap_seconds=0.2)

@@ -32,7 +32,13 @@ SLOW = {
 IMPORTED = {"aot", "aot_gpu", "aot_tpu", "attention", "decode_loop", "in_turns", "moe_block", "moe_kernels"}
 IMPORTED |= {"serve_zipf", "swap", "tpu_cycles", "tpu_step"}
 # These need packages that the tests do not install.
-ELSEWHERE = {"aot_vllm", "plot", "serve_replicas", *(name for name in summaries() if name.startswith("peers."))}
+ELSEWHERE = {
+    "aot_vllm",
+    "plot",
+    "serve_replicas",
+    "tinker_http",
+    *(name for name in summaries() if name.startswith("peers.")),
+}
 OPTIONS = [*QUICK.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW.items())]
 
 

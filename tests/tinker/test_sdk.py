@@ -12,7 +12,6 @@ import httpx
 import numpy as np
 import pytest
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 tinker = pytest.importorskip("tinker")
 from tinker import types
 from tinker.types import RequestErrorCategory
@@ -29,6 +28,13 @@ pytestmark = [
 
 KEY = "tml-test"
 PROMPT = [1, 4, 5, 6, 3]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def offline():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from jlora.cli.serve import _log_to_stderr
+from jlora.cli.serve import log_to_stderr
 from jlora.errors import LoRAError
 from jlora.serve.engine.request import EngineStats
 from jlora.serve.http.server import address, listen, serve
@@ -44,7 +44,7 @@ class Engine(FakeEngine):
                 generation.put(event)
 
 
-_log_to_stderr()
+log_to_stderr()
 bound = listen("127.0.0.1", 0)
 print(address(bound), flush=True)
 service = make_service(Engine(), state="warming", root=Path(__file__).parent)

@@ -88,7 +88,10 @@ def measure(args: argparse.Namespace, tenants: int) -> dict[str, Any]:
     clients = [Client(args.url, args.key, args.rank) for _ in range(tenants)]
     rows = max(1, args.rows // tenants)
     with ThreadPoolExecutor(tenants) as pool:
-        train = lambda client: client.step(rows, args.length, args.vocab)  # noqa: E731
+
+        def train(client: Client) -> None:
+            client.step(rows, args.length, args.vocab)
+
         list(pool.map(train, clients))  # places them
         saves = []
         for i in range(args.saves):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-HELPERS = {"_json", "_typing", "_memory", "_threads", "_interrupts", "_contents", "_hub", "_compat", "_qwix"}
+HELPERS = {"_disk", "_json", "_typing", "_memory", "_threads", "_interrupts", "_contents", "_hub", "_compat", "_qwix"}
 COMMON = HELPERS | {"config", "errors"}
 # Part of jlora -> the other parts it may import. A part is a file or folder directly under jlora/.
 MAY_IMPORT = {
@@ -29,9 +29,9 @@ MAY_IMPORT = {
     "models": COMMON - {"config"} | {"pallas"},  # a model like any user's, without LoRA
     "_public": COMMON | {"adapters", "presets", "sharding", "layers", "fit", "verify", "training", "manager"},
     "__init__": {"_public", "integrations", "models", "ops"},  # all on first use
-    "serve": {"__init__", "errors", "models", "ops", "_hub", "_json", "_threads"},
+    "serve": {"__init__", "errors", "models", "ops", "_disk", "_hub", "_json", "_threads"},
     "integrations": {"__init__", "serve", "_typing", "adapters", "errors", "layers"},
-    "tinker": {"__init__", "errors", "serve", "training"},
+    "tinker": {"__init__", "errors", "serve", "training", "_disk"},
     "cli": {"__init__", "errors", "models", "ops", "serve", "tinker", "_threads", "_memory"},
     "__main__": {"cli"},
 }

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jlora._compat import explicit_transfers
+from jlora._disk import replace_file, sync
 from jlora._typing import is_mapping
 from jlora.adapters.checkpoint import open_checkpoint
 from jlora.adapters.config_file import CONFIG_FILE, read_config
@@ -112,7 +113,7 @@ def save(state: State, folder: Path, base: str, without: Collection[str]) -> Non
         made = [one for one in (weights, *weights.parents) if not one.exists()]
         weights.mkdir(parents=True, exist_ok=True)
         for one in made:
-            _sync(one.parent)
+            sync(one.parent)
         with open(folder / "lock", "ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # released at the latest when the process ends
             with state.lock:
@@ -121,7 +122,7 @@ def save(state: State, folder: Path, base: str, without: Collection[str]) -> Non
             adapters = [asdict(replace(entry, weights=files.get(entry.name))) for entry in taken.adapters]
             saved = {**vars(taken), "adapters": adapters}
             text = json.dumps({"format": _FORMAT, "sha256": _digest(saved), "saved": saved}, indent=1)
-            _write(folder / _FILE, text.encode())
+            replace_file(folder / _FILE, text.encode())
             with suppress(OSError):  # the next save retries the deletion
                 for file in list(weights.iterdir()):
                     if file.name not in files.values() and re.fullmatch(r"[0-9a-f]{64}|part", file.name):
@@ -169,14 +170,14 @@ def _save_adapter(adapter: LoadedAdapter, sites: Sequence[Site], weights: Path) 
     if changed := read ^ exported.layers.keys():
         raise LoRAError(f"{where}: PEFT's files cannot hold these names of modules: {sorted(changed)!r:.500}")
     for name in (CONFIG_FILE, WEIGHTS_FILE):
-        _sync(part / name)
-    _sync(part)
+        sync(part / name)
+    sync(part)
     digest = _folder_digest(part)
     target = weights / digest
     if not _holds(target, digest):
         shutil.rmtree(target, ignore_errors=True)  # it is damaged
         os.replace(part, target)
-    _sync(weights)
+    sync(weights)
     return digest
 
 
@@ -465,22 +466,3 @@ def _fill_slots(state: State, saved: _Snapshot, loaded: Mapping[str, LoadedAdapt
 
 def _digest(saved: Any) -> str:
     return hashlib.sha256(json.dumps(saved, sort_keys=True).encode()).hexdigest()
-
-
-def _write(file: Path, data: bytes) -> None:
-    """Replace a file atomically. A killed process leaves either the old or the new file."""
-    part = file.with_name(file.name + ".part")
-    with open(part, "wb") as opened:
-        opened.write(data)
-        opened.flush()
-        os.fsync(opened.fileno())
-    os.replace(part, file)
-    _sync(file.parent)
-
-
-def _sync(folder: Path) -> None:
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)

@@ -24,6 +24,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load_file, save_file
 
 from jlora import Adapter
+from jlora._disk import replace_file, sync
 from jlora.errors import LoRAError, LoRAUsageError
 
 KINDS = ("weights", "sampler_weights", "external_weights")
@@ -202,7 +203,7 @@ class Checkpoints:
             made = Checkpoint(run, kind, name, token, now, None if ttl is None else now + ttl, size, metadata)
             if kind != SNAPSHOT:
                 for file in folder.iterdir():
-                    _sync(file)
+                    sync(file)
             _write_json(folder / "checkpoint.json", made)
             with self._lock:
                 self.run(run)  # it may have ended meanwhile
@@ -265,16 +266,4 @@ class Checkpoints:
 
 def _write_json(path: Path, value: Any) -> None:
     """Write a dataclass to a file whole, or not at all."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(dataclasses.asdict(value)), "utf-8")
-    _sync(part)
-    os.replace(part, path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
+    replace_file(path, json.dumps(dataclasses.asdict(value)).encode())

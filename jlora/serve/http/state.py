@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from jlora import LoRAManager
+from jlora._disk import sync
 from jlora.errors import LoRAError
 from jlora.serve.http.log import log, log_event
 
@@ -38,7 +39,7 @@ class StateFolder:
             made = [one for one in (folder, *folder.parents) if not one.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             for one in made:
-                _sync(one.parent)
+                sync(one.parent)
             # Held until the process ends. A lock file alone could be deleted; a folder on NFS locks one host only.
             for path, flags in ((folder, os.O_RDONLY), (folder / "server.lock", os.O_RDWR | os.O_CREAT)):
                 self._locks.append(os.open(path, flags, 0o666))
@@ -91,12 +92,3 @@ class StateFolder:
             self.changed()
         except LoRAError:
             log.exception("--lora-state: adapters could not be saved")
-
-
-def _sync(folder: Path) -> None:
-    """Flush a folder's entries to disk."""
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)

@@ -128,7 +128,7 @@ class Tinker:
                     await self._end(session)
                 for each in self.checkpoints.expired():
                     await self._delete(each)
-            except Exception:
+            except Exception:  # such as a full disk; the next turn tries again
                 _log.exception("sessions and checkpoints could not be ended")
 
     async def _end(self, session: Session) -> None:
@@ -257,7 +257,7 @@ class Tinker:
             try:
                 result = found if isinstance(found, Exception) else answer(found)
                 result: Any = await result if isinstance(result, Awaitable) else result
-            except Exception as error:
+            except Exception as error:  # the client gets it as the answer, else it would wait for ever
                 if not isinstance(error, LoRAUsageError):
                     _log.exception("a request failed")
                 result = error
@@ -558,7 +558,7 @@ def _route(
             return _failure(bad_request(str(error)))
         except ClientDisconnect:
             return Response(status_code=400)
-        except Exception:
+        except Exception:  # a fault of the server must not show its traceback
             _log.exception("a request failed")
             return _failure(ApiError(500, "InternalServerError", "an unforeseen error; the server's log has it"))
         found = found.model_dump(mode="json") if isinstance(found, BaseModel) else found

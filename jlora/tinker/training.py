@@ -252,12 +252,12 @@ class Training:
             for job in calls:
                 try:
                     found = job.work() if callable(job.work) else None
-                except Exception as error:
+                except Exception as error:  # the thread goes on; the client gets the error
                     found = _noted(error)
                 job.finish(found)
             try:
                 self._step(bucket, rows)
-            except Exception as error:
+            except Exception as error:  # as above
                 _noted(error)
                 for _, work, _ in rows:
                     work.error = work.error or error

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ class World:
         self.run = self.sessions.add_run(self.session, self.id, Model(self.id, 1, 0))
 
     def take(self, seq_id: int | None, what: str = "", size: int = 1) -> Any:
-        work: Callable[[], Any] = lambda: self.passed.append(what or str(seq_id))  # noqa: E731
+        work = partial(self.passed.append, what or str(seq_id))
         return self.sessions.take(self.id, seq_id, size, lambda run, future: Job(work, lambda _: None))
 
     def answer(self, future: Any) -> Any:

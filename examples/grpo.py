@@ -8,6 +8,7 @@ groups of answers to the same prompts, with the log-probabilities of their token
 """
 
 import argparse
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -61,7 +62,8 @@ def sample(engine: Engine, name: str | None, rng: np.random.Generator) -> tuple[
     words = FIRST_LETTER + rng.integers(0, LETTERS, (GROUPS, LENGTH))
     prompts = [[BOS, *map(int, word), EQUALS] for word in words for _ in range(GROUP)]
     params = SamplingParams(max_tokens=LENGTH, temperature=TEMPERATURE, logprobs=0)
-    return prompts, [one.result() for one in engine.submit_all(prompts, [params] * len(prompts), lora=name)]
+    seeded = [dataclasses.replace(params, seed=int(seed)) for seed in rng.integers(2**32, size=len(prompts))]
+    return prompts, [one.result() for one in engine.submit_all(prompts, seeded, lora=name)]
 
 
 def rows(prompts: Sequence[Sequence[int]], answers: Sequence[Completion]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

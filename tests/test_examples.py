@@ -114,7 +114,7 @@ def test_train_demo_continues_from_a_checkpoint(run, tmp_path):
 
 @pytest.mark.slow
 def test_grpo_raises_both_rewards(run, capsys):
-    run("grpo.py", "--rounds", "20")
+    run("grpo.py", "--rounds", "30")
     first, *_, last = re.findall(r"'vowels': ([\d.]+), 'late': ([\d.]+)", capsys.readouterr().out)
     assert max(map(float, first)) < 0.6
     assert min(map(float, last)) > 0.85

@@ -170,6 +170,7 @@ def check_alone(trainer, optimizers, numbers):
             np.testing.assert_allclose(trained[module].b, b, atol=2e-5)
 
 
+@pytest.mark.device
 def test_each_adapter_learns_as_if_alone():
     """Clipping, schedules and counts are those of one adapter, and a step without it changes none of them.
 
@@ -337,6 +338,7 @@ def test_numbers_that_are_none_are_refused_before_the_gradients(numbers, cause):
     jax.tree.map(np.testing.assert_array_equal, trainer.state, before)
 
 
+@pytest.mark.device
 def test_a_gradient_that_is_not_finite_moves_no_adapter():
     """The tenant of the NaN stays where it is. The bits of the other are those of a step without it."""
 
@@ -361,6 +363,7 @@ def test_a_gradient_that_is_not_finite_moves_no_adapter():
 
 
 @pytest.mark.slow
+@pytest.mark.device
 def test_factors_that_are_not_finite_reach_no_other_adapter():
     def step(spoil):
         manager = served(allow_nonfinite=True)

@@ -1,7 +1,7 @@
 """User options: `LoRAConfig` for the manager and `LoRARequest` for one adapter."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast, get_args
 
@@ -37,6 +37,19 @@ def _are_counts(value: object, _: object = None) -> bool:
 
 def _are_names(value: object, _: object = None) -> bool:
     return is_list_or_tuple(value) and all(map(_is_text, value))
+
+
+def checked_targets(where: str, given: Any) -> tuple[str, ...] | None:
+    """Return `target_modules` of a call. Raises LoRAUsageError unless they are None or names, at least one."""
+    if given is None:
+        return None
+    is_one = isinstance(given, Collection) and not isinstance(given, str | bytes)
+    found: tuple[Any, ...] = tuple(cast("Any", given)) if is_one else ()
+    if not found or not _are_names(found):
+        raise LoRAUsageError(
+            f"{where}: target_modules must be None or a list of names, at least one, got {given!r:.200}"
+        )
+    return found
 
 
 # A predicate of the value of a field and of all options, and a description of the values that it accepts.

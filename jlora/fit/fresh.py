@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 import numpy as np
 
 from jlora.adapters import Adapter
+from jlora.config import checked_targets
 from jlora.errors import LoRAUsageError, nearest
 from jlora.fit.names import SiteIndex
 from jlora.layers.site import Site
@@ -23,6 +24,7 @@ def fresh_adapter(
     alpha: float,
     target_modules: Collection[str] | None,
     seed: int,
+    zeros: bool = False,
 ) -> Adapter:
     """Return an adapter without effect, drawn as PEFT's `init_lora_weights=True` draws it.
 
@@ -37,6 +39,7 @@ def fresh_adapter(
       alpha: PEFT's `lora_alpha`.
       target_modules: As in `LoRAManager.new_adapter`.
       seed: Seed of the values.
+      zeros: Draw nothing; all values are zeros.
 
     Raises:
       LoRAUsageError: An argument is of the wrong type or value, or a target matches no layer.
@@ -47,21 +50,23 @@ def fresh_adapter(
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             kind = "a positive integer" if least else "an integer from 0 on"
             raise LoRAUsageError(f"adapter {name!r}: {option} must be {kind}, got {value!r}")
-    if isinstance(target_modules, str) or (target_modules is not None and not target_modules):
-        raise LoRAUsageError(
-            f"adapter {name!r}: target_modules must be None or a list of names, at least one, got {target_modules!r}"
-        )
+    is_real = isinstance(alpha, int | float | np.integer | np.floating) and not isinstance(alpha, bool)
+    if not is_real or not math.isfinite(alpha) or not alpha:
+        raise LoRAUsageError(f"adapter {name!r}: alpha must be a finite number other than 0, got {alpha!r:.200}")
+    target_modules = checked_targets(f"adapter {name!r}", target_modules)
     modules = dict(_targeted(name, wrapped, index, target_modules))
     arrays: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for module, (site, first, count) in modules.items():
-        rng = np.random.default_rng((seed, *module.encode()))
         a = np.zeros((rank, site.spec.in_features), np.float32)
         b = np.zeros((sum(site.spec.out_sizes[first : first + count]), rank), np.float32)
+        arrays[module] = a, b
+        if zeros:
+            continue
+        rng = np.random.default_rng((seed, *module.encode()))
         if site.kind == "embedding":
             b[:] = rng.standard_normal(b.shape, np.float32)
         else:
             a[:] = (2 * rng.random(a.shape, np.float32) - 1) / math.sqrt(site.spec.in_features)
-        arrays[module] = a, b
     embeddings = [module for module, (site, *_) in modules.items() if site.kind == "embedding"]
     return Adapter.from_arrays(name, arrays, alpha=alpha, embeddings=embeddings)
 

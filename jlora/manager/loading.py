@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -381,10 +382,11 @@ def read(state: State, request: LoRARequest, commit: str | None, key: str | None
 
 def begin_training(
     state: State, name: str, options: Mapping[str, Any]
-) -> tuple[PackedAdapter, Mapping[Entry, tuple[np.ndarray, np.ndarray]]]:
-    """Return an adapter without blocks, and row -> (A [n, r, K], B [r, N]) before their rounding to the slots' dtype.
+) -> tuple[PackedAdapter, Callable[[], dict[Entry, tuple[np.ndarray, np.ndarray]]]]:
+    """Return an adapter without blocks, and a function that reads or draws its values.
 
-    It is the newest version of a name, or if the name is unknown and `options` has a rank, a new one (`fresh_adapter`).
+    The function returns entry -> (A [n, r, K], B [r, N]) before their rounding to the slots' dtype. The adapter is the
+    newest version of a name, or if the name is unknown and `options` has a rank, a new one (`fresh_adapter`).
 
     Raises:
       AdapterNotFoundError: the name is unknown, and `options` has no rank.
@@ -400,11 +402,17 @@ def begin_training(
             adapter = recall(state, name)
         except AdapterNotFoundError as error:
             raise AdapterNotFoundError(f"{error}; or give rank and alpha, for a new one") from error
-        return adapter.packed.with_blocks(()), exact_factors(state, adapter)
-    drawn = fresh_adapter(name, state.wrapped, state.index, **options)
-    packed, _ = pack_in_memory(drawn, state.wrapped, state.index, state.slot_arrays, config=state.config, fresh=True)
-    blocks = pack_exactly(drawn, state.wrapped, state.index, state.slot_arrays)
-    return packed.with_blocks(()), unpack(blocks, {(p.site, p.entry) for p in packed.placements})
+        return adapter.packed.with_blocks(()), partial(exact_factors, state, adapter)
+    new = partial(fresh_adapter, name, state.wrapped, state.index, **options)
+    packed, _ = pack_in_memory(
+        new(zeros=True), state.wrapped, state.index, state.slot_arrays, config=state.config, fresh=True
+    )
+
+    def drawn() -> dict[Entry, tuple[np.ndarray, np.ndarray]]:
+        blocks = pack_exactly(new(), state.wrapped, state.index, state.slot_arrays)
+        return unpack(blocks, {(p.site, p.entry) for p in packed.placements})
+
+    return packed.with_blocks(()), drawn
 
 
 def exact_factors(state: State, adapter: LoadedAdapter) -> dict[Entry, tuple[np.ndarray, np.ndarray]]:

@@ -11,9 +11,12 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jlora.errors import LoRAUsageError, nearest
+from jlora.training.report import is_array
 
 Tree: TypeAlias = Any
 Optimizer: TypeAlias = Any  # optax.GradientTransformation, or a function that returns one
+
+_RESERVED = ("self", "name", "batch", "divide")  # arguments of `Trainer.apply` and `step`
 
 
 class Transformation(NamedTuple):
@@ -61,14 +64,29 @@ def global_norm(tree: Tree) -> Float[Array, ""]:
 
 def with_numbers(optimizer: Optimizer) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return a function of numbers that returns an optimizer, and the default of each, or `inspect.Parameter.empty`."""
-    is_one = hasattr(optimizer, "init") and hasattr(optimizer, "update")
-    if not is_one and not callable(optimizer):
-        raise LoRAUsageError(
+
+    def is_one(made: Any) -> bool:
+        return callable(getattr(made, "init", None)) and callable(getattr(made, "update", None))
+
+    def refused(found: str) -> LoRAUsageError:
+        return LoRAUsageError(
             "trainer: the optimizer must have `init` and `update`, as optax.adamw(1e-3) has, or be a function of "
-            f"numbers that returns such a one, got {optimizer!r:.200}"
+            f"numbers that returns such a one, got {found}"
         )
-    function: Callable[..., Any] = (lambda: optimizer) if is_one else optimizer
-    return function, {name: each.default for name, each in inspect.signature(function).parameters.items()}
+
+    function: Callable[..., Any] = (lambda: optimizer) if is_one(optimizer) else optimizer
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise refused(f"{optimizer!r:.200}") from error
+    for each in parameters:
+        is_named = each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY) and each.name not in _RESERVED
+        if not is_named or not (each.default is each.empty or is_array(each.default)):
+            raise refused(f"one with {str(each)!r:.80}, which is not a number that `step` takes by its name")
+    defaults = {each.name: each.default for each in parameters}
+    if not is_one(made := function(**dict.fromkeys(defaults, 0.0))):
+        raise refused(f"one that returns {made!r:.200}")
+    return function, defaults
 
 
 def number_arrays(
@@ -96,7 +114,7 @@ def number_arrays(
             if own is inspect.Parameter.empty:
                 raise LoRAUsageError(f"Trainer: the optimizer's number {number!r} has no default; give it")
             try:
-                found[number][i] = own
+                found[number][i] = np.nan if isinstance(own, str | bytes) else own
             except (TypeError, ValueError):
                 found[number][i] = np.nan
             if np.isnan(found[number][i]):

@@ -56,20 +56,34 @@ def checked(found: Any, count: int) -> tuple[jax.Array, jax.Array, dict[str, jax
             f"Trainer: the loss returned one {name}; expected the pair (losses [B], weights [B]), or these and a "
             "mapping of arrays [B, ...]"
         )
-    losses, weights = (jnp.asarray(each) for each in found[:2])
-    kinds = jnp.issubdtype(losses.dtype, jnp.floating), jnp.issubdtype(weights.dtype, jnp.number)
-    if (losses.shape, weights.shape) != ((count,), (count,)) or not all(kinds):
-        found_shapes = f"losses {dtype_and_shape(losses)} and weights {dtype_and_shape(weights)}"
+    losses, weights, aux = cast("Any", found if len(found) == 3 else (*found, {}))
+    kinds = is_array(losses, jnp.floating) and is_array(weights, jnp.floating, jnp.integer)
+    if not kinds or (np.shape(losses), np.shape(weights)) != ((count,), (count,)):
         raise LoRAUsageError(
-            f"Trainer: the loss returned {found_shapes}; expected floating losses [{count}] and weights [{count}]: the "
-            "sum of each sequence, and the number of its tokens"
+            f"Trainer: the loss returned losses {dtype_and_shape(losses)} and weights {dtype_and_shape(weights)}; "
+            f"expected floating losses [{count}] and weights [{count}]: the sum of each sequence, and the number of "
+            "its tokens"
         )
-    aux: Any = found[2] if len(found) == 3 else {}
-    if not isinstance(aux, Mapping) or any(np.shape(each)[:1] != (count,) for each in cast("Any", aux).values()):
-        raise LoRAUsageError(f"Trainer: the third result of the loss must be a mapping of arrays [{count}, ...]")
-    return losses, weights, {key: jnp.asarray(each) for key, each in cast("Any", aux).items()}
+    named: dict[Any, Any] = dict(cast("Any", aux)) if isinstance(aux, Mapping) else {type(aux).__name__: None}
+    for key, array in named.items():
+        known = isinstance(key, str) and is_array(array, jnp.floating, jnp.integer, jnp.bool_)
+        if not known or np.shape(array)[:1] != (count,):
+            raise LoRAUsageError(
+                f"Trainer: the third result of the loss must be a mapping of names to arrays [{count}, ...]; got "
+                f"{key!r:.80}: {dtype_and_shape(array)}"
+            )
+    return jnp.asarray(losses), jnp.asarray(weights), {key: jnp.asarray(each) for key, each in named.items()}
+
+
+def is_array(value: Any, *kinds: Any) -> bool:
+    """Return whether JAX takes a value for an array of one of these kinds of dtypes, or of any without kinds."""
+    try:
+        dtype = jax.typeof(value).dtype
+    except TypeError:
+        return False
+    return not kinds or any(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
 def dtype_and_shape(leaf: Any) -> str:
-    """Return the dtype and shape of an array, as JAX holds it."""
-    return f"{jnp.result_type(leaf)}{list(np.shape(leaf))}"
+    """Return the dtype and shape of an array, as JAX holds it, or the type of another value."""
+    return f"{jax.typeof(leaf).dtype}{list(np.shape(leaf))}" if is_array(leaf) else type(leaf).__name__

@@ -19,8 +19,8 @@ from jaxtyping import Array, Int
 from jlora._interrupts import sigint_deferred
 from jlora.adapters import Adapter
 from jlora.adapters.variants import described
-from jlora.config import LoRARequest
-from jlora.errors import AdapterNotFoundError, LoRAUsageError
+from jlora.config import LoRARequest, checked_targets
+from jlora.errors import AdapterNotFoundError, LoRAError, LoRAUsageError
 from jlora.layers.forward.batch import LoRABatch
 from jlora.layers.forward.batch_shape import BatchShape, FirstRows
 from jlora.layers.forward.lease import Lease, ServedTerms
@@ -37,7 +37,7 @@ from jlora.slots.packed import PackedAdapter, Placement
 from jlora.slots.placement import ArrayPlacement
 from jlora.training.factors import Factor, entry_of, key_of, placed, put, stacked, whole_placement
 from jlora.training.optimizer import Optimizer, Tree, adam, global_norm, number_arrays, with_numbers, zeros
-from jlora.training.report import Loss, Report, checked, dtype_and_shape, report
+from jlora.training.report import Loss, Report, checked, dtype_and_shape, is_array, report
 
 _NO_MESH = Mesh(np.empty((), object), ())
 # A program that replaces the state: its key, function, arguments after the state, and placement of its second result.
@@ -51,15 +51,15 @@ class TrainedModel:
     Attributes:
       wrapped: the wrapped model.
       jit: `LoRAManager.jit`.
-      begin: returns (packed adapter, entry -> (A [n, r, K], B [r, N]) as its files have them) of the manager's adapter
-        of a name, or of a new one with these options of `new_adapter`.
+      begin: returns the packed adapter, and a function that returns entry -> (A [n, r, K], B [r, N]) as its files have
+        them, of the manager's adapter of a name, or of a new one with these options of `new_adapter`.
       update: `LoRAManager.update_adapter`, with a `check` of the version that it replaces.
       add: `LoRAManager.add_adapter`.
     """
 
     wrapped: WrappedModel
     jit: Callable[..., Callable[..., Any]]
-    begin: Callable[..., tuple[PackedAdapter, Mapping[Entry, tuple[np.ndarray, np.ndarray]]]]
+    begin: Callable[..., tuple[PackedAdapter, Callable[[], Mapping[Entry, tuple[np.ndarray, np.ndarray]]]]]
     update: Callable[..., int]
     add: Callable[[Adapter | LoRARequest], bool]
 
@@ -100,11 +100,10 @@ class Trainer:
     ):
         if not callable(loss):
             raise LoRAUsageError(f"trainer: the loss must be a function (model, batch, *inputs), got {loss!r:.200}")
-        for option, value in (("capacity", capacity), ("max_rank", max_rank)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        for option, value in (("capacity", capacity), ("max_rank", 1 if max_rank is None else max_rank)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise LoRAUsageError(f"trainer: {option} must be a positive integer, got {value!r}")
-        if isinstance(target_modules, str):
-            raise LoRAUsageError(f"trainer: target_modules must be None or a list of names, got {target_modules!r}")
+        target_modules = checked_targets("trainer", target_modules)
         self._host, self._loss, self.capacity = host, loss, capacity
         self._optimizer, self._defaults = with_numbers(optimizer)
         self._max_rank, self._targets = max_rank, target_modules
@@ -115,9 +114,8 @@ class Trainer:
         served = [site for site in host.wrapped.sites.sites if site not in host.wrapped.unserved.sites]
         if target_modules is not None:
             strange = [each for each in target_modules if not any(is_named(each, site.parts) for site in served)]
-            if strange or not target_modules:
-                found = strange or target_modules
-                raise LoRAUsageError(f"trainer: target_modules {found!r} match no layer that serves adapters")
+            if strange:
+                raise LoRAUsageError(f"trainer: target_modules {strange!r} match no layer that serves adapters")
             served = [site for site in served if any(is_named(each, site.parts) for each in target_modules)]
         most = max((each.spec.max_rank for site in served for each in site.with_shared), default=0)
         if max_rank is not None and max_rank > most:
@@ -186,16 +184,18 @@ class Trainer:
             the rank exceeds `max_rank`, or the adapter has DoRA, a saved head, or a layer that is not trained here; or
             `state` does not fit.
         """
+        if not isinstance(name, str) or not name:
+            raise LoRAUsageError(f"Trainer.add: an adapter's name must be a non-empty string, got {name!r:.200}")
         with self._lock:
             if name in self._members:
                 raise LoRAUsageError(f"Trainer.add: adapter {name!r} is trained already; remove it first")
             if len(self._members) == self.capacity:
                 raise LoRAUsageError(f"Trainer.add: all {self.capacity} places are taken; remove an adapter")
             options = {"rank": rank, "alpha": alpha, "target_modules": target_modules, "seed": seed}
-            packed, unpacked = self._host.begin(name, options)
+            packed, values = self._host.begin(name, options)
             self._check_trainable(packed)
             if state is None:
-                factors, ranks = self._zeros(), self._ranks_of(packed.placements)
+                unpacked, factors, ranks = values(), self._zeros(), self._ranks_of(packed.placements)
                 for p in packed.placements:
                     for half in p.site.spec.factors:
                         own = place(p.site.spec, half, p.first, p.count if half else 1, p.rank)
@@ -292,7 +292,7 @@ class Trainer:
     def evaluate(self, batch: LoRABatch, *inputs: Any) -> Report:
         """Return the losses of a batch, without gradients. Arguments and errors are those of `step`."""
         with self._lock:
-            names, _, args = self._of_batch("evaluate", batch)
+            names, _, args = self._of_batch("evaluate", batch, inputs)
             return report(names, self._forward(*args, *inputs))
 
     def gradients(self, batch: LoRABatch, *inputs: Any) -> Report:
@@ -301,7 +301,7 @@ class Trainer:
         Several calls before an `apply` equal one of all their sequences. Arguments and errors are those of `step`.
         """
         with self._lock:
-            names, members, args = self._of_batch("gradients", batch)
+            names, members, args = self._of_batch("gradients", batch, inputs)
             gradients, found = self._gradients(*args, *inputs)
             self._change(self._accumulation(members, gradients, found["sums"]))
             return report(names, found)
@@ -346,7 +346,7 @@ class Trainer:
             loss does not return one floating value and one weight for each sequence, or a number is unknown.
         """
         with self._lock:
-            names, members, args = self._of_batch("step", batch)
+            names, members, args = self._of_batch("step", batch, inputs)
             update = self._update(members, names, divide, numbers)  # an unknown number is refused before the gradients
             gradients, found = self._gradients(*args, *inputs)
             norms = self._change(self._accumulation(members, gradients, found["sums"]), update)
@@ -392,7 +392,7 @@ class Trainer:
         Raises:
           LoRAUsageError: the adapter is not trained here, the manager's was replaced by one of other modules, ranks or
             scalings, the new name or `save_to` exists, or `save_to` is without `to`.
-          LoRAError: see `LoRAManager.update_adapter` and `add_adapter`.
+          LoRAError: `save_to` cannot be written; see also `LoRAManager.update_adapter` and `add_adapter`.
         """
         member = self._member(name)
         if to is None:
@@ -406,15 +406,19 @@ class Trainer:
         source: Adapter | LoRARequest = replace(self.adapter(name), name=to)
         with contextlib.ExitStack() as undo:
             if save_to is not None:
+                if not isinstance(save_to, str | Path):
+                    raise LoRAUsageError(f"Trainer.publish: save_to must be a new folder, got {save_to!r:.200}")
                 adapter, source, folder = source, LoRARequest(to, str(save_to)), Path(save_to).expanduser()
                 try:
                     folder.mkdir(parents=True)
+                    undo.callback(shutil.rmtree, folder, ignore_errors=True)
+                    adapter.save_pretrained(folder)
                 except FileExistsError:  # another adapter may be loaded from it again
                     raise LoRAUsageError(
                         f"Trainer.publish: save_to={str(save_to)!r} exists; expected a new folder"
                     ) from None
-                undo.callback(shutil.rmtree, folder, ignore_errors=True)
-                adapter.save_pretrained(folder)
+                except OSError as error:
+                    raise LoRAError(f"Trainer.publish: save_to={str(save_to)!r}: {error}") from error
             if not self._host.add(source):
                 raise LoRAUsageError(f"Trainer.publish: adapter {to!r} exists; expected a new name")
             undo.pop_all()
@@ -427,9 +431,10 @@ class Trainer:
         return isinstance(self._whole, Sharding)
 
     def _member(self, name: str) -> _Member:
-        if (found := self._members.get(name)) is None:
+        found = self._members.get(name) if isinstance(name, str) else None
+        if found is None:
             trained = ", ".join(self._members) or "none"
-            raise LoRAUsageError(f"adapter {name!r} is not trained here; the trainer has {trained}")
+            raise LoRAUsageError(f"adapter {name!r:.200} is not trained here; the trainer has {trained}")
         return found
 
     def _sites_of(self, count: int) -> tuple[ModelSites, dict[Site, Site]]:
@@ -501,8 +506,11 @@ class Trainer:
 
     def _checked_state(self, name: str, packed: PackedAdapter, state: Tree) -> Tree:
         """Return the state of a member at its place, so that no program is compiled again."""
-        own, given = _by_path(self._struct), _by_path(state)
         of = f"Trainer.state of adapter {name!r}"
+        try:
+            own, given = _by_path(self._struct), _by_path(state)
+        except ValueError as error:  # keys of several types
+            raise LoRAUsageError(f"{of} is no state of a trainer: {error}") from error
         for path in [*own, *given]:
             if path not in given or path not in own:
                 have = "lacks" if path not in given else "has"
@@ -577,11 +585,17 @@ class Trainer:
         return ("accumulate", len(members)), _accumulated, (put(members, self._whole), own), ()
 
     def _update(self, members: np.ndarray, names: Sequence[str], divide: bool, numbers: Mapping[str, Any]) -> _Change:
+        if not isinstance(divide, bool):
+            raise LoRAUsageError(
+                f"Trainer: divide must be True or False, got {divide!r:.200}; give numbers of the optimizer by name"
+            )
         own = number_arrays(self._defaults, numbers, names, len(members), self._members.keys())
         args = jax.tree.map(partial(put, where=self._whole), (members, np.bool_(divide), own))
         return ("update", len(members)), self._updated, args, self._whole
 
-    def _of_batch(self, call: str, batch: LoRABatch) -> tuple[list[str], np.ndarray, tuple[Any, ...]]:
+    def _of_batch(
+        self, call: str, batch: LoRABatch, inputs: tuple[Any, ...]
+    ) -> tuple[list[str], np.ndarray, tuple[Any, ...]]:
         """Return the names and indices of a batch's members, and the arguments of its programs before the inputs."""
         lease = batch.lease if isinstance(batch, LoRABatch) else None
         if lease is None or lease.closed:
@@ -591,6 +605,8 @@ class Trainer:
         for each in lease.adapters:
             if self._members.get(each.name) is not each:
                 raise LoRAUsageError(f"Trainer.{call}: adapter {each.name!r} of the batch was removed from the trainer")
+        if strange := [type(each).__name__ for each in jax.tree.leaves(inputs) if not is_array(each)]:
+            raise LoRAUsageError(f"Trainer.{call}: the inputs must be arrays, got one {strange[0]}")
         names, count = [each.name for each in lease.adapters], min(len(lease.terms), self.capacity)
         indices = [cast("_Member", each).index for each in lease.adapters]
         members = np.array(indices + [self.capacity] * (count - len(indices)), np.int32)

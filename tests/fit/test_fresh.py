@@ -2,6 +2,7 @@
 
 import logging
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -64,6 +65,19 @@ def test_training_begins_with_float32_under_slots_of_bfloat16(caplog):
         trainer.add("new")
     np.testing.assert_array_equal(trainer.adapter("new").modules["layers.0.q_proj"].a, drawn)
     assert caplog.messages == []
+
+
+def test_nothing_is_drawn_where_a_state_is_given(monkeypatch):
+    trainer, drawn = manager_of().trainer(lambda *_: None, capacity=1), []
+    draw = np.random.default_rng
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: drawn.append(seed) or draw(seed))
+    trainer.add("new", rank=2, alpha=2)
+    state, count = trainer.state_of("new"), len(drawn)
+    assert count == len(trainer.adapter("new").modules)
+    trainer.remove("new")
+    trainer.add("new", rank=2, alpha=2, state=state)
+    assert len(drawn) == count
+    jax.tree.map(np.testing.assert_array_equal, trainer.state_of("new"), state)
 
 
 @pytest.mark.usefixtures("unchecked_calls")

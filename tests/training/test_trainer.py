@@ -543,6 +543,21 @@ def test_values_whose_source_is_gone_are_those_of_the_slots_with_a_warning(tmp_p
     assert "'query': has no files" in warnings[1]
 
 
+def test_a_state_is_continued_without_the_files_of_its_adapter(tmp_path, caplog):
+    config = jlora.LoRAConfig(max_loras=3, max_lora_rank=4, max_cpu_loras=8)
+    manager = jlora.LoRAManager(tiny.Model(dtype=jnp.bfloat16), config)
+    fresh("wide").save_pretrained(tmp_path / "wide")
+    manager.add_adapter(jlora.LoRARequest("wide", str(tmp_path / "wide")))
+    trainer = trainer_of(manager, ["wide"])
+    state = trainer.state_of("wide")
+    trainer.remove("wide")
+    shutil.rmtree(tmp_path / "wide")
+    with caplog.at_level(logging.WARNING, logger="jlora"):
+        trainer.add("wide", state=state)
+    assert caplog.messages == []
+    np.testing.assert_array_equal(trainer.adapter("wide").modules[QUERY].a, fresh("wide").modules[QUERY].a)
+
+
 # --- Publication ----------------------------------------------------------------------------------------------------
 
 
@@ -1015,7 +1030,7 @@ def test_arguments_of_wrong_types_are_refused():
         (loss, {"capacity": 0}, "capacity must be a positive integer, got 0"),
         (loss, {"max_rank": 1.5}, r"max_rank must be a positive integer, got 1\.5"),
         (loss, {"max_rank": 9}, "max_rank=9 is more than 4, the largest rank of its layers"),
-        (loss, {"target_modules": "q_proj"}, "a list of names, got 'q_proj'"),
+        (loss, {"target_modules": "q_proj"}, "a list of names, at least one, got 'q_proj'"),
         (loss, {"optimizer": 0.1}, "the optimizer must have `init` and `update`"),
         (None, {}, "the loss must be a function"),
     ):

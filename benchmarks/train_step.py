@@ -76,6 +76,8 @@ def steps(args: argparse.Namespace) -> list[dict]:
         for name, call in calls.items():
             start = time.perf_counter()
             jax.block_until_ready(call())
+            if i == 0:
+                print(f"# {name}: first call {time.perf_counter() - start:.1f} s", flush=True)
             if i > 1:
                 times[name].append((time.perf_counter() - start) * 1e3)
     rows = [{"form": name, "ms": statistics.median(of), "spread_ms": max(of) - min(of)} for name, of in times.items()]

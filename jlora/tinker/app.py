@@ -31,7 +31,7 @@ from jlora.serve.http.service import Service
 from jlora.tinker import wire
 from jlora.tinker.checkpoints import KINDS, SNAPSHOT, Checkpoint, Checkpoints, Record
 from jlora.tinker.sessions import Future, Limits, Run, Session, Sessions, gone
-from jlora.tinker.training import Computation, Job, Model, Training, fresh_optimizer
+from jlora.tinker.training import Computation, Job, Model, Training, Update, fresh_optimizer
 
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 _PARTS = ("attn", "mlp", "unembed")
@@ -40,7 +40,7 @@ _WRITES = 4  # checkpoints that are written at a time; others wait
 _SWEEP_SECONDS = 15.0
 _log = logging.getLogger("jlora.serve")
 
-Work = Computation | Callable[[], Any]
+Work = Computation | Update | Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -193,11 +193,13 @@ class Tinker:
         return self._take(call, work, wire.forward_backward_output)
 
     async def optim_step(self, call: Call) -> Any:
-        return self._take(
-            call,
-            lambda run: lambda: self.training.optim_step(run.model, wire.adam_numbers(call.message)),
-            lambda norm: {"metrics": {"grad_norm:mean": norm}},
-        )
+        def work(run: Run) -> Work:
+            try:
+                return Update(wire.adam_numbers(call.message))
+            except LoRAUsageError as error:
+                return partial(self.training.refuse, run.model, error, forward_only=True)
+
+        return self._take(call, work, lambda norm: {"metrics": {"grad_norm:mean": norm}})
 
     async def unload_model(self, call: Call) -> Any:
         id = call.message.model_id

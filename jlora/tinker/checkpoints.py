@@ -201,10 +201,10 @@ class Checkpoints:
                 save_file(arrays, folder / _STATE)
             size, now = sum(file.stat().st_size for file in folder.iterdir()), time.time()
             made = Checkpoint(run, kind, name, token, now, None if ttl is None else now + ttl, size, metadata)
-            if kind != SNAPSHOT:
+            if kind != SNAPSHOT:  # a snapshot need not survive the process
                 for file in folder.iterdir():
                     sync(file)
-            _write_json(folder / "checkpoint.json", made)
+                _write_json(folder / "checkpoint.json", made)
             with self._lock:
                 self.run(run)  # it may have ended meanwhile
                 self.check_name(run, kind, name)

@@ -4,9 +4,9 @@ import logging
 import math
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import numpy as np
@@ -16,8 +16,10 @@ import jlora
 from jlora import Adapter, LoRAManager
 from jlora.errors import LoRAUsageError
 from jlora.training import losses
+from jlora.training.report import Report
 
 ALPHA = 32.0  # `lora_alpha` of each adapter, whatever its rank
+_TOGETHER = 8  # most models that move in one program, which holds the optimizer states of as many once more
 LOSSES = losses.LOSSES[:4]  # those of the protocol
 _ENDED = "the model was unloaded, or its session has ended"
 _log = logging.getLogger("jlora.serve")
@@ -55,10 +57,17 @@ class Computation:
         self.losses, self.left = [0.0] * len(self.examples), len(self.examples)
 
 
+@dataclass(frozen=True)
+class Update:
+    """A step of the optimizer with these numbers. Its result is the norm of the gradient."""
+
+    numbers: Mapping[str, float]
+
+
 class Job(NamedTuple):
     """A request of a model. `finish` is called on the training thread with its result or its error."""
 
-    work: Computation | Callable[[], Any]
+    work: Computation | Update | Callable[[], Any]
     finish: Callable[[Any], object]
 
 
@@ -90,6 +99,9 @@ class Model:
     summed: int = 0
     failed: Exception | None = None
     ended: bool = False
+
+
+_Rows: TypeAlias = list[tuple[Model, Computation, int]]  # examples of a step: model, computation, index
 
 
 def policy_loss(
@@ -133,6 +145,7 @@ class Training:
         self._changed, self._closed = threading.Condition(), False
         self._thread = threading.Thread(target=self._run, name="jlora-train", daemon=True)
         self.longest = self._shapes[-1][1]  # tokens of an example
+        self._together = min(capacity, _TOGETHER)
 
     @property
     def alive(self) -> bool:
@@ -146,8 +159,9 @@ class Training:
         for bucket in [(forward, i) for i in range(len(self._shapes)) for forward in (True, False)]:
             length = self._shapes[bucket[1]][1]
             example = Example(*np.zeros((2, length), np.int32), *np.zeros((3, length), np.float32))
-            self._step(bucket, [(model, Computation([example], "ppo"), 0)])
-        self.optim_step(model, {"learning_rate": 0.0})
+            jax.block_until_ready(self._step(bucket, [(model, Computation([example], "ppo"), 0)]).rows)
+        for count in {1, self._together}:
+            self._trainer.apply([model.name] + [None] * (count - 1), learning_rate=0.0)
         self._park(model)
         self.adapter(model)
         self._drop(model)
@@ -206,21 +220,44 @@ class Training:
             model.failed = error
         raise error
 
-    def optim_step(self, model: Model, numbers: dict[str, float]) -> float:
-        """Move a model by the gradients since the last step, and return their norm. Raises LoRAUsageError."""
-        if model.failed is not None or not model.summed:
+    def _update(self, jobs: Sequence[tuple[Model, Job]]) -> None:
+        """Move models by the gradients since the last step of each, `_together` in one program."""
+        ready: list[tuple[Model, Job]] = []
+        for model, job in jobs:
+            if model.failed is None and model.summed:
+                ready.append((model, job))
+                continue
             why = "there was none" if model.failed is None else f"one failed: {model.failed}"
             model.failed = None
             if model.summed:
                 model.summed = 0  # its gradients are left behind
                 self._park(model)
-            raise LoRAUsageError(f"the step needs each forward_backward since the last, and {why}")
-        self._place([model])
-        norm = float(self._trainer.apply(model.name, divide=False, **numbers))
-        model.summed = 0
-        if not math.isfinite(norm):
-            raise LoRAUsageError(f"the norm of the gradient is {norm}, so the model does not move")
-        return norm
+            job.finish(LoRAUsageError(f"the step needs each forward_backward since the last, and {why}"))
+        for i in range(0, len(ready), self._together):
+            part = ready[i : i + self._together]
+            try:
+                found = self._applied({model: cast("Update", job.work).numbers for model, job in part})
+            except Exception as error:  # the thread goes on; the clients get the error
+                found = [_noted(error)] * len(part)
+            for (_, job), each in zip(part, found, strict=True):
+                job.finish(each)
+
+    def _applied(self, steps: Mapping[Model, Mapping[str, float]]) -> list[float | LoRAUsageError]:
+        self._place(steps)
+        numbers: dict[str, dict[str, float]] = defaultdict(dict)
+        for model, own in steps.items():
+            for number, value in own.items():
+                numbers[number][model.name] = value
+        names = [model.name for model in steps]
+        padding = 0 if len(names) == 1 else self._together - len(names)
+        norms = jax.device_get(self._trainer.apply([*names, *[None] * padding], divide=False, **numbers))
+        for model in steps:
+            model.summed = 0
+        return [
+            float(norm) if math.isfinite(norm)
+            else LoRAUsageError(f"the norm of the gradient is {norm}, so the model does not move")
+            for norm in norms
+        ]  # fmt: skip
 
     def state(self, model: Model) -> State:
         """Return the factors and the optimizer of a model, copied to the host."""
@@ -242,48 +279,45 @@ class Training:
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        before: tuple[Report | Exception | None, _Rows] = None, []  # the step before, whose results are not fetched
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or any(m.jobs or m.running for m in self._models.values()))
                 if self._closed:
                     return
-                calls = self._started()
-                bucket, rows = self._packed()
-            for job in calls:
+                self._start()
+                calls = [(m, m.jobs.popleft()) for m in self._models.values() if m.jobs and not m.running]
+            self._update([(model, job) for model, job in calls if isinstance(job.work, Update)])
+            for _, job in calls:
+                if not callable(job.work):
+                    continue
                 try:
-                    found = job.work() if callable(job.work) else None
+                    found = job.work()
                 except Exception as error:  # the thread goes on; the client gets the error
                     found = _noted(error)
                 job.finish(found)
+            with self._changed:
+                self._start()
+                bucket, rows = self._packed()
             try:
-                self._step(bucket, rows)
+                report = self._step(bucket, rows) if rows else None
             except Exception as error:  # as above
-                _noted(error)
-                for _, work, _ in rows:
-                    work.error = work.error or error
-            for model, work, _ in rows:
-                work.left -= 1
-                if not work.left:
-                    if work.error is not None and not work.forward_only:
-                        model.failed = work.error
-                    model.running.pop(work).finish(work.error or work)
+                report = _noted(error)
+            self._finish(*before)  # while the device computes this step
+            before = report, rows
 
-    def _started(self) -> list[Job]:
-        """Start the computations that are next, and return the calls that are, at most one of each model."""
-        calls: list[Job] = []
+    def _start(self) -> None:
+        """Start the computations that are next."""
         for model in self._models.values():
             while model.jobs and isinstance(work := model.jobs[0].work, Computation):
                 model.running[work] = model.jobs.popleft()
                 for i, example in enumerate(work.examples):
                     shape = next(i for i, (_, length) in enumerate(self._shapes) if len(example.tokens) <= length)
                     model.rows[work.forward_only, shape].append((work, i))
-            if model.jobs and not model.running:
-                calls.append(model.jobs.popleft())
-        return calls
 
-    def _packed(self) -> tuple[_Bucket, list[tuple[Model, Computation, int]]]:
+    def _packed(self) -> tuple[_Bucket, _Rows]:
         """Take the rows of a step: of the model that was served the longest ago, and of others that need the same."""
-        taken: list[tuple[Model, Computation, int]] = []
+        taken: _Rows = []
         buckets = [bucket for model in self._models.values() for bucket, rows in model.rows.items() if rows]
         if not buckets:
             return (False, 0), taken
@@ -298,10 +332,8 @@ class Training:
             self._models[model.name] = self._models.pop(model.name)
         return buckets[0], taken
 
-    def _step(self, bucket: _Bucket, rows: Sequence[tuple[Model, Computation, int]]) -> None:
-        """Compute one microbatch, and store the results of each of its examples."""
-        if not rows:
-            return
+    def _step(self, bucket: _Bucket, rows: _Rows) -> Report:
+        """Launch one microbatch, and return its results before they are computed."""
         count, length = self._shapes[bucket[1]]
         self._place([model for model, _, _ in rows])
         ints, floats = np.zeros((2, count, length), np.int32), np.zeros((3, count, length), np.float32)
@@ -315,10 +347,26 @@ class Training:
         report = call(self._trainer.prepare(names), *ints, kinds, *floats, *limits)
         for model, _, _ in rows:
             model.fresh, model.summed = False, model.summed + (not bucket[0])
-        logprobs, summed = jax.device_get([report.rows[key] for key in ("logprobs", "losses")])
-        for row, (_, work, i) in enumerate(rows):
-            work.logprobs[i] = logprobs[row, : len(work.examples[i].tokens)]
-            work.losses[i] = float(summed[row])
+        return report
+
+    def _finish(self, report: Report | Exception | None, rows: _Rows) -> None:
+        """Store the results of each example of a step, and end the computations that have all of theirs."""
+        error = report if isinstance(report, Exception) else None
+        try:
+            if isinstance(report, Report):
+                logprobs, summed = jax.device_get([report.rows[key] for key in ("logprobs", "losses")])
+                for row, (_, work, i) in enumerate(rows):
+                    work.logprobs[i] = logprobs[row, : len(work.examples[i].tokens)]
+                    work.losses[i] = float(summed[row])
+        except Exception as failed:  # the thread goes on; the clients get the error
+            error = _noted(failed)
+        for model, work, _ in rows:
+            work.error = work.error or error
+            work.left -= 1
+            if not work.left:
+                if work.error is not None and not work.forward_only:
+                    model.failed = work.error
+                model.running.pop(work).finish(work.error or work)
 
     # --- places in the trainer ----------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from jlora.errors import LoRAUsageError, nearest
 from jlora.training.report import is_array
 
 Tree: TypeAlias = Any
+Number: TypeAlias = float | Mapping[str, float]  # of all adapters, or adapter -> number
 Optimizer: TypeAlias = Any  # optax.GradientTransformation, or a function that returns one
 
 _RESERVED = ("self", "name", "batch", "divide")  # arguments of `Trainer.apply` and `step`

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ from jlora.slots.export import export_factors
 from jlora.slots.packed import PackedAdapter, Placement
 from jlora.slots.placement import ArrayPlacement
 from jlora.training.factors import Factor, entry_of, key_of, placed, put, stacked, whole_placement
-from jlora.training.optimizer import Optimizer, Tree, adam, global_norm, number_arrays, with_numbers, zeros
+from jlora.training.optimizer import Number, Optimizer, Tree, adam, global_norm, number_arrays, with_numbers, zeros
 from jlora.training.report import Loss, Report, checked, dtype_and_shape, is_array, report
 
 _NO_MESH = Mesh(np.empty((), object), ())
@@ -306,30 +306,42 @@ class Trainer:
             self._change(self._accumulation(members, gradients, found["sums"]))
             return report(names, found)
 
-    def apply(self, name: str, divide: bool = True, **numbers: float) -> jax.Array:
-        """Move one adapter by the gradients since its last `apply`, which are then forgotten.
+    @overload
+    def apply(self, name: str, divide: bool = True, **numbers: Number) -> jax.Array: ...
+    @overload
+    def apply(
+        self, name: list[str] | list[str | None], divide: bool = True, **numbers: Number
+    ) -> tuple[jax.Array, ...]: ...
+    def apply(self, name: str | list[str] | list[str | None], divide: bool = True, **numbers: Number) -> Any:
+        """Move one adapter, or several, by the gradients since the last `apply` of each, which are then forgotten.
 
         Args:
-          name: the adapter.
+          name: the adapter, or a list of adapters, which move in one program. One length of a list is compiled once.
+            It may have None, for no adapter, to be as long as another.
           divide: divide the gradients by the sum of the weights. They are sums otherwise.
           **numbers: the numbers of the optimizer: `learning_rate`, `b1`, `b2`, `eps`, `weight_decay` and `max_norm` of
-            the default one. Those left out have their defaults.
+            the default one, for all adapters, or adapter -> number. Those left out have their defaults.
 
         Returns:
-          Global norm of the gradient before clipping, a float32 scalar on the device. If it is not finite, since the
-          gradient is not or the sum of the weights is 0, the adapter and its optimizer stay as they are.
+          Global norm of the gradient before clipping, a float32 scalar on the device; of several adapters, one of each,
+          in their order without None. If it is not finite, since the gradient is not or the sum of the weights is 0,
+          the adapter and its optimizer stay as they are.
 
         Raises:
-          LoRAUsageError: the adapter is not trained here, or the optimizer has no such number.
+          LoRAUsageError: an adapter is not trained here or is twice in the list, or the optimizer has no such number.
         """
         with self._lock:
-            member = self._member(name)
-            (norm,) = self._change(self._update(np.array([member.index], np.int32), [name], divide, numbers))
-            return norm
+            names = [name] if isinstance(name, str) else [each for each in name if each is not None]
+            if twice := [each for each in names if names.count(each) > 1]:
+                raise LoRAUsageError(f"Trainer.apply: adapter {twice[0]!r} is twice in the list; expected once")
+            indices = [self._member(each).index for each in names]
+            padding = 0 if isinstance(name, str) else len(name) - len(names)
+            members = np.array(indices + [self.capacity] * padding, np.int32)
+            norms = self._change(self._update(members, names, divide, numbers)) if names else ()
+            norms: tuple[jax.Array, ...] = norms[: len(names)]
+            return norms[0] if isinstance(name, str) else norms
 
-    def step(
-        self, batch: LoRABatch, *inputs: Any, divide: bool = True, **numbers: float | Mapping[str, float]
-    ) -> Report:
+    def step(self, batch: LoRABatch, *inputs: Any, divide: bool = True, **numbers: Number) -> Report:
         """Move the adapters of a batch: `gradients`, and `apply` of each. Others do not change.
 
         The loss of an adapter is the sum over its sequences, divided by their weights unless `divide` is False.
@@ -536,7 +548,10 @@ class Trainer:
     def _fetched(self, name: str) -> tuple[PackedAdapter, dict[tuple[Site, int], np.ndarray]]:
         """Return the factors of a member on the host, with the A of each module in all of its slices."""
         packed = self._member(name).packed
-        arrays = jax.device_get(self.state_of(name)["factors"])
+        with self._lock:
+            index, factors = put(np.int32(self._member(name).index), self._whole), self._state["factors"]
+            read = self._compiled("factors", _gather, self._where["factors"], factors, index)
+            arrays = jax.device_get(read(factors, index))
         found = {(p.site, half): arrays[key_of(p.site, "ab"[half])].copy()
                  for p in packed.placements for half in p.site.spec.factors}  # fmt: skip
         for p in packed.placements:

@@ -8,7 +8,7 @@ from flax import nnx
 
 import jlora
 from jlora.models import Decoder, DecoderConfig
-from jlora.tinker.training import Computation, Example, Job, Model, Training
+from jlora.tinker.training import Computation, Example, Job, Model, Training, Update
 
 VOCAB, SHAPES = 32, [(4, 8), (2, 16)]
 CONFIG = DecoderConfig(
@@ -43,7 +43,7 @@ def computed(thread: Training, model: Model, *examples: Example, loss: str = "cr
 
 def moved(thread: Training, model: Model, **numbers: float) -> Any:
     numbers = {"learning_rate": 1e-2, "b2": 0.95, "eps": 1e-12} | numbers
-    return ask(thread, model, lambda: thread.optim_step(model, numbers)).get(timeout=60)
+    return ask(thread, model, Update(numbers)).get(timeout=60)
 
 
 def created(thread: Training, name: str, **options: Any) -> Model:

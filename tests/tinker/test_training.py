@@ -7,7 +7,7 @@ from flax import nnx
 
 from jlora.errors import LoRAUsageError
 from jlora.models import Decoder
-from jlora.tinker.training import Computation, Model, fresh_optimizer
+from jlora.tinker.training import Computation, Model, Update, fresh_optimizer
 from tests.tinker.models import CONFIG, ask, computed, created, example, moved, training
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -95,7 +95,7 @@ def test_requests_of_a_model_run_in_their_order(thread):
     for _ in range(4):
         answers.append(ask(thread, tenant, Computation([own], "cross_entropy")))
         numbers = {"learning_rate": 1e-2, "b2": 0.95, "eps": 1e-12}
-        steps.append(ask(thread, tenant, lambda numbers=numbers: thread.optim_step(tenant, numbers)))
+        steps.append(ask(thread, tenant, Update(numbers)))
     assert [answer.get(timeout=60).losses[0] for answer in answers] == expected
     assert all(isinstance(step.get(timeout=60), float) for step in steps)  # each has the gradients before it
 

@@ -217,6 +217,24 @@ def test_several_gradients_before_a_step_equal_one_of_all_sequences():
             np.testing.assert_allclose(parts.adapter(name).modules[module].b, want.b, rtol=1e-6, atol=1e-7)
 
 
+def test_several_adapters_move_in_one_program_with_numbers_of_their_own():
+    one, all_ = trainer_of(served()), trainer_of(served())
+    for trainer in (one, all_):
+        trainer.gradients(trainer.prepare(["wide", "query", "query", "wide", "mixed", None]), TOKENS)
+    rates = {"wide": 0.01, "query": 0.02}
+    stays = all_.state_of("mixed")
+    norms = all_.apply(["query", None, "wide", None], learning_rate=rates)
+    jax.tree.map(np.testing.assert_array_equal, all_.state_of("mixed"), stays)
+    want = [one.apply(name, learning_rate=rates[name]) for name in ("query", "wide")]
+    np.testing.assert_allclose(norms, want, rtol=1e-6)
+    for name in rates:
+        for module, own in one.adapter(name).modules.items():
+            np.testing.assert_allclose(all_.adapter(name).modules[module].b, own.b, rtol=1e-6, atol=1e-7)
+    assert all_.apply([]) == all_.apply([None]) == ()
+    with pytest.raises(jlora.LoRAUsageError, match="'wide' is twice"):
+        all_.apply(["wide", "query", "wide"])
+
+
 def test_sums_of_gradients_with_weights_of_any_sign():
     """Tinker divides by no weights. Weights that sum to 0 move nothing if they are to divide."""
 

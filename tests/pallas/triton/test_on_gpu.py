@@ -144,7 +144,7 @@ def test_the_rule_for_99_kb_compiles_and_takes_no_more(rows, k, sizes, rank, gro
     if reason is None:
         run = jax.jit(partial(triton.add_lora, plan=plan, slice_sizes=sizes, ranks=None, gpu=SMALL))
         found = shared_memory(run.lower(*arrays), tmp_path)
-        assert set(found) == {"lora_shrink", "lora_expand"}
+        assert set(found) - {"lora_after_base"} == {"lora_shrink", "lora_expand"}
         assert max(found.values()) <= SMALL.shared_memory
 
 

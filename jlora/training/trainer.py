@@ -337,8 +337,8 @@ class Trainer:
             indices = [self._member(each).index for each in names]
             padding = 0 if isinstance(name, str) else len(name) - len(names)
             members = np.array(indices + [self.capacity] * padding, np.int32)
-            norms = self._change(self._update(members, names, divide, numbers)) if names else ()
-            norms: tuple[jax.Array, ...] = norms[: len(names)]
+            found: tuple[jax.Array, ...] = self._change(self._update(members, names, divide, numbers)) if names else ()
+            norms = found[: len(names)]
             return norms[0] if isinstance(name, str) else norms
 
     def step(self, batch: LoRABatch, *inputs: Any, divide: bool = True, **numbers: Number) -> Report:

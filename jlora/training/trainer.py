@@ -337,7 +337,7 @@ class Trainer:
             indices = [self._member(each).index for each in names]
             padding = 0 if isinstance(name, str) else len(name) - len(names)
             members = np.array(indices + [self.capacity] * padding, np.int32)
-            found: tuple[jax.Array, ...] = self._change(self._update(members, names, divide, numbers)) if names else ()
+            found: Any = self._change(self._update(members, names, divide, numbers)) if names else ()
             norms = found[: len(names)]
             return norms[0] if isinstance(name, str) else norms
 

@@ -1,11 +1,13 @@
 """Time decode steps and prefills of several trees of jlora in turns, each in a process of its own on one device.
 
-    mkdir .old && git archive COMMIT | tar -x -C .old && cp benchmarks/in_turns.py .old/benchmarks
+    mkdir .old && git archive COMMIT | tar -x -C .old && cp benchmarks/{in_turns,moe_specs}.py .old/benchmarks
     python -m benchmarks.in_turns .old . --model qwen3-0.6b --cells 64/8 64/0 prefill/8 loop [--rounds 9]
+    python -m benchmarks.in_turns .old . --model olmoe --cells 8/8 64/8 2048/8
 
 A cell is sequences/adapters of a decode step, prefill/adapters, or "loop": the loop of `benchmarks.decode_loop`, which
-also gives the host's microseconds of a call on an idle device. Each tree runs its own benchmarks. Prints the
-medians over rounds of the base and LoRA milliseconds, and of the quotient with the first tree's LoRA in the same round.
+also gives the host's microseconds of a call on an idle device. For a model of `benchmarks.moe_specs`, a cell is
+tokens/adapters of the blocks of `benchmarks.moe_block`. Each tree runs its own benchmarks. Prints the medians over
+rounds of the base and LoRA milliseconds, and of the quotient with the first tree's LoRA in the same round.
 """
 
 import argparse
@@ -22,9 +24,30 @@ def serve(args: argparse.Namespace) -> None:
 
     assert jlora.__file__.startswith(os.getcwd()), jlora.__file__
     import jax
+
+    from benchmarks import decode_loop as loops
+    from benchmarks import decode_step as steps
+
+    cells, loop = decoder_cells(args) if args.model in steps.MODELS else (expert_cells(args), None)
+    for line in sys.stdin:
+        found = {}
+        for (cell, way), (enqueue, *call) in cells.items():
+            times = steps.timed({0: call}, 1, enqueue)
+            found.setdefault(cell, {})[way] = times[0]
+        if loop is not None:
+            looped, cache = loop
+            times, cache = loops.loop(looped, cache, 60)
+            loop = looped, cache
+            found["loop"] = dict(zip(("lora", "enqueue", "idle_us"), times, strict=True))
+        print(json.dumps({"device": jax.devices()[0].device_kind, "round": line.strip(), "cells": found}), flush=True)
+
+
+def decoder_cells(args: argparse.Namespace):
+    """Return the calls (number to enqueue, function, *arguments) of a decoder, and its loop (step, cache) or None."""
     import jax.numpy as jnp
     from flax import nnx
 
+    import jlora
     from benchmarks import decode_loop as loops
     from benchmarks import decode_step as steps
     from jlora.models import Decoder
@@ -44,25 +67,44 @@ def serve(args: argparse.Namespace) -> None:
             continue
         if kind == "prefill":
             tokens = jnp.ones((8, 512), jnp.int32)
-            cells[cell, "base"] = base_prefill, values, tokens, None
-            cells[cell, "lora"] = prefill, model, tokens, steps.make_batch(manager, 8, int(adapters))
+            cells[cell, "base"] = 3, base_prefill, values, tokens, None
+            cells[cell, "lora"] = 3, prefill, model, tokens, steps.make_batch(manager, 8, int(adapters))
             continue
         tokens = jnp.ones((int(kind), 1), jnp.int32)
         cache = caches.setdefault(kind, [model.init_cache(int(kind), steps.CONTEXT)])
-        cells[cell, "base"] = steps.Decoding(base_decode, values, tokens, cache), None
+        cells[cell, "base"] = 40, steps.Decoding(base_decode, values, tokens, cache), None
         batch = steps.make_batch(manager, int(kind), int(adapters))
-        cells[cell, "lora"] = steps.Decoding(decode, model, tokens, cache), batch
-    batch = steps.make_batch(manager, loops.SEQUENCES, loops.ADAPTERS) if "loop" in args.cells else None
-    cache = model.init_cache(loops.SEQUENCES, steps.CONTEXT) if batch is not None else None
-    for line in sys.stdin:
-        found = {}
-        for (cell, way), call in cells.items():
-            times = steps.timed({0: call}, 1, 3 if cell.startswith("prefill") else 40)
-            found.setdefault(cell, {})[way] = times[0]
-        if batch is not None:
-            times, cache = loops.loop(lambda t, c: looped(model, t, c, batch), cache, 60)
-            found["loop"] = dict(zip(("lora", "enqueue", "idle_us"), times, strict=True))
-        print(json.dumps({"device": jax.devices()[0].device_kind, "round": line.strip(), "cells": found}), flush=True)
+        cells[cell, "lora"] = 40, steps.Decoding(decode, model, tokens, cache), batch
+    if "loop" not in args.cells:
+        return cells, None
+    batch = steps.make_batch(manager, loops.SEQUENCES, loops.ADAPTERS)
+    cache = model.init_cache(loops.SEQUENCES, steps.CONTEXT)
+    return cells, (lambda t, c: looped(model, t, c, batch), cache)
+
+
+def expert_cells(args: argparse.Namespace):
+    """Return the calls (number to enqueue, function, *arguments) of blocks of experts."""
+    import jax.numpy as jnp
+    from flax import nnx
+
+    import jlora
+    from benchmarks import decode_step as steps
+    from benchmarks import moe_block, moe_specs
+
+    e = (moe_specs.MODELS | moe_specs.OTHER_MODELS)[args.model]
+    blocks = moe_block.Blocks(e, args.layers or moe_block.LAYERS, nnx.Rngs(0))
+    base, values = steps.base_step(blocks, moe_block.run, compiler_options=jlora.compiler_options())
+    wanted = [tuple(map(int, cell.split("/"))) for cell in args.cells]
+    slots = moe_specs.slots(max(adapters for _, adapters in wanted))
+    manager = jlora.LoRAManager(blocks, jlora.LoRAConfig(max_loras=slots, max_lora_rank=args.rank, dtype=jnp.bfloat16))
+    steps.fill_slots(manager, args.rank)
+    lora, cells = manager.jit(moe_block.run), {}
+    for cell, (tokens, adapters) in zip(args.cells, wanted, strict=True):
+        x, routing, batch = moe_block.operands(e, {"tokens": tokens, "adapters": adapters}, manager)
+        enqueue = 40 if tokens <= 256 else 5
+        cells[cell, "base"] = enqueue, base, values, x, routing, None
+        cells[cell, "lora"] = enqueue, lora, blocks, x, routing, batch
+    return cells
 
 
 def main() -> None:

@@ -38,6 +38,10 @@ OTHER_MODELS = {
         Experts("gpt-oss-120b", 2880, 2880, 128, 4),
         Experts("glm-4.5-air", 4096, 1408, 128, 8),
         Experts("qwen3-next", 2048, 512, 512, 10),
+        Experts("phi-3.5-moe", 4096, 6400, 16, 2),
+        Experts("mixtral-8x22b", 6144, 16384, 8, 2),
+        Experts("deepseek-v3-shard", 7168, 2048, 128, 8),  # half of the experts
+        Experts("olmoe", 2048, 1024, 64, 8),
     )
 }
 

@@ -19,6 +19,7 @@ from jlora.training import losses
 from jlora.training.report import Report
 
 ALPHA = 32.0  # `lora_alpha` of each adapter, whatever its rank
+_LINGER = 0.01  # most seconds that a step waits for rows of other models
 _TOGETHER = 8  # most models that move in one program, which holds the optimizer states of as many once more
 LOSSES = losses.LOSSES[:4]  # those of the protocol
 _ENDED = "the model was unloaded, or its session has ended"
@@ -297,7 +298,8 @@ class Training:
                     found = _noted(error)
                 job.finish(found)
             with self._changed:
-                self._start()
+                if len(self._models) > 1:
+                    self._changed.wait_for(self._fills_step, _LINGER)
                 bucket, rows = self._packed()
             try:
                 report = self._step(bucket, rows) if rows else None
@@ -314,6 +316,15 @@ class Training:
                 for i, example in enumerate(work.examples):
                     shape = next(i for i, (_, length) in enumerate(self._shapes) if len(example.tokens) <= length)
                     model.rows[work.forward_only, shape].append((work, i))
+
+    def _fills_step(self) -> bool:
+        """Return True if a step has all of its rows, or no rows wait. Starts the computations that are next."""
+        self._start()
+        waiting = [
+            (bucket, len(rows)) for model in self._models.values() for bucket, rows in model.rows.items() if rows
+        ]
+        own = sum(count for bucket, count in waiting if bucket == waiting[0][0])
+        return not waiting or own >= self._shapes[waiting[0][0][1]][0] or self._closed
 
     def _packed(self) -> tuple[_Bucket, _Rows]:
         """Take the rows of a step: of the model that was served the longest ago, and of others that need the same."""

@@ -268,6 +268,7 @@ def test_lowers_for_cuda(default_device, hidden, inner, experts, k, tokens, slot
     for name in ("lora_shrink", "lora_expand"):
         assert (name in text) == (tokens != 8 or hidden != 2048)  # both products of that one take one launch
     assert ("lora_fused" in text) == (tokens == 8 and hidden < 4096)
+    assert ("lora_after_base" in text) == (pairs > triton.SEPARATE_PAIRS)
     for name in ("lora_sort", "lora_plan_cut"):
         assert (name in text) == (pairs > min(64, experts))
     assert ("lora_sort_move" in text) == (pairs > triton_plan.PAIRWISE)

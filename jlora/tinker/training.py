@@ -226,7 +226,7 @@ class Training:
         """Return the factors and the optimizer of a model, copied to the host."""
         self._place([model])
         state = jax.device_get(self._trainer.state_of(model.name))
-        return state if model.summed else {key: state[key] for key in ("factors", "optimizer", "ranks")}
+        return {key: state[key] for key in ("factors", "optimizer", "ranks")}
 
     def adapter(self, model: Model) -> Adapter:
         """Return the adapter of a model, in float32 on the host."""
@@ -341,7 +341,7 @@ class Training:
             self._placed[name] = model
 
     def _park(self, model: Model) -> None:
-        state = self.state(model)
+        state = jax.device_get(self._trainer.state_of(model.name)) if model.summed else self.state(model)
         self._remove(model)
         model.state = state
 

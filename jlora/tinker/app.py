@@ -152,9 +152,6 @@ class Tinker:
         message: types.LoadWeightsRequest = call.message
         answer = {"type": "load_weights", "path": message.path}
 
-        def lora() -> Mapping[str, Any]:
-            return self.checkpoints.run(self.checkpoints.at(message.path).run).lora
-
         def state() -> dict[str, Any]:
             if message.weights_access_token is not None:
                 raise LoRAUsageError("weights_access_token is not implemented; all keys have the same checkpoints")
@@ -163,7 +160,7 @@ class Tinker:
             return state if message.optimizer else fresh_optimizer(state)
 
         if message.session_id is not None and message.model_id is None:
-            return self._create(message, answer, lora, state)
+            return self._create(message, answer, lambda: self._lora_of(message.path), state)
         if message.model_id is None or message.session_id is not None:
             raise bad_request("load_weights needs model_id and seq_id, or session_id and model_seq_id")
         answer["model_id"] = message.model_id
@@ -233,13 +230,8 @@ class Tinker:
             self.training.create(model, state())
             self.checkpoints.add_run(run)
 
-        def created(found: Any) -> dict[str, Any]:
-            return {**answer, "model_id": id}
-
-        def failed() -> None:
-            session.runs.pop(id, None)
-
-        self.training.submit(model, Job(create, self._finish(future, created, failed)))
+        failed = partial(session.runs.pop, id, None)
+        self.training.submit(model, Job(create, self._finish(future, lambda _: {**answer, "model_id": id}, failed)))
         return _reply(future, model_id=id)
 
     def _take(self, call: Call, work: Callable[[Run], Work], answer: Callable[[Any], Any]) -> Response:
@@ -252,7 +244,7 @@ class Tinker:
         return _reply(self.sessions.take(message.model_id, message.seq_id, call.size, make), model_id=message.model_id)
 
     def _finish(
-        self, future: Future, answer: Callable[[Any], Any], failed: Callable[[], None] = lambda: None
+        self, future: Future, answer: Callable[[Any], Any], failed: Callable[[], object] = lambda: None
     ) -> Callable[[Any], None]:
         """Return the call of the training thread that passes a result or an error on to this loop."""
 
@@ -385,7 +377,7 @@ class Tinker:
         return {}
 
     async def weights_info(self, call: Call) -> Any:
-        lora = self.checkpoints.run(self.checkpoints.at(str(call.message.get("tinker_path"))).run).lora
+        lora = self._lora_of(str(call.message.get("tinker_path")))
         options = {f"train_{part}": lora[f"train_{part}"] for part in _PARTS}
         return types.WeightsInfoResponse(base_model=self.base, is_lora=True, lora_rank=lora["rank"], **options)
 
@@ -414,6 +406,9 @@ class Tinker:
     def _named(self, call: Call) -> Checkpoint:
         path = call.request.path_params
         return self.checkpoints.at(f"tinker://{path['run']}/{path['kind']}/{path['name']}")
+
+    def _lora_of(self, path: str) -> Mapping[str, Any]:
+        return self.checkpoints.run(self.checkpoints.at(path).run).lora
 
     async def _delete(self, checkpoint: Checkpoint) -> None:
         await self.service.load(partial(self.checkpoints.delete, checkpoint))

@@ -287,9 +287,8 @@ class Training:
         buckets = [bucket for model in self._models.values() for bucket, rows in model.rows.items() if rows]
         if not buckets:
             return (False, 0), taken
-        sharing = deque(model for model in self._models.values() if model.rows[buckets[0]])
-        while len(sharing) > self._trainer.capacity:
-            sharing.pop()
+        sharing = [model for model in self._models.values() if model.rows[buckets[0]]]
+        sharing = deque(sharing[: self._trainer.capacity])
         while sharing and len(taken) < self._shapes[buckets[0][1]][0]:  # one of each model in turn
             model = sharing.popleft()
             taken.append((model, *model.rows[buckets[0]].popleft()))

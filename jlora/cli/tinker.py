@@ -100,9 +100,10 @@ def run_tinker(args: argparse.Namespace) -> int:
     )
     limits = Limits(models=args.max_models, session_seconds=args.session_timeout, gap_seconds=args.gap_timeout)
     targets = target_modules(manager, model.packed_modules)
-    app = build_app(Tinker(service, training, checkpoints, targets, config.vocab_size, str(folder.resolve()), limits))
+    tinker = Tinker(service, training, checkpoints, targets, config.vocab_size, str(folder.resolve()), limits)
 
     def ready() -> None:
+        tinker.start()
         print(f"jlora trains {printable(names[0])} at {address(bound)}", flush=True)
 
     try:
@@ -113,7 +114,7 @@ def run_tinker(args: argparse.Namespace) -> int:
                 drain_seconds=args.drain_timeout,
                 log_level=args.uvicorn_log_level,
                 ready=ready,
-                app=app,
+                app=build_app(tinker),
             )
     finally:
         training.close()

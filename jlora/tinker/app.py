@@ -8,24 +8,24 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 from tinker import types
 
 from jlora import LoRARequest
 from jlora.errors import AdapterNotFoundError, LoRAError, LoRAUsageError
 from jlora.serve import EngineBusyError, Piece
-from jlora.serve.http.body import media_type, receive_body
+from jlora.serve.http.app import Outermost
+from jlora.serve.http.body import read_body
 from jlora.serve.http.errors import NOT_FOUND, ApiError, bad_request
 from jlora.serve.http.service import Service
 from jlora.tinker import wire
@@ -38,6 +38,7 @@ _PARTS = ("attn", "mlp", "unembed")
 _TYPES = dict(zip(KINDS, ("training", "sampler", "external"), strict=True))
 _WRITES = 4  # checkpoints that are written at a time; others wait
 _SWEEP_SECONDS = 15.0
+_QUIET = ("healthz", "retrieve_future", "session_heartbeat", "telemetry")  # polled, so not logged
 _log = logging.getLogger("jlora.serve")
 
 Work = Computation | Update | Callable[[], Any]
@@ -52,10 +53,11 @@ class Call:
     size: int
 
 
+@dataclass
 class Tinker:
     """A server of the protocol. All methods run on its event loop, and those with a `Call` are its endpoints.
 
-    Args:
+    Attributes:
       service: the engine, the name of the base model, keys, and the phase of the server.
       training: the training thread.
       checkpoints: runs and checkpoints on disk.
@@ -65,19 +67,16 @@ class Tinker:
       limits: limits.
     """
 
-    def __init__(
-        self,
-        service: Service,
-        training: Training,
-        checkpoints: Checkpoints,
-        targets: Mapping[str, Collection[str]],
-        vocab: int,
-        tokenizer: str,
-        limits: Limits = Limits(),  # noqa: B008 - frozen
-    ):
-        self.service, self.training, self.checkpoints = service, training, checkpoints
-        self.targets, self.vocab, self.tokenizer, self.limits = targets, vocab, tokenizer, limits
-        self.sessions, self.base = Sessions(limits, training.submit), service.names[0]
+    service: Service
+    training: Training
+    checkpoints: Checkpoints
+    targets: Mapping[str, Collection[str]]
+    vocab: int
+    tokenizer: str
+    limits: Limits
+
+    def __post_init__(self):
+        self.sessions, self.base = Sessions(self.limits, self.training.submit), self.service.names[0]
         self._secret, self._writes = secrets.token_bytes(32), asyncio.Semaphore(_WRITES)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -118,8 +117,11 @@ class Tinker:
             return JSONResponse({"type": "try_again", "request_id": id, "queue_state": "active"}, 408)
         return Response(answer, media_type=wire.PROTOBUF) if isinstance(answer, bytes) else answer
 
-    async def sweep(self) -> None:
-        """End silent sessions and delete expired checkpoints, for as long as the server runs."""
+    def start(self) -> None:
+        """End silent sessions and delete expired checkpoints from now on, until the event loop ends."""
+        self._run(self._sweep())
+
+    async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(min(_SWEEP_SECONDS, self.limits.session_seconds / 4))
             try:
@@ -139,41 +141,30 @@ class Tinker:
     # --- models -------------------------------------------------------------------------------------------------------
 
     async def create_model(self, call: Call) -> Any:
-        message: types.CreateModelRequest = call.message
-
-        def record(id: str) -> Record:
-            wire.check_adam(message.optimizer_config)
-            if message.lora_config is None:
+        def lora() -> dict[str, Any]:
+            if call.message.lora_config is None:
                 raise LoRAUsageError("lora_config is missing; only LoRA adapters are trained")
-            lora = message.lora_config.model_dump()
-            lora["seed"] = secrets.randbelow(2**31) if lora["seed"] is None else lora["seed"]
-            return Record(id, lora, self._metadata(message))
+            return call.message.lora_config.model_dump()
 
-        return self._create(message, record, lambda id: {"type": "create_model", "model_id": id})
+        return self._create(call.message, {"type": "create_model"}, lora)
 
     async def load_weights(self, call: Call) -> Any:
         message: types.LoadWeightsRequest = call.message
-
-        def record(id: str) -> Record:
-            return Record(id, self.checkpoints.run(self.checkpoints.at(message.path).run).lora, self._metadata(message))
+        answer = {"type": "load_weights", "path": message.path}
 
         def state() -> dict[str, Any]:
-            wire.check_adam(message.optimizer_config)
             if message.weights_access_token is not None:
                 raise LoRAUsageError("weights_access_token is not implemented; all keys have the same checkpoints")
+            wire.check_adam(message.optimizer_config)
             state = self.checkpoints.state(self.checkpoints.at(message.path))
             return state if message.optimizer else fresh_optimizer(state)
 
-        def answer(id: str) -> dict[str, Any]:
-            return {"type": "load_weights", "path": message.path, "model_id": id}
-
         if message.session_id is not None and message.model_id is None:
-            return self._create(message, record, answer, state)
+            return self._create(message, answer, lambda: self._lora_of(message.path), state)
         if message.model_id is None or message.session_id is not None:
             raise bad_request("load_weights needs model_id and seq_id, or session_id and model_seq_id")
-        return self._take(
-            call, lambda run: lambda: self.training.load(run.model, state()), lambda _: answer(message.model_id or "")
-        )
+        answer["model_id"] = message.model_id
+        return self._take(call, lambda run: lambda: self.training.load(run.model, state()), lambda _: answer)
 
     async def get_info(self, call: Call) -> Any:
         run = self.sessions.run(call.message.model_id)
@@ -209,8 +200,14 @@ class Tinker:
         self.sessions.finish(future, {"type": "unload_model", "model_id": id})
         return _reply(future, model_id=id)
 
-    def _create(self, message: Any, record: Any, answer: Any, state: Callable[[], Any] = lambda: None) -> Response:
-        """Create a model, of a record that may be refused, and a state."""
+    def _create(
+        self,
+        message: Any,
+        answer: dict[str, Any],
+        lora: Callable[[], Mapping[str, Any]],
+        state: Callable[[], Any] = lambda: None,
+    ) -> Response:
+        """Create a model with these options of its adapter, from a state."""
         session, number = self.sessions.session(message.session_id), message.model_seq_id
         if number is None or not 0 <= number < 10**9:
             raise bad_request(f"model_seq_id must be from 0 to 999999999, got {number}", "model_seq_id")
@@ -220,8 +217,12 @@ class Tinker:
         future = self.sessions.future(f"{id}:0", 0)
         try:
             self._check_base(message.base_model)
-            run = record(id)
-            model = Model(id, run.lora["rank"], run.lora["seed"], self._targets(run.lora))
+            wire.check_adam(message.optimizer_config)
+            options = dict(lora())
+            if options["seed"] is None:
+                options["seed"] = secrets.randbelow(2**31)
+            run = Record(id, options, self._metadata(message))
+            model = Model(id, options["rank"], options["seed"], self._targets(options))
             self.sessions.add_run(session, id, model)
         except LoRAError as error:
             self.sessions.finish(future, error)
@@ -231,13 +232,8 @@ class Tinker:
             self.training.create(model, state())
             self.checkpoints.add_run(run)
 
-        def created(found: Any) -> dict[str, Any]:
-            return answer(id)
-
-        def failed() -> None:
-            session.runs.pop(id, None)
-
-        self.training.submit(model, Job(create, self._finish(future, created, failed)))
+        failed = partial(session.runs.pop, id, None)
+        self.training.submit(model, Job(create, self._finish(future, lambda _: {**answer, "model_id": id}, failed)))
         return _reply(future, model_id=id)
 
     def _take(self, call: Call, work: Callable[[Run], Work], answer: Callable[[Any], Any]) -> Response:
@@ -250,10 +246,9 @@ class Tinker:
         return _reply(self.sessions.take(message.model_id, message.seq_id, call.size, make), model_id=message.model_id)
 
     def _finish(
-        self, future: Future, answer: Callable[[Any], Any], failed: Callable[[], None] = lambda: None
+        self, future: Future, answer: Callable[[Any], Any], failed: Callable[[], object] = lambda: None
     ) -> Callable[[Any], None]:
         """Return the call of the training thread that passes a result or an error on to this loop."""
-        loop = asyncio.get_running_loop()
 
         async def finish(found: Any) -> None:
             try:
@@ -267,22 +262,18 @@ class Tinker:
                 failed()
             self.sessions.finish(future, result)
 
-        def start(found: Any) -> None:
-            task = loop.create_task(finish(found))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        return partial(self.service.bridge().post, lambda found: self._run(finish(found)))
 
-        def pass_on(found: Any) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(start, found)
-
-        return pass_on
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)  # the loop keeps no reference
+        task.add_done_callback(self._tasks.discard)
 
     async def _unload(self, id: str, run: Run) -> None:
         """End a model after its requests that were passed on, and its sampling weights without a name."""
-        done, loop = asyncio.Event(), asyncio.get_running_loop()
-        finish = partial(loop.call_soon_threadsafe, done.set)
-        self.training.submit(run.model, Job(partial(self.training.end, run.model), lambda _: finish()))
+        done = asyncio.Event()
+        finish = partial(self.service.bridge().post, lambda _: done.set())
+        self.training.submit(run.model, Job(partial(self.training.end, run.model), finish))
         await done.wait()
         for each in await self.service.load(partial(self.checkpoints.end_run, id)):
             await self._delete(each)
@@ -300,7 +291,8 @@ class Tinker:
             raise LoRAUsageError(f"base_model {name!r:.200} is not served; expected {self.base!r}")
 
     def _metadata(self, message: Any) -> dict[str, Any]:
-        if len(json.dumps(found := message.user_metadata or {})) > self.limits.metadata_bytes:
+        found = getattr(message, "user_metadata", None) or {}
+        if len(json.dumps(found)) > self.limits.metadata_bytes:
             raise LoRAUsageError(f"user_metadata has more than {self.limits.metadata_bytes} bytes")
         return found
 
@@ -336,22 +328,18 @@ class Tinker:
     def _save(self, call: Call, kind: str, answer: Callable[[Checkpoint], Any]) -> Response:
         """Write a checkpoint. The training thread fetches its values, and another writes them."""
         message: Any = call.message
-        name = f"seq-{message.seq_id}" if message.path is None else message.path
-        options: dict[str, Any] = {"ttl": message.ttl_seconds}
+        named = message.model_id, kind, f"seq-{message.seq_id}" if message.path is None else message.path
 
-        def fetch(run: Run) -> Any:
+        def fetch(run: Run) -> Callable[[], Checkpoint]:
             wire.check_save(message)
-            self.checkpoints.check_name(message.model_id, kind, name)
-            options["metadata"] = self._metadata(message) if hasattr(message, "user_metadata") else None
-            state = self.training.state(run.model) if kind == "weights" else {}
-            kept = {key: state[key] for key in ("factors", "optimizer", "ranks") if key in state}
-            return self.training.adapter(run.model), kept
+            self.checkpoints.check_name(*named)
+            options = {"ttl": message.ttl_seconds, "metadata": self._metadata(message)}
+            state = self.training.state(run.model) if kind == "weights" else None
+            return partial(self.checkpoints.write, *named, self.training.adapter(run.model), state, **options)
 
-        async def write(found: Any) -> Any:
+        async def write(found: Callable[[], Checkpoint]) -> Any:
             async with self._writes:
-                made = await self.service.load(
-                    partial(self.checkpoints.write, message.model_id, kind, name, *found, **options)
-                )
+                made = await self.service.load(found)
             result: Any = answer(made)
             return await result if isinstance(result, Awaitable) else result
 
@@ -391,7 +379,7 @@ class Tinker:
         return {}
 
     async def weights_info(self, call: Call) -> Any:
-        lora = self.checkpoints.run(self.checkpoints.at(str(call.message.get("tinker_path"))).run).lora
+        lora = self._lora_of(str(call.message.get("tinker_path")))
         options = {f"train_{part}": lora[f"train_{part}"] for part in _PARTS}
         return types.WeightsInfoResponse(base_model=self.base, is_lora=True, lora_rank=lora["rank"], **options)
 
@@ -420,6 +408,9 @@ class Tinker:
     def _named(self, call: Call) -> Checkpoint:
         path = call.request.path_params
         return self.checkpoints.at(f"tinker://{path['run']}/{path['kind']}/{path['name']}")
+
+    def _lora_of(self, path: str) -> Mapping[str, Any]:
+        return self.checkpoints.run(self.checkpoints.at(path).run).lora
 
     async def _delete(self, checkpoint: Checkpoint) -> None:
         await self.service.load(partial(self.checkpoints.delete, checkpoint))
@@ -485,7 +476,7 @@ class Tinker:
         return _reply(future)
 
 
-def build_app(tinker: Tinker) -> Starlette:
+def build_app(tinker: Tinker) -> ASGIApp:
     """Return the application. All routes need a key but `healthz` and the downloads, whose URLs are signed."""
     post, get = partial(_route, tinker, "POST"), partial(_route, tinker, "GET")
     run, named = "/training_runs/{run}", "/training_runs/{run}/checkpoints/{kind}/{name}"
@@ -521,67 +512,30 @@ def build_app(tinker: Tinker) -> Starlette:
         get("/download/{token}/{file}", tinker.download, key=False),
     ]
 
-    @contextlib.asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncGenerator[None, None]:
-        sweeper = asyncio.get_running_loop().create_task(tinker.sweep())
-        yield
-        sweeper.cancel()
-
-    async def unknown(request: Request, error: Exception) -> Response:
-        path = f"{request.method} {request.url.path}"[:200]
-        return _failure(ApiError(getattr(error, "status_code", 404), NOT_FOUND, f"{path} is not a call of this server"))
-
-    return Starlette(routes=routes, exception_handlers={HTTPException: unknown}, lifespan=lifespan)
+    return Outermost(routes, [f"/api/v1/{path}" for path in _QUIET])
 
 
-def _route(
-    tinker: Tinker,
-    method: str,
-    path: str,
-    endpoint: Callable[[Call], Awaitable[Any]],
-    kind: Any = None,
-    *,
-    key: bool = True,
-) -> Route:
-    """Return a route: the check of the key, the message of type `kind`, and the answers to errors."""
+def _route(tinker: Tinker, method: str, path: str, endpoint: Any, kind: Any = None, *, key: bool = True) -> Route:
+    """Return a route: the check of the key, and the message of type `kind`."""
 
     async def answer(request: Request) -> Response:
+        if key:
+            if not tinker.service.keys.admit(f"Bearer {request.headers.get('x-api-key', '')}", admin=False):
+                raise ApiError(401, "AuthenticationError", "a key is needed: X-API-Key: tml-...")
+            tinker.service.check_ready()
+        body, message = bytearray(), None
+        if kind is not None:
+            media = wire.PROTOBUF if kind is wire.ForwardBackwardRequest else "application/json"
+            body = await read_body(request, tinker.service.limits, expected=media)
+            message = wire.parse(kind, body)
         try:
-            if key:
-                given = request.headers.get("x-api-key", "")
-                if not tinker.service.keys.admit(f"Bearer {given}", admin=False):
-                    raise ApiError(401, "AuthenticationError", "a key is needed: X-API-Key: tml-...")
-                tinker.service.check_ready()
-            body = b"" if kind is None else await _body(tinker, request, kind)
-            found = await endpoint(Call(request, None if kind is None else wire.parse(kind, body), len(body)))
-        except ApiError as error:
-            return _failure(error)
+            found = await endpoint(Call(request, message, len(body)))
         except LoRAUsageError as error:
-            return _failure(bad_request(str(error)))
-        except ClientDisconnect:
-            return Response(status_code=400)
-        except Exception:  # a fault of the server must not show its traceback
-            _log.exception("a request failed")
-            return _failure(ApiError(500, "InternalServerError", "an unforeseen error; the server's log has it"))
+            raise bad_request(str(error)) from None
         found = found.model_dump(mode="json") if isinstance(found, BaseModel) else found
         return found if isinstance(found, Response) else JSONResponse(found)
 
     return Route(f"/api/v1{path}", answer, methods=[method])
-
-
-async def _body(tinker: Tinker, request: Request, kind: Any) -> bytearray:
-    """Return a body. Raises ApiError: 400 for another type or an encoding such as zstd, 408, 413."""
-    media = wire.PROTOBUF if kind is wire.ForwardBackwardRequest else "application/json"
-    encoding = request.headers.get("content-encoding", "identity")
-    if media_type(request) != media or encoding != "identity":
-        found = f"{media_type(request)[:80] or 'none'!r} and {encoding[:80]!r}"
-        raise bad_request(f"the content type must be {media}, and the content encoding 'identity', got {found}")
-    return await receive_body(request, tinker.service.limits.body_bytes, tinker.service.limits.body_seconds)
-
-
-def _failure(error: ApiError) -> Response:
-    headers = error.headers() | ({"connection": "close"} if error.status in (400, 401, 408, 413) else {})
-    return JSONResponse(error.body(), error.status, headers)
 
 
 def _reply(future: Future, **more: Any) -> Response:

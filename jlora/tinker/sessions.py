@@ -5,6 +5,7 @@ derive them too.
 """
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jlora.errors import LoRAError, LoRAUsageError
-from jlora.serve.http.errors import ApiError
+from jlora.serve.http.errors import ApiError, bad_request
 from jlora.tinker.checkpoints import Checkpoint
 from jlora.tinker.training import Job, Model
 
@@ -31,7 +32,7 @@ class Limits:
       ahead: how far a `seq_id` may be ahead of the next one.
       session_seconds: until a session without a heartbeat ends.
       gap_seconds: until requests fail that an earlier `seq_id` is missing for.
-      answer_seconds: until an answer is forgotten.
+      answer_seconds: until an answer may be forgotten, where the room is needed.
       poll_seconds: until a client that comes for an answer is told to come again.
       url_seconds: until the URL of a download expires.
       metadata_bytes: of metadata, as JSON.
@@ -47,7 +48,7 @@ class Limits:
     ahead: int = 10_000
     session_seconds: float = 600.0
     gap_seconds: float = 120.0
-    answer_seconds: float = 600.0
+    answer_seconds: float = 60.0
     poll_seconds: float = 30.0
     url_seconds: float = 3600.0
     metadata_bytes: int = 4096
@@ -61,7 +62,7 @@ class Future:
     def __init__(self, id: str, size: int):
         self.id, self.size, self.about = id, size, dict[str, Any]()
         self.answer: Answer | None = None
-        self.done, self.finished = asyncio.Event(), 0.0
+        self.done, self.finished = asyncio.Event(), math.inf  # of `time.monotonic()`
 
 
 @dataclass(eq=False)
@@ -83,7 +84,6 @@ class Run:
     broken: LoRAUsageError | None = None
     snapshots: list[Checkpoint] = field(default_factory=list[Checkpoint])
     used: float = field(default_factory=time.time)
-    gap: asyncio.TimerHandle | None = None
 
 
 @dataclass(eq=False)
@@ -102,8 +102,7 @@ class Sessions:
     def __init__(self, limits: Limits, submit: Callable[[Model, Job], None]):
         self.limits, self._submit = limits, submit
         self.open: dict[str, Session] = {}
-        self._waiting: dict[str, Future] = {}
-        self._answered: dict[str, Future] = {}  # the oldest first
+        self._futures: dict[str, Future] = {}  # the oldest first
         self._bytes = 0
 
     def begin(self) -> Session:
@@ -164,9 +163,9 @@ class Sessions:
             waits.
         """
         run = self.run(run_id)
-        if seq_id is None or seq_id < 1 or seq_id > run.next + self.limits.ahead:
-            most = run.next + self.limits.ahead
-            raise ApiError(400, "BadRequestError", f"seq_id must be from 1 to {most}, got {seq_id}", "seq_id")
+        most = run.next + self.limits.ahead
+        if seq_id is None or not 1 <= seq_id <= most:
+            raise bad_request(f"seq_id must be from 1 to {most}, got {seq_id}", "seq_id")
         id = f"{run_id}:{seq_id}"
         if (future := self.known(id)) is not None:
             return future
@@ -176,20 +175,20 @@ class Sessions:
         if run.broken is not None:
             self.finish(future, run.broken)
             return future
-        run.early[seq_id], missing = (make(run, future), future), run.next
+        missing = run.next if run.early else None
+        run.early[seq_id] = make(run, future), future
         while (turn := run.early.pop(run.next, None)) is not None:
             run.next += 1
             self._submit(run.model, turn[0])
-        if run.gap is not None and run.next != missing:
-            run.gap.cancel()
-            run.gap = None
-        if run.early and run.gap is None:
-            error = LoRAUsageError(
-                f"the request with seq_id {run.next} did not come within {self.limits.gap_seconds:g} seconds of a "
-                "later one, and the model's order is lost; create a training client from its last checkpoint"
-            )
-            run.gap = asyncio.get_running_loop().call_later(self.limits.gap_seconds, self._break, run, error)
+        if run.early and run.next != missing:
+            asyncio.get_running_loop().call_later(self.limits.gap_seconds, self._give_up, run, run.next)
         return future
+
+    def _give_up(self, run: Run, missing: int) -> None:
+        if run.next == missing:
+            error = f"the request with seq_id {missing} did not come within {self.limits.gap_seconds:g} seconds of a "
+            error += "later one, and the model's order is lost; create a training client from its last checkpoint"
+            self._break(run, LoRAUsageError(error))
 
     def _break(self, run: Run, error: LoRAUsageError) -> None:
         run.broken = run.broken or error
@@ -199,42 +198,36 @@ class Sessions:
 
     def known(self, id: str) -> Future | None:
         """Return the future of a request that is known."""
-        return self._waiting.get(id) or self._answered.get(id)
+        return self._futures.get(id)
 
     def future(self, id: str, size: int) -> Future:
         """Return a new future. Raises ApiError (429) if too many requests and answers are kept."""
-        now, limits = time.monotonic(), self.limits
-        while self._answered:
-            oldest = next(iter(self._answered.values()))
-            full = 2 * self._bytes > limits.bytes or 2 * len(self._answered) > limits.futures
-            if oldest.finished > now - (60 if full else limits.answer_seconds):
-                break
-            self.forget(oldest)
-        count = len(self._waiting) + len(self._answered)
-        if count >= limits.futures or self._bytes + size > limits.bytes:
-            raise busy(f"{count} requests and answers of {self._bytes} bytes are kept")
-        future = self._waiting[id] = Future(id, size)
+        while len(self._futures) >= self.limits.futures or self._bytes + size > self.limits.bytes:
+            least = time.monotonic() - self.limits.answer_seconds
+            old = next((each for each in self._futures.values() if each.finished <= least), None)
+            if old is None:
+                raise busy(f"{len(self._futures)} requests and answers of {self._bytes} bytes are kept")
+            self.forget(old)
+        future = self._futures[id] = Future(id, size)
         self._bytes += size
         return future
 
     def forget(self, future: Future) -> None:
         """Forget a request and its answer."""
-        (self._waiting if future.answer is None else self._answered).pop(future.id)
+        del self._futures[future.id]
         self._bytes -= future.size
 
     def finish(self, future: Future, answer: Answer | Exception) -> None:
         """Store the answer to a request. That to a wrong one is an error of the category "user", else "server"."""
+        if future.answer is not None:
+            return
         if isinstance(answer, Exception):
             text = str(answer) if isinstance(answer, LoRAError) else f"{type(answer).__name__}: {answer}"
             category = "user" if isinstance(answer, LoRAUsageError) else "server"
             answer = {"error": text[:2000], "category": category}
-        if future.answer is not None:
-            return
-        self.forget(future)
-        future.size = len(answer) if isinstance(answer, bytes) else 256
-        future.answer, future.finished = answer, time.monotonic()
-        self._answered[future.id] = future
-        self._bytes += future.size
+        size = len(answer) if isinstance(answer, bytes) else 256
+        self._bytes += size - future.size
+        future.size, future.answer, future.finished = size, answer, time.monotonic()
         future.done.set()
 
     async def wait(self, id: str) -> Answer | None:

@@ -264,7 +264,7 @@ class Training:
         """Return the factors and the optimizer of a model, copied to the host."""
         self._place([model])
         state = jax.device_get(self._trainer.state_of(model.name))
-        return state if model.summed else {key: state[key] for key in ("factors", "optimizer", "ranks")}
+        return {key: state[key] for key in ("factors", "optimizer", "ranks")}
 
     def adapter(self, model: Model) -> Adapter:
         """Return the adapter of a model, in float32 on the host."""
@@ -332,9 +332,8 @@ class Training:
         buckets = [bucket for model in self._models.values() for bucket, rows in model.rows.items() if rows]
         if not buckets:
             return (False, 0), taken
-        sharing = deque(model for model in self._models.values() if model.rows[buckets[0]])
-        while len(sharing) > self._trainer.capacity:
-            sharing.pop()
+        sharing = [model for model in self._models.values() if model.rows[buckets[0]]]
+        sharing = deque(sharing[: self._trainer.capacity])
         while sharing and len(taken) < self._shapes[buckets[0][1]][0]:  # one of each model in turn
             model = sharing.popleft()
             taken.append((model, *model.rows[buckets[0]].popleft()))
@@ -400,7 +399,7 @@ class Training:
             self._placed[name] = model
 
     def _park(self, model: Model) -> None:
-        state = self.state(model)
+        state = jax.device_get(self._trainer.state_of(model.name)) if model.summed else self.state(model)
         self._remove(model)
         model.state = state
 

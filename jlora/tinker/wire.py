@@ -20,6 +20,7 @@ ForwardBackwardRequest = pb.ForwardBackwardRequest
 
 _DTYPES = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64, pb.DTYPE_INT32: np.int32}
 _POLICY = ("logprobs", "advantages")
+_NOT_SAMPLED = ("target_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n", "record_stability_info")
 _THRESHOLDS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
 
@@ -48,8 +49,7 @@ def computation(message: pb.ForwardBackwardRequest, *, longest: int, vocab: int,
     numbers = dict(_THRESHOLDS)
     known = tuple(_THRESHOLDS) if loss in ("ppo", "cispo") else ()
     config: dict[str, float] = {
-        key: value.number if value.WhichOneof("value") == "number" else math.nan
-        for key, value in message.loss_fn_config_v2.items()
+        key: value.number if value.HasField("number") else math.nan for key, value in message.loss_fn_config_v2.items()
     }
     for key, value in (config or dict(message.loss_fn_config)).items():
         if key not in known:
@@ -125,18 +125,14 @@ def adam_numbers(params: types.OptimStepRequest) -> dict[str, float]:
     given = params.optim_params
     if not isinstance(given, types.AdamParams):
         raise LoRAUsageError(f"the optimizer {given.type!r:.80} is not implemented; expected AdamParams")
-    for name, value in given.model_dump().items():
+    numbers = given.model_dump()
+    norm = numbers.pop("grad_clip_norm")
+    for name, value in numbers.items():
         most = 1.0 if name.startswith("beta") else math.inf
-        if not 0 <= value < most and name != "grad_clip_norm":
+        if not 0 <= value < most:
             raise LoRAUsageError(f"adam_params.{name} must be at least 0 and below {most:g}, got {value}")
-    return {
-        "learning_rate": given.learning_rate,
-        "b1": given.beta1,
-        "b2": given.beta2,
-        "eps": given.eps,
-        "weight_decay": given.weight_decay,
-        "max_norm": given.grad_clip_norm if given.grad_clip_norm > 0 else math.inf,
-    }
+    b1, b2 = numbers.pop("beta1"), numbers.pop("beta2")
+    return {**numbers, "b1": b1, "b2": b2, "max_norm": norm if norm > 0 else math.inf}
 
 
 def check_adam(config: types.OptimizerConfig | None) -> None:
@@ -192,14 +188,6 @@ def sampling_params(request: types.SampleRequest, most: int) -> list[SamplingPar
         )
         for i in range(request.num_samples)
     ]
-
-
-_NOT_SAMPLED = (
-    "target_prompt_logprobs",
-    "prompt_alt_tokens_k",
-    "prompt_logprobs_last_n",
-    "record_stability_info",
-)
 
 
 def sample_response(found: Sequence[Sequence[Piece]], request: types.SampleRequest) -> bytes:

@@ -1,7 +1,7 @@
 """The ASGI application: routes, access checks and error responses."""
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -56,7 +56,7 @@ def build_app(service: Service) -> ASGIApp:
         anybody("/status", status_page),
         anybody("/", status_page),
     ]
-    return _Outermost(Router(routes, redirect_slashes=False), frozenset(route.path for route in routes))
+    return Outermost(routes, _QUIET)
 
 
 def _route(service: Service, path: str, endpoint: Endpoint, *, method: str = "GET", admin: bool | None = None) -> Route:
@@ -89,16 +89,17 @@ async def _version(service: Service, request: Request) -> Response:
     return JSONResponse({"version": jlora.__version__})
 
 
-class _Outermost:
+class Outermost:
     """Converts errors into responses, and writes one log line for each request.
 
     Args:
-      router: The routes.
-      paths: Their paths. A further slash at the end of one has no effect.
+      routes: The routes. A further slash at the end of a path has no effect.
+      quiet: Paths of requests that are not logged.
     """
 
-    def __init__(self, router: Router, paths: frozenset[str]):
-        self._router, self._paths = router, paths
+    def __init__(self, routes: Sequence[Route], quiet: Collection[str]):
+        self._router, self._quiet = Router(routes, redirect_slashes=False), quiet
+        self._paths = frozenset(route.path for route in routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -145,7 +146,7 @@ class _Outermost:
                 response = JSONResponse(failure.body(), failure.status, headers)
                 await response(scope, receive, noted_send)
         finally:
-            if scope["path"] not in _QUIET:
+            if scope["path"] not in self._quiet:
                 seconds = round(time.monotonic() - started, 4)
                 about = {"method": scope["method"][:_LONGEST], "path": scope["path"][:_LONGEST], "status": status}
                 log_event("request", **about, seconds=seconds, **note)

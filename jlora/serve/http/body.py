@@ -54,15 +54,17 @@ def media_type(request: Request) -> str:
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
-async def read_body(request: Request, limits: Limits, kind: str = BAD_REQUEST) -> bytearray:
-    """Read the body of a request with content type application/json.
+async def read_body(
+    request: Request, limits: Limits, kind: str = BAD_REQUEST, expected: str = "application/json"
+) -> bytearray:
+    """Read the body of a request with the expected content type.
 
     Raises:
       ApiError: 400 for another content type or an encoded body, or an error of `receive_body`.
     """
     media = media_type(request)
-    if media != "application/json":  # browsers send other types across origins without a preflight
-        raise ApiError(400, kind, f"the content type must be application/json, got {media[:80] or 'none'!r}")
+    if media != expected:  # browsers send others than JSON across origins without a preflight
+        raise ApiError(400, kind, f"the content type must be {expected}, got {media[:80] or 'none'!r}")
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         raise ApiError(400, kind, f"the content encoding {encoding[:80]!r} is not implemented; send the body as it is")

@@ -331,15 +331,16 @@ class Trainer:
           LoRAUsageError: an adapter is not trained here or is twice in the list, or the optimizer has no such number.
         """
         with self._lock:
-            names = [name] if isinstance(name, str) else [each for each in name if each is not None]
+            several = isinstance(name, list)
+            names = [each for each in name if each is not None] if several else [name]
+            indices = [self._member(each).index for each in names]
             if twice := [each for each in names if names.count(each) > 1]:
                 raise LoRAUsageError(f"Trainer.apply: adapter {twice[0]!r} is twice in the list; expected once")
-            indices = [self._member(each).index for each in names]
-            padding = 0 if isinstance(name, str) else len(name) - len(names)
+            padding = len(name) - len(names) if several else 0
             members = np.array(indices + [self.capacity] * padding, np.int32)
             found: Any = self._change(self._update(members, names, divide, numbers)) if names else ()
             norms = found[: len(names)]
-            return norms[0] if isinstance(name, str) else norms
+            return norms if several else norms[0]
 
     def step(self, batch: LoRABatch, *inputs: Any, divide: bool = True, **numbers: Number) -> Report:
         """Move the adapters of a batch: `gradients`, and `apply` of each. Others do not change.

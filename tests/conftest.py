@@ -46,9 +46,9 @@ from jax.experimental.compilation_cache import compilation_cache
 
 # Calls into these are held to their annotations, shapes included. The machines that lend a GPU may lack beartype. Not
 # jlora.config, whose classes check every field themselves and turn any path into a string, as tests rely on; not
-# jlora.adapters.patterns and pattern_table, which tests give tens of thousands of expressions; not
-# jlora.layers.site, whose small properties are read hundreds of thousands of times; and not jlora.layers.wrap.discover and
-# jlora._typing, whose functions are called for tens of thousands of objects while models are traversed.
+# jlora.adapters.patterns and pattern_table, which tests give tens of thousands of expressions; not jlora.layers.site,
+# whose small properties are read hundreds of thousands of times; and not jlora._typing and jlora.layers.wrap.discover,
+# whose functions are called for tens of thousands of objects while models are traversed.
 # Tests that pass wrong arguments, or arguments accepted beyond the annotations, use
 # `unchecked_calls`.
 CHECKED = (

@@ -46,16 +46,17 @@ from jax.experimental.compilation_cache import compilation_cache
 
 # Calls into these are held to their annotations, shapes included. The machines that lend a GPU may lack beartype. Not
 # jlora.config, whose classes check every field themselves and turn any path into a string, as tests rely on; not
-# jlora.adapters.patterns and pattern_table, which tests give tens of thousands of expressions; not
-# jlora.layers.site, whose small properties are read hundreds of thousands of times; and not jlora._typing, whose two
-# functions are called for tens of thousands of objects while models are traversed.
+# jlora.adapters.patterns and pattern_table, which tests give tens of thousands of expressions; not jlora.layers.site,
+# whose small properties are read hundreds of thousands of times; and not jlora._typing and jlora.layers.wrap.discover,
+# whose functions are called for tens of thousands of objects while models are traversed.
 # Tests that pass wrong arguments, or arguments accepted beyond the annotations, use
 # `unchecked_calls`.
 CHECKED = (
     *("jlora._compat", "jlora.errors", "jlora.ops"),
     *(f"jlora.adapters.{name}" for name in ("adapter", "checkpoint", "config_file", "files")),
     *(f"jlora.adapters.{name}" for name in ("peft_config", "resolve", "tensor_file")),
-    *(f"jlora.layers.{name}" for name in ("base_kernel", "einsum", "forward", "specs", "wrap")),
+    *(f"jlora.layers.{name}" for name in ("base_kernel", "einsum", "forward", "specs")),
+    *(f"jlora.layers.wrap.{name}" for name in ("apply", "make_sites", "select", "wrapped")),
     *("jlora.fit", "jlora.manager", "jlora.slots", "jlora.training", "jlora.verify.repeats"),
     *("jlora.models.decode_attention", "jlora.models.prefill_attention", "jlora.pallas"),
 )
@@ -134,9 +135,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_finish() -> None:
-    """Exclude imported objects from the many garbage collections of the tests."""
+    """Exclude imported objects from the garbage collections of the tests, and collect less often.
+
+    Tracing makes so many objects that collections took a tenth of the tests' time. Each module ends with one anyway.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000, 20, 100)
 
 
 # Half of what Linux allows a process by default (vm.max_map_count), beyond which LLVM crashes.

@@ -44,7 +44,7 @@ def test_loop_of_readme_in_two_threads():
     manager, model, step, tokens = (readme[name] for name in ("manager", "model", "step", "tokens"))
     first = {"sort": "a", "reverse": "c", None: "p"}
     shift = jlora.LoRARequest("shift", path=str(ROOT / "jlora/demo/adapters/shift"))
-    rounds = [["sort", "reverse", None], ["reverse", None, "sort"]] * 20
+    rounds = [["sort", "reverse", None], ["reverse", None, "sort"]] * 10
 
     def prepare():
         for names in rounds:

@@ -9,6 +9,7 @@ import jlora
 from jlora.adapters import Adapter
 from jlora.adapters.wrapped_names import readings
 from tests.adapters.conftest import lora_tensors
+from tests.layers.merging import serve
 from tests.manager.tiny import make_adapter, make_world
 
 NAME = "layers.0.q_proj"
@@ -56,8 +57,8 @@ def test_a_module_of_the_model_keeps_its_name():
     model, x = manager.model, jnp.ones((1, 1, 4))
     base = [np.asarray(x @ layer.kernel[...]) for layer in (model.module.proj, model.proj)]
     manager.add_adapter(Adapter.from_arrays("a", {"module.proj": factors}, alpha=2))
-    with manager.prepare(["a"], length=1) as batch, jlora.use(batch):
-        inside, outside = model(x)
+    with manager.prepare(["a"], length=1) as batch:
+        inside, outside = serve(model, x, batch)
     np.testing.assert_allclose(inside, base[0] + 8, atol=1e-5)
     np.testing.assert_allclose(outside, base[1], atol=1e-5)
     twice = Adapter.from_arrays("b", {"module.proj": factors, "_orig_mod.module.proj": factors}, alpha=2)

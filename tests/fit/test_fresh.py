@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jlora
+from tests.layers.merging import serve
 from tests.manager import tiny
 
 
@@ -22,8 +23,8 @@ def test_a_new_adapter_is_served_without_effect_or_warning(caplog):
     assert caplog.messages == []
     assert manager.list_adapters()["new"].warnings == ()
     assert adapter.modules.keys() == tiny.MODULES.keys() - {"embed"}
-    with manager.prepare(["new", None]) as batch, jlora.use(batch):
-        found = np.asarray(manager.model(tokens))
+    with manager.prepare(["new", None]) as batch:
+        found = np.asarray(serve(manager.model, tokens, batch))
     np.testing.assert_array_equal(found[0], found[1])
 
 

@@ -61,7 +61,8 @@ def expected(variables, module, adapter):
         x = module.again(module.first(x))
         return x + module.general(x).reshape(x.shape)
 
-    hidden = np.asarray(module.apply({"params": params}, TOKENS, method=run), np.float64)
+    hidden = jax.jit(lambda params: module.apply({"params": params}, TOKENS, method=run))(params)
+    hidden = np.asarray(hidden, np.float64)
     return hidden @ (table.T + d.get("lm_head", 0))
 
 

@@ -289,13 +289,15 @@ def adapters_of(zoo: Zoo) -> list[jlora.Adapter]:
     return [make_adapter("one", every, 6), make_adapter("two", some, 2), make_adapter("three", every, 5)]
 
 
+_run = jax.jit(lambda model, inputs: model(inputs))
+
+
 def expected(zoo: Zoo, adapters: Mapping[str, jlora.Adapter], names, inputs) -> dict[str, np.ndarray]:
     """Return the output of merged weights for each layer and sequence, in float32 on one device."""
-    run = jax.jit(lambda model, inputs: model(inputs))
     found: dict[str, np.ndarray] = {}
     for attend in (False, True):
         targets = [*targets_of(zoo), *tables_of(attend)]
-        outputs = {name: run(merge(zoo, targets, adapters[name] if name else None), inputs) for name in {*names}}
+        outputs = {name: _run(merge(zoo, targets, adapters[name] if name else None), inputs) for name in {*names}}
         for key in outputs[None]:
             if key not in ("vocab", "wide") if attend else not key.endswith(".attend"):
                 found[key] = np.stack([np.asarray(outputs[name][key])[i] for i, name in enumerate(names)])

@@ -224,8 +224,8 @@ def test_an_excluded_product_serves_the_base():
         manager.add_adapter(adapter_of({"layers.0.experts.0.gate_proj": ((2, 8), (6, 2))}))
     manager.add_adapter(make_adapter("down", 0, projections=("down_proj",), router=False))
     x = jax.random.normal(jax.random.key(0), (2, 3, HIDDEN))
-    with manager.prepare(["down", None]) as batch, jlora.use(batch):
-        found = np.asarray(manager.model(x))
+    with manager.prepare(["down", None]) as batch:
+        found = np.asarray(serve(manager.model, x, batch))
     down = make_adapter("down", 0, projections=("down_proj",), router=False)
     assert_close(found, reference(manager.model, x.reshape(-1, HIDDEN), [down] * 3 + [None] * 3).reshape(x.shape))
 
@@ -287,9 +287,8 @@ def test_a_product_that_is_a_method_needs_rows():
 
     jlora.register_layer(Methods, lambda layer: jlora.ExpertsSpec(5, {"gate_up": linear(param="wi")}))
     manager = small(Methods)
-    refused = pytest.raises(LoRAError, match="has no `rows`")
-    with manager.prepare([None]) as batch, jlora.use(batch, without=["*"]), refused:
-        manager.model(jnp.ones((1, 2, HIDDEN)))
+    with manager.prepare([None]) as batch, pytest.raises(LoRAError, match="has no `rows`"):
+        jax.eval_shape(serve, manager.model, jnp.ones((1, 2, HIDDEN)), batch)
 
 
 @pytest.mark.parametrize("said", [{"gate_up": "nothing"}, {"gate_up": "plain"}, "wi"])

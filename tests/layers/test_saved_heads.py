@@ -294,8 +294,8 @@ def test_advice_serves_the_adapter(saved):
     manager = make_manager(Wide(), [adapter], saved_heads=heads)
     assert info_of(manager, "a").saved_outputs == {"first.score": 5, "second.proj": 7}
     x = jnp.asarray(normal(1, LENGTH, K))
-    with manager.prepare(["a"]) as batch, jlora.use(batch):
-        _, score, _, proj = manager.model(x)
+    with manager.prepare(["a"]) as batch:
+        _, score, _, proj = serve(manager.model, x, batch)
     close(proj, np.asarray(x, np.float64) @ TWO["second.proj"].weight.astype(np.float64).T)
     lora, head = adapter.modules["first.proj"], TWO["first.score"]
     inner = np.asarray(x, np.float64) @ (

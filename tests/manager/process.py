@@ -252,7 +252,7 @@ def a_process_answers_while_it_waits_for_another(world: World) -> None:
         assert "one" in manager.list_adapters()
         slowest = max(slowest, time.perf_counter() - started)
         time.sleep(0.01)
-    assert slowest < 0.1
+    assert slowest < 0.35  # a call that waits takes the 0.7 s for which the other process begins later
     world.check(["one", "two", None, "two"])
     with manager.prepare(["one"]) as batch:  # an error in a call without an agreement is of one process
         if world.me == 0:

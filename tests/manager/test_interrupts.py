@@ -225,7 +225,7 @@ def in_a_process(call: str, times: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("how", "times"), [("asyncio", 15), *(pytest.param(how, 50, marks=pytest.mark.slow) for how in HOW)]
+    ("how", "times"), [("asyncio", 6), *(pytest.param(how, 50, marks=pytest.mark.slow) for how in HOW)]
 )
 def test_signals_harm_nothing(how: str, times: int) -> None:
     figures = in_a_process(f"run(1, {times}, tasks={how == 'asyncio'})", times)
@@ -287,7 +287,7 @@ def train(times: int) -> None:
     print("\n" + json.dumps(figures), flush=True)
 
 
-@pytest.mark.parametrize("times", [15, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [6, pytest.param(300, marks=pytest.mark.slow)])
 def test_signals_leave_the_state_of_a_trainer(times: int) -> None:
     figures = in_a_process(f"train({times})", times)
     assert figures["before"] + figures["after"] == times, figures

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jlora.layers.site import SlotSpec
@@ -49,7 +49,6 @@ def drawn(rng, first: int, slices: int, rank: int, dtype="float32") -> Part:
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
 def test_modules_lie_where_a_loop_puts_them(data):
     spec = spec_of(data.draw(st.sampled_from(sorted(ORDERS))))
     cuts = data.draw(st.sampled_from([[(0, 1), (1, 1), (2, 1)], [(0, 2), (2, 1)], [(1, 2)], [(0, 3)], []]))

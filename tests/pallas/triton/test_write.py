@@ -20,8 +20,13 @@ SHAPES = {  # of the arrays, how many, ranks of a block
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
-@pytest.mark.parametrize("what", SHAPES)
+@pytest.mark.parametrize(
+    ("what", "dtype"),
+    [
+        *((what, "float32") for what in SHAPES),
+        *(("B", name) for name in ("bfloat16", "float16", "int8")),
+    ],
+)
 def test_a_block_of_many_layers(rng, what, dtype):
     shape, rows, step = SHAPES[what]
     held = [(9 * rng.standard_normal(shape, np.float32)).astype(jnp.dtype(dtype)) for _ in range(rows)]

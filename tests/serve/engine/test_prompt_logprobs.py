@@ -76,7 +76,8 @@ class World:
 
     def want(self, name, prompt):
         """Return log probabilities [L, V] of the token after each of a prompt."""
-        padded = jnp.zeros((1, 200), jnp.int32).at[0, : len(prompt)].set(jnp.asarray(prompt))
+        padded = np.zeros((1, 200), np.int32)
+        padded[0, : len(prompt)] = prompt
         own = np.array(_whole(self.models[name], padded))[: len(prompt)]
         calls = None if name is None else self.adapters[name].invocation_tokens
         if calls:

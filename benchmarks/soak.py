@@ -130,7 +130,7 @@ def signals(part: Part, seed: int, times: int) -> None:
     for how in HOW:
         part.alive = time.monotonic() + 3 * times
         try:
-            figures = in_a_process(f"run({seed}, {times}, tasks={how == 'asyncio'})", times)
+            (figures,) = in_a_process(times, f"run({seed}, {times}, tasks={how == 'asyncio'})")
         except Exception as error:  # counted as dead; the next program runs
             part.blame(error, f"{how}:")
             continue

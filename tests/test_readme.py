@@ -17,30 +17,36 @@ from tests.compiled import compiled_programs
 ROOT = Path(__file__).parent.parent
 
 
-def run_blocks(page, count=None, promotion="strict"):
-    """Run the first `count` blocks of a page. Return their namespace, and the programs of `step` after each."""
+def run_blocks(page):
+    """Run the blocks of a page. Return their namespace after each, and the programs of `step` after each."""
     blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
-    namespace, compiled = {}, []
-    with contextlib.chdir(ROOT), jax.numpy_dtype_promotion(promotion):
-        for block in blocks[:count]:
+    namespace, after, compiled = {}, [], []
+    with contextlib.chdir(ROOT), jax.numpy_dtype_promotion("strict"):
+        for block in blocks:
             exec(compile(block, page, "exec"), namespace)
+            after.append(dict(namespace))
             compiled.append(compiled_programs(namespace["step"]))
-    return namespace, compiled
+    return after, compiled
 
 
-def test_python_blocks_of_readme_run():
-    namespace, compiled = run_blocks("README.md")
+@pytest.fixture(scope="module")
+def readme():
+    return run_blocks("README.md")
+
+
+def test_python_blocks_of_readme_run(readme):
+    after, compiled = readme
     # Once in the first block; `verify` in the second compiles for copies of the model; once for the model on a mesh.
     first, verified, on_mesh = compiled
     assert first == on_mesh == 1 < verified
-    assert namespace["mesh"].size == 4
-    assert isinstance(namespace["logits"], jax.Array)
+    assert after[-1]["mesh"].size == 4
+    assert isinstance(after[-1]["logits"], jax.Array)
 
 
-def test_loop_of_readme_in_two_threads():
+def test_loop_of_readme_in_two_threads(readme):
     """One thread steps and one prepares. Weights change between the steps, and at last the structure."""
     ready: queue.Queue = queue.Queue(maxsize=2)
-    readme, _ = run_blocks("README.md", 1)
+    (_, readme, _), (_, compiled, _) = readme  # of the second block, before the model on a mesh
     manager, model, step, tokens = (readme[name] for name in ("manager", "model", "step", "tokens"))
     first = {"sort": "a", "reverse": "c", None: "p"}
     shift = jlora.LoRARequest("shift", path=str(ROOT / "jlora/demo/adapters/shift"))
@@ -66,14 +72,15 @@ def test_loop_of_readme_in_two_threads():
             base = found if base is None else base
             np.testing.assert_allclose(found, base, rtol=1e-4, atol=1e-4)
         preparing.result(60)
-    assert compiled_programs(step) == 1
+    assert compiled_programs(step) == compiled
     model.norm_of_user = nnx.LayerNorm(4, rngs=nnx.Rngs(0))
     with manager.prepare([None] * 3) as batch, pytest.raises(jlora.LoRAUsageError, match="added: norm_of_user"):
         step(model, tokens, batch)
 
 
 def test_python_blocks_of_loop_run():
-    namespace, compiled = run_blocks("docs/loop.md")
+    after, compiled = run_blocks("docs/loop.md")
+    namespace = after[-1]
     # Defined, warm-up, split model, loads and swaps (2), a loop of its own, kernels.
     assert compiled == [0, 1, 1, 1, 1, 1, 1]
     assert compiled_programs(namespace["split_step"]) == 1

@@ -213,26 +213,30 @@ def run(seed: int, times: int, tasks: bool = False) -> None:
 HOW = ("script", "asyncio")
 
 
-def in_a_process(call: str, times: int) -> dict[str, Any]:
-    """Call a function of this module, and return its figures. A signal that came late would hit the process that sends
-    it.
+def in_a_process(times: int, *calls: str) -> list[dict[str, Any]]:
+    """Call functions of this module, and return the figures of each. A signal that came late would hit the process that
+    sends it.
     """
-    code = f"from tests.manager import test_interrupts\ntest_interrupts.{call}\n"
+    code = "\n".join(["from tests.manager import test_interrupts", *(f"test_interrupts.{call}" for call in calls)])
     command = [sys.executable, "-X", "faulthandler", "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60 + 3 * times, check=False)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.parametrize(
-    ("how", "times"), [("asyncio", 6), *(pytest.param(how, 50, marks=pytest.mark.slow) for how in HOW)]
-)
-def test_signals_harm_nothing(how: str, times: int) -> None:
-    figures = in_a_process(f"run(1, {times}, tasks={how == 'asyncio'})", times)
+def check_manager(figures: dict[str, Any], times: int) -> None:
+    """Check the figures of `run`."""
     assert figures["harm"] == []
     swallowed = figures["swallowed_outside_of_jlora"]
     assert figures["caught"] + swallowed == times
     assert swallowed <= 1 + times // 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", HOW)
+def test_signals_harm_nothing(how: str) -> None:
+    (figures,) = in_a_process(50, f"run(1, 50, tasks={how == 'asyncio'})")
+    check_manager(figures, 50)
 
 
 def train(times: int) -> None:
@@ -287,7 +291,19 @@ def train(times: int) -> None:
     print("\n" + json.dumps(figures), flush=True)
 
 
-@pytest.mark.parametrize("times", [6, pytest.param(300, marks=pytest.mark.slow)])
-def test_signals_leave_the_state_of_a_trainer(times: int) -> None:
-    figures = in_a_process(f"train({times})", times)
+def check_trainer(figures: dict[str, Any], times: int) -> None:
+    """Check the figures of `train`."""
     assert figures["before"] + figures["after"] == times, figures
+
+
+@pytest.mark.slow
+def test_signals_leave_the_state_of_a_trainer() -> None:
+    (figures,) = in_a_process(300, "train(300)")
+    check_trainer(figures, 300)
+
+
+def test_a_few_signals_harm_neither_a_manager_nor_a_trainer() -> None:
+    """In one process, since JAX is imported for seconds."""
+    of_manager, of_trainer = in_a_process(12, "run(1, 6, tasks=True)", "train(6)")
+    check_manager(of_manager, 6)
+    check_trainer(of_trainer, 6)

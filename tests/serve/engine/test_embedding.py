@@ -48,8 +48,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def oracle(folder, tmp_path_factory):
-    """A function that computes the embedding of one prompt with a model whose weights have the adapter."""
+def models(folder, tmp_path_factory):
+    """Models by the name of the adapter that their weights have."""
     models = {None: from_pretrained(folder)}
     for name in NAMES:
         merged = tmp_path_factory.mktemp(name)
@@ -58,6 +58,12 @@ def oracle(folder, tmp_path_factory):
         deltas = {f"{path}.weight": (b @ a).astype(np.float32) for path, (a, b) in lora_of(name).items()}
         edit(merged, lambda tensors, d=deltas: tensors.update({n: tensors[n] + delta for n, delta in d.items()}))
         models[name] = from_pretrained(merged)
+    return models
+
+
+@pytest.fixture(scope="module")
+def oracle(models):
+    """A function that computes the embedding of one prompt with a model whose weights have the adapter."""
     step = jax.jit(lambda model, ids, length: model.pooled(ids[None], length[None])[0])
 
     def embedding(name, ids):
@@ -201,16 +207,10 @@ PROMPTS = {"prompts": {"d": "in: "}, "default_prompt_name": "d"}
 
 
 @pytest.fixture(scope="module")
-def hidden_of(tmp_path_factory):
+def hidden_of(models):
     """A function that computes the float64 hidden states [L, E] of a prompt with the weights of adapter a merged."""
-    merged = tmp_path_factory.mktemp("hidden")
-    checkpoints.write(merged, checkpoints.DENSE["mistral"])
-    deltas = {f"{path}.weight": (b @ a).astype(np.float32) for path, (a, b) in lora_of("a").items()}
-    edit(merged, lambda tensors: tensors.update({n: tensors[n] + delta for n, delta in deltas.items()}))
-    write_modules(merged, "mean")
-    model = from_pretrained(merged)
     step = jax.jit(lambda model, ids: model(ids[None])[0])
-    return lambda ids: np.asarray(step(model, np.resize(ids, 80))[: len(ids)], np.float64)
+    return lambda ids: np.asarray(step(models["a"], np.resize(ids, 80))[: len(ids)], np.float64)
 
 
 @pytest.fixture

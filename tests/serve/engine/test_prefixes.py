@@ -188,10 +188,11 @@ def test_conversations_continue_in_their_rows():
     model, lora = Recurrent(nnx.Rngs(0)), adapter("a", 0)
     manager = jlora.LoRAManager(model, jlora.LoRAConfig(max_loras=1, max_lora_rank=2))
     manager.add_adapter(lora)
-    options = EngineOptions(max_num_seqs=2, max_num_batched_tokens=4, max_model_len=32, enable_prefix_caching=True)
-    engine, contexts = Engine(model, manager, options=options), {"a": [3, 1, 4, 1, 5], None: [3, 1, 4, 1, 6]}
+    options = EngineOptions(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=32, enable_prefix_caching=True)
+    engine, rest = Engine(model, manager, options=options), [9, 2, 6, 5]
+    contexts = {"a": [3, 1, 4, 1, 5, *rest], None: [3, 1, 4, 1, 6, *rest]}  # in two chunks
     engine.start()
-    for turn in range(5):
+    for turn in range(4):
         for name, context in contexts.items():
             generation = engine.submit(context, GREEDY, lora=name)
             answer = list(generation.result(60).tokens)

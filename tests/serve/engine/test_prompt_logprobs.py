@@ -123,7 +123,7 @@ KINDS = {
 @pytest.mark.parametrize(
     ("kind", "chunk", "longest"),
     [
-        ("untied, with a saved head", 16, 40),
+        ("untied, with a saved head", 16, 32),
         pytest.param("tied", 150, 200, marks=pytest.mark.slow),  # blocks of 128, which 150 is no multiple of
         pytest.param("activated", 20, 60, marks=pytest.mark.slow),
     ],

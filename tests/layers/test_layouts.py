@@ -41,11 +41,16 @@ class Declared(World):
         starts = first or [0] * SEQUENCES
         adapters = [None if row is None or row[1] < starts[row[0]] else NAMES[row[0]] for row in rows]
         x, known = normal(len(rows), K), [row != ANY for row in rows]
-        around = contextlib.nullcontext() if row_map is None else jlora.rows(row_map)
+
+        @jax.jit
+        def step(model, x, batch):
+            around = contextlib.nullcontext() if row_map is None else jlora.rows(row_map)
+            with jlora.use(batch, without=["*"]), around:
+                return model.proj(x)
+
         with self.manager.prepare(NAMES, active_from=first, **options) as batch:
             try:
-                with jlora.use(batch, without=["*"]), around:
-                    found = self.model.proj(jnp.asarray(x.reshape(*shape, K)))
+                found = step(self.model, x.reshape(*shape, K), batch)
             except jlora.LoRAError:
                 return False
         if any(known):
@@ -119,7 +124,9 @@ def test_batches_with_a_length(worlds, length):
         "another length": ((2, length), beams, jlora.RowMap(tokens, of="tokens", length=length + 1)),
     }
     unclear = {"heads first", "heads of the last", "beams"} if length > 1 else {"heads first", "heads of the last"}
-    for first in FIRST:
+    if length == 1:  # the same rows as "all" and "flattened"
+        del cases["last [B, 1]"], cases["last"]
+    for first in FIRST[: length + 1]:  # the last differs from the second by its length only
         for what, (shape, rows, row_map) in cases.items():
             if first is None and what == "another length":
                 continue  # indices of other tokens

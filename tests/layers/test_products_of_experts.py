@@ -265,7 +265,7 @@ def test_factors_that_experts_share(cls):
     assert_close(outputs[0][1:], expected(model, x[1:], names[1:]))
 
 
-@pytest.mark.parametrize("cls", [Tunix, MaxText, Merged])
+@pytest.mark.parametrize("cls", [Tunix, Merged])
 def test_rows_of_sequences_that_are_partly_active(cls):
     """The axes of rows beside the experts are those of a layer: positions count."""
     jlora.register_layer(cls, SPECS[cls])

@@ -80,12 +80,12 @@ def quantize(model, rule, *inputs):
 
 def expected(reference, adapter, x):
     """Return the output of the quantized model with float64 deltas, computed layer by layer outside of it."""
-    added = [0.0, 0.0, 0.0]
+    added = [jnp.zeros(shape(x), x.dtype) for shape in SHAPES]
     if adapter is not None:
         for i, target in enumerate(TARGETS):
             values = np.asarray((x, *reference(x, added))[i], np.float64)
             change = values.reshape(*x.shape[:2], -1) @ delta(adapter.modules[target.name]).T
-            added[i] = jnp.asarray(change.reshape(values.shape if i == 3 else SHAPES[i](x)), x.dtype)
+            added[i] = jnp.asarray(change.reshape(SHAPES[i](x)), x.dtype)
     return np.asarray(reference(x, added)[-1], np.float64)
 
 

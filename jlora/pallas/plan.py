@@ -180,16 +180,17 @@ def make_plan(
         tile_m = INVARIANT_TILE_M if batch_invariant else plan_tile_m(num_rows, bound, backend)
     if batch_invariant and tile_m != INVARIANT_TILE_M:
         raise LoRAError(f"make_plan: batch_invariant needs a tile_m of {INVARIANT_TILE_M}, got {tile_m}; leave it out")
-    ids = jnp.where((group_ids >= 0) & (group_ids < num_groups), group_ids, num_groups).astype(jnp.int32)
-    counts = jnp.full(runs, repeats, jnp.int32) if uniform else jnp.asarray(repeats).astype(jnp.int32)
-    return _build(ids, counts, uniform and int(repeats) == 1, num_rows, num_groups, tile_m, bound)
+    counts = np.int32(repeats) if uniform else jnp.asarray(repeats)
+    return _build(group_ids, counts, uniform and int(repeats) == 1, num_rows, num_groups, tile_m, bound)
 
 
 @partial(jax.jit, static_argnames=("single", "num_rows", "num_groups", "tile_m", "max_active"), inline=True)
-def _build(ids, counts, single: bool, num_rows: int, num_groups: int, tile_m: int, max_active: int) -> Plan:
+def _build(group_ids, counts, single: bool, num_rows: int, num_groups: int, tile_m: int, max_active: int) -> Plan:
     if not num_rows:
         empty, one = jnp.zeros(0, jnp.int32), jnp.zeros(1, jnp.int32)
         return Plan(empty, empty, jnp.zeros(tile_m, jnp.int32), one, one, one, one, num_groups, tile_m)
+    ids = jnp.where((group_ids >= 0) & (group_ids < num_groups), group_ids, num_groups).astype(jnp.int32)
+    counts = jnp.broadcast_to(counts, ids.shape).astype(jnp.int32)
     if not len(ids):  # one run of no rows, so that no array below is empty
         ids, counts, single = jnp.full(1, num_groups, jnp.int32), jnp.zeros(1, jnp.int32), False
     order = jnp.argsort(ids, stable=True).astype(jnp.int32)  # [B] runs sorted by group

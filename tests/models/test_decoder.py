@@ -54,13 +54,13 @@ def test_logits_equal_transformers(golden, name):
 
 @pytest.mark.parametrize("name", FEW)
 def test_cached_logits_equal_uncached(golden, name):
-    """Chunks of 12, 8, 1, 1, ... tokens through the cache give the logits of one uncached forward."""
+    """Chunks of 12, 12, 1, 1, ... tokens through the cache give the logits of one uncached forward."""
     model, tokens = golden(name), goldens.expected(name)["tokens"]
     want = forward(model, tokens)
     extend = jax.jit(lambda model, *args: model.extend(*args))
     cache = model.init_cache(2, 64)
     start = 0
-    for size in (12, 8, *(1,) * 28):
+    for size in (12, 12, *(1,) * 24):
         chunk = tokens[:, start : start + size]
         positions = np.broadcast_to(np.arange(start, start + size), chunk.shape)
         logits, cache = extend(model, chunk, positions, cache, np.full(2, size - 1))

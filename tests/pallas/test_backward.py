@@ -40,7 +40,6 @@ def in_blocks(**sizes):
 
 BLOCKS = [  # rows, K, slices, R, groups, rows of a segment
     (150, 40, (33, 20), 5, 3, 32),  # groups of one, two and more segments
-    (150, 40, (33, 20), 5, 3, 400),
     pytest.param(90, 20, (20, 9), 80, 2, 32, marks=pytest.mark.slow),  # several launches, which add to dx
     (1, 20, (20,), 16, 3, 32),
 ]
@@ -73,43 +72,45 @@ def test_half_precision(backend, dtype):
 
 @pytest.mark.parametrize("backend", [XLA, TRITON, MOSAIC])
 def test_a_nan_stays_in_its_group(backend):
-    """Rows of group 1 and a row without a group have NaN, in x and in the cotangent."""
-    ids = np.array([0, 1, 2, 0, 1, 2, -1])
+    """Rows of group 2 and a row without a group have NaN, in x and in the cotangent.
+
+    Group 0, which tiles without rows refer to, has no rows and gradients of zero.
+    """
+    ids = np.array([1, 2, 3, 1, 2, 3, -1])
     base, x, a, b, *_ = problem(3, 7, 40, (17, 6), 5, 4, ids=ids)
     plan, ranks = ops.make_plan(jnp.asarray(ids), num_groups=4, tile_m=16), with_scales(jnp.full((4, 2), 5))
+    assert plan.num_tiles > int(plan.tiles_used[0])
     x, dout = x.at[np.array([1, 6])].set(jnp.nan), base.at[np.array([4, 6])].set(jnp.nan)
     run, backward = run_of(backend, "add_lora"), backward_of(backend)
     _, dx, da, db = pull(lambda *v: gradients.add_lora(run, backward, (17, 6), *v, plan, ranks), dout, base, x, a, b)
     want_x, want_a, want_b = oracle.lora_gradients(dout, x, ids, a, b, (17, 6), ranks)
-    others, rows = np.array([0, 2, 3]), np.isin(ids, [0, 2])
+    others, rows = np.array([0, 1, 3]), np.isin(ids, [1, 3])
     check([dx[rows], da[others], db[others]], [want_x[rows], want_a[others], want_b[others]])
-    assert not np.asarray(dx)[6].any()
+    for gradient in (dx[6], da[0], db[0]):
+        assert not np.asarray(gradient).any()
 
 
-EXPERTS = [(case, tokens) for case in (XLA, TRITON, MOSAIC) for tokens in (3, 30)]
+EXPERTS = [(XLA, 3, ()), (TRITON, 30, ()), (MOSAIC, 3, ()), (MOSAIC, 30, (pytest.mark.slow,))]
 
 
 @pytest.mark.parametrize(
     ("backend", "tokens"),
-    [
-        pytest.param(*case.values, tokens, marks=[*case.marks, *[pytest.mark.slow] * (case is MOSAIC and tokens == 30)])
-        for case, tokens in EXPERTS
-    ],
+    [pytest.param(*case.values, tokens, marks=[*case.marks, *marks]) for case, tokens, marks in EXPERTS],
 )
 def test_experts(backend, tokens):
     """The rows of a token's experts share its row of x. For few rows the plan is unsorted."""
-    d = routed(5, tokens, 3, 2, 16, 5, 9, (6, 5))
+    d = routed(5, tokens, 3, 2, 8, 5, 9, (6,))
     slot, expert = jnp.asarray(d["slot"]), jnp.asarray(d["expert"]).ravel()[jnp.asarray(d["order"])]
     token = jnp.asarray(d["token"], jnp.int32)
-    plan = ops.plan_experts(slot, token, expert, num_slots=2, num_experts=16, tile_m=16, backend="xla")
+    plan = ops.plan_experts(slot, token, expert, num_slots=2, num_experts=8, tile_m=16, backend="xla")
     ranks, scales = with_scales(d["ranks"], 2), jnp.asarray(np.linspace(-1, 1, len(token)), jnp.float32)
     run, backward = run_of(backend, "add_lora"), backward_of(backend)
 
     def call(x, a, b):
-        return gradients.add_lora(run, backward, (6, 5), d["base"], x, a, b, plan.scaled(scales), ranks, token)
+        return gradients.add_lora(run, backward, (6,), d["base"], x, a, b, plan.scaled(scales), ranks, token)
 
     got = pull(call, d["base"], d["x"], d["a"], d["b"])
     want = oracle.lora_gradients(
-        d["base"], d["x"], d["group"], d["a"], d["b"], (6, 5), ranks, np.asarray(scales), np.asarray(token)
+        d["base"], d["x"], d["group"], d["a"], d["b"], (6,), ranks, np.asarray(scales), np.asarray(token)
     )
     check(got, want)

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.device, pytest.mark.usefixtures("quickly_compiled")]
 
 # On a GPU the rule cuts a K of 1300 into 6 parts for up to 512 rows, and into 2 for more.
 SIZES, K, RANK, SLOTS, EXPERTS = (20, 9), 1300, 24, 5, 3
-NUMBERS = [1, 17, 64]
+NUMBERS = [1, 40]
 SLOW_MOSAIC = pytest.param(*MOSAIC.values, marks=[*MOSAIC.marks, pytest.mark.slow])
 BACKENDS = pytest.mark.parametrize("backend", [TRITON, SLOW_MOSAIC])
 
@@ -141,7 +141,7 @@ def test_experts(backend, interpret):
         return pairs.reshape(tokens, k, 20)
 
     found = []
-    for tokens in (1, 9, 40):
+    for tokens in (1, 40):
         place, slot = rng.integers(tokens), rng.integers(-1, SLOTS + 1, tokens)
         experts = np.stack([rng.permutation(EXPERTS)[:k] for _ in range(tokens)])
         x, slot[place], experts[place] = jnp.asarray(rng.normal(size=(tokens * k, K)), jnp.bfloat16), 4, own_experts

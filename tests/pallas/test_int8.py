@@ -17,7 +17,7 @@ from jlora.pallas.triton import fused
 from tests import oracle
 from tests.pallas.running import interpret_of
 from tests.pallas.test_moe import routed
-from tests.pallas.test_ranks import MOSAIC, TRITON, XLA, backward_of, run_of
+from tests.pallas.test_ranks import MOSAIC, TRITON, XLA, backward_of, compiled, run_of
 from tests.pallas.test_xla import close
 
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("quickly_compiled")]
@@ -61,7 +61,7 @@ def test_add_lora(backend, dtype, tolerance):
     a, b, ranks, *exact = factors(RANKS, RANK, K, SIZES)
     base, x = rows_of(dtype)
     plan = ops.make_plan(jnp.asarray(IDS), num_groups=4, tile_m=16)
-    run = jax.jit(run_of(backend, "add_lora"), static_argnames="slice_sizes")
+    run = compiled(backend, "add_lora")
     want = oracle.lora_delta(x, IDS, *exact, SIZES)
     delta = run(None, x, a, b, plan, slice_sizes=SIZES, ranks=ranks)
     assert delta.dtype == jnp.float32
@@ -77,8 +77,8 @@ def test_add_lora(backend, dtype, tolerance):
 def test_the_full_rank_and_scales_of_nan_reach_every_column(backend):
     a, b, ranks, *_ = factors(RANKS, RANK, K, SIZES)
     base, x = rows_of("float32")
-    plan = ops.make_plan(jnp.asarray(IDS), num_groups=4, tile_m=16)
-    run = jax.jit(run_of(backend, "add_lora"), static_argnames="slice_sizes")
+    plan = ops.make_plan(jnp.asarray(IDS), num_groups=4, tile_m=16).scaled(np.ones(ROWS, np.float32))
+    run = compiled(backend, "add_lora")
     ranks = jnp.full_like(ranks, jnp.nan).at[..., 0].set(RANK)
     assert np.isnan(np.asarray(run(base, x, 0 * a, b, plan, slice_sizes=SIZES, ranks=ranks))[OWNED]).all()
 
@@ -90,11 +90,11 @@ def test_shrink_then_expand(backend, dtype):
     a, b, ranks, *exact = factors(RANKS, RANK, K, SIZES)
     base, x = rows_of(dtype)
     plan = ops.make_plan(jnp.asarray(IDS), num_groups=4, tile_m=16)
-    h = jax.jit(run_of(backend, "shrink"))(x, a, plan, ranks=ranks)
+    h = compiled(backend, "shrink")(x, a, plan, ranks=ranks)
     of_rows = np.einsum("mk,mnrk->nmr", np.asarray(x, np.float64), exact[0][np.where(OWNED, IDS, 0)])
     close(h, of_rows * OWNED[None, :, None], 2e-6)
     h = jnp.where(np.arange(RANK) < np.where(OWNED[:, None], RANKS[IDS % 4], 0).T[..., None], h, jnp.nan)
-    expand = jax.jit(run_of(backend, "expand"), static_argnames="slice_sizes")
+    expand = compiled(backend, "expand")
     delta = expand(h, b, plan, slice_sizes=SIZES, base=None, ranks=ranks)
     assert delta.dtype == jnp.float32
     want = oracle.lora_delta(x, IDS, *exact, SIZES)

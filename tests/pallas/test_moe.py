@@ -54,8 +54,8 @@ def routed(seed, tokens, k, slots, experts, rank, n_in, sizes, dtype=jnp.float32
         "ranks": ranks, "token": token, "group": np.where(inside, slot[token] * experts + expert[order], -1),
         "rows": rows.reshape(tokens, k), "slot": slot, "expert": expert.reshape(tokens, k), "order": order,
     }  # fmt: skip
-    arrays = {name: jnp.asarray(v, dtype) for name, v in floats.items()}
-    return arrays | {name: jnp.asarray(v, jnp.int32) for name, v in ints.items()}
+    arrays = {name: jnp.asarray(v.astype(jnp.dtype(dtype))) for name, v in floats.items()}
+    return arrays | {name: jnp.asarray(v.astype(np.int32)) for name, v in ints.items()}
 
 
 SHAPES = [  # tokens, k, slots, experts, R, K, sizes

@@ -165,7 +165,7 @@ def split(model, axis, stacked):
 def test_slots_of_any_spec_equal_numpy_packing(write_programs):
     """Any sizes, ranks and slot dtype; layers in a list or a stack; on one device or a mesh; in any number of waves."""
 
-    @settings(max_examples=settings.default.max_examples // 2 if write_programs == "each" else 3)
+    @settings(max_examples=settings.default.max_examples // 2 if write_programs == "each" else 2)
     @given(data=st.data(), spec=SPECS, dtype=st.sampled_from(sorted(SLOTS)), max_rank=st.sampled_from([1, 4, 16, 20]))
     def check(data, spec, dtype, max_rank):
         model = Dense(**spec)
@@ -212,6 +212,7 @@ def test_slots_of_experts_equal_numpy_packing():
     manager = manager_of_experts("float16")
     places = places_of_experts(manager.model)
 
+    @settings(max_examples=settings.default.max_examples // 2)
     @given(data=st.data())
     def check(data):
         manager.remove_all_adapters()

@@ -61,10 +61,6 @@ def test_compiles_odd_sizes():
     assert compile_add_lora("v5p", 300, 77, (45, 13), 5, groups=9, dtype="float32")["vmem_bytes"] < 4 << 20
 
 
-def test_compiles_scales_of_rows():
-    check("v5e", compile_add_lora("v5e", 64, 4096, (4096, 1024, 1024), 16, row_scales=True))
-
-
 @pytest.mark.parametrize(
     ("chip", "tokens", "k", "slices", "rank", "groups", "dtype"),
     [
@@ -75,8 +71,9 @@ def test_compiles_scales_of_rows():
         pytest.param("v5p", 33, 1408, (2048,), 24, 9, "float32", marks=slow),
     ],
 )
-def test_compiles_int8(chip, tokens, k, slices, rank, groups, dtype):
-    check(chip, compile_add_lora(chip, tokens, k, slices, rank, groups=groups, dtype=dtype, int8=True))
+def test_compiles_int8_and_scales_of_rows(chip, tokens, k, slices, rank, groups, dtype):
+    options = {"groups": groups, "dtype": dtype, "int8": True, "row_scales": True}
+    check(chip, compile_add_lora(chip, tokens, k, slices, rank, **options))
 
 
 def test_compiles_rank_one():

@@ -72,7 +72,7 @@ def same_bits(left, right):
     ("rows", "k", "slices", "rank", "groups", "dtype"),
     [
         pytest.param(1, 33, (17,), 4, 3, "float32", marks=pytest.mark.slow),
-        (37, 45, (40, 13, 7), 8, 6, "float32"),
+        (37, 45, (40, 13), 8, 6, "float32"),
         pytest.param(70, 130, (140,), 1, 2, "float32", marks=pytest.mark.slow),
         pytest.param(21, 64, (48, 16, 16), 16, 20, "bfloat16", marks=pytest.mark.slow),
         pytest.param(50, 200, (72, 60), 64, 5, "bfloat16", marks=pytest.mark.slow),
@@ -161,19 +161,18 @@ def test_a_broken_adapter_breaks_its_own_rows_only(dtype, bad, rng):
 
 
 def test_unread_groups_may_hold_anything(rng):
-    base, x, a, b, ranks = problem(10, 12, 40, (24,), 16, 10)
-    ids = rng.choice([1, 4, 10], 12)
-    want = run(base, x, a, b, ids, (24,), ranks)
+    base, x, a, b, _ = problem(10, 24, 40, (24,), 16, 10, "bfloat16")
+    ids = rng.choice([1, 4, 10], 24)
+    want = run(base, x, a, b, ids, (24,), None)
     idle = jnp.asarray([g not in (1, 4) for g in range(10)])
     a, b = jnp.where(idle[:, None, None, None], jnp.nan, a), jnp.where(idle[:, None, None], jnp.nan, b)
-    assert same_bits(run(base, x, a, b, ids, (24,), ranks), want)
+    assert same_bits(run(base, x, a, b, ids, (24,), None), want)
 
 
 @pytest.mark.parametrize(
     ("rank", "slices", "dtype"),
     [
-        (20, (40,), "bfloat16"),
-        (20, (128, 256), "float32"),
+        (20, (128, 40), "bfloat16"),
         pytest.param(16, (128, 256), "bfloat16", marks=pytest.mark.slow),
         pytest.param(24, (40, 13), "bfloat16", marks=pytest.mark.slow),
         pytest.param(48, (256, 128), "bfloat16", marks=pytest.mark.slow),
@@ -209,23 +208,17 @@ def test_finite_factors_keep_a_broken_row_to_itself(rng):
     assert same_bits(np.delete(out, 1, axis=0), np.delete(want, 1, axis=0))
 
 
-@pytest.mark.parametrize(
-    ("slices", "tiles"),
-    [
-        ((40,), None),
-        ((300, 85), dict(tile_m=16, tile_k=128, tile_n=128, chunk=2)),
-        ((300,), dict(tile_m=8, by_group=True, chunk=3)),
-    ],
-)
-def test_without_an_adapter_nothing_is_visited(slices, tiles, force_tiles):
+def test_without_an_adapter_nothing_is_visited(force_tiles):
     """The grid is empty, and base keeps its bits, -0.0 included. A garbage factor is not read."""
+    slices, tiles = (200,), {"tile_m": 8, "by_group": True, "chunk": 3}
     *_, a, b, ranks = problem(13, 53, 256, slices, 8, 6)
     base = jnp.tile(jnp.array([-0.0, jnp.nan, 1, 0, jnp.inf]), (53, sum(slices) // 5))
-    force_tiles(**(tiles or {}))
+    force_tiles(**tiles)
     out = run(base, jnp.full((53, 256), jnp.nan), a, b, np.full(53, -1), slices, ranks, str(tiles))
     assert same_bits(out, np.asarray(base))
-    s = Listing(rows=53, groups=6, bundle=2, tile_m=16, chunk=2, by_group=bool(tiles and "by_group" in tiles))
-    assert listing(s, np.full(53, -1))[0] == 0
+    for by_group in (False, True):
+        s = Listing(rows=53, groups=6, bundle=2, tile_m=16, chunk=2, by_group=by_group)
+        assert listing(s, np.full(53, -1))[0] == 0
 
 
 def listing(s, ids):
@@ -280,8 +273,8 @@ def test_visits_cover_every_tile_and_group_once(rows, groups, bundle, tile_m, ch
 
 
 def test_projections_share_the_list_of_visits():
-    """The lowered program lists the visits in one function, for all projections of Llama-3-8B."""
-    projections, struct = PROJECTIONS.values(), jax.ShapeDtypeStruct
+    """The lowered program lists the visits in one function, for projections with other K, slices and columns."""
+    projections, struct = [PROJECTIONS[name] for name in ("qkv", "down")], jax.ShapeDtypeStruct
     factors = [
         (struct((8, len(p.slices), 16, p.k), jnp.bfloat16), struct((8, 16, sum(p.slices)), jnp.bfloat16))
         for p in projections

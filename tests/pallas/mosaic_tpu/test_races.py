@@ -131,7 +131,7 @@ def run(
     else:
         plan = make_plan(ids, num_groups=groups, backend="mosaic_tpu")
     call = (base, x, a, b, plan)
-    out = mosaic_tpu.add_lora(*call, slice_sizes=slices, ranks=ranks, interpret=detector)
+    out = jax.jit(partial(mosaic_tpu.add_lora, slice_sizes=slices, interpret=detector))(*call, ranks=ranks)
     return jax.block_until_ready(out), jax.jit(partial(xla.add_lora, slice_sizes=slices))(*call, ranks=ranks)
 
 

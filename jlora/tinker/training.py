@@ -225,15 +225,12 @@ class Training:
         """Move models by the gradients since the last step of each, `_together` in one program."""
         ready: list[tuple[Model, Job]] = []
         for model, job in jobs:
-            if model.failed is None and model.summed:
+            try:
+                self._check_gradients(model)
+            except Exception as error:  # the thread goes on; the client gets the error
+                job.finish(_noted(error))
+            else:
                 ready.append((model, job))
-                continue
-            why = "there was none" if model.failed is None else f"one failed: {model.failed}"
-            model.failed = None
-            if model.summed:
-                model.summed = 0  # its gradients are left behind
-                self._park(model)
-            job.finish(LoRAUsageError(f"the step needs each forward_backward since the last, and {why}"))
         for i in range(0, len(ready), self._together):
             part = ready[i : i + self._together]
             try:
@@ -242,6 +239,17 @@ class Training:
                 found = [_noted(error)] * len(part)
             for (_, job), each in zip(part, found, strict=True):
                 job.finish(each)
+
+    def _check_gradients(self, model: Model) -> None:
+        """Raise LoRAUsageError, and forget its gradients, unless a model has those of all computations."""
+        if model.failed is None and model.summed:
+            return
+        why = "there was none" if model.failed is None else f"one failed: {model.failed}"
+        model.failed = None
+        if model.summed:
+            model.summed = 0  # its gradients are left behind
+            self._park(model)
+        raise LoRAUsageError(f"the step needs each forward_backward since the last, and {why}")
 
     def _applied(self, steps: Mapping[Model, Mapping[str, float]]) -> list[float | LoRAUsageError]:
         self._place(steps)

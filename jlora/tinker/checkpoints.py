@@ -2,6 +2,7 @@
 
 DIR/RUN/run.json is a run, and DIR/RUN/TOKEN/ a checkpoint: a folder of PEFT, for "weights" also `state.safetensors`
 with factors and optimizer in float32, and `checkpoint.json`, which is written last: without it there is no checkpoint.
+Snapshots have none.
 """
 
 import contextlib
@@ -257,7 +258,7 @@ class Checkpoints:
                 own = Checkpoint(**json.loads(file.read_text("utf-8")))
                 if (own.run, own.token) != (run.id, folder.name):
                     raise ValueError(f"{file} is of the checkpoint {own.token!r:.80}")
-            if own is None or own.kind == SNAPSHOT:
+            if own is None:
                 shutil.rmtree(folder)
                 continue
             self._found[own.run, own.kind, own.name] = own

@@ -222,9 +222,7 @@ class Trainer:
 
     def state_of(self, name: str) -> dict[str, Any]:
         """Return a pytree of one adapter: its factors, gradients and optimizer state, copied on the device."""
-        with self._lock:
-            index = put(np.int32(self._member(name).index), self._whole)
-            return self._compiled("read", _gather, self._where, self._state, index)(self._state, index)
+        return self._read(name)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -549,10 +547,7 @@ class Trainer:
     def _fetched(self, name: str) -> tuple[PackedAdapter, dict[tuple[Site, int], np.ndarray]]:
         """Return the factors of a member on the host, with the A of each module in all of its slices."""
         packed = self._member(name).packed
-        with self._lock:
-            index, factors = put(np.int32(self._member(name).index), self._whole), self._state["factors"]
-            read = self._compiled("factors", _gather, self._where["factors"], factors, index)
-            arrays = jax.device_get(read(factors, index))
+        arrays = jax.device_get(self._read(name, "factors"))
         found = {(p.site, half): arrays[key_of(p.site, "ab"[half])].copy()
                  for p in packed.placements for half in p.site.spec.factors}  # fmt: skip
         for p in packed.placements:
@@ -590,6 +585,13 @@ class Trainer:
             for program, args in programs:
                 self._state, found = program(self._state, *args)
         return found
+
+    def _read(self, name: str, part: str | None = None) -> Any:
+        """Return the state of a member, or a part of it, copied on the device."""
+        with self._lock:
+            index = put(np.int32(self._member(name).index), self._whole)
+            state, where = (self._state, self._where) if part is None else (self._state[part], self._where[part])
+            return self._compiled(("read", part), _gather, where, state, index)(state, index)
 
     def _write(self, index: int, member: Tree) -> None:
         self._change(("write", _written, (put(np.int32(index), self._whole), member), ()))

@@ -125,7 +125,7 @@ def memory(args: argparse.Namespace) -> list[dict]:
         trainer = trainer_of(manager, args, args.members, squares)
         for sequences in (8, 2):
             x = np.zeros((sequences, 256, 512), np.float32)
-            *_, given = trainer._of_batch("gradients", batch_of(trainer, sequences))
+            *_, given = trainer._of_batch("gradients", batch_of(trainer, sequences), (x,))
             found = trainer._gradients.lower(*given, x).compile().memory_analysis()
             rows.append({"remat": remat, "sequences": sequences, "temp_bytes": found.temp_size_in_bytes})
     return rows

@@ -61,9 +61,10 @@ class Factor:
         if self.half == A:  # a module of several slices has its A in the first of them
             own = (count < ranks[..., :1]) & (ranks[..., 2:] == jnp.arange(self.spec.slices)[:, None])
             return own[..., None]
-        columns = jnp.repeat(
-            ranks[..., 0], np.array(self.spec.out_sizes), axis=-1, total_repeat_length=self.spec.out_features
-        )
+        # Not `jnp.repeat`: XLA would sum its constant lengths while it compiles, for a minute where N is a vocabulary.
+        sizes, rows = self.spec.out_sizes, ranks.shape[:-2]
+        slices = [jnp.broadcast_to(ranks[..., i, :1], (*rows, size)) for i, size in enumerate(sizes)]
+        columns = jnp.concatenate(slices, axis=-1)
         return count[:, None] < columns[..., None, :]
 
     def stored(self, factor: Array, ranks: Float[Array, "m *rows n 3"]) -> Array:

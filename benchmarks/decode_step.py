@@ -79,6 +79,9 @@ olmo_2_13b = partial(dense, vocab=100352, hidden=5120, inner=13824, heads=40, kv
 llama_3_2_3b = partial(dense, vocab=128256, hidden=3072, inner=8192, heads=24, kv_heads=8)
 gemma_3_12b = partial(dense, vocab=262208, hidden=3840, inner=15360, heads=16, kv_heads=8, head_dim=256, qk_norm=True)
 phi_4 = partial(dense, vocab=100352, hidden=5120, inner=17920, heads=40, kv_heads=10)
+gemma_3_1b = partial(dense, vocab=262144, hidden=1152, inner=6912, heads=4, kv_heads=1, head_dim=256, qk_norm=True)
+mistral_nemo_12b = partial(dense, vocab=131072, hidden=5120, inner=14336, heads=32, kv_heads=8)
+glm_4_9b = partial(dense, vocab=151552, hidden=4096, inner=13696, heads=32, kv_heads=2, qkv_bias=True)
 
 
 def qwen3_30b_a3b(layers: int) -> DecoderConfig:
@@ -120,6 +123,9 @@ MODELS = {
     "llama-3.2-3b": (llama_3_2_3b, 28, 64),
     "gemma-3-12b": (gemma_3_12b, 48, 64),
     "phi-4": (phi_4, 40, 64),
+    "gemma-3-1b": (gemma_3_1b, 26, 64),
+    "mistral-nemo-12b": (mistral_nemo_12b, 40, 64),
+    "glm-4-9b": (glm_4_9b, 40, 64),
     "qwen3-30b-a3b": (qwen3_30b_a3b, 8, 8),
     "small": (small, 4, 64),
 }

@@ -42,6 +42,7 @@ OTHER_MODELS = {
         Experts("mixtral-8x22b", 6144, 16384, 8, 2),
         Experts("deepseek-v3-shard", 7168, 2048, 128, 8),  # half of the experts
         Experts("olmoe", 2048, 1024, 64, 8),
+        Experts("ernie-4.5-21b", 2560, 1536, 64, 6),
     )
 }
 

@@ -13,6 +13,7 @@ from jax.experimental.pallas import triton as plt
 from jlora.pallas.tiles import matrix_rows
 from jlora.pallas.xla import dot_dtype
 
+_SPAN = 32  # parts that one expression adds
 WAIT_FOR_RANK = 16  # up to this rank all of a and b is read, because waiting for the true rank takes longer
 
 
@@ -26,8 +27,17 @@ def h_dtype(x, a, b):
 
 
 def add_in_order(parts):
-    """Add parts [P, ...] of a sum, the first to the last. XLA's own sum may take another order for other shapes."""
-    return reduce(jnp.add, [parts[i] for i in range(parts.shape[0])])
+    """Add parts [P, ...] of a sum in a fixed order. XLA's own sum may take another order for other shapes.
+
+    They are added from the first to the last, or in spans of `_SPAN` whose sums are added likewise: one expression of
+    the 501 parts of a vocabulary takes XLA a minute to compile.
+    """
+    if (spans := len(parts) // _SPAN) < 2:
+        return reduce(jnp.add, [parts[i] for i in range(len(parts))])
+    whole = parts[: spans * _SPAN].reshape(spans, _SPAN, *parts.shape[1:])
+    sums = reduce(jnp.add, [whole[:, i] for i in range(_SPAN)])
+    left = parts[spans * _SPAN :]
+    return add_in_order(jnp.concatenate([sums, add_in_order(left)[None]]) if len(left) else sums)
 
 
 def tiles_used(used_ref, group_ref):

@@ -141,7 +141,7 @@ class LoRAConfig:
         gate and up, a single B of down) takes one of these slots and no other. Without "shared", its shared factors are
         expanded when it is packed, and it takes one of the first P slots.
       max_cpu_loras: Number of adapters in the host cache, at least `max_loras` (the default). Adapters from memory, or
-        changed by `update_adapter`, are never evicted from it.
+        changed by `update_adapter`, are never evicted from it (`LoRAManager.set_request`).
       dtype: Dtype of the slot arrays, bfloat16, float16, float32 or int8. None uses, for each layer, the dtype of its
         spec, else its `dtype` attribute, else the dtype of its parameter if that is a float of at least 16 bits. A
         layer without any of these takes no adapter. With int8, half the size of bfloat16, a load rounds each row of A

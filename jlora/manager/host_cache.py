@@ -88,6 +88,11 @@ class HostCache:
             "raise max_cpu_loras (--max-cpu-loras), or remove some"
         )
 
+    def set_request(self, adapter: LoadedAdapter, request: LoRARequest) -> None:
+        """Let an adapter of the cache be evicted, and loaded again from a request."""
+        adapter.request = request
+        self._own.discard(adapter.name)
+
     def pinned(self, name: str) -> bool:
         """Return True if an adapter is pinned, or will be once it is loaded after a restore."""
         return name in self.pins or name in self.pin_when_loaded

@@ -15,11 +15,12 @@ from jlora.slots.packed import PackedAdapter
 class LoadedAdapter:
     """One version of one adapter. Compared by identity.
 
-    `packed`, `version`, `on_host`, `copying` and `prefetched` change while it is served, under the state lock.
+    `packed`, `request`, `version`, `on_host`, `copying` and `prefetched` change under the state lock.
 
     Attributes:
       packed: its values. Their blocks are replaced, never mutated.
-      request: the request from which it is loaded again after an eviction, or None if it was not loaded from one.
+      request: the request from which it is loaded again after an eviction: that of its load, or of `set_request`; else
+        None.
       key: `Adapter.fingerprint` of its files, or None if its weights are from memory.
       commit: commit of the Hugging Face repository that it was read from; None for other sources.
       in_place: True if it was loaded to replace the current weights. It is then a new version whatever its key.

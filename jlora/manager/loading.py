@@ -423,7 +423,9 @@ def exact_factors(state: State, adapter: LoadedAdapter) -> dict[Entry, tuple[np.
     entries = {(p.site, p.entry) for p in adapter.packed.placements}
     if all(site.spec.dtype == "float32" for site in adapter.packed.sites):
         return unpack(adapter.packed.blocks, entries)
-    original = read_again(state, adapter) if adapter.given is None else adapter.given()
+    original = None if adapter.given is None else adapter.given()
+    if original is None:
+        original = read_again(state, adapter)
     if original is None and adapter.request is None:
         _log.warning(_ROUNDED, adapter.name, "has no files, and its jlora.Adapter is gone")
     blocks = (
@@ -441,7 +443,7 @@ def read_again(state: State, adapter: LoadedAdapter) -> Adapter | None:
     try:
         with open_adapter(_find(state, adapter.request, adapter.commit, nullcontext())) as opened:
             original = opened.read({}, allow_nonfinite=True)
-        if original.fingerprint == adapter.key:
+        if adapter.key in (None, original.fingerprint):  # None: the files of `set_request`
             return original
         _log.warning(_ROUNDED, adapter.name, "its files have changed since they were loaded")
     except (LoRAError, OSError) as error:

@@ -5,6 +5,7 @@ import operator
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -65,7 +66,7 @@ class LoRAManager:
     that is neither pinned nor held by an open batch. An evicted adapter is loaded again from its request when it is
     needed, a repository of the hub at the commit of its load. If its files have changed, it is a new version, with a
     warning. An adapter from memory, or changed by `update_adapter`, has no request. It may leave its slot, and stays in
-    the host cache until it is removed or replaced.
+    the host cache until it is removed or replaced, or `set_request` gives it one.
 
     Threads: every method may be called from any thread. Loads run on their own threads and never access the slot
     arrays. Slots are written only inside `prepare`, `pin_adapter`, `update_adapter` and `warmup`.
@@ -284,6 +285,39 @@ class LoRAManager:
         if not isinstance(request, LoRARequest):
             raise LoRAUsageError(f"prefetch takes a LoRARequest, got {type(request).__name__}")
         return prefetch(state, request)
+
+    def set_request(self, adapter: Adapter, request: LoRARequest) -> None:
+        """Let an adapter from memory be evicted from the host cache, and loaded again from a request.
+
+        With it an adapter is served while its files are written. They are not read here, and must hold the same weights
+        and be complete. When they are loaded, they are a new version.
+
+        Args:
+          adapter: the adapter that was given to `add_adapter`.
+          request: a request of the same name, for the folder that `adapter` was saved to.
+
+        Raises:
+          AdapterNotFoundError: the name was not added, or was removed.
+          LoRAUsageError: the request has another name, or the newest version of the name is not `adapter` as it was
+            added: it has a request, or was replaced or changed by `update_adapter`. Nothing is changed.
+        """
+        self._check_call("set_request")
+        if not isinstance(adapter, Adapter) or not isinstance(request, LoRARequest) or request.name != adapter.name:
+            raise LoRAUsageError(
+                f"set_request takes an Adapter and a LoRARequest of its name, got {adapter!r:.200} and {request!r:.200}"
+            )
+        state = self._state
+        with state.peers.turn(f"set_request({adapter.name!r})"), state.lock:
+            newest = state.newest(adapter.name)
+            if newest.given != weakref.ref(adapter) or newest.request is not None:
+                raise LoRAUsageError(
+                    f"set_request: version {newest.version} of adapter {adapter.name!r} is not the given adapter, or "
+                    "has a request already: it was loaded from one, drawn, replaced or updated"
+                )
+            state.peers.agree([newest.version])
+            with state.peers.change():
+                state.cache.set_request(newest, replace(request, load_inplace=False))
+        state.changed.ring()
 
     def update_adapter(self, name: str, arrays: Mapping[str, Any], *, timeout: float | None = None) -> int:
         """Replace weights of an adapter with new arrays, as a new version.
@@ -766,7 +800,9 @@ class LoRAManager:
         state = self._state
         state.peers.refuse("trainer", "train on the devices of one")
         state.wrapped.check()
-        host = TrainedModel(state.wrapped, self.jit, partial(begin_training, state), self._update, self.add_adapter)
+        host = TrainedModel(
+            state.wrapped, self.jit, partial(begin_training, state), self._update, self.add_adapter, self.set_request
+        )
         return Trainer(
             host, loss, capacity=capacity, max_rank=max_rank, target_modules=target_modules, optimizer=optimizer
         )

@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -21,8 +21,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 from tinker import types
 
-from jlora import LoRARequest
-from jlora.errors import AdapterNotFoundError, LoRAError, LoRAUsageError
+from jlora import Adapter, LoRARequest
+from jlora.errors import AdapterNotFoundError, LoRAError, LoRAUsageError, NoFreeSlotError
 from jlora.serve import EngineBusyError, Piece
 from jlora.serve.http.app import Outermost
 from jlora.serve.http.body import read_body
@@ -252,8 +252,9 @@ class Tinker:
 
         async def finish(found: Any) -> None:
             try:
-                result = found if isinstance(found, Exception) else answer(found)
-                result: Any = await result if isinstance(result, Awaitable) else result
+                result: Any = found if isinstance(found, Exception) else answer(found)
+                while isinstance(result, Awaitable):
+                    result = await result
             except Exception as error:  # the client gets it as the answer, else it would wait for ever
                 if not isinstance(error, LoRAUsageError):
                     _log.exception("a request failed")
@@ -326,24 +327,48 @@ class Tinker:
         return self._save(call, SNAPSHOT if message.path is None else "sampler_weights", answer)
 
     def _save(self, call: Call, kind: str, answer: Callable[[Checkpoint], Any]) -> Response:
-        """Write a checkpoint. The training thread fetches its values, and another writes them."""
+        """Save the weights of a model. The training thread fetches them, and others pack and write them."""
         message: Any = call.message
         named = message.model_id, kind, f"seq-{message.seq_id}" if message.path is None else message.path
 
-        def fetch(run: Run) -> Callable[[], Checkpoint]:
+        def fetch(run: Run) -> tuple[Adapter, Any]:
             wire.check_save(message)
             self.checkpoints.check_name(*named)
-            options = {"ttl": message.ttl_seconds, "metadata": self._metadata(message)}
             state = self.training.state(run.model) if kind == "weights" else None
-            return partial(self.checkpoints.write, *named, self.training.adapter(run.model), state, **options)
+            return self.training.adapter(run.model), state
 
-        async def write(found: Callable[[], Checkpoint]) -> Any:
+        async def save(found: tuple[Adapter, Any]) -> Any:
+            metadata = self._metadata(message)
+            begun = self.checkpoints.begin(*named, *found, ttl=message.ttl_seconds, metadata=metadata)
+            ready: asyncio.Future[Checkpoint] = asyncio.get_running_loop().create_future()
+            self._run(self._write(begun, *found, ready))
+            return answer(await ready)
+
+        return self._take(call, lambda run: partial(fetch, run), save)
+
+    async def _write(
+        self, begun: Checkpoint, adapter: Adapter, state: Any, ready: "asyncio.Future[Checkpoint]"
+    ) -> None:
+        """Write a checkpoint, which is `ready` then; a snapshot once the manager has it. One that fails is deleted."""
+        manager, adapter = self.service.manager, replace(adapter, name=begun.token)
+        try:
             async with self._writes:
-                made = await self.service.load(found)
-            result: Any = answer(made)
-            return await result if isinstance(result, Awaitable) else result
-
-        return self._take(call, lambda run: partial(fetch, run), write)
+                # Until it is written, a snapshot keeps its place in the host cache. Others must find a place meanwhile.
+                if begun.kind == SNAPSHOT and (manager.config.max_cpu_loras or 0) > _WRITES:
+                    with contextlib.suppress(NoFreeSlotError):  # it is loaded from its folder, once there is room
+                        await self.service.load(partial(manager.add_adapter, adapter))
+                        ready.set_result(begun)
+                made = await self.service.load(partial(self.checkpoints.write, begun, adapter, state))
+                if ready.done():
+                    manager.set_request(adapter, LoRARequest(adapter.name, str(self.checkpoints.folder(made))))
+                else:
+                    ready.set_result(made)
+        except Exception as error:  # the client gets it as the answer, or by its next sample
+            if not ready.done():
+                ready.set_exception(error)
+            elif not isinstance(error, LoRAUsageError | AdapterNotFoundError):  # it was deleted
+                _log.exception("%s could not be written, and is deleted", begun.path)
+            await self._delete(begun)
 
     async def list_runs(self, call: Call) -> Any:
         runs, cursor = _page(call.request, self.checkpoints.runs())
@@ -413,9 +438,11 @@ class Tinker:
         return self.checkpoints.run(self.checkpoints.at(path).run).lora
 
     async def _delete(self, checkpoint: Checkpoint) -> None:
-        await self.service.load(partial(self.checkpoints.delete, checkpoint))
-        with contextlib.suppress(AdapterNotFoundError):
-            self.service.engine.remove_lora(checkpoint.token)
+        try:
+            await self.service.load(partial(self.checkpoints.delete, checkpoint))
+        finally:
+            with contextlib.suppress(AdapterNotFoundError):
+                self.service.engine.remove_lora(checkpoint.token)
 
     # --- sampling -----------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """Training runs and their checkpoints on disk. No path of a file comes from a request.
 
 DIR/RUN/run.json is a run, and DIR/RUN/TOKEN/ a checkpoint: a folder of PEFT, for "weights" also `state.safetensors`
-with factors and optimizer in float32, and `checkpoint.json`, which is written last: without it there is no checkpoint.
-Snapshots have none.
+with factors and optimizer in float32, and `checkpoint.json`: without it there is no checkpoint. Snapshots have none.
+A folder is written as DIR/TOKEN.part, and renamed when it is complete.
 """
 
 import contextlib
@@ -92,11 +92,13 @@ class Checkpoints:
         self._lock = threading.RLock()
         self._runs: dict[str, Record] = {}
         self._found: dict[tuple[str, str, str], Checkpoint] = {}
-        self._reserved = 0  # bytes of checkpoints that are being written
+        self._unwritten: set[str] = set()  # tokens of those of `_found` that have no folder yet
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._held = os.open(folder / "server.lock", os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for part in folder.glob("*.part"):
+                shutil.rmtree(part)
             for path in folder.glob("*/run.json"):
                 self._read(path)
         except BlockingIOError:
@@ -133,7 +135,7 @@ class Checkpoints:
             ended = [each for each in self._found.values() if (each.run, each.kind) == (id, SNAPSHOT)]
             for each in ended:
                 self.delete(each)
-            if not self.of(id) and self._runs.pop(id, None) is not None:
+            if not any(each.run == id for each in self._found.values()) and self._runs.pop(id, None) is not None:
                 shutil.rmtree(self._folder_of(id), ignore_errors=True)
             return ended
 
@@ -141,12 +143,15 @@ class Checkpoints:
         """Return the checkpoints of a run or of all, the newest first, without snapshots."""
         with self._lock:
             own = [each for each in self._found.values() if run in (None, each.run) and each.kind != SNAPSHOT]
+            own = [each for each in own if each.token not in self._unwritten]
         return sorted(own, key=lambda each: each.created, reverse=True)
 
     def get(self, run: str, kind: str, name: str) -> Checkpoint:
-        """Return a checkpoint. Raises LoRAUsageError if there is none, or it has expired."""
-        found = self._found.get((run, kind, name))
-        if found is None or (found.expires is not None and found.expires <= time.time()):
+        """Return a checkpoint, or a snapshot that may not be written yet. Raises LoRAUsageError if there is none."""
+        with self._lock:
+            found = self._found.get((run, kind, name))
+            hidden = found is not None and kind != SNAPSHOT and found.token in self._unwritten
+        if found is None or hidden or (found.expires is not None and found.expires <= time.time()):
             raise LoRAUsageError(f"checkpoint tinker://{run:.80}/{kind:.80}/{name:.140} does not exist")
         return found
 
@@ -165,7 +170,7 @@ class Checkpoints:
         if (run, kind, name) in self._found:
             raise LoRAUsageError(f"checkpoint tinker://{run}/{kind}/{name} exists; expected a new name")
 
-    def write(
+    def begin(
         self,
         run: str,
         kind: str,
@@ -176,46 +181,57 @@ class Checkpoints:
         ttl: float | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> Checkpoint:
-        """Write a checkpoint, which exists from then on, or not at all.
+        """Take the name and the bytes of a checkpoint, for `write` or `delete`. A snapshot exists from now on.
 
         `state` is a tree of arrays to train from, and `ttl` the seconds until the checkpoint expires.
 
-        Raises:
-          LoRAUsageError: the name is wrong or exists, the run does not exist, or the disk's limit would be exceeded.
-          OSError: it cannot be written.
+        Raises LoRAUsageError: the name is wrong or exists, there is no such run, or the disk's limit would be exceeded.
         """
-        arrays = {key: np.array(each, order="C") for key, each in flatten_dict(state or {}, sep="/").items()}
-        needed = adapter.nbytes + sum(each.nbytes for each in arrays.values()) + _HEADERS
-        folder = self._folder_of(self.run(run).id) / (token := f"{kind}-{secrets.token_hex(8)}")
+        size = adapter.nbytes + sum(each.nbytes for each in _flat(state).values()) + _HEADERS
+        token, now = f"{kind}-{secrets.token_hex(8)}", time.time()
+        made = Checkpoint(run, kind, name, token, now, None if ttl is None else now + ttl, size, metadata)
         with self._lock:
+            self.run(run)
             self.check_name(run, kind, name)
-            used = sum(each.size for each in self._found.values()) + self._reserved
-            if used + needed > self._max_bytes:
+            used = sum(each.size for each in self._found.values())
+            if used + size > self._max_bytes:
                 raise LoRAUsageError(
-                    f"the checkpoint has {needed} bytes, and {used} of {self._max_bytes} bytes are taken "
+                    f"the checkpoint has {size} bytes, and {used} of {self._max_bytes} bytes are taken "
                     "(--max-checkpoint-bytes); delete some"
                 )
-            self._reserved += needed
+            self._found[run, kind, name] = made
+            self._unwritten.add(token)
+        return made
+
+    def write(self, begun: Checkpoint, adapter: Adapter, state: Mapping[str, Any] | None = None) -> Checkpoint:
+        """Write a checkpoint that was begun with these arrays, and return it. If that fails, it is deleted.
+
+        Raises:
+          LoRAUsageError: it was deleted meanwhile.
+          OSError: it cannot be written.
+        """
+        part, folder = self._folder / f"{begun.token}.part", self.folder(begun)
         try:
-            adapter.save_pretrained(folder)
-            if arrays:
-                save_file(arrays, folder / _STATE)
-            size, now = sum(file.stat().st_size for file in folder.iterdir()), time.time()
-            made = Checkpoint(run, kind, name, token, now, None if ttl is None else now + ttl, size, metadata)
-            if kind != SNAPSHOT:  # a snapshot need not survive the process
-                for file in folder.iterdir():
+            adapter.save_pretrained(part)
+            if state is not None:
+                save_file(_flat(state), part / _STATE)
+            made = dataclasses.replace(begun, size=sum(file.stat().st_size for file in part.iterdir()))
+            if made.kind != SNAPSHOT:  # a snapshot need not survive the process
+                for file in part.iterdir():
                     sync(file)
-                _write_json(folder / "checkpoint.json", made)
+                _write_json(part / "checkpoint.json", made)
             with self._lock:
-                self.run(run)  # it may have ended meanwhile
-                self.check_name(run, kind, name)
-                self._found[run, kind, name] = made
+                if begun.token not in self._unwritten:
+                    raise LoRAUsageError(f"{begun.path} was deleted while it was written")
+                part.rename(folder)
+                self._unwritten.remove(begun.token)
+                self._found[made.run, made.kind, made.name] = made
+            if made.kind != SNAPSHOT:
+                sync(folder.parent)
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(part, ignore_errors=True)
+            self.delete(begun)
             raise
-        finally:
-            with self._lock:
-                self._reserved -= needed
         return made
 
     def state(self, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -232,9 +248,10 @@ class Checkpoints:
         """Delete a checkpoint, from its record on."""
         with self._lock:
             key = checkpoint.run, checkpoint.kind, checkpoint.name
-            if self._found.get(key) == checkpoint:
+            if (found := self._found.get(key)) is not None and found.token == checkpoint.token:
                 del self._found[key]
-        with contextlib.suppress(FileNotFoundError):
+            self._unwritten.discard(checkpoint.token)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             (self.folder(checkpoint) / "checkpoint.json").unlink()
         shutil.rmtree(self.folder(checkpoint), ignore_errors=True)
 
@@ -263,6 +280,10 @@ class Checkpoints:
                 continue
             self._found[own.run, own.kind, own.name] = own
         self.end_run(run.id)
+
+
+def _flat(state: Mapping[str, Any] | None) -> dict[str, np.ndarray]:
+    return {key: np.asarray(each, order="C") for key, each in flatten_dict(state or {}, sep="/").items()}
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -328,27 +328,28 @@ class Training:
     def _fills_step(self) -> bool:
         """Return True if a step has all of its rows, or no rows wait. Starts the computations that are next."""
         self._start()
-        waiting = [
-            (bucket, len(rows)) for model in self._models.values() for bucket, rows in model.rows.items() if rows
-        ]
-        own = sum(count for bucket, count in waiting if bucket == waiting[0][0])
-        return not waiting or own >= self._shapes[waiting[0][0][1]][0] or self._closed
+        if (bucket := self._next()) is None:
+            return True
+        waiting = sum(len(model.rows[bucket]) for model in self._models.values())
+        return waiting >= self._shapes[bucket[1]][0] or self._closed
+
+    def _next(self) -> _Bucket | None:
+        """Return the bucket of the next step: that of the model that was served the longest ago."""
+        return next((bucket for model in self._models.values() for bucket, rows in model.rows.items() if rows), None)
 
     def _packed(self) -> tuple[_Bucket, _Rows]:
-        """Take the rows of a step: of the model that was served the longest ago, and of others that need the same."""
+        """Take the rows of the next step, of all models that have some."""
         taken: _Rows = []
-        buckets = [bucket for model in self._models.values() for bucket, rows in model.rows.items() if rows]
-        if not buckets:
+        if (bucket := self._next()) is None:
             return (False, 0), taken
-        sharing = [model for model in self._models.values() if model.rows[buckets[0]]]
-        sharing = deque(sharing[: self._trainer.capacity])
-        while sharing and len(taken) < self._shapes[buckets[0][1]][0]:  # one of each model in turn
+        sharing = deque([model for model in self._models.values() if model.rows[bucket]][: self._trainer.capacity])
+        while sharing and len(taken) < self._shapes[bucket[1]][0]:  # one of each model in turn
             model = sharing.popleft()
-            taken.append((model, *model.rows[buckets[0]].popleft()))
-            if model.rows[buckets[0]]:
+            taken.append((model, *model.rows[bucket].popleft()))
+            if model.rows[bucket]:
                 sharing.append(model)
             self._models[model.name] = self._models.pop(model.name)
-        return buckets[0], taken
+        return bucket, taken
 
     def _step(self, bucket: _Bucket, rows: _Rows) -> Report:
         """Launch one microbatch, and return its results before they are computed."""

@@ -55,13 +55,15 @@ class TrainedModel:
         them, of the manager's adapter of a name, or of a new one with these options of `new_adapter`.
       update: `LoRAManager.update_adapter`, with a `check` of the version that it replaces.
       add: `LoRAManager.add_adapter`.
+      set_request: `LoRAManager.set_request`.
     """
 
     wrapped: WrappedModel
     jit: Callable[..., Callable[..., Any]]
     begin: Callable[..., tuple[PackedAdapter, Callable[[], Mapping[Entry, tuple[np.ndarray, np.ndarray]]]]]
     update: Callable[..., int]
-    add: Callable[[Adapter | LoRARequest], bool]
+    add: Callable[[Adapter], bool]
+    set_request: Callable[[Adapter, LoRARequest], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -383,7 +385,7 @@ class Trainer:
             for half in p.site.spec.factors:
                 own = factors[p.site, half][entry_of(p.site.spec, p.entry)]
                 array = taken(p.site.spec, half, own, p.first, p.count, p.rank)
-                found[f"base_model.model.{p.module}.{key.format('AB'[half])}"] = array
+                found[f"base_model.model.{p.module}.{key.format('AB'[half])}"] = array.copy()
         return found
 
     def publish(self, name: str, to: str | None = None, *, save_to: str | Path | None = None) -> int:
@@ -394,8 +396,8 @@ class Trainer:
           to: a new name, such as "sql@7", for weights that do not change again. None: the adapter's own, as
             `LoRAManager.update_adapter` with `tensors`. Slot and host cache get all weights of this step or, after an
             exception, keep those of the last one.
-          save_to: a new folder for the adapter of that new name. The manager loads it from there, and may evict it from
-            the host cache, which it never does with an adapter without files.
+          save_to: a new folder for the adapter of that new name, from which the manager loads it again. So it may evict
+            it from the host cache, which it never does with an adapter without files.
 
         Returns:
           The new version, 0 for a new name.
@@ -414,12 +416,12 @@ class Trainer:
             except AdapterNotFoundError:  # it began here
                 self._host.add(self.adapter(name))
                 return 0
-        source: Adapter | LoRARequest = replace(self.adapter(name), name=to)
+        adapter = replace(self.adapter(name), name=to)
         with contextlib.ExitStack() as undo:
             if save_to is not None:
                 if not isinstance(save_to, str | Path):
                     raise LoRAUsageError(f"Trainer.publish: save_to must be a new folder, got {save_to!r:.200}")
-                adapter, source, folder = source, LoRARequest(to, str(save_to)), Path(save_to).expanduser()
+                folder = Path(save_to).expanduser()
                 try:
                     folder.mkdir(parents=True)
                     undo.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -430,9 +432,11 @@ class Trainer:
                     ) from None
                 except OSError as error:
                     raise LoRAError(f"Trainer.publish: save_to={str(save_to)!r}: {error}") from error
-            if not self._host.add(source):
+            if not self._host.add(adapter):
                 raise LoRAUsageError(f"Trainer.publish: adapter {to!r} exists; expected a new name")
             undo.pop_all()
+        if save_to is not None:
+            self._host.set_request(adapter, LoRARequest(to, str(save_to)))
         return 0
 
     # --- Arrays -------------------------------------------------------------------------------------------------------
@@ -545,13 +549,15 @@ class Trainer:
         return jax.tree.unflatten(cast("Any", jax.tree.structure(self._struct)), leaves)
 
     def _fetched(self, name: str) -> tuple[PackedAdapter, dict[tuple[Site, int], np.ndarray]]:
-        """Return the factors of a member on the host, with the A of each module in all of its slices."""
+        """Return the factors of a member on the host, read-only, with the A of each module in all of its slices."""
         packed = self._member(name).packed
         arrays = jax.device_get(self._read(name, "factors"))
-        found = {(p.site, half): arrays[key_of(p.site, "ab"[half])].copy()
+        found = {(p.site, half): arrays[key_of(p.site, "ab"[half])]
                  for p in packed.placements for half in p.site.spec.factors}  # fmt: skip
         for p in packed.placements:
             if p.count > 1 and p.site.spec.in_features:
+                if not found[p.site, A].flags.writeable:  # JAX's own
+                    found[p.site, A] = found[p.site, A].copy()
                 own = found[p.site, A][entry_of(p.site.spec, p.entry)]
                 own[p.first : p.first + p.count] = own[p.first]
         return packed, found

@@ -182,6 +182,22 @@ def mixed_batches_through_swaps(world: World) -> None:
 
 
 @scenario
+def a_request_is_set_in_all_processes_or_in_none(world: World) -> None:
+    manager = world.start(max_cpu_loras=2)
+    manager.add_adapter(ONE)
+    before = world.state()
+    with pytest.raises(LoRAUsageError, match=r"is not the given adapter.*\(process 1\)"):
+        manager.set_request(dataclasses.replace(ONE) if world.me else ONE, world.request("one"))
+    world.unchanged(before)
+    manager.set_request(ONE, world.request("one"))
+    for name in ("two", "three"):
+        manager.add_adapter(world.request(name))
+    assert manager.list_adapters(level="evicted").keys() == {"one"}
+    world.check(["one", None, None, "one"])
+    world.alike()
+
+
+@scenario
 def dora(world: World) -> None:
     adapter = make_dora("dora", SMALL_TARGETS[1:], 3)
     factors = {"a": ONE.modules["up"].a, "b": ONE.modules["up"].b}

@@ -1,7 +1,7 @@
 """Adapters without a request are never evicted from the host cache, and a batch that cannot fit loads nothing."""
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from jlora.manager.loaded_adapter import LoadedAdapter
 from jlora.slots.packed import PackedAdapter
 from tests.manager.test_prepare import in_time
 from tests.manager.tiny import MAX_RANK, MODULES, make_adapter, make_world, request, tensors
-from tests.records import evict, on_host, slot_names
+from tests.records import evict, evicted, on_host, slot_names
 
 pytestmark = pytest.mark.device
 
@@ -71,6 +71,56 @@ def test_one_warning_before_adapters_that_stay_take_all_places(tmp_path, caplog,
     assert warned[-1][0].startswith("4 of the 5 places of the host cache are taken by adapters from memory")
     with pytest.raises(jlora.NoFreeSlotError, match="max_cpu_loras"):
         world.manager.add_adapter(large_request(tmp_path, "f"))
+
+
+def saved(folder, adapter: jlora.Adapter) -> jlora.LoRARequest:
+    adapter.save_pretrained(folder / adapter.name)
+    return jlora.LoRARequest(adapter.name, str(folder / adapter.name))
+
+
+def test_an_adapter_from_memory_that_was_saved_is_evicted_and_loaded_again(tmp_path, caplog):
+    world = make_world(max_loras=1, max_cpu_loras=2)
+    m, adapter = world.manager, large("memory")
+    m.add_adapter(adapter)
+    asked = saved(tmp_path, adapter)
+    with m.prepare(["memory", None, None]) as batch:
+        m.set_request(adapter, replace(asked, load_inplace=True))
+        world.check(world.logits(batch), [adapter, None, None])
+        m.add_adapter(request(tmp_path, "a"))
+        assert set(on_host(m)) == {"memory", "a"}  # an open batch holds it
+    assert m.stats().unevictable == 0
+    for name in "bc":
+        m.add_adapter(request(tmp_path, name))
+    assert evicted(m)["memory"] == asked
+    world.check(world.serve([asked, None, None]), [adapter, None, None])
+    assert m.list_adapters()["memory"].version == 1
+    assert not [record for record in caplog.records if "have changed" in record.getMessage()]
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced", "updated", "twice", "from a request", "drawn", "another name"])
+def test_a_request_is_set_for_the_very_adapter_that_was_added(tmp_path, how):
+    world = make_world(max_loras=1, max_cpu_loras=2)
+    m, adapter, error = world.manager, large("memory"), jlora.LoRAUsageError
+    asked = saved(tmp_path, adapter)
+    m.add_adapter(asked if how == "from a request" else adapter)
+    if how == "removed":
+        m.remove_adapter("memory")
+        error = jlora.AdapterNotFoundError
+    elif how == "replaced":
+        m.add_adapter(replace(adapter), load_inplace=True)
+    elif how == "updated":
+        update(world, "memory", 1)
+    elif how == "twice":
+        m.set_request(adapter, asked)
+    elif how == "drawn":
+        m.remove_adapter("memory")
+        adapter = m.new_adapter("memory", rank=1, alpha=1)
+    elif how == "another name":
+        asked = replace(asked, name="other")
+    before = m.stats(), m.list_adapters()
+    with pytest.raises(error, match=r"'memory'"):
+        m.set_request(adapter, replace(asked, path=str(tmp_path)))
+    assert (m.stats(), m.list_adapters()) == before
 
 
 def test_batch_without_places_loads_nothing(tmp_path):

@@ -120,6 +120,20 @@ def test_another_manager_goes_on(served, tmp_path):
     assert not file.exists()
 
 
+def test_adapters_from_memory_that_were_saved_are_not_saved_again(world, tmp_path):
+    adapters = {name: make_adapter(name) for name in "ab"}
+    as_new(world)
+    for name, adapter in adapters.items():
+        world.manager.add_adapter(adapter)
+        world.manager.set_request(adapter, request(tmp_path, name))
+    assert evict(world.manager)
+    world.manager.save(tmp_path / "saved")
+    assert not list((tmp_path / "saved" / "weights").iterdir())
+    manager = restored(world, tmp_path / "saved")
+    assert evicted(manager).keys() == {"a"}
+    world.check(world.serve(["a", "b", None]), [*adapters.values(), None])
+
+
 def test_orders_of_use_go_on(world, tmp_path):
     """The first to be evicted, from slots and from the host, are those that would have been."""
     for name in "abcd":

@@ -1,11 +1,13 @@
 """The unmodified SDK, offline, against a server process."""
 
 import math
-import os
 import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -91,6 +93,31 @@ def failure(future: Any) -> Any:
     with pytest.raises(tinker.RequestFailedError) as error:
         future.result()
     return error.value
+
+
+def folders_of(server: Server, model: str, *also: str) -> list[Path]:
+    """Return what the folder of checkpoints has of a model, by its name, or by these ends of names."""
+    found = Path(server.process.args[server.process.args.index("--checkpoints") + 1]).iterdir()
+    return [path for path in found if path.name == model.replace(":", "-") or path.name.endswith((*also, "\0"))]
+
+
+@contextmanager
+def no_folder(path: Path) -> Iterator[None]:
+    """A file in its place, so that nothing can be written to it."""
+    away = path.rename(path.with_name("away"))
+    path.touch()
+    try:
+        yield
+    finally:
+        path.unlink()
+        away.rename(path)
+
+
+def until(ready: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 DATA = [datum([1, 4, 9, 6, 7, 3, 5, 6, 7, 2]), datum([1, 8, 3, 2])]
@@ -243,6 +270,44 @@ def test_a_sampler_keeps_its_weights(service, server):
     assert after.logprobs != first.logprobs
 
 
+def test_samplers_beyond_the_host_cache_are_loaded_again(service, server):
+    """More than its 8 places; each is sampled from at once, while its folder is written."""
+    trainer, samplers, before = trained(service, server), [], []
+    for _ in range(10):
+        move(trainer, *DATA)
+        samplers.append(current(trainer))
+        before.append(sampled(samplers[-1], temperature=0, max_tokens=4, stop=[]).sequences[0].logprobs)
+    again = [sampled(each, temperature=0, max_tokens=4, stop=[]).sequences[0].logprobs for each in samplers]
+    assert again == before
+
+
+def test_models_that_end_while_their_samplers_are_written_leave_nothing(service, server):
+    """If some kept their places in the host cache, the last would find none."""
+    ended = []
+    for i in range(5):
+        model = trained(service, server).model_id
+        for seq_id in (1, 2):
+            number = {"seq_id": seq_id, "sampling_session_seq_id": 100 * seq_id + i}
+            assert post(server, "save_weights_for_sampler", model_id=model, **number).status_code == 200
+        post(server, "unload_model", model_id=model)
+        ended.append(model)
+    last = current(trained(service, server))
+    assert sampled(last, max_tokens=3, stop=[]).sequences[0].tokens
+    until(lambda: not [path for model in ended for path in folders_of(server, model, ".part")])
+
+
+def test_a_sampler_that_cannot_be_written_ends(service, server):
+    trainer = trained(service, server)
+    (folder,) = folders_of(server, trainer.model_id)
+    with no_folder(folder):
+        sampler = current(trainer)
+        until(lambda: any("could not be written, and is deleted" in line for line in server.log))
+    until(lambda: not folders_of(server, "", ".part"))
+    error = failure(sampler.sample(types.ModelInput.from_ints(PROMPT), 1, types.SamplingParams()))
+    assert "does not exist" in str(error)
+    assert sampled(current(trainer), max_tokens=3, stop=[]).sequences[0].tokens
+
+
 def test_checkpoints_are_listed_downloaded_and_deleted(service, server, tmp_path):
     trainer, rest = trained(service, server), service.create_rest_client()
     move(trainer, *DATA)
@@ -305,15 +370,9 @@ def test_an_error_of_the_server_is_of_the_server(service, server):
     trainer = trained(service, server)
     move(trainer, *DATA)
     trainer.save_state("made").result()
-    log = server.process.args[server.process.args.index("--checkpoints") + 1]
-    (folder,) = [path for path in os.scandir(log) if trainer.model_id.replace(":", "-") in path.name]
-    os.rename(folder.path, folder.path + ".away")
-    open(folder.path, "w").close()
-    try:
+    (folder,) = folders_of(server, trainer.model_id)
+    with no_folder(folder):
         error = failure(trainer.save_state("not-made"))
-    finally:
-        os.remove(folder.path)
-        os.rename(folder.path + ".away", folder.path)
     assert error.category is RequestErrorCategory.Server
     assert loss(trainer, *DATA) > 0
 
@@ -413,7 +472,7 @@ def test_killed_clients_and_a_killed_server(tmp_path):
     move(trainer, *DATA)  # not saved
     server.kill()
 
-    server = Server(tmp_path, port=server.port)
+    server = Server(tmp_path, "--max-loras", "1", port=server.port)
     rest = client(server).create_rest_client()
     assert trainer.model_id in [run.training_run_id for run in rest.list_training_runs().result().training_runs]
     with pytest.raises(tinker.APIStatusError) as error:
@@ -424,7 +483,8 @@ def test_killed_clients_and_a_killed_server(tmp_path):
     assert loss(again, *DATA) == saved
     found = service.create_sampling_client(model_path=sampler)
     found = found.result() if hasattr(found, "result") else found
-    assert len(sampled(found, max_tokens=3, stop=[]).sequences[0].tokens) == 3
+    for each in (found, current(again)):  # of two adapters in the one place
+        assert len(sampled(each, max_tokens=3, stop=[]).sequences[0].tokens) == 3
     assert server.end() == 0
 
 

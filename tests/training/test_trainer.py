@@ -573,6 +573,17 @@ def test_values_whose_source_is_gone_are_those_of_the_slots_with_a_warning(tmp_p
     assert "'query': has no files" in warnings[1]
 
 
+def test_training_begins_with_the_folder_of_a_publication_not_with_its_slots(tmp_path, caplog):
+    config = jlora.LoRAConfig(max_loras=3, max_lora_rank=4, max_cpu_loras=8)
+    manager = jlora.LoRAManager(tiny.Model(dtype=jnp.bfloat16), config)
+    manager.add_adapter(given := fresh("wide"))
+    trainer_of(manager, ["wide"]).publish("wide", to="wide@1", save_to=tmp_path / "wide")
+    with caplog.at_level(logging.WARNING, logger="jlora"):
+        trainer = trainer_of(manager, ["wide@1"])
+    assert caplog.messages == []
+    np.testing.assert_array_equal(trainer.adapter("wide@1").modules[QUERY].a, given.modules[QUERY].a)
+
+
 def test_a_state_is_continued_without_the_files_of_its_adapter(tmp_path, caplog):
     config = jlora.LoRAConfig(max_loras=3, max_lora_rank=4, max_cpu_loras=8)
     manager = jlora.LoRAManager(tiny.Model(dtype=jnp.bfloat16), config)

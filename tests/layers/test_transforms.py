@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import jlora
 from jlora.errors import AdapterMismatchError, LoRAError
 from jlora.layers.forward.scope import use
 from jlora.layers.site import SlotParam, SlotRanks
@@ -218,3 +219,36 @@ def test_layer_index_is_checked(name, reason):
     manager = make_manager(Scanned(0))
     with pytest.raises(AdapterMismatchError, match=reason):
         manager.add_adapter(make_adapter("bad", [Target(name, 6, 8, "")], 2))
+
+
+def test_gradients_of_a_token_that_repeats_are_summed_in_float32():
+    class Table(nnx.Module):
+        def __init__(self):
+            self.table = nnx.Embed(16, 8, rngs=nnx.Rngs(0))
+
+        def __call__(self, tokens):
+            return self.table(tokens)
+
+    model = Table()
+    manager = make_manager(model, dtype=jnp.bfloat16, max_lora_rank=2)
+    for name in ("one", "two"):
+        a, b = normal(2, 16), normal(8, 2)
+        manager.add_adapter(jlora.Adapter.from_arrays(name, {"table": (a, b)}, alpha=2, embeddings=["table"]))
+    tokens = np.array([[3] * 600, [5, 3] * 300, [3] * 600], np.int32)
+    graph, slots, rest = nnx.split(model, SlotParam, ...)
+    with manager.prepare(["one", "two", None]) as batch:
+
+        def loss(slots):
+            return forward(nnx.merge(graph, slots, rest), tokens, batch)[..., 0].sum()
+
+        ((_, found),) = [
+            (path, value[...])
+            for path, value in nnx.to_flat_state(jax.grad(loss, allow_int=True)(slots))
+            if path[-1] == "jlora_a"
+        ]
+        b = np.asarray(vars(model.table)["jlora_b"][...], np.float64)  # [slots, R, N]
+        one, two = map(slot_names(manager).index, ("one", "two"))
+    expected = np.zeros((3, 2, 16))
+    expected[one, :, 3] = 600 * b[one, :2, 0]
+    expected[two, :, 3] = expected[two, :, 5] = 300 * b[two, :2, 0]
+    np.testing.assert_allclose(np.asarray(found, np.float64)[:, 0, :2], expected, rtol=2**-8)

@@ -26,7 +26,7 @@ import numpy as np
 from flax import nnx
 from jax import Array, lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Bool, Float, Int, Integer
+from jaxtyping import Bool, Float, Int, Integer, Real
 
 from jlora.errors import LoRAError
 from jlora.layers.forward.batch import LoRABatch
@@ -241,7 +241,7 @@ def add_lookup(
         def add(total: Array, plans: tuple[Plan, ...], slots: Array) -> Array:
             # Rows without an adapter read a column of an arbitrary slot here; `expand` has no tile for them.
             slots = jnp.repeat(slots.reshape(-1), len(column) // max(1, slots.size)).clip(0, site.spec.num_slots - 1)
-            h = factors.a.at[slots, 0, :, column].get(mode="clip").astype(jnp.float32)  # [M, R]
+            h = cast("Array", _columns(factors.a, slots, column.clip(0, size - 1)))
             if sharding.ins:
                 h = jnp.where(((column >= 0) & (column < size))[:, None], h, 0)
             h = (h if spec.scale == 1 else h * spec.scale)[None]
@@ -260,6 +260,37 @@ def add_lookup(
         specs = of_base, of_rows, of_ids, factor_specs(site.spec), plan_specs(rows)
         mapped = on_mesh(sharding, local, specs, of_base)
         return mapped(base, tokens, ids, slot_factors(layer, site, scope.batch), rows.adapters)
+
+
+@jax.custom_vjp
+def _columns(a: Real[Array, "G 1 R V"], slots: Int[Array, "M"], column: Int[Array, "M"]) -> Float[Array, "M R"]:
+    """Return A[slot, :, column] of each row, in float32."""
+    return a[slots, 0, :, column].astype(jnp.float32)
+
+
+def _columns_forward(a: Array, slots: Array, column: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+    return cast("Array", _columns(a, slots, column)), (a, slots, column)
+
+
+def _columns_backward(kept: tuple[Array, Array, Array], dh: Float[Array, "M R"]) -> tuple[Array, None, None]:
+    """Return the gradient of A: of each column the sum of its rows, in float32 and in a fixed order.
+
+    The scatter of XLA would add in the dtype of A, and on a GPU in any order.
+    """
+    a, slots, column = kept
+    order = jnp.lexsort((column, slots))
+    slots, column = slots[order], column[order]
+    new = jnp.append(True, (slots[1:] != slots[:-1]) | (column[1:] != column[:-1]))
+
+    def add(one: tuple[Array, Array], two: tuple[Array, Array]) -> tuple[Array, Array]:
+        return one[0] | two[0], jnp.where(two[0], two[1], one[1] + two[1])
+
+    _, sums = lax.associative_scan(add, (new[:, None], dh[order]))
+    place = jnp.where(jnp.append(new[1:], True), slots, len(a))  # the last row of a column has its sum
+    return jnp.zeros_like(a).at[place, 0, :, column].set(sums.astype(a.dtype), mode="drop"), None, None
+
+
+_columns.defvjp(_columns_forward, _columns_backward)
 
 
 # --- the code of a shard ----------------------------------------------------------------------------------------------

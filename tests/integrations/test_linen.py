@@ -11,7 +11,7 @@ from flax import nnx
 import jlora
 from jlora.errors import AdapterMismatchError, LoRAError, LoRAUsageError
 from jlora.integrations.linen import openpi_adapter
-from tests.layers.merging import Target, assert_close, at_path, delta, make_adapter, make_manager, serve
+from tests.layers.merging import Target, assert_close, at_path, delta, make_adapter, make_manager, run, serve
 
 pytestmark = pytest.mark.device
 
@@ -69,14 +69,15 @@ def expected(variables, module, adapter):
 @pytest.mark.parametrize("bridge", [False, True])
 def test_linen_model(bridge):
     module = Model()
-    variables = module.init(jax.random.key(0), TOKENS)
+    variables = jax.jit(module.init)(jax.random.key(0), TOKENS)
     if bridge:
         bridged = nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0)).lazy_init(TOKENS)
         variables = {"params": nnx.to_pure_dict(nnx.state(bridged, nnx.Param))}
         model = jlora.LinenModule(bridged)
     else:
         model = jlora.LinenModule(module, variables)
-    assert_close(model(TOKENS), module.apply(variables, TOKENS), 1e-6)
+    base = jax.jit(module.apply)(variables, TOKENS)
+    assert_close(model(TOKENS), base, 1e-6)
     model.tie_word_embeddings = True
     one, two = make_adapter("one", TARGETS, 3), make_adapter("two", TARGETS[:1], 2)
     manager = make_manager(model, [one, two])
@@ -89,7 +90,7 @@ def test_linen_model(bridge):
     report = manager.verify(serve, TOKENS)
     assert set(report.checked) == {"embed", "first.up", "first.Dense_0", "again.up", "again.Dense_0", "embed.attend"}
     manager.unwrap()
-    assert_close(model(TOKENS), module.apply(variables, TOKENS), 1e-6)
+    assert_close(run(model, TOKENS), base, 1e-6)
 
 
 def merged(params, targets, adapter):
@@ -111,10 +112,11 @@ def stacked(name, k, n, param, layers, into=np.transpose, axis=0):
 
 def check(module, x, targets, calls=lambda model, x: model(x), row_groups=None, forward=serve, **kwargs):
     """Serve two adapters and the base in one batch, compared with merged weights, swap one without a trace, verify."""
-    variables = module.init(jax.random.key(0), x)
+    variables = jax.jit(module.init)(jax.random.key(0), x)
     model = jlora.LinenModule(module, variables, lambda model: calls(model, x), **kwargs)
-    base = module.apply(variables, x)
-    assert_close(model(x), base, 1e-6)
+    apply = jax.jit(module.apply)
+    base = apply(variables, x)
+    assert_close(run(model, x), base, 1e-6)
     one, three = (make_adapter(name, targets, 2) for name in ("1", "3"))
     two = make_adapter("2", targets[::2], 2)
     manager = make_manager(model, row_groups=row_groups)
@@ -127,7 +129,7 @@ def check(module, x, targets, calls=lambda model, x: model(x), row_groups=None, 
             found = step(model, x, batch)
         adapters = {"1": one, "2": two, "3": three, None: None}
         want = [
-            module.apply({**variables, "params": merged(variables["params"], targets, adapters[name])}, x)[i]
+            apply({**variables, "params": merged(variables["params"], targets, adapters[name])}, x)[i]
             for i, name in enumerate(names)
         ]
         assert_close(found, np.stack(want))
@@ -191,7 +193,7 @@ def test_layers_under_scan_remat_and_vmap(axis, remat):
 def test_a_wrong_stack_axis_is_refused(layers):
     """With six layers the kernel is 6 x 6 x 8, and with as many slots, so are the slots."""
     module = Scanned(1, layers=layers)
-    variables = module.init(jax.random.key(0), X)
+    variables = jax.jit(module.init)(jax.random.key(0), X)
     with pytest.raises(LoRAError, match=r"layers\.(up|down): stack_axis=0 of LinenModule is not the axis of its"):
         jlora.LinenModule(module, variables, lambda model: model(X))(X)
 
@@ -210,7 +212,7 @@ def test_a_stack_of_stacks_is_refused_by_name():
             return nn.Dense(6, name="last")(scan(name="layers")(x, None)[0])
 
     module = Outer()
-    model = jlora.LinenModule(module, module.init(jax.random.key(0), X), lambda model: model(X))
+    model = jlora.LinenModule(module, jax.jit(module.init)(jax.random.key(0), X), lambda model: model(X))
     manager = make_manager(model)
     with pytest.raises(AdapterMismatchError, match=r"'layers.0.inner.1.up' is not wrapped: its kernel .* is a stack"):
         manager.add_adapter(make_adapter("one", [Target("layers.0.inner.1.up", 6, 8, "")], 2))
@@ -252,7 +254,7 @@ def test_layers_that_cannot_be_served_are_refused_by_name():
 
 def test_models_that_linen_module_cannot_hold_are_refused():
     module = nn.Dense(3)
-    variables = module.init(jax.random.key(0), X)
+    variables = jax.jit(module.init)(jax.random.key(0), X)
     for arguments in ((module,), (module, {}), (module, variables), (module, variables, X)):
         with pytest.raises(LoRAUsageError, match="LinenModule"):
             jlora.LinenModule(*arguments)
@@ -273,7 +275,7 @@ def test_a_bare_linen_module_raises_with_the_line_to_write():
 
 def test_a_stack_without_calls_is_named_and_its_norms_are_not_listed():
     module = Scanned()
-    model = jlora.LinenModule(module, module.init(jax.random.key(0), X))
+    model = jlora.LinenModule(module, jax.jit(module.init)(jax.random.key(0), X))
     reasons = {layer.path: layer.reason for layer in make_manager(model).layers() if layer.reason}
     assert reasons.keys() == {"layers.up", "layers.down", "heads"}
     assert "it holds kernel (2, 6, 8), and no nn.Dense or nn.Embed; give LinenModule `calls`" in reasons["layers.up"]
@@ -399,7 +401,7 @@ def test_einsums_of_ones_own_with_shared_scopes(scanned):
 def test_a_table_of_ones_own_and_its_logits():
     jlora.register_layer(Table, describe_table)
     module = Gemma(False)
-    variables = module.init(jax.random.key(0), TOKENS)
+    variables = jax.jit(module.init)(jax.random.key(0), TOKENS)
     model = jlora.LinenModule(module, variables, lambda model: model(TOKENS))
     model.tie_word_embeddings = True
     targets = [Target("embedder", 11, 6, "", kind="embedding"), Target("lm_head", 6, 11, "")]
@@ -492,7 +494,7 @@ def test_the_experts_of_pi0_have_rows_of_their_own():
 @pytest.mark.slow
 def test_adapters_that_openpi_trained_compute_as_in_openpi():
     """The reference is openpi's own computation, with its factors beside the weights and the scaling of 8."""
-    trained = Pi0(lora=True).init(jax.random.key(3), X)["params"]
+    trained = jax.jit(Pi0(lora=True).init)(jax.random.key(3), X)["params"]
     base = {name: {"w": own["w"]} for name, own in trained["layers"].items()}
     model = jlora.LinenModule(Pi0(), {"params": {"layers": base}}, lambda model: model(X))
     adapter = openpi_adapter("one", model, trained, alpha=16)
@@ -514,7 +516,7 @@ def test_adapters_that_openpi_trained_compute_as_in_openpi():
 
 def test_openpi_parameters_without_a_layer_are_refused():
     trained = {"layers": {"mlp": {"linear_lora_a": np.ones((8, 2)), "linear_lora_b": np.ones((2, 6))}}}
-    model = jlora.LinenModule(Scanned(), Scanned().init(jax.random.key(0), X), lambda model: model(X))
+    model = jlora.LinenModule(Scanned(), jax.jit(Scanned().init)(jax.random.key(0), X), lambda model: model(X))
     with pytest.raises(AdapterMismatchError, match=r"no einsum for the lora_a and lora_b of layers\.mlp\.linear"):
         openpi_adapter("one", model, trained, alpha=16)
 
@@ -587,7 +589,7 @@ class Wrong(nn.Module):
 )
 def test_verify_finds_a_spec_that_is_wrong(module, equation, right):
     jlora.register_layer(Fixed, lambda layer: jlora.einsum_spec(equation, (4, 6, 4)))
-    variables = Wrong().init(jax.random.key(0), X)
+    variables = jax.jit(Wrong().init)(jax.random.key(0), X)
     manager = make_manager(jlora.LinenModule(module, variables, lambda model: model(X)))
     if right:
         assert manager.verify(serve, X).checked == ("fixed",)
@@ -605,7 +607,7 @@ def test_a_describe_that_fails_leaves_its_class_unserved_with_the_reason():
         def __call__(self, x):
             return nn.Dense(6, name="good")(Odd(6, name="odd")(x))
 
-    variables = Model().init(jax.random.key(0), X)
+    variables = jax.jit(Model().init)(jax.random.key(0), X)
     for describe, reason in (
         (lambda layer: layer.missing, "Odd cannot be described"),
         (lambda _: None, "Odd has None"),

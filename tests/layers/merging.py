@@ -97,7 +97,7 @@ def merge(model: nnx.Module, targets: Sequence[Target], adapter: Adapter | None)
             weight[target.at] += target.into(delta(module)).reshape(weight[target.at].shape)
             if "dora" in module.vectors:
                 weight[target.at] *= _scales(target, weight[target.at], module.vectors["dora"])
-            param[...] = weight.astype(param.dtype)
+            param.set_value(jax.device_put(weight.astype(param.dtype)))  # an assignment compiles programs for its shape
     return copy
 
 

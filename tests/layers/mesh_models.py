@@ -88,7 +88,7 @@ class Zoo(nnx.Module):
         self.copied.output_blocks = blocks
         source = source_of(blocks)
         same = np.array([source.index(feature) if feature >= 0 else i for i, feature in enumerate(source)])
-        self.copied.kernel[...] = self.copied.kernel[...][:, same]  # copies are copies
+        self.copied.kernel.set_value(self.copied.kernel[...][:, same])  # copies are copies
         self.heads = nnx.LinearGeneral(K, (8, 3), rngs=rngs)
         self.o_proj = nnx.LinearGeneral((8, 2), 8, axis=(-2, -1), rngs=rngs)
         self.o_einsum = nnx.Einsum("BTNH,NHD->BTD", (8, 2, 8), (8,), rngs=rngs)

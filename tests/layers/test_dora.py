@@ -6,7 +6,18 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
-from tests.layers.merging import Target, in_int8, make_adapter, make_dora, make_manager, merge, normal, serve
+from tests.layers.merging import (
+    Target,
+    assert_close,
+    expected_rows,
+    in_int8,
+    make_adapter,
+    make_dora,
+    make_manager,
+    merge,
+    normal,
+    serve,
+)
 from tests.layers.mesh_models import (
     NAMES,
     SMALL,
@@ -28,16 +39,16 @@ pytestmark = pytest.mark.device
 def with_biases(model):
     for i, (_, layer) in enumerate(nnx.iter_modules(model)):
         if getattr(layer, "bias", None) is not None:
-            layer.bias[...] = normal(*layer.bias.shape, seed=i)
+            layer.bias.set_value(jax.device_put(normal(*layer.bias.shape, seed=i)))
     return model
 
 
 def zoo_of():
     """A zoo whose padding adds nothing to real features, and whose copies of features are equal."""
     zoo = with_biases(Zoo())
-    zoo.padded_in.kernel[...] = zoo.padded_in.kernel[...].at[3::4].set(0)
+    zoo.padded_in.kernel.set_value(zoo.padded_in.kernel[...].at[3::4].set(0))
     source = source_of(zoo.copied.output_blocks)
-    zoo.copied.bias[...] = zoo.copied.bias[...][np.array([source.index(feature) for feature in source])]
+    zoo.copied.bias.set_value(zoo.copied.bias[...][np.array([source.index(feature) for feature in source])])
     return zoo
 
 
@@ -118,6 +129,4 @@ def test_stacked_layers():
     manager = make_manager(model, [one, some, make_adapter("plain", targets[:1], 1)], max_loras=2, variants=["dora"])
     for names in (["one", None, "two", "one"], ["two", "one", None, None]):
         with manager.prepare(names) as batch:
-            got = np.asarray(serve(model, x, batch))
-        want = np.stack([np.asarray(twins[name](x))[i] for i, name in enumerate(names)])
-        np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * np.abs(want).max())
+            assert_close(serve(model, x, batch), expected_rows(twins, names, x), 2e-6)

@@ -27,7 +27,7 @@ from tests.layers.expert_models import (
     Seams,
     reference,
 )
-from tests.layers.merging import serve, wrapped_paths
+from tests.layers.merging import normal, serve, wrapped_paths
 
 pytestmark = pytest.mark.device
 
@@ -337,15 +337,19 @@ def test_row_maps_and_arrays_that_do_not_fit_the_product_are_refused(ragged):
 @pytest.mark.parametrize(("packed", "rows"), [(False, 4), (True, 6)])
 @pytest.mark.usefixtures("unchecked_calls")
 def test_a_product_that_gathers_takes_all_tokens(packed, rows):
-    manager = small(Gathering)
-    layer, of = manager.model.layers[0].experts, jnp.zeros(3, jnp.int32)
+    manager, of = small(Gathering), jnp.zeros(3, jnp.int32)
     where = Rows(of, of, jnp.array([3, 0, 0, 0, 0], jnp.int32), None if packed else 2)
     counts = {"token_counts": [4, 2]} if packed else {}
-    with manager.prepare([None, None], **counts) as batch, jlora.use(batch, without=["*"]):
-        assert layer.gate_up(jnp.ones((rows, HIDDEN)), where).shape == (3, 2 * INNER)
+
+    def gate_up(model, x, batch):
+        with jlora.use(batch, without=["*"]):
+            return model.layers[0].experts.gate_up(x, where)
+
+    with manager.prepare([None, None], **counts) as batch:
+        assert jax.eval_shape(gate_up, manager.model, jnp.ones((rows, HIDDEN)), batch).shape == (3, 2 * INNER)
         for other in (rows - 1, rows + 1):
             with pytest.raises(LoRAError, match=f"gathers its rows from all {rows} tokens"):
-                layer.gate_up(jnp.ones((other, HIDDEN)), where)
+                jax.eval_shape(gate_up, manager.model, jnp.ones((other, HIDDEN)), batch)
 
 
 def test_expert_delta_returns_the_base_unwrapped_and_raises_outside_a_scope(ragged):
@@ -358,13 +362,18 @@ def test_expert_delta_returns_the_base_unwrapped_and_raises_outside_a_scope(ragg
 
 def test_rows_of_experts_elsewhere_and_tokens_outside_take_no_adapter(ragged):
     ragged.add_adapter(make_adapter("all", 0))
-    layer = ragged.model.layers[0].experts
-    x, y = jax.random.normal(jax.random.key(0), (4, 8)), jax.random.normal(jax.random.key(1), (4, 12))
-    rows = jlora.RowMap(jnp.array([0, -1, 1, 4]), of="tokens", length=2, expert=jnp.array([5, 0, -1, 1]))
-    with ragged.prepare(["all", "all"]) as batch, jlora.use(batch, without=["*"]):
-        np.testing.assert_array_equal(jlora.expert_delta(layer, "gate_up", x, y, rows), y)
-        inside = jlora.RowMap(rows.source.clip(0, 3), of="tokens", length=2, expert=rows.expert.clip(0, 4))
-        served = jlora.expert_delta(layer, "gate_up", x, y, inside)
+    x, y = normal(4, 8), normal(4, 12, seed=1)
+    source, expert = np.array([0, -1, 1, 4]), np.array([5, 0, -1, 1])
+
+    @jax.jit
+    def step(model, source, expert, batch):
+        rows = jlora.RowMap(source, of="tokens", length=2, expert=expert)
+        with jlora.use(batch, without=["*"]):
+            return jlora.expert_delta(model.layers[0].experts, "gate_up", jnp.asarray(x), jnp.asarray(y), rows)
+
+    with ragged.prepare(["all", "all"]) as batch:
+        np.testing.assert_array_equal(step(ragged.model, source, expert, batch), y)
+        served = step(ragged.model, source.clip(0, 3), expert.clip(0, 4), batch)
     assert (np.asarray(served) != np.asarray(y)).all()
 
 

@@ -44,8 +44,7 @@ def arrays():
 def test_errors_of_a_bfloat16_layer(arrays, backend, size):
     """They are at most 1.5 times those of a sum that is in float32 and rounded once."""
     *arrays, magnitudes = arrays
-    base, x, a, b = (jnp.asarray(v, jnp.bfloat16) for v in arrays)
-    b = (b * size).astype(jnp.bfloat16)
+    base, x, a, b = jax.device_put([v.astype(jnp.bfloat16) for v in (*arrays[:3], arrays[3] * size)])
     bias = jnp.linspace(-1, 1, N, dtype=jnp.bfloat16)
     plan = api.make_plan(jnp.asarray(SLOT_OF_ROW), num_groups=SLOTS, tile_m=16)
     run = partial(jax.jit(run_of(backend, "add_lora"), static_argnames="slice_sizes"), slice_sizes=(N,), ranks=None)
@@ -54,7 +53,7 @@ def test_errors_of_a_bfloat16_layer(arrays, backend, size):
     exact = scaled(oracle.add_lora(base, x, SLOT_OF_ROW, a, b), np.asarray(bias, np.float64), magnitudes)
 
     def error(y):
-        got = scale_columns(y, base, bias, jnp.asarray(magnitudes)).astype(jnp.bfloat16)
+        got = jax.jit(scale_columns)(y, base, bias, magnitudes).astype(jnp.bfloat16)
         return np.sqrt(np.mean((np.asarray(got, np.float64) - exact) ** 2))
 
     assert 0 < error(apart) <= 1.5 * error(once)

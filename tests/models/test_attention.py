@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jlora.models import Decoder, DecoderConfig
-from jlora.models.attention import attend
+from jlora.models import Decoder, DecoderConfig, attention
 from tests.models.test_decoder import EXPERTS
 
+attend = jax.jit(attention.attend)
 POISON = (float("nan"), float("-inf"))
 
 

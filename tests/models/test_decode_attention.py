@@ -22,15 +22,14 @@ pytestmark = pytest.mark.device("gpu")
 def test_values(rng, heads, groups, repeats, sinks):
     """The more rows and groups there are, the fewer programs share the keys of a sequence: three, one and two here."""
     rows, capacity, width = 4 * repeats, 300, 16
-    q = jnp.asarray(rng.normal(size=(rows, heads, width)), jnp.bfloat16)
-    keys, values = (jnp.asarray(rng.normal(size=(rows, capacity, groups, width)), jnp.bfloat16) for _ in range(2))
+    shapes = (rows, heads, width), (rows, capacity, groups, width), (rows, capacity, groups, width)
+    q, keys, values = (rng.normal(size=shape).astype(jnp.bfloat16) for shape in shapes)
     begin, end = np.array([0, 0, 70, 255] * repeats, np.int32), np.array([1, 300, 129, 256] * repeats, np.int32)
     dead = (np.arange(capacity) < begin[:, None]) | (np.arange(capacity) >= end[:, None])
-    keys, values = (jnp.where(dead[:, :, None, None], jnp.nan, array) for array in (keys, values))  # never read
-    given = jnp.asarray(rng.normal(size=heads), jnp.bfloat16) if sinks else None
-    found = decode_attention(
-        q, keys, values, jnp.asarray(begin), jnp.asarray(end), given, interpret=interpret_of("triton")
-    )
+    keys[dead], values[dead] = jnp.nan, jnp.nan  # never read
+    given = rng.normal(size=heads).astype(jnp.bfloat16) if sinks else None
+    operands = jax.device_put((q, keys, values, begin, end, given))
+    found = decode_attention(*operands, interpret=interpret_of("triton"))
     want = expected(q[:, None], keys, values, ~dead[:, None], given)[:, 0]
     np.testing.assert_allclose(np.asarray(found, np.float64), want, atol=0.02)
     assert found.dtype == jnp.bfloat16

@@ -36,11 +36,11 @@ SHAPES = [
 
 def problem(counts, k, n, dtype):
     rng = np.random.default_rng(sum(counts))
-    x = jnp.asarray(rng.normal(size=(sum(counts), k)), dtype)
-    w = jnp.asarray(rng.normal(size=(len(counts), k, n)) * k**-0.5, dtype)
-    rows, group = np.asarray(x, np.float64), np.repeat(np.arange(len(counts)), counts)
-    want = np.stack([row @ np.asarray(w[g], np.float64) for row, g in zip(rows, group, strict=True)])
-    return x, w, jnp.array(counts, jnp.int32), want
+    shapes = (sum(counts), k), (len(counts), k, n)
+    x, w = ((rng.normal(size=shape) * k**-0.5).astype(jnp.dtype(dtype)) for shape in shapes)
+    rows, group = x.astype(np.float64), np.repeat(np.arange(len(counts)), counts)
+    want = np.stack([row @ w[g].astype(np.float64) for row, g in zip(rows, group, strict=True)])
+    return *jax.device_put((x, w, np.array(counts, np.int32))), want
 
 
 def compiled_anew():

@@ -64,24 +64,27 @@ def expected(q, k, v, start, count, past, sinks, window):
 def check(rng, kernel, window, sinks, capacity=40, heads=(4, 2), dtype="bfloat16"):
     """Compare three sequences with the oracle: a new one, one that fills the cache, and one with padding."""
     length, width = 12, 16
-    q, k, v = (jnp.asarray(rng.normal(size=(3, length, n, width)), dtype) for n in (heads[0], heads[1], heads[1]))
+
+    def drawn(*shape):
+        return rng.normal(size=shape).astype(jnp.dtype(dtype))
+
+    q, k, v = (drawn(3, length, n, width) for n in (heads[0], heads[1], heads[1]))
     start, count = np.array([0, max(0, capacity - length), 5]), np.array([length, length, 7])
-    k, v = (jnp.where((np.arange(length) < count[:, None])[..., None, None], rows, NAN) for rows in (k, v))
+    real = np.arange(length) < count[:, None]
+    k[~real], v[~real] = NAN, NAN
     past = None, None
     if capacity:
-        past = tuple(jnp.asarray(rng.normal(size=(3, capacity, heads[1], width)), dtype) for _ in range(2))
+        past = drawn(3, capacity, heads[1], width), drawn(3, capacity, heads[1], width)
         unread = np.arange(capacity) >= start[:, None]
         unread |= np.arange(capacity) <= start[:, None] - (window or 1 << 30)
-        past = tuple(jnp.where(unread[..., None, None], NAN, rows) for rows in past)
-    given = jnp.asarray(rng.normal(size=heads[0]), dtype) if sinks else None
-    found = jax.jit(partial(attend, window=window, kernel=kernel))(
-        q, k, v, jnp.asarray(start), jnp.asarray(count), past if capacity else None, given
-    )
+        past[0][unread], past[1][unread] = NAN, NAN
+    given = drawn(heads[0]) if sinks else None
+    step = jax.jit(partial(attend, window=window, kernel=kernel))
+    found = step(q, k, v, start, count, past if capacity else None, given)
     assert found.dtype == q.dtype
     assert np.isfinite(np.asarray(found, np.float64)).all()  # padding too
     exact = jax.tree.map(lambda rows: np.asarray(rows, np.float64), (q, k, v, past, given))
     want = expected(*exact[:3], start, count, *exact[3:], window)
-    real = np.arange(length) < count[:, None]
     np.testing.assert_allclose(np.asarray(found, np.float64)[real], want[real], atol=0.02)
 
 

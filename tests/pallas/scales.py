@@ -12,4 +12,4 @@ def with_scales(ranks, scales=1.0) -> jax.Array | None:
     xp = jnp if isinstance(ranks, jax.core.Tracer) else np  # an eager function of JAX would be a program a shape
     ranks = xp.asarray(ranks).astype(np.float32)
     scales = xp.broadcast_to(xp.asarray(scales).astype(np.float32), ranks.shape)
-    return jnp.asarray(xp.stack([ranks, scales], axis=2))
+    return jax.device_put(xp.stack([ranks, scales], axis=2))

@@ -39,15 +39,15 @@ def factors(ranks, rank, k, sizes):
     b = rng.integers(-127, 128, (groups, rank, sum(sizes))).astype(np.int8)
     below = np.arange(rank) < ranks[..., None]  # [G, n, R]
     scales = np.where(below, rng.uniform(-1, 1, below.shape) * 1e-4, np.nan).astype(np.float32)
-    with_scales = jnp.concatenate([jnp.asarray(ranks[..., None], jnp.float32), scales], axis=2)
+    with_scales = np.concatenate([ranks[..., None].astype(np.float32), scales], axis=2)
     of_columns = np.repeat(np.where(below, scales, 0).astype(np.float64), sizes, axis=1).swapaxes(1, 2)
     exact = np.where(below[..., None], a, 0).astype(np.float64), np.where(of_columns == 0, 0, b * of_columns)
-    return jnp.asarray(a), jnp.asarray(b), with_scales, *exact
+    return *jax.device_put((a, b, with_scales)), *exact
 
 
 def rows_of(dtype, count=ROWS):
     rng = np.random.default_rng(1)
-    return (jnp.asarray(rng.normal(size=(count, size)), dtype) for size in (sum(SIZES), K))
+    return (jax.device_put(rng.normal(size=(count, size)).astype(jnp.dtype(dtype))) for size in (sum(SIZES), K))
 
 
 def norm_close(got, want, tolerance):

@@ -54,8 +54,8 @@ def routed(seed, tokens, k, slots, experts, rank, n_in, sizes, dtype=jnp.float32
         "ranks": ranks, "token": token, "group": np.where(inside, slot[token] * experts + expert[order], -1),
         "rows": rows.reshape(tokens, k), "slot": slot, "expert": expert.reshape(tokens, k), "order": order,
     }  # fmt: skip
-    arrays = {name: jnp.asarray(v.astype(jnp.dtype(dtype))) for name, v in floats.items()}
-    return arrays | {name: jnp.asarray(v.astype(np.int32)) for name, v in ints.items()}
+    arrays = {name: v.astype(jnp.dtype(dtype)) for name, v in floats.items()}
+    return jax.device_put(arrays | {name: v.astype(np.int32) for name, v in ints.items()})
 
 
 SHAPES = [  # tokens, k, slots, experts, R, K, sizes
@@ -82,15 +82,15 @@ EACH = {
 def test_a_factor_that_experts_share_has_a_plan_of_its_own(backend, once):
     """By slot where the other goes by slot and expert; rows of neither keep their bits."""
     slots, experts = 3, 6
-    d = routed(3, 23, 4, slots, experts, 8, 20, SIZES)
+    d = jax.tree.map(np.array, routed(3, 23, 4, slots, experts, 8, 20, SIZES))
     of_slot = {name: d[name].reshape(slots, experts, *d[name].shape[1:])[:, 0] for name in ("a", "b", "ranks")}
-    d["ranks"] = jnp.repeat(of_slot["ranks"], experts, axis=0)
+    d["ranks"] = np.repeat(of_slot["ranks"], experts, axis=0)
     expert = d["expert"].ravel()[d["order"]]
-    elsewhere = jnp.where(d["token"] % 5 == 0, expert + experts, expert)
-    make = partial(ops.plan_experts, d["slot"], d["token"], num_slots=slots)
+    elsewhere = np.where(d["token"] % 5 == 0, expert + experts, expert)
+    make = jax.jit(partial(ops.plan_experts, num_slots=slots), static_argnames="num_experts")
     plans = {
-        "each": (make(elsewhere, num_experts=experts), d["ranks"]),
-        "once": (make(jnp.where(elsewhere < experts, 0, -1), num_experts=1), of_slot["ranks"]),
+        "each": (make(d["slot"], d["token"], elsewhere, num_experts=experts), d["ranks"]),
+        "once": (make(d["slot"], d["token"], np.where(elsewhere < experts, 0, -1), num_experts=1), of_slot["ranks"]),
     }
     a, b = (of_slot[name] if name == once else d[name] for name in "ab")
     (a_plan, a_ranks), (b_plan, b_ranks) = (plans["once" if name == once else "each"] for name in "ab")
@@ -101,17 +101,16 @@ def test_a_factor_that_experts_share_has_a_plan_of_its_own(backend, once):
         h = shrink(x, a, a_plan, ranks=with_scales(a_ranks))
         return expand(h, b, b_plan, slice_sizes=SIZES, base=base, ranks=with_scales(b_ranks))
 
-    base, x = d["base"].at[::7].set(-0.0), d["x"][d["token"]]
+    d["base"][::7] = -0.0
+    base, x = d["base"], d["x"][d["token"]]
     got = np.asarray(run(base, x, a, b))
-    a, b = (
-        np.repeat(np.asarray(of_slot[name]), experts, axis=0) if name == once else np.asarray(d[name]) for name in "ab"
-    )
-    a = a * (np.arange(8) < np.asarray(d["ranks"])[..., None])[..., None]
+    a, b = (np.repeat(of_slot[name], experts, axis=0) if name == once else d[name] for name in "ab")
+    a = a * (np.arange(8) < d["ranks"][..., None])[..., None]
     group = np.where(elsewhere < experts, d["group"], -1)
     close(got, oracle.add_lora(base, x, group, a, b, SIZES), 2e-6)
     nobody = (group < 0) | (group >= slots * experts)
     assert nobody.any()
-    assert got[nobody].tobytes() == np.asarray(base)[nobody].tobytes()
+    assert got[nobody].tobytes() == base[nobody].tobytes()
 
 
 def test_a_plan_of_thousands_of_groups_is_as_any_other():
@@ -198,14 +197,15 @@ def test_a_plan_without_sorting():
 
 @pytest.mark.parametrize(("tokens", "k", "slots", "experts", "rank", "n_in", "sizes"), thinned(SHAPES, 1, 2))
 def test_one_launch(tokens, k, slots, experts, rank, n_in, sizes):
-    d = routed(tokens, tokens, k, slots, experts, rank, n_in, sizes)
-    d["base"] = d["base"].at[::2].set(-0.0)
+    d = jax.tree.map(np.array, routed(tokens, tokens, k, slots, experts, rank, n_in, sizes))
+    d["base"][::2] = -0.0
     rng = np.random.default_rng(0)
     scales = rng.choice([-2, 1 / 64, 3], d["ranks"].shape).astype(np.float32)
     of_rows = rng.normal(size=len(d["group"])).astype(np.float32)
-    plan = ops.make_plan(d["group"], num_groups=slots * experts, tile_m=16).scaled(of_rows)
 
+    @jax.jit
     def run(d):
+        plan = ops.make_plan(d["group"], num_groups=slots * experts, tile_m=16).scaled(of_rows)
         delta = triton_fused.delta(
             d["x"], d["a"], d["b"], plan, slice_sizes=sizes, ranks=with_scales(d["ranks"], scales), dtype=jnp.float32,
             x_rows=d["token"], block_n=16, block_k=16, interpret=interpret_of("triton"),
@@ -213,17 +213,19 @@ def test_one_launch(tokens, k, slots, experts, rank, n_in, sizes):
         return jnp.where(d["group"][:, None] >= 0, d["base"] + delta, d["base"])
 
     got = run(d)
-    b = np.asarray(d["b"], np.float64) * np.repeat(scales, sizes, axis=1)[:, None]
+    b = d["b"].astype(np.float64) * np.repeat(scales, sizes, axis=1)[:, None]
     want = of_rows[:, None] * oracle.lora_delta(d["x"][d["token"]], d["group"], d["a"], b, sizes)
-    close(got, np.asarray(d["base"]) + want, 2e-6)
-    past = jnp.arange(rank)[None, None] >= d["ranks"][..., None]  # [G, n, R]
-    dirty = {"a": jnp.where(past[..., None], jnp.nan, d["a"])}
-    unused = jnp.repeat(past, np.asarray(sizes), axis=1, total_repeat_length=sum(sizes)).swapaxes(1, 2)
-    dirty["b"] = jnp.where(unused, jnp.nan, d["b"])
+    close(got, d["base"] + want, 2e-6)
+    past = np.arange(rank) >= d["ranks"][..., None]  # [G, n, R]
+    unused = np.repeat(past, sizes, axis=1).swapaxes(1, 2)
+    dirty = {
+        "a": np.where(past[..., None], np.float32(np.nan), d["a"]),
+        "b": np.where(unused, np.float32(np.nan), d["b"]),
+    }
     np.testing.assert_array_equal(run(d | dirty), got)
-    ranks = np.asarray(d["ranks"])[np.maximum(d["group"], 0)] * (np.asarray(d["group"]) >= 0)[:, None]
+    ranks = d["ranks"][np.maximum(d["group"], 0)] * (d["group"] >= 0)[:, None]
     none = np.repeat(ranks == 0, sizes, axis=1)  # [M, N]: not changed by an adapter
-    np.testing.assert_array_equal(np.asarray(got)[none].view(np.uint32), np.asarray(d["base"])[none].view(np.uint32))
+    np.testing.assert_array_equal(np.asarray(got)[none].view(np.uint32), d["base"][none].view(np.uint32))
 
 
 def test_one_launch_is_for_a_handful_of_rows():

@@ -192,7 +192,7 @@ def test_eight_threads_that_take_turns(crowd: Crowd) -> None:
         crowd.runs, crowd.runs, crowd.swaps, crowd.swaps, crowd.loads, crowd.loads, crowd.removes, crowd.holds
     )  # fmt: skip
     assert crowd.failures == []
-    assert min(crowd.done[job] for job in ("steps", "swaps", "loads", "removes")) > 5
+    assert min(crowd.done[job] for job in ("steps", "swaps", "loads", "removes")) > 1  # also on a busy machine
 
 
 def test_eight_threads_that_do_not(crowd: Crowd) -> None:
@@ -200,4 +200,4 @@ def test_eight_threads_that_do_not(crowd: Crowd) -> None:
         crowd.steps, crowd.steps, crowd.steps, crowd.swaps, crowd.swaps, crowd.loads, crowd.loads, crowd.removes
     )  # fmt: skip
     assert crowd.failures == []
-    assert min(crowd.done[job] for job in ("steps", "swaps", "loads", "removes")) > 5
+    assert min(crowd.done[job] for job in ("steps", "swaps", "loads", "removes")) > 1

@@ -185,9 +185,11 @@ class Checkpoints:
 
         `state` is a tree of arrays to train from, and `ttl` the seconds until the checkpoint expires.
 
-        Raises LoRAUsageError: the name is wrong or exists, there is no such run, or the disk's limit would be exceeded.
+        Raises:
+          LoRAUsageError: the name is wrong or exists, there is no such run, or the disk's limit would be exceeded.
         """
-        size = adapter.nbytes + sum(each.nbytes for each in _flat(state).values()) + _HEADERS
+        arrays: dict[Any, Any] = flatten_dict(state or {})
+        size = adapter.nbytes + sum(each.nbytes for each in arrays.values()) + _HEADERS
         token, now = f"{kind}-{secrets.token_hex(8)}", time.time()
         made = Checkpoint(run, kind, name, token, now, None if ttl is None else now + ttl, size, metadata)
         with self._lock:
@@ -214,7 +216,8 @@ class Checkpoints:
         try:
             adapter.save_pretrained(part)
             if state is not None:
-                save_file(_flat(state), part / _STATE)
+                arrays = {key: np.asarray(each, order="C") for key, each in flatten_dict(state, sep="/").items()}
+                save_file(arrays, part / _STATE)
             made = dataclasses.replace(begun, size=sum(file.stat().st_size for file in part.iterdir()))
             if made.kind != SNAPSHOT:  # a snapshot need not survive the process
                 for file in part.iterdir():
@@ -280,10 +283,6 @@ class Checkpoints:
                 continue
             self._found[own.run, own.kind, own.name] = own
         self.end_run(run.id)
-
-
-def _flat(state: Mapping[str, Any] | None) -> dict[str, np.ndarray]:
-    return {key: np.asarray(each, order="C") for key, each in flatten_dict(state or {}, sep="/").items()}
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.device
 NAMES = "abcdef"
 SECONDS = 1.5  # of each run of the suite; benchmarks/soak.py takes minutes
 WATCHDOG = 60.0  # beyond that, a call counts as hung
+COUNTED = ("steps", "swaps", "loads", "removes")  # jobs of all crowds
 
 # A thread that can only wait must raise in time.
 BUSY = (jlora.NoFreeSlotError, jlora.AdapterInUseError, jlora.AdapterNotFoundError, jlora.LoadTimeoutError)
@@ -40,14 +41,16 @@ BUSY = (jlora.NoFreeSlotError, jlora.AdapterInUseError, jlora.AdapterNotFoundErr
 class Crowd:
     """Threads that work on one world until the time is up, or until there are `most_failures`.
 
-    `done` counts each job, and `failures` are exceptions that must not occur.
+    `done` counts each job, and `failures` are exceptions that must not occur. On a busy machine they work longer, until
+    each of the jobs that `COUNTED` names was done `least` times.
     """
 
-    def __init__(self, folder: Path, seconds: float, seed: int = 0, most_failures: int = 1):
+    def __init__(self, folder: Path, seconds: float, seed: int = 0, most_failures: int = 1, least: int = 0):
         self.folder = folder
         self.seconds = seconds
         self.seed = seed
         self.most_failures = most_failures
+        self.least = least
         self.world = make_world(max_loras=3, max_cpu_loras=5)
         self.judge = Judge(self.world)
         self.done: Counter[str] = Counter()
@@ -143,12 +146,16 @@ class Crowd:
 
     # --- all of them ------------------------------------------------------------------------------------------------
 
+    def goes_on(self) -> bool:
+        late = time.monotonic() - self._end
+        return late < 0 or (late < WATCHDOG / 2 and min(self.done[job] for job in COUNTED) < self.least)
+
     def work(self, *jobs: Callable[[np.random.Generator], None]) -> None:
         """Run each job in its own thread until the time is up, and check the rest."""
 
         def work(i: int, job: Callable[[np.random.Generator], None]) -> None:
             rng = np.random.default_rng([self.seed, i])
-            while time.monotonic() < self._end and len(self.failures) < self.most_failures:
+            while self.goes_on() and len(self.failures) < self.most_failures:
                 try:
                     job(rng)
                 except BUSY:
@@ -184,7 +191,7 @@ class Crowd:
 
 @pytest.fixture
 def crowd(tmp_path: Path) -> Crowd:
-    return Crowd(tmp_path, SECONDS)
+    return Crowd(tmp_path, SECONDS, least=6)
 
 
 def test_eight_threads_that_take_turns(crowd: Crowd) -> None:
@@ -192,7 +199,7 @@ def test_eight_threads_that_take_turns(crowd: Crowd) -> None:
         crowd.runs, crowd.runs, crowd.swaps, crowd.swaps, crowd.loads, crowd.loads, crowd.removes, crowd.holds
     )  # fmt: skip
     assert crowd.failures == []
-    assert min(crowd.done[job] for job in ("steps", "swaps", "loads", "removes")) > 1  # also on a busy machine
+    assert min(crowd.done[job] for job in COUNTED) > 5
 
 
 def test_eight_threads_that_do_not(crowd: Crowd) -> None:
@@ -200,4 +207,4 @@ def test_eight_threads_that_do_not(crowd: Crowd) -> None:
         crowd.steps, crowd.steps, crowd.steps, crowd.swaps, crowd.swaps, crowd.loads, crowd.loads, crowd.removes
     )  # fmt: skip
     assert crowd.failures == []
-    assert min(crowd.done[job] for job in ("steps", "swaps", "loads", "removes")) > 1
+    assert min(crowd.done[job] for job in COUNTED) > 5

@@ -81,8 +81,8 @@ def test_loop_of_readme_in_two_threads(readme):
 def test_python_blocks_of_loop_run():
     after, compiled = run_blocks("docs/loop.md")
     namespace = after[-1]
-    # Defined, warm-up, split model, loads and swaps (2), a loop of its own, kernels.
-    assert compiled == [0, 1, 1, 1, 1, 1, 1]
+    # Defined, warm-up, split model, loads and swaps (2), a loop of its own, an adapter that is saved, kernels.
+    assert compiled == [0, 1, 1, 1, 1, 1, 1, 1]
     assert compiled_programs(namespace["split_step"]) == 1
     assert compiled_programs(namespace["decode"]) == 1
     texts = {(name, "".join(chr(93 + token) for token in tokens[5:-1])) for name, tokens in namespace["finished"]}

@@ -16,6 +16,9 @@ from pathlib import Path
 # As set by the user. `-m device` restores them.
 GIVEN = {name: os.environ.get(name) for name in ("JAX_PLATFORMS", "JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")}
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Else each worker, and each process that a test starts, would compile jlora's sources and those of the tests again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # libtpu is only used as a compiler here, by several test processes at once.
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 # Compiling takes most of a test's time, and the programs run for a millisecond. `make test-slow` and `make parity`
@@ -125,10 +128,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """
     if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
         return None
-    text = collection_path.read_text("utf-8")
+    text, marks = collection_path.read_text("utf-8"), config.getoption("markexpr")
     if on_device(config):
         return "pytest.mark.device" not in text or None
-    marks = config.getoption("markexpr")
+    if marks == "parity":
+        return "pytest.mark.parity" not in text or None
     if marks and not re.search(r"(?<!not )\bparity\b", marks):
         return re.search(r"^pytestmark = .*\bmark\.parity\b", text, re.MULTILINE) is not None or None
     return None

@@ -161,7 +161,7 @@ def pytest_collection_finish() -> None:
 
 # Half of what Linux allows a process by default (vm.max_map_count), beyond which LLVM crashes.
 MAX_MAPPINGS = 32_000
-MAX_RESIDENT = 3 << 30  # bytes of a worker
+MIN_RESIDENT, MAX_RESIDENT = 3 << 30, 6 << 30  # bounds of the bytes that a worker may take
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -183,13 +183,15 @@ def freeze_objects_after_a_module() -> Iterator[None]:
 
 
 def _crowded() -> bool:
-    """Return True on Linux if this process has too many memory mappings, or too much memory."""
+    """Return True on Linux if this process has too many memory mappings, or more memory than its part of a half."""
     process = Path("/proc/self")
     if not (process / "statm").exists():
         return False
-    pages = int((process / "statm").read_text().split()[1])
+    page, workers = os.sysconf("SC_PAGE_SIZE"), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    resident = int((process / "statm").read_text().split()[1]) * page
+    most = min(MAX_RESIDENT, max(MIN_RESIDENT, os.sysconf("SC_PHYS_PAGES") * page // 2 // workers))
     mappings = (process / "maps").read_bytes().count(b"\n")
-    return mappings > MAX_MAPPINGS or pages * os.sysconf("SC_PAGE_SIZE") > MAX_RESIDENT
+    return mappings > MAX_MAPPINGS or resident > most
 
 
 @pytest.fixture

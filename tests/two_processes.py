@@ -1,5 +1,6 @@
 """Starts the two processes of a test of `jax.distributed`."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -14,14 +15,19 @@ def free_port() -> int:
 
 
 def run_two(module: str, arguments: Callable[[int], tuple[Any, ...]], timeout: float) -> None:
-    """`python -m module NUMBER PORT *arguments(NUMBER)` for NUMBER 0 and 1 at once; both must end with 0."""
+    """`python -m module NUMBER PORT *arguments(NUMBER)` for NUMBER 0 and 1 at once; both must end with 0.
+
+    Each has four devices of its own.
+    """
     port = free_port()
+    environment = dict(os.environ, XLA_FLAGS=os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4"))
     running = [
         subprocess.Popen(
             [sys.executable, "-m", module, *map(str, (i, port, *arguments(i)))],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            env=environment,
         )
         for i in range(2)
     ]

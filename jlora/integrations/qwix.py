@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
@@ -102,7 +101,7 @@ def restore(
     """
     if not isinstance(adapter, jlora.Adapter):
         adapter = jlora.Adapter.from_pretrained(str(adapter))
-    left, values = dict(adapter.modules), list[tuple[nnx.Variable[Array], Array]]()
+    left, values = dict(adapter.modules), list[tuple[nnx.Variable[Array], np.ndarray]]()
     for pair, modules in _named(model, names or {}):
         a, b = np.zeros((pair.rank, pair.in_features), np.float32), np.zeros((pair.out_features, pair.rank), np.float32)
         size, rank, rows = len(b) // len(modules), 0, list[tuple[np.ndarray, slice]]()
@@ -123,7 +122,7 @@ def restore(
             rows.append((lora.a, ranks))
             a[ranks] = lora.a
             b[i * size : (i + 1) * size, ranks] = lora.b.astype(np.float32) * (lora.scaling * pair.rank / alpha)
-        values += [(pair.variables[0], jnp.asarray(a.T)), (pair.variables[1], jnp.asarray(b.T))]
+        values += [(pair.variables[0], a.T), (pair.variables[1], b.T)]
     if left:
         raise jlora.AdapterMismatchError(
             f"adapter {adapter.name!r}: the model has no LoRA parameters for {sorted(left)}"

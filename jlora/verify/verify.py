@@ -100,7 +100,9 @@ def verify(
     shape = shape or BatchShape(_count(inputs, batch_axis))
     layout = _RowOwners(shape.all_active(wrapped.sites), batch_axis)
     probe = _Probe(wrapped, forward, inputs, layout, seed, rederive, plain)
-    with opening(probe.record):  # layers that serve no adapter are recorded instead of raising
+    # Layers that serve no adapter are recorded instead of raising. The precision is one for all forwards, as each other
+    # one would be compiled.
+    with opening(probe.record), jax.default_matmul_precision("highest"):
         served, unchecked, unserved = probe.look()
         if not served:
             why = next(iter((unchecked | unserved).values()), "none")
@@ -422,24 +424,23 @@ class _Probe:
         The error is taken over several mixed batches.
         """
         mixes = self._mixes()
-        with jax.default_matmul_precision("highest"):
-            served = [self.serve(sites, names) for names in mixes]
-            own = self._base(False)
-            base = self._base(self._casts)
-            if not all(np.isfinite(rows).all() for rows in (*own, *base)):
-                self.blame_base()
-            worst, changed, scale = 0.0, False, 0.0
-            for name in (*self.names, None):
-                # Only one merged copy exists at a time.
-                expected = base if name is None else self.merged(sites, name, self._casts)
-                for names, found in zip(mixes, served, strict=True):
-                    takes = np.array([other == name for other in names])
-                    for f, e, b, o, owner in zip(found, expected, base, own, self._owners, strict=True):
-                        rows = (owner >= 0) & takes[owner]
-                        change = np.linalg.norm(e[rows] - b[rows], axis=1)
-                        changed |= bool(change.any())
-                        scale = max(scale, change.max(initial=0))
-                        worst = max(worst, self._error(f[rows], e[rows], b[rows], o[rows], e, change, scale))
+        served = [self.serve(sites, names) for names in mixes]
+        own = self._base(False)
+        base = self._base(self._casts)
+        if not all(np.isfinite(rows).all() for rows in (*own, *base)):
+            self.blame_base()
+        worst, changed, scale = 0.0, False, 0.0
+        for name in (*self.names, None):
+            # Only one merged copy exists at a time.
+            expected = base if name is None else self.merged(sites, name, self._casts)
+            for names, found in zip(mixes, served, strict=True):
+                takes = np.array([other == name for other in names])
+                for f, e, b, o, owner in zip(found, expected, base, own, self._owners, strict=True):
+                    rows = (owner >= 0) & takes[owner]
+                    change = np.linalg.norm(e[rows] - b[rows], axis=1)
+                    changed |= bool(change.any())
+                    scale = max(scale, change.max(initial=0))
+                    worst = max(worst, self._error(f[rows], e[rows], b[rows], o[rows], e, change, scale))
         self.batches += len(mixes)
         return worst, changed
 

@@ -7,15 +7,12 @@ one device into which an adapter is merged.
 
 import dataclasses
 import json
-import os
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"  # of its own, beside the other's four
 
 import jax
 import numpy as np

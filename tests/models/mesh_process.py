@@ -4,10 +4,7 @@ Write the logits, the answers, the error of an engine, and for every stored tens
 each of its values.
 """
 
-import os
 import sys
-
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"  # of its own, beside the other's four
 
 import jax
 import numpy as np

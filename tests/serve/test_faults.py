@@ -118,7 +118,7 @@ def test_hanging_or_truncating_hub_fails_only_its_own_requests(server, hub):
 @pytest.mark.slow
 def test_rounds_of_push_and_sample_under_load(world):
     """Every answer is of the version pushed before it. The fixture checks that nothing compiles."""
-    rounds, warm, stop, kept, sizes = 120, 30, threading.Event(), [], []
+    rounds, warm, stop, kept, sizes = 80, 20, threading.Event(), [], []
     loaded = [Adapter.from_pretrained(path) for path in ADAPTERS.values()]
     service = Service(
         world.engine, world.manager, world.tokenizer, ("demo",), "demo", 64, keys=Keys((), ("secret",)),

@@ -21,7 +21,7 @@ SLOW = {
     "mesh": "--model tiny --layers 1 --batch 8 --adapters 2 --slots 2 --rounds 1 --steps decode --no-fully",
     "mesh_of_a_host": "--devices 4 --tiny --only 8b_data_tensor --out FOLDER",
     "processes": "--devices 2 --model tiny --layers 1",
-    "serve_decode": "--tiny",
+    "serve_decode": "--tiny --batch 4 --context 100 --chunk 32 --window 20 --steps 3",
     "serve_http": "--shape tiny --layers 2 --batches 2 --context 40 --chunk 32 --window 20 --steps 3 --repeats 1 "
     "--in-use 2 --slots 2 --max-cpu-loras 3 --adapters 6 --requests 2",
     "serve_prefixes": "--tiny",

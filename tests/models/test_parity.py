@@ -79,7 +79,7 @@ def test_older_spelling_beside_the_newer(tmp_path, model_type, seed):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float32, attn_implementation="eager"
     )
-    compare(torch, from_pretrained(tmp_path), theirs.eval(), seed)
+    compare_logits(torch, from_pretrained(tmp_path), theirs.eval(), seed)
 
 
 @pytest.mark.parametrize("model_type", MOE)
@@ -91,7 +91,7 @@ def test_experts_as_transformers_5_has_them(tmp_path, model_type):
     theirs.save_pretrained(tmp_path, save_original_format=False)
     with safe_open(tmp_path / "model.safetensors", framework="np") as file:
         assert "model.layers.0.mlp.experts.gate_up_proj" in file.keys()  # noqa: SIM118 - it is no mapping
-    compare(torch, from_pretrained(tmp_path), theirs, 7)
+    compare_logits(torch, from_pretrained(tmp_path), theirs, 7)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -107,7 +107,7 @@ def test_mxfp4_as_transformers_reads_it(tmp_path):
         tmp_path, dtype=torch.float32, attn_implementation="eager"
     )
     assert theirs.model.layers[0].mlp.experts.down_proj.dtype == torch.float32
-    compare(torch, from_pretrained(tmp_path), theirs.eval(), 8)
+    compare_logits(torch, from_pretrained(tmp_path), theirs.eval(), 8)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -119,17 +119,22 @@ def test_text_of_a_multimodal_checkpoint(tmp_path, original):
     theirs.save_pretrained(tmp_path, save_original_format=original)
     with safe_open(tmp_path / "model.safetensors", framework="np") as file:
         assert any(name.startswith("language_model.model.") for name in file.keys()) == original  # noqa: SIM118 - as above
-    compare(torch, from_pretrained(tmp_path), theirs, 9)
+    compare_logits(torch, from_pretrained(tmp_path), theirs, 9)
 
 
-def compare(torch, ours, theirs, seed):
-    """Compare all logits and greedy answers."""
+def compare_logits(torch, ours, theirs, seed):
+    """Compare all logits, and return the tokens."""
     tokens = np.random.default_rng(seed).integers(0, 64, (3, 70))
     with torch.no_grad():
         want = theirs(torch.from_numpy(tokens)).logits.numpy()
     got = jax.jit(lambda model, tokens: model(tokens))(ours, tokens.astype(np.int32))
     assert goldens.relative_error(got, want) < goldens.TOLERANCE
+    return tokens
 
+
+def compare(torch, ours, theirs, seed):
+    """Compare all logits and greedy answers."""
+    tokens = compare_logits(torch, ours, theirs, seed)
     # Greedy answers step by step: transformers scores each of our tokens, so near-ties cannot hide a wrong cache.
     prompts = [row[:length].tolist() for row, length in zip(tokens, (3, 11, 24), strict=True)]
     for prompt, answer in zip(prompts, generate(ours, prompts, max_new_tokens=12), strict=True):

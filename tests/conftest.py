@@ -183,7 +183,7 @@ def freeze_objects_after_a_module() -> Iterator[None]:
 
 
 def _crowded() -> bool:
-    """Return True on Linux if this process has too many memory mappings, or more memory than its part of a half."""
+    """Return True on Linux if this process has too many memory mappings, or more than its part of half the memory."""
     process = Path("/proc/self")
     if not (process / "statm").exists():
         return False

@@ -1,6 +1,5 @@
 """The smallest case of each benchmark that a CPU can run."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import summaries
+from tests.two_processes import with_four_devices
 
 # Benchmark -> options of its smallest case. FOLDER is a new folder.
 QUICK = {
@@ -54,8 +54,7 @@ def test_the_others_are_imported():
 
 
 def started(*options: str) -> str:
-    environment = dict(os.environ, XLA_FLAGS=os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4"))
-    ran = subprocess.run([sys.executable, *options], env=environment, capture_output=True, text=True)
+    ran = subprocess.run([sys.executable, *options], env=with_four_devices(), capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.strip()
 

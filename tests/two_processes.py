@@ -14,20 +14,24 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
+def with_four_devices() -> dict[str, str]:
+    """The environment of a process with four devices, and the tests' other flags. The last of a kind counts."""
+    return dict(os.environ, XLA_FLAGS=os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4")
+
+
 def run_two(module: str, arguments: Callable[[int], tuple[Any, ...]], timeout: float) -> None:
     """`python -m module NUMBER PORT *arguments(NUMBER)` for NUMBER 0 and 1 at once; both must end with 0.
 
     Each has four devices of its own.
     """
     port = free_port()
-    environment = dict(os.environ, XLA_FLAGS=os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4"))
     running = [
         subprocess.Popen(
             [sys.executable, "-m", module, *map(str, (i, port, *arguments(i)))],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=environment,
+            env=with_four_devices(),
         )
         for i in range(2)
     ]

@@ -100,8 +100,8 @@ def verify(
     shape = shape or BatchShape(_count(inputs, batch_axis))
     layout = _RowOwners(shape.all_active(wrapped.sites), batch_axis)
     probe = _Probe(wrapped, forward, inputs, layout, seed, rederive, plain)
-    # Layers that serve no adapter are recorded instead of raising. The precision is one for all forwards, as each other
-    # one would be compiled.
+    # Layers that serve no adapter are recorded instead of raising. All forwards run at one precision, since a jitted
+    # forward is compiled for each.
     with opening(probe.record), jax.default_matmul_precision("highest"):
         served, unchecked, unserved = probe.look()
         if not served:

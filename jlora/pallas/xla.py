@@ -27,7 +27,7 @@ def shrink(
     x_rows: Int[jax.Array, "M"] | None = None,
 ) -> Float[jax.Array, "n M R"]:
     """Implement `jlora.ops.shrink`."""
-    h = _shrink_tiles(to_tiles(x, plan, x_rows), a, plan, ranks)
+    h = mask_ranks(_shrink_tiles(to_tiles(x, plan, x_rows), a, plan), plan, ranks)
     return jnp.moveaxis(to_rows(jnp.moveaxis(h, 1, 2), plan), 1, 0)
 
 
@@ -61,7 +61,7 @@ def add_lora(
 
     With `keep_h`, return the result and h [1, M, n * R], for `expand_grads`.
     """
-    h, kept = _shrink_tiles(to_tiles(x, plan, x_rows), a, plan, ranks), None
+    h, kept = _shrink_tiles(to_tiles(x, plan, x_rows), a, plan), None
     if keep_h:
         rows = to_rows(jnp.moveaxis(h, 1, 2), plan)
         kept = checkpoint_name(rows.reshape(1, plan.num_rows, -1), H)
@@ -83,8 +83,9 @@ def by_head(
 ) -> Float[jax.Array, "M heads W"]:
     """Return the delta of x[:, h] @ W[h], or of x[:, h] @ W[h]ᵀ, in float32. W[h] has the features `part` of head h."""
     b = b.reshape(*b.shape[:2], x.shape[1], -1)[..., part]
-    a_tiles = take_a(a, plan, ranks)[:, 0].astype(jnp.float32)
-    b_tiles = mask_ranks(jnp.moveaxis(b[plan.tile_group], 1, 3), plan, ranks).astype(jnp.float32)
+    below = _below_rank(a.shape[2], plan, ranks)
+    a_tiles = jnp.where(below[..., None], pick(a, plan.tile_group), 0)[:, 0].astype(jnp.float32)
+    b_tiles = mask_ranks(jnp.moveaxis(pick(b, plan.tile_group), 1, 3), plan, ranks).astype(jnp.float32)
     first, second = ("thfr", b_tiles), ("trg", a_tiles)
     if not transposed:
         first, second = ("trf", a_tiles), ("thgr", b_tiles)
@@ -209,6 +210,11 @@ def _dot(x, y):
     return jnp.dot(x, y, precision="highest")
 
 
+def pick(values, index):
+    """Return values[index] for indices of a plan. They are never negative or out of bounds, which saves instructions."""
+    return values.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+
 def to_tiles(rows, plan: Plan, sources=None):
     """Gather rows into tiles: [M, ...] -> [T, tile_m, ...].
 
@@ -216,7 +222,7 @@ def to_tiles(rows, plan: Plan, sources=None):
     """
     filled = plan.tile_rows < plan.num_rows
     taken = jnp.minimum(plan.tile_rows, plan.num_rows - 1)
-    taken = rows[taken if sources is None else sources[taken]]
+    taken = pick(rows, taken) if sources is None else rows[pick(sources, taken)]
     tiles = jnp.where(filled.reshape(-1, *(1,) * (rows.ndim - 1)), taken, 0)
     return tiles.reshape(plan.num_tiles, plan.tile_m, *rows.shape[1:])
 
@@ -229,7 +235,7 @@ def to_slice_tiles(h, plan: Plan):
 def to_rows(tiles, plan: Plan):
     """Return tiles to rows: [T, tile_m, ...] -> [M, ...] in the original order; dropped rows are zero."""
     flat = tiles.reshape(-1, *tiles.shape[2:])
-    taken = flat[jnp.minimum(plan.row_slot, flat.shape[0] - 1)]
+    taken = pick(flat, jnp.minimum(plan.row_slot, flat.shape[0] - 1))
     return jnp.where(has_group(plan).reshape(-1, *(1,) * (taken.ndim - 1)), taken, 0)
 
 
@@ -238,29 +244,21 @@ def has_group(plan: Plan):
     return plan.row_slot < plan.num_tiles * plan.tile_m
 
 
-def _shrink_tiles(x_tiles, a, plan: Plan, ranks):
-    """Multiply [T, t, K] x [G, n, R, K] -> [T, n, t, R] float32."""
-    a_tiles = take_a(a, plan, ranks)
+def _shrink_tiles(x_tiles, a, plan: Plan):
+    """Multiply [T, t, K] x [G, n, R, K] -> [T, n, t, R] float32, which need not be finite from the true rank on."""
     dtype = dot_dtype(x_tiles, a)
-    h = jnp.einsum(
+    return jnp.einsum(
         "tmk,tnrk->tnmr",
         x_tiles.astype(dtype),
-        a_tiles.astype(dtype),
+        pick(a, plan.tile_group).astype(dtype),
         preferred_element_type=jnp.float32,
         precision="highest",
     )
-    return mask_ranks(h, plan, ranks)
-
-
-def take_a(a, plan: Plan, ranks):
-    """Gather [G, n, R, K] -> [T, n, R, K], zero from each tile's true rank on, where a may not be finite."""
-    tiles = a[plan.tile_group]
-    return tiles if ranks is None else jnp.where(_below_rank(a.shape[2], plan, ranks)[..., None], tiles, 0)
 
 
 def take_b(b, plan: Plan, slice_sizes, ranks):
     """Gather [G, R, N] -> float32 [T, R, columns of the slice] for every slice, zero from each tile's true rank on."""
-    tiles, parts, start = b[plan.tile_group].astype(jnp.float32), [], 0
+    tiles, parts, start = pick(b, plan.tile_group).astype(jnp.float32), [], 0
     below = None if ranks is None else _below_rank(b.shape[1], plan, ranks)
     for i, size in enumerate(slice_sizes):
         columns = jax.lax.slice_in_dim(tiles, start, start + size, axis=2)
@@ -285,7 +283,7 @@ def mask_rows(h, plan: Plan, ranks):
 def scale_tiles(h, plan: Plan, ranks):
     """Multiply [T, n, tile_m, R] by the scales of groups and slices and of rows, and zero it from the true rank on."""
     if ranks is not None:
-        h = h * ranks[plan.tile_group][:, :, None, 1:]
+        h = h * pick(ranks, plan.tile_group)[:, :, None, 1:]
     if plan.row_scales is not None:
         h = h * to_tiles(plan.row_scales, plan)[:, None, :, None]
     return mask_ranks(h, plan, ranks)
@@ -293,7 +291,7 @@ def scale_tiles(h, plan: Plan, ranks):
 
 def _below_rank(rank: int, plan: Plan, ranks):
     """Return [T, n, R]: True for ranks below the true rank of the tile's group."""
-    return jnp.arange(rank, dtype=jnp.float32)[None, None, :] < ranks[plan.tile_group][:, :, :1]
+    return jnp.arange(rank, dtype=jnp.float32)[None, None, :] < pick(ranks, plan.tile_group)[:, :, :1]
 
 
 def _ranks_below(rank: int, ranks):
@@ -331,7 +329,7 @@ def all_ranks(groups: int, n: int, rank: int):
 
 def tile_of_rows(plan: Plan):
     """Return [M], the tile of each row, and any for a dropped row."""
-    return jnp.minimum(plan.row_slot // plan.tile_m, plan.num_tiles - 1)
+    return jnp.minimum(jax.lax.div(plan.row_slot, jnp.int32(plan.tile_m)), plan.num_tiles - 1)
 
 
 def _present(plan: Plan, ranks, slices: int):
@@ -339,4 +337,4 @@ def _present(plan: Plan, ranks, slices: int):
     grouped = jnp.broadcast_to(has_group(plan)[:, None], (plan.num_rows, slices))
     if ranks is None:
         return grouped
-    return grouped & (ranks[plan.tile_group[tile_of_rows(plan)], :, 0] > 0)
+    return grouped & (pick(ranks, pick(plan.tile_group, tile_of_rows(plan)))[:, :, 0] > 0)

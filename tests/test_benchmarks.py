@@ -28,6 +28,8 @@ SLOW = {
     "soak": "--steps 20 --out FOLDER/soak.json",
     "train_step": "--model small --layers 1 --tokens 32 --length 8 --members 2 --capacities 2 --rounds 1 --parts steps",
 }
+# Of these, the slowest, which use what the others and the tests of servers and meshes use.
+NIGHTLY = {"mesh_of_a_host", "processes", "serve_decode", "serve_http", "serve_prefixes"}
 # These need an accelerator or minutes, and are only imported.
 IMPORTED = {"aot", "aot_gpu", "aot_tpu", "attention", "decode_loop", "in_turns", "moe_block", "moe_kernels"}
 IMPORTED |= {"serve_zipf", "swap", "tpu_cycles", "tpu_step"}
@@ -39,7 +41,8 @@ ELSEWHERE = {
     "tinker_http",
     *(name for name in summaries() if name.startswith("peers.")),
 }
-OPTIONS = [*QUICK.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW.items())]
+MARKS = {name: [pytest.mark.slow, *([pytest.mark.nightly] if name in NIGHTLY else [])] for name in SLOW}
+OPTIONS = [*QUICK.items(), *(pytest.param(*case, marks=MARKS[case[0]]) for case in SLOW.items())]
 
 
 @pytest.mark.parametrize(("name", "options"), OPTIONS)

@@ -100,6 +100,7 @@ def test_train_demo_writes_the_shipped_files(run, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("quickly_compiled")
 def test_train_demo_continues_from_a_checkpoint(run, tmp_path):
     """A run that is cut short has the adapters of one that is not."""
@@ -113,6 +114,7 @@ def test_train_demo_continues_from_a_checkpoint(run, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_grpo_raises_both_rewards(run, capsys):
     run("grpo.py", "--rounds", "30")
     first, *_, last = re.findall(r"'vowels': ([\d.]+), 'late': ([\d.]+)", capsys.readouterr().out)

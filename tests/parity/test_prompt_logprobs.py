@@ -26,7 +26,7 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module")
 def world(request, tmp_path_factory):
     """Return the folder of the base, those of the adapters, prompts, and log probabilities [L, V] of all."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -52,7 +52,11 @@ def world(request, tmp_path_factory):
     return folder / "base", paths, prompts, want
 
 
-@pytest.mark.parametrize("chunk", [5, 16, 32])
+@pytest.mark.parametrize(
+    ("world", "chunk"),
+    [("llama-biases-llama3", 5), ("llama-biases-llama3", 32), ("qwen2-tied", 16)],
+    indirect=["world"],
+)
 def test_prompts_of_all_adapters_at_once(world, chunk):
     base, paths, prompts, want = world
     saved = {} if "saved" not in paths else {"saved_heads": {"lm_head": cases.VOCAB}}

@@ -100,7 +100,7 @@ def test_compiles_gradients():
 
 QWEN3, GPT_OSS = (MODELS[name] for name in ("qwen3-30b-a3b", "gpt-oss-20b"))
 # Chip, model, tokens, rank: 64 slots of every expert. `benchmarks/aot_tpu.py --experts` has the rest.
-EXPERTS = [("v5e", QWEN3, 2048, 64), ("v5p", GPT_OSS, 64, 16)]
+EXPERTS = [pytest.param("v5e", QWEN3, 2048, 64, marks=pytest.mark.nightly), ("v5p", GPT_OSS, 64, 16)]
 
 
 def experts_facts(chip, model, tokens, rank):
@@ -127,6 +127,7 @@ def test_compiles_experts_in_int8(default_device):
 
 
 @slow
+@pytest.mark.nightly
 @pytest.mark.xfail(
     strict=True,
     reason="K = 2880 is no multiple of 128 and E = 128 is: XLA lays the experts out innermost and copies them",

@@ -211,7 +211,7 @@ def _dot(x, y):
 
 
 def pick(values, index):
-    """Return values[index] for indices of a plan. They are never negative or out of bounds, which saves instructions."""
+    """Return values[index] for indices of a plan, which are never negative or out of bounds. XLA need not check."""
     return values.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 

@@ -10,7 +10,7 @@ WORKERS ?= logical --maxprocesses=8 --dist worksteal
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 TORCH_CPU_WHEELS := https://download.pytorch.org/whl/cpu/torch/
 
-.PHONY: demo serve check test test-slow test-nightly test-device parity lint format docs bench dist same-python
+.PHONY: demo serve check test test-slow test-device parity lint format docs bench dist same-python
 
 demo: .venv/.demo
 	@$(BIN)/jlora demo
@@ -37,10 +37,6 @@ check: lint
 test-slow: .venv/.test
 	@$(BIN)/python -m pytest -m "(slow or mesh) and not optimised and not hypothesis and not nightly" -n $(WORKERS)
 	@JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m "optimised or hypothesis" -n $(WORKERS)
-
-# A few tests of half a minute to two minutes each, of examples, benchmarks and compilations for TPUs.
-test-nightly: .venv/.test
-	@$(BIN)/python -m pytest -m nightly -n $(WORKERS)
 
 # On the accelerator of this machine; one process at a time may use a TPU. ACCELERATOR=tpu or cuda where it is not found.
 ACCELERATOR ?= $(if $(wildcard /dev/nvidiactl),cuda,$(if $(wildcard /dev/accel* /dev/vfio/[0-9]*),tpu))

@@ -3,10 +3,12 @@
     jlora tinker MODEL --checkpoints DIR --train-capacity 32 &
     python -m benchmarks.tinker_http http://127.0.0.1:8000 --tenants 1 8 32
 
-Each number of tenants trains the same number of tokens in all. It prints one line of JSON for each.
+Each number of tenants trains the same number of tokens in all. A tenant begins its next step when it has the results of
+its last. It prints one line of JSON for each number.
 """
 
 import argparse
+import functools
 import json
 import threading
 import time
@@ -89,10 +91,11 @@ def measure(args: argparse.Namespace, tenants: int) -> dict[str, Any]:
     rows = max(1, args.rows // tenants)
     with ThreadPoolExecutor(tenants) as pool:
 
-        def train(client: Client) -> None:
-            client.step(rows, args.length, args.vocab)
+        def train(client: Client, steps: int = args.steps) -> None:
+            for _ in range(steps):
+                client.step(rows, args.length, args.vocab)
 
-        list(pool.map(train, clients))  # places them
+        list(pool.map(functools.partial(train, steps=1), clients))  # places them
         saves = []
         for i in range(args.saves):
             started = time.perf_counter()
@@ -114,8 +117,7 @@ def measure(args: argparse.Namespace, tenants: int) -> dict[str, Any]:
             if sampling:
                 thread.start()
             started = time.perf_counter()
-            for _ in range(args.steps):
-                list(pool.map(train, clients))
+            list(pool.map(train, clients))
             seconds = time.perf_counter() - started
             stop.set()
             name = "trained_tokens_per_s" + ("_while_sampling" if sampling else "")

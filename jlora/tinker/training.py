@@ -103,6 +103,7 @@ class Model:
 
 
 _Rows: TypeAlias = list[tuple[Model, Computation, int]]  # examples of a step: model, computation, index
+_Moved: TypeAlias = list[tuple[tuple[Array, ...] | Exception, list[Job]]]  # norms, not fetched, and requests
 
 
 def policy_loss(
@@ -221,8 +222,8 @@ class Training:
             model.failed = error
         raise error
 
-    def _update(self, jobs: Sequence[tuple[Model, Job]]) -> None:
-        """Move models by the gradients since the last step of each, `_together` in one program."""
+    def _update(self, jobs: Sequence[tuple[Model, Job]]) -> _Moved:
+        """Launch the steps of models by the gradients since the last of each, `_together` in one program."""
         ready: list[tuple[Model, Job]] = []
         for model, job in jobs:
             try:
@@ -231,14 +232,28 @@ class Training:
                 job.finish(_noted(error))
             else:
                 ready.append((model, job))
+        moved: _Moved = []
         for i in range(0, len(ready), self._together):
             part = ready[i : i + self._together]
             try:
-                found = self._applied({model: cast("Update", job.work).numbers for model, job in part})
+                norms = self._applied({model: cast("Update", job.work).numbers for model, job in part})
             except Exception as error:  # the thread goes on; the clients get the error
-                found = [_noted(error)] * len(part)
-            for (_, job), each in zip(part, found, strict=True):
-                job.finish(each)
+                norms = _noted(error)
+            moved.append((norms, [job for _, job in part]))
+        return moved
+
+    def _finish_updates(self, moved: _Moved) -> None:
+        """Fetch the norms of the gradients, and end the requests that moved models by them."""
+        while moved:
+            norms, jobs = moved.pop(0)
+            try:
+                found = [norms] * len(jobs) if isinstance(norms, Exception) else jax.device_get(norms)[: len(jobs)]
+            except Exception as error:  # the thread goes on; the clients get the error
+                found = [_noted(error)] * len(jobs)
+            for job, norm in zip(jobs, found, strict=True):
+                if not isinstance(norm, Exception) and not math.isfinite(norm):
+                    norm = LoRAUsageError(f"the norm of the gradient is {norm}, so the model does not move")
+                job.finish(norm if isinstance(norm, Exception) else float(norm))
 
     def _check_gradients(self, model: Model) -> None:
         """Raise LoRAUsageError, and forget its gradients, unless a model has those of all computations."""
@@ -251,7 +266,8 @@ class Training:
             self._park(model)
         raise LoRAUsageError(f"the step needs each forward_backward since the last, and {why}")
 
-    def _applied(self, steps: Mapping[Model, Mapping[str, float]]) -> list[float | LoRAUsageError]:
+    def _applied(self, steps: Mapping[Model, Mapping[str, float]]) -> tuple[Array, ...]:
+        """Launch one step of at most `_together` models, and return the norms before they are computed."""
         self._place(steps)
         numbers: dict[str, dict[str, float]] = defaultdict(dict)
         for model, own in steps.items():
@@ -259,14 +275,10 @@ class Training:
                 numbers[number][model.name] = value
         names = [model.name for model in steps]
         padding = 0 if len(names) == 1 else self._together - len(names)
-        norms = jax.device_get(self._trainer.apply([*names, *[None] * padding], divide=False, **numbers))
+        norms = self._trainer.apply([*names, *[None] * padding], divide=False, **numbers)
         for model in steps:
             model.summed = 0
-        return [
-            float(norm) if math.isfinite(norm)
-            else LoRAUsageError(f"the norm of the gradient is {norm}, so the model does not move")
-            for norm in norms
-        ]  # fmt: skip
+        return norms
 
     def state(self, model: Model) -> State:
         """Return the factors and the optimizer of a model, copied to the host."""
@@ -296,7 +308,7 @@ class Training:
                     return
                 self._start()
                 calls = [(m, m.jobs.popleft()) for m in self._models.values() if m.jobs and not m.running]
-            self._update([(model, job) for model, job in calls if isinstance(job.work, Update)])
+            moved = self._update([(model, job) for model, job in calls if isinstance(job.work, Update)])
             for _, job in calls:
                 if not callable(job.work):
                     continue
@@ -306,6 +318,10 @@ class Training:
                     found = _noted(error)
                 job.finish(found)
             with self._changed:
+                full = self._fills_step()
+            if not full:  # rows may come from clients that wait for their norms
+                self._finish_updates(moved)
+            with self._changed:
                 if len(self._models) > 1:
                     self._changed.wait_for(self._fills_step, _LINGER)
                 bucket, rows = self._packed()
@@ -314,6 +330,7 @@ class Training:
             except Exception as error:  # as above
                 report = _noted(error)
             self._finish(*before)  # while the device computes this step
+            self._finish_updates(moved)
             before = report, rows
 
     def _start(self) -> None:

@@ -72,7 +72,7 @@ def xla_grads(x, a, b, plan: Plan, slice_sizes, dout):
     columns = [slice(end - size, end) for end, size in zip(ends, slice_sizes, strict=True)]
     b_tiles = xla.take_b(b, plan, slice_sizes, None)
     dh = jnp.stack([_dot("tmn,trn->tmr", dout_tiles[..., c], b) for c, b in zip(columns, b_tiles, strict=True)], axis=1)
-    dx = _dot("tnmr,tnrk->tmk", dh, xla.take_a(a, plan, None).astype(jnp.float32))
+    dx = _dot("tnmr,tnrk->tmk", dh, xla.pick(a, plan.tile_group).astype(jnp.float32))
     da = _sum_by_group(lambda dh, x: _dot("nmr,mk->nrk", dh, x), a.shape, plan, dh, x_tiles)
 
     def tile_db(h, dout):

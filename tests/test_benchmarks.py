@@ -29,7 +29,7 @@ SLOW = {
     "train_step": "--model small --layers 1 --tokens 32 --length 8 --members 2 --capacities 2 --rounds 1 --parts steps",
 }
 # Of these, the slowest, which use what the others and the tests of servers and meshes use.
-NIGHTLY = {"mesh_of_a_host", "processes", "serve_decode", "serve_http", "serve_prefixes"}
+NIGHTLY = {"mesh", "mesh_of_a_host", "processes", "serve_decode", "serve_http", "serve_prefixes", "train_step"}
 # These need an accelerator or minutes, and are only imported.
 IMPORTED = {"aot", "aot_gpu", "aot_tpu", "attention", "decode_loop", "in_turns", "moe_block", "moe_kernels"}
 IMPORTED |= {"serve_zipf", "swap", "tpu_cycles", "tpu_step"}

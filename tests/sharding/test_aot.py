@@ -42,7 +42,15 @@ def on_tpu(monkeypatch):
         *(
             pytest.param(*case, marks=[slow, *marks])
             for marks, *case in (
-                ([], "v6e", "small-moe", "decoder", {"expert": 4, "tensor": 2}, "decode", "all_to_all"),
+                (
+                    [pytest.mark.nightly],
+                    "v6e",
+                    "small-moe",
+                    "decoder",
+                    {"expert": 4, "tensor": 2},
+                    "decode",
+                    "all_to_all",
+                ),
                 ([], "v6e", "small", "nnx.Linear", {"data": 2, "tensor": 4}, "prefill", "all_gather"),
                 ([pytest.mark.nightly], "v5e", "llama-3-8b", "decoder", {"tensor": 16}, "decode", "all_gather"),
                 ([pytest.mark.nightly], "v6e", "qwen3-30b-a3b", "decoder", {"expert": 8}, "decode", "all_to_all"),

@@ -1000,7 +1000,12 @@ def test_eight_devices_train_as_one(config, ranks, options):
 
 @pytest.mark.mesh
 @pytest.mark.parametrize(
-    ("kind", "fully"), [(AxisType.Explicit, False), (AxisType.Explicit, True), (AxisType.Auto, True)]
+    ("kind", "fully"),
+    [
+        (AxisType.Explicit, False),
+        pytest.param(AxisType.Explicit, True, marks=pytest.mark.nightly),
+        (AxisType.Auto, True),
+    ],
 )
 def test_axes_of_any_kind(kind, fully):
     """Two shards do not divide the rank 3. A state of one device continues on the mesh."""

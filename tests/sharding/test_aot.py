@@ -7,7 +7,7 @@ from jlora.models import DecoderConfig
 from jlora.models.config import MoEConfig
 
 pytestmark = [pytest.mark.mesh, pytest.mark.usefixtures("as_users_compile", "without_cache", "on_tpu")]
-slow = pytest.mark.slow
+slow, nightly = [pytest.mark.slow], [pytest.mark.slow, pytest.mark.nightly]
 
 
 def small(layers: int, moe: MoEConfig | None = None) -> DecoderConfig:
@@ -40,20 +40,12 @@ def on_tpu(monkeypatch):
     [
         ("v6e", "small", "decoder", {"tensor": 8}, "decode", "all_gather"),
         *(
-            pytest.param(*case, marks=[slow, *marks])
+            pytest.param(*case, marks=marks)
             for marks, *case in (
-                (
-                    [pytest.mark.nightly],
-                    "v6e",
-                    "small-moe",
-                    "decoder",
-                    {"expert": 4, "tensor": 2},
-                    "decode",
-                    "all_to_all",
-                ),
-                ([], "v6e", "small", "nnx.Linear", {"data": 2, "tensor": 4}, "prefill", "all_gather"),
-                ([pytest.mark.nightly], "v5e", "llama-3-8b", "decoder", {"tensor": 16}, "decode", "all_gather"),
-                ([pytest.mark.nightly], "v6e", "qwen3-30b-a3b", "decoder", {"expert": 8}, "decode", "all_to_all"),
+                (nightly, "v6e", "small-moe", "decoder", {"expert": 4, "tensor": 2}, "decode", "all_to_all"),
+                (slow, "v6e", "small", "nnx.Linear", {"data": 2, "tensor": 4}, "prefill", "all_gather"),
+                (nightly, "v5e", "llama-3-8b", "decoder", {"tensor": 16}, "decode", "all_gather"),
+                (nightly, "v6e", "qwen3-30b-a3b", "decoder", {"expert": 8}, "decode", "all_to_all"),
             )
         ),
     ],

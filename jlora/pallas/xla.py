@@ -211,7 +211,7 @@ def _dot(x, y):
 
 
 def pick(values, index):
-    """Return values[index] for indices of a plan, which are never negative or out of bounds. XLA need not check."""
+    """Return values[index] for indices of a plan. They are never negative or out of bounds, so none is wrapped."""
     return values.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
@@ -276,7 +276,7 @@ def mask_rows(h, plan: Plan, ranks):
     """Zero [n, M, R] in rows without a group and from each row's true rank on."""
     if ranks is None:
         return jnp.where(has_group(plan)[None, :, None], h, 0)
-    rank = jnp.where(has_group(plan)[None], ranks[plan.tile_group[tile_of_rows(plan)], :, 0].T, 0)  # [n, M]
+    rank = jnp.where(has_group(plan)[None], _rank_of_rows(plan, ranks).T, 0)  # [n, M]
     return jnp.where(jnp.arange(h.shape[2], dtype=jnp.float32)[None, None] < rank[..., None], h, 0)
 
 
@@ -332,9 +332,14 @@ def tile_of_rows(plan: Plan):
     return jnp.minimum(jax.lax.div(plan.row_slot, jnp.int32(plan.tile_m)), plan.num_tiles - 1)
 
 
+def _rank_of_rows(plan: Plan, ranks):
+    """Return [M, n], the true rank of each row's group in each slice, and any for a dropped row."""
+    return pick(ranks, pick(plan.tile_group, tile_of_rows(plan)))[:, :, 0]
+
+
 def _present(plan: Plan, ranks, slices: int):
     """Return [M, n]: True if a row has a group whose rank in the slice is above 0."""
     grouped = jnp.broadcast_to(has_group(plan)[:, None], (plan.num_rows, slices))
     if ranks is None:
         return grouped
-    return grouped & (pick(ranks, pick(plan.tile_group, tile_of_rows(plan)))[:, :, 0] > 0)
+    return grouped & (_rank_of_rows(plan, ranks) > 0)

@@ -8,7 +8,6 @@ its last. It prints one line of JSON for each number.
 """
 
 import argparse
-import functools
 import json
 import threading
 import time
@@ -95,7 +94,7 @@ def measure(args: argparse.Namespace, tenants: int) -> dict[str, Any]:
             for _ in range(steps):
                 client.step(rows, args.length, args.vocab)
 
-        list(pool.map(functools.partial(train, steps=1), clients))  # places them
+        list(pool.map(lambda client: train(client, steps=1), clients))  # places them
         saves = []
         for i in range(args.saves):
             started = time.perf_counter()

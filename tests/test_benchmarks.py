@@ -18,6 +18,10 @@ SLOW = {
     "adapter_load": "--layers 4 --experts 16 --rank 16 --repeats 1",
     "decode_step": "--model small --layers 1 --rounds 1 --batches 2 --steps decode",
     "gradients": "--small --layers 1 --rounds 1 --calls 1 --projections o --tokens 64",
+    "soak": "--steps 20 --out FOLDER/soak.json",
+}
+# The slowest, which use what the others and the tests of servers and meshes use.
+NIGHTLY = {
     "mesh": "--model tiny --layers 1 --batch 8 --adapters 2 --slots 2 --rounds 1 --steps decode --no-fully",
     "mesh_of_a_host": "--devices 4 --tiny --only 8b_data_tensor --out FOLDER",
     "processes": "--devices 2 --model tiny --layers 1",
@@ -25,11 +29,8 @@ SLOW = {
     "serve_http": "--shape tiny --layers 2 --batches 2 --context 40 --chunk 32 --window 20 --steps 3 --repeats 1 "
     "--in-use 2 --slots 2 --max-cpu-loras 3 --adapters 6 --requests 2",
     "serve_prefixes": "--tiny",
-    "soak": "--steps 20 --out FOLDER/soak.json",
     "train_step": "--model small --layers 1 --tokens 32 --length 8 --members 2 --capacities 2 --rounds 1 --parts steps",
 }
-# Of these, the slowest, which use what the others and the tests of servers and meshes use.
-NIGHTLY = {"mesh", "mesh_of_a_host", "processes", "serve_decode", "serve_http", "serve_prefixes", "train_step"}
 # These need an accelerator or minutes, and are only imported.
 IMPORTED = {"aot", "aot_gpu", "aot_tpu", "attention", "decode_loop", "in_turns", "moe_block", "moe_kernels"}
 IMPORTED |= {"serve_zipf", "swap", "tpu_cycles", "tpu_step"}
@@ -41,8 +42,11 @@ ELSEWHERE = {
     "tinker_http",
     *(name for name in summaries() if name.startswith("peers.")),
 }
-MARKS = {name: [pytest.mark.slow, *([pytest.mark.nightly] if name in NIGHTLY else [])] for name in SLOW}
-OPTIONS = [*QUICK.items(), *(pytest.param(*case, marks=MARKS[case[0]]) for case in SLOW.items())]
+OPTIONS = [
+    *QUICK.items(),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW.items()),
+    *(pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.nightly]) for case in NIGHTLY.items()),
+]
 
 
 @pytest.mark.parametrize(("name", "options"), OPTIONS)
@@ -63,7 +67,7 @@ def started(*options: str) -> str:
 
 
 def test_every_benchmark_is_listed_here_and_by_the_command():
-    assert {"prepare", *QUICK, *SLOW} | IMPORTED | ELSEWHERE == set(summaries())
+    assert {"prepare", *QUICK, *SLOW, *NIGHTLY} | IMPORTED | ELSEWHERE == set(summaries())
     folder = Path(__file__).parents[1] / "benchmarks"
     files = [path for path in folder.rglob("[!_]*.py") if "if __name__ ==" in path.read_text()]
     runnable = {".".join(path.relative_to(folder).with_suffix("").parts) for path in files}

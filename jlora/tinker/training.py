@@ -103,7 +103,7 @@ class Model:
 
 
 _Rows: TypeAlias = list[tuple[Model, Computation, int]]  # examples of a step: model, computation, index
-_Moved: TypeAlias = list[tuple[tuple[Array, ...] | Exception, list[Job]]]  # norms, not fetched, and requests
+_Moved: TypeAlias = list[tuple[tuple[Array, ...], list[Job]]]  # norms that were not fetched, and their requests
 
 
 def policy_loss(
@@ -238,8 +238,11 @@ class Training:
             try:
                 norms = self._applied({model: cast("Update", job.work).numbers for model, job in part})
             except Exception as error:  # the thread goes on; the clients get the error
-                norms = _noted(error)
-            moved.append((norms, [job for _, job in part]))
+                noted = _noted(error)
+                for _, job in part:
+                    job.finish(noted)
+            else:
+                moved.append((norms, [job for _, job in part]))
         return moved
 
     def _finish_updates(self, moved: _Moved) -> None:
@@ -247,13 +250,15 @@ class Training:
         while moved:
             norms, jobs = moved.pop(0)
             try:
-                found = [norms] * len(jobs) if isinstance(norms, Exception) else jax.device_get(norms)[: len(jobs)]
+                found = [
+                    float(norm) if math.isfinite(norm)
+                    else LoRAUsageError(f"the norm of the gradient is {norm}, so the model does not move")
+                    for norm in jax.device_get(norms)[: len(jobs)]
+                ]  # fmt: skip
             except Exception as error:  # the thread goes on; the clients get the error
                 found = [_noted(error)] * len(jobs)
-            for job, norm in zip(jobs, found, strict=True):
-                if not isinstance(norm, Exception) and not math.isfinite(norm):
-                    norm = LoRAUsageError(f"the norm of the gradient is {norm}, so the model does not move")
-                job.finish(norm if isinstance(norm, Exception) else float(norm))
+            for job, each in zip(jobs, found, strict=True):
+                job.finish(each)
 
     def _check_gradients(self, model: Model) -> None:
         """Raise LoRAUsageError, and forget its gradients, unless a model has those of all computations."""
@@ -318,11 +323,11 @@ class Training:
                     found = _noted(error)
                 job.finish(found)
             with self._changed:
-                full = self._fills_step()
-            if not full:  # rows may come from clients that wait for their norms
+                waits = len(self._models) > 1 and not self._fills_step()
+            if waits:  # the rows may come from clients that wait for their norms
                 self._finish_updates(moved)
             with self._changed:
-                if len(self._models) > 1:
+                if waits:
                     self._changed.wait_for(self._fills_step, _LINGER)
                 bucket, rows = self._packed()
             try:

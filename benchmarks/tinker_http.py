@@ -3,15 +3,17 @@
     jlora tinker MODEL --checkpoints DIR --train-capacity 32 &
     python -m benchmarks.tinker_http http://127.0.0.1:8000 --tenants 1 8 32
 
-Each number of tenants trains the same number of tokens in all. A tenant begins its next step when it has the results of
-its last. It prints one line of JSON for each number.
+Each number of tenants trains the same number of tokens in all. A tenant is a process of its own, and begins its
+next step when it has the results of its last. One line of JSON is printed for each number.
 """
 
 import argparse
+import itertools
 import json
+import multiprocessing
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.synchronize import Barrier
 from typing import Any
 
 import httpx
@@ -85,47 +87,59 @@ class Client:
         self.http.close()
 
 
-def measure(args: argparse.Namespace, tenants: int) -> dict[str, Any]:
-    clients = [Client(args.url, args.key, args.rank) for _ in range(tenants)]
-    rows = max(1, args.rows // tenants)
-    with ThreadPoolExecutor(tenants) as pool:
-
-        def train(client: Client, steps: int = args.steps) -> None:
-            for _ in range(steps):
+def tenant(args: argparse.Namespace, rows: int, together: Barrier) -> None:
+    """Train a model of its own in the two periods that `measure` times."""
+    try:
+        client = Client(args.url, args.key, args.rank)
+        client.step(rows, args.length, args.vocab)  # places it
+        together.wait()
+        for _ in range(2):
+            together.wait()
+            for _ in range(args.steps):
                 client.step(rows, args.length, args.vocab)
-
-        list(pool.map(lambda client: train(client, steps=1), clients))  # places them
-        saves = []
-        for i in range(args.saves):
-            started = time.perf_counter()
-            clients[0].sample(clients[0].sampler(), i, 1)
-            saves.append(time.perf_counter() - started)
-        found: dict[str, Any] = {"tenants": tenants, "save_to_first_token_ms": round(1e3 * float(np.median(saves)), 1)}
-        for sampling in (False, True):
-            sampled, stop = [0], threading.Event()
-
-            def sample(sampled: list[int] = sampled, stop: threading.Event = stop) -> None:
-                own, i = Client(args.url, args.key, args.rank), 0
-                sampler = own.sampler()
-                while not stop.is_set():
-                    sampled[0] += own.sample(sampler, i, args.sampled, args.samples)
-                    i += 1
-                own.close()
-
-            thread = threading.Thread(target=sample)
-            if sampling:
-                thread.start()
-            started = time.perf_counter()
-            list(pool.map(train, clients))
-            seconds = time.perf_counter() - started
-            stop.set()
-            name = "trained_tokens_per_s" + ("_while_sampling" if sampling else "")
-            found[name] = round(args.steps * rows * tenants * args.length / seconds, 1)
-            if sampling:
-                found["sampled_tokens_per_s"] = round(sampled[0] / seconds, 1)
-                thread.join()
-    for client in clients:
+            together.wait()
         client.close()
+    except BaseException:
+        together.abort()
+        raise
+
+
+def measure(args: argparse.Namespace, tenants: int) -> dict[str, Any]:
+    rows = max(1, args.rows // tenants)
+    processes = multiprocessing.get_context("spawn")
+    together = processes.Barrier(tenants + 1, timeout=600)
+    started = [processes.Process(target=tenant, args=(args, rows, together), daemon=True) for _ in range(tenants)]
+    for process in started:
+        process.start()
+    together.wait()
+    own, numbers, saves = Client(args.url, args.key, args.rank), itertools.count(), []
+    own.step(1, args.length, args.vocab)
+    for _ in range(args.saves):
+        begin = time.perf_counter()
+        own.sample(own.sampler(), next(numbers), 1)
+        saves.append(time.perf_counter() - begin)
+    found: dict[str, Any] = {"tenants": tenants, "save_to_first_token_ms": round(1e3 * float(np.median(saves)), 1)}
+    sampler, sampled, stop = own.sampler(), [0], threading.Event()
+
+    def sample() -> None:
+        while not stop.is_set():
+            sampled[0] += own.sample(sampler, next(numbers), args.sampled, args.samples)
+
+    thread = threading.Thread(target=sample)
+    for name in ("trained_tokens_per_s", "trained_tokens_per_s_while_sampling"):
+        together.wait()
+        begin = time.perf_counter()
+        if "while" in name:
+            thread.start()
+        together.wait()
+        seconds = time.perf_counter() - begin
+        found[name] = round(args.steps * rows * tenants * args.length / seconds, 1)
+    found["sampled_tokens_per_s"] = round(sampled[0] / seconds, 1)
+    stop.set()
+    thread.join()
+    own.close()
+    for process in started:
+        process.join()
     return found
 
 

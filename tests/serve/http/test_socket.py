@@ -163,6 +163,45 @@ def test_lines_and_headers_have_limits(served):
     assert httpx.get(f"http://{served[0]}:{served[1]}/health").status_code == 200
 
 
+def test_headers_in_pieces_have_a_limit(served):
+    with connect(served) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx: ")
+        with pytest.raises(OSError, match="reset|pipe"):
+            for _ in range(20):  # 200 kB in less than header_seconds
+                connection.sendall(b"y" * 10_000)
+                time.sleep(0.01)
+
+
+def test_requests_without_a_pause_are_answered_in_order(served):
+    with connect(served) as connection:
+        posts = [raw_post(PATH, content(prompt=prompt)) for prompt in ("ba=", "c=")]
+        connection.sendall(b"".join(posts) + b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        answers = read_all(connection).split(b"HTTP/1.1 ")[1:]
+    assert [answer[:3] for answer in answers] == [b"200"] * 3
+    assert [b"sort|ba=" in answers[0], b"sort|c=" in answers[1]] == [True, True]
+
+
+def test_bytes_after_an_answer_that_are_not_http(served):
+    with connect(served) as connection:
+        connection.sendall(raw_post(PATH, content()))
+        answer = b""
+        while not answer.endswith(b"}}}"):
+            answer += connection.recv(10_000)
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        connection.sendall(b"\x16\x03\x01\r\n\r\n")
+        assert read_all(connection).startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize("protocol", ["websocket", "h2c"])
+def test_offers_of_other_protocols_are_not_taken(served, protocol):
+    """As the HTTP client of Java makes them with each request, whose body is read all the same."""
+    offer = {"connection": "upgrade", "upgrade": protocol}
+    with httpx.Client(base_url=f"http://{served[0]}:{served[1]}", timeout=10, headers=offer) as client:
+        for _ in range(2):
+            assert client.post(PATH, json=BODY).json()["choices"][0]["text"] == "sort|ba="
+            assert client.get("/health").status_code == 200
+
+
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/nothing"])
 @pytest.mark.parametrize("late", [False, True])
 def test_bytes_that_stop_being_http_end_the_connection(served, caplog, path, late):

@@ -1,10 +1,11 @@
 """Measure a running `jlora tinker` over raw HTTP: trained tokens/s of several tenants, samples meanwhile, and saving.
 
-    jlora tinker MODEL --checkpoints DIR --train-capacity 32 &
+    jlora tinker MODEL --checkpoints DIR --train-capacity 33 &
     python -m benchmarks.tinker_http http://127.0.0.1:8000 --tenants 1 8 32
 
 Each number of tenants trains the same number of tokens in all. A tenant is a process of its own, and begins its
-next step when it has the results of its last. One line of JSON is printed for each number.
+next step when it has the results of its last. One more model is saved and sampled. One line of JSON is printed for each
+number.
 """
 
 import argparse

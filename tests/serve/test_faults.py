@@ -155,7 +155,7 @@ def test_rounds_of_push_and_sample_under_load(world):
             other.result()
     assert world.manager.list_adapters(["policy"])["policy"].version >= rounds - 1
     assert max(kept[warm:]) <= 2 * min(kept[warm:])  # the newest version, and the one before it while it is in use
-    # Without the first of the five differences, in which versions older than the traces are replaced.
+    # Without the first ten rounds, in which versions older than the traces are replaced.
     grown = np.diff(sizes[1:]).mean()
     assert grown < 10 * loaded[NAMES.index("sort")].nbytes / 4, sizes
 

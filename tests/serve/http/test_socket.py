@@ -177,7 +177,8 @@ def test_requests_without_a_pause_are_answered_in_order(served):
         connection.sendall(b"".join(posts) + b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
         answers = read_all(connection).split(b"HTTP/1.1 ")[1:]
     assert [answer[:3] for answer in answers] == [b"200"] * 3
-    assert [b"sort|ba=" in answers[0], b"sort|c=" in answers[1]] == [True, True]
+    assert b"sort|ba=" in answers[0]
+    assert b"sort|c=" in answers[1]
 
 
 def test_bytes_after_an_answer_that_are_not_http(served):

@@ -1,5 +1,6 @@
 """Tests over a socket: clients that disconnect, are slow or send too much, and the openai client."""
 
+import asyncio
 import json
 import os
 import socket
@@ -14,6 +15,7 @@ import pytest
 from jlora.errors import LoRAError
 from jlora.serve.engine.request import Piece
 from jlora.serve.http.body import Limits
+from jlora.serve.http.server import listen
 from jlora.serve.http.template import ChatTemplate
 from tests.serve.client import make_service, on_socket, raw_post, read_all, until
 from tests.serve.fake_engine import BUSY
@@ -36,6 +38,21 @@ def served(engine):
 
 def connect(address):
     return socket.create_connection(address, timeout=10)
+
+
+def test_connections_do_not_wait_for_acknowledgements():
+    async def accepted():
+        found = asyncio.get_running_loop().create_future()
+        server = await asyncio.start_server(lambda _, writer: found.set_result(writer), sock=listen("127.0.0.1", 0))
+        async with server:
+            _, client = await asyncio.open_connection(*server.sockets[0].getsockname())
+            connection = (await found).get_extra_info("socket")
+            option = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            client.close()
+            found.result().close()
+            return option
+
+    assert asyncio.run(accepted())
 
 
 def test_pieces_are_streamed_as_they_are_made(served, engine):

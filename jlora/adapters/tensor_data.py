@@ -275,7 +275,7 @@ def _at_fault(tensors: Mapping[str, TensorInfo], run: _Run, start: int, wrong: n
 
 
 def all_finite(array: np.ndarray) -> bool:
-    """Return True if a C-contiguous float array has neither NaN nor infinity.
+    """Return True if a float array has neither NaN nor infinity.
 
     The bits of infinity are one more than those of the largest finite value, and those of NaN are greater still. So the
     maximum of the bits as signed integers reveals a positive infinity or NaN, and the maximum as unsigned integers a
@@ -284,7 +284,7 @@ def all_finite(array: np.ndarray) -> bool:
     if (found := _BITS.get(array.dtype)) is None:
         return bool(np.isfinite(array).all())
     signed, unsigned, infinity = found
-    flat = array.reshape(-1)
+    flat = array.ravel("K")
     step = _PIECE // array.dtype.itemsize
     sign = 1 << (8 * array.dtype.itemsize - 1)
     for at in range(0, flat.size, step):

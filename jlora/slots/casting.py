@@ -154,7 +154,7 @@ def _cast(factor: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 def _too_large(factor: np.ndarray, cast: np.ndarray) -> np.ndarray | None:
     """Return the mask of finite values that became infinite, or None if there are none."""
-    if cast is factor or all_finite(cast.ravel("K")):
+    if cast is factor or all_finite(cast):
         return None
     overflow = ~np.isfinite(cast) & np.isfinite(factor)
     return overflow if overflow.any() else None

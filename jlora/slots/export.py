@@ -114,5 +114,5 @@ def _experts(halves: Sequence[_Half]) -> tuple[str, ExpertsLoRA]:
 
 
 def _taken(p: Placement, half: int, factor: np.ndarray) -> np.ndarray:
-    """Return A [r, K] or B [N', r] of a module."""
-    return taken(p.site.spec, half, factor, p.first, p.count, p.rank).copy()
+    """Return A [r, K] or B [N', r] of a module, in the memory order of the factor: slots have B as [r, N']."""
+    return taken(p.site.spec, half, factor, p.first, p.count, p.rank).copy("K")

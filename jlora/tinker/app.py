@@ -335,7 +335,7 @@ class Tinker:
             wire.check_save(message)
             self.checkpoints.check_name(*named)
             state = self.training.state(run.model) if kind == "weights" else None
-            return self.training.adapter(run.model), state
+            return self.training.adapter(run.model, in_slot_dtype=kind == SNAPSHOT), state
 
         async def save(found: tuple[Adapter, Any]) -> Any:
             metadata = self._metadata(message)

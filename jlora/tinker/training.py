@@ -165,7 +165,8 @@ class Training:
         for count in {1, self._together}:
             self._trainer.apply([model.name] + [None] * (count - 1), learning_rate=0.0)
         self._park(model)
-        self.adapter(model)
+        for in_slot_dtype in (False, True):
+            self.adapter(model, in_slot_dtype=in_slot_dtype)
         self._drop(model)
         self._thread.start()
 
@@ -291,10 +292,10 @@ class Training:
         state = jax.device_get(self._trainer.state_of(model.name))
         return {key: state[key] for key in ("factors", "optimizer", "ranks")}
 
-    def adapter(self, model: Model) -> Adapter:
-        """Return the adapter of a model, in float32 on the host."""
+    def adapter(self, model: Model, *, in_slot_dtype: bool = False) -> Adapter:
+        """Return the adapter of a model on the host, in float32 or as it is sampled."""
         self._place([model])
-        return self._trainer.adapter(model.name)
+        return self._trainer.adapter(model.name, in_slot_dtype=in_slot_dtype)
 
     def end(self, model: Model) -> None:
         """Forget a model. Its requests that wait fail."""

@@ -367,9 +367,12 @@ class Trainer:
 
     # --- Results ------------------------------------------------------------------------------------------------------
 
-    def adapter(self, name: str) -> Adapter:
-        """Return a trained adapter on the host in float32, for example to save it as a PEFT folder."""
-        packed, factors = self._fetched(name)
+    def adapter(self, name: str, *, in_slot_dtype: bool = False) -> Adapter:
+        """Return a trained adapter on the host in float32, for example to save it as a PEFT folder.
+
+        If `in_slot_dtype` is True, it is in the dtype of the slots, float32 for int8, as the manager serves it.
+        """
+        packed, factors = self._fetched(name, in_slot_dtype)
 
         def factors_of(site: Site) -> Callable[[int], list[np.ndarray]]:
             return lambda entry: [factors[site, half][entry_of(site.spec, entry)] for half in site.spec.factors]
@@ -548,10 +551,12 @@ class Trainer:
         leaves = [placed(given[path], leaf, to) for (path, leaf), to in zip(own.items(), where, strict=True)]
         return jax.tree.unflatten(cast("Any", jax.tree.structure(self._struct)), leaves)
 
-    def _fetched(self, name: str) -> tuple[PackedAdapter, dict[tuple[Site, int], np.ndarray]]:
+    def _fetched(
+        self, name: str, in_slot_dtype: bool = False
+    ) -> tuple[PackedAdapter, dict[tuple[Site, int], np.ndarray]]:
         """Return the factors of a member on the host, read-only, with the A of each module in all of its slices."""
         packed = self._member(name).packed
-        arrays = jax.device_get(self._read(name, "factors"))
+        arrays = jax.device_get(self._read(name, "factors", in_slot_dtype))
         found = {(p.site, half): arrays[key_of(p.site, "ab"[half])]
                  for p in packed.placements for half in p.site.spec.factors}  # fmt: skip
         for p in packed.placements:
@@ -592,12 +597,17 @@ class Trainer:
                 self._state, found = program(self._state, *args)
         return found
 
-    def _read(self, name: str, part: str | None = None) -> Any:
+    def _read(self, name: str, part: str | None = None, in_slot_dtype: bool = False) -> Any:
         """Return the state of a member, or a part of it, copied on the device."""
         with self._lock:
             index = put(np.int32(self._member(name).index), self._whole)
             state, where = (self._state, self._where) if part is None else (self._state[part], self._where[part])
-            return self._compiled(("read", part), _gather, where, state, index)(state, index)
+            gather = self._gather_in_slot_dtype if in_slot_dtype else _gather
+            return self._compiled(("read", part, in_slot_dtype), gather, where, state, index)(state, index)
+
+    def _gather_in_slot_dtype(self, factors: Tree, members: Int[Array, "*m"]) -> Tree:
+        found = _gather(factors, members)
+        return {key: array.astype(self._factors[key].spec.dtype) for key, array in found.items()}
 
     def _write(self, index: int, member: Tree) -> None:
         self._change(("write", _written, (put(np.int32(index), self._whole), member), ()))

@@ -177,6 +177,21 @@ def test_slots_of_int8_serve_what_is_trained_in_float32():
         before = trained
 
 
+@pytest.mark.parametrize(("slots", "dtype"), [("bfloat16", "bfloat16"), ("int8", "float32"), (None, "float32")])
+def test_adapter_in_slot_dtype(slots, dtype):
+    trainer = trainer_of(served(dtype=slots))
+    trainer.step(trainer.prepare(["wide", "query", "mixed"] * 2), TOKENS)
+    for name in RANKS:
+        exact, found = trainer.adapter(name), trainer.adapter(name, in_slot_dtype=True)
+        assert found.modules.keys() == exact.modules.keys()
+        for module, own in found.modules.items():
+            for half in ("a", "b"):
+                want = getattr(exact.modules[module], half)
+                assert want.dtype == np.float32
+                chex.assert_trees_all_equal(getattr(own, half), want.astype(jnp.dtype(dtype)))
+                assert getattr(own, half).dtype == jnp.dtype(dtype)
+
+
 RUNS = [["wide", "query", None, "wide", "query", "query"], ["mixed", "query", None, "mixed", None, "query"]] * 3
 
 

@@ -24,6 +24,8 @@ class Limits:
     Attributes:
       body_bytes: Size of a body. A larger one is refused from its Content-Length, or once the limit is exceeded.
       upload_bytes: Size of a body with an adapter.
+      idle_seconds: Until a connection without a request is closed. Clients that close theirs sooner, as httpx does after
+        5 seconds, never send to one that is being closed.
       header_seconds: Until all headers are received.
       body_seconds: Until the whole body is received; a body with an adapter has more, see `upload_pace`.
       upload_pace: Bytes of a body with an adapter whose arrival extends its time by a second.
@@ -35,6 +37,7 @@ class Limits:
 
     body_bytes: int = 8 * 2**20
     upload_bytes: int = 2**30
+    idle_seconds: float = 75.0
     header_seconds: float = 15.0
     body_seconds: float = 30.0
     upload_pace: float = 2.0 * 2**20

@@ -182,6 +182,7 @@ def _protocol(limits: Limits) -> type[H11Protocol]:
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
             super().connection_made(transport)
+            self.timeout_keep_alive: float = limits.idle_seconds
             self._await_headers()
 
         def data_received(self, data: bytes) -> None:

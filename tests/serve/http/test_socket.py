@@ -259,6 +259,14 @@ def test_connection_serves_many_requests(served):
         assert client.get("/health").status_code == 200
 
 
+def test_idle_connection_is_closed_after_its_own_time(engine):
+    assert Limits().idle_seconds > 5  # until httpx closes its idle connections
+    with on_socket(make_service(engine, limits=Limits(idle_seconds=0.3))) as address:
+        with connect(address) as connection:
+            connection.sendall(raw_post(PATH, content()))
+            assert b"200 OK" in read_all(connection, 3)  # uvicorn's own time is 5 seconds
+
+
 def test_openai_client(served, engine):
     client = openai.OpenAI(base_url=f"http://{served[0]}:{served[1]}/v1", api_key="none", max_retries=0)
     with client:

@@ -24,8 +24,8 @@ class Limits:
     Attributes:
       body_bytes: Size of a body. A larger one is refused from its Content-Length, or once the limit is exceeded.
       upload_bytes: Size of a body with an adapter.
-      idle_seconds: Until a connection without a request is closed. Clients that close theirs sooner, as httpx does after
-        5 seconds, never send to one that is being closed.
+      idle_seconds: Until a connection without a request is closed. A client that closes its own sooner, as httpx does
+        after 5 seconds, never sends to a closed one.
       header_seconds: Until all headers are received.
       body_seconds: Until the whole body is received; a body with an adapter has more, see `upload_pace`.
       upload_pace: Bytes of a body with an adapter whose arrival extends its time by a second.

@@ -28,8 +28,8 @@ _BACKLOG = 2048
 def listen(host: str, port: int) -> socket.socket:
     """Bind a socket to this address. Raises OSError if it cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With its protocol named, since asyncio sets TCP_NODELAY on the connections of such sockets alone. Without it the body
-    # of a response waits for the acknowledgement of its head, which clients delay by 40 ms.
+    # The protocol is named because asyncio sets TCP_NODELAY on connections of such sockets only. Without it the body of
+    # a response waits for the acknowledgement of its head, which clients delay by 40 ms.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -261,10 +261,10 @@ def test_connection_serves_many_requests(served):
 
 def test_idle_connection_is_closed_after_its_own_time(engine):
     assert Limits().idle_seconds > 5  # until httpx closes its idle connections
-    with on_socket(make_service(engine, limits=Limits(idle_seconds=0.3))) as address:
-        with connect(address) as connection:
-            connection.sendall(raw_post(PATH, content()))
-            assert b"200 OK" in read_all(connection, 3)  # uvicorn's own time is 5 seconds
+    service = make_service(engine, limits=Limits(idle_seconds=0.3))
+    with on_socket(service) as address, connect(address) as connection:
+        connection.sendall(raw_post(PATH, content()))
+        assert b"200 OK" in read_all(connection, 3)  # uvicorn's own time is 5 seconds
 
 
 def test_openai_client(served, engine):

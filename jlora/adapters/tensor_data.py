@@ -284,7 +284,7 @@ def all_finite(array: np.ndarray) -> bool:
     if (found := _BITS.get(array.dtype)) is None:
         return bool(np.isfinite(array).all())
     signed, unsigned, infinity = found
-    flat = array.ravel("K")
+    flat = np.ravel(array, order="K")
     step = _PIECE // array.dtype.itemsize
     sign = 1 << (8 * array.dtype.itemsize - 1)
     for at in range(0, flat.size, step):

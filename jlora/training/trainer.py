@@ -370,7 +370,8 @@ class Trainer:
     def adapter(self, name: str, *, in_slot_dtype: bool = False) -> Adapter:
         """Return a trained adapter on the host in float32, for example to save it as a PEFT folder.
 
-        If `in_slot_dtype` is True, it is in the dtype of the slots, float32 for int8, as the manager serves it.
+        If `in_slot_dtype` is True, it is in the dtype of the slots, float32 for int8, as the manager serves it. Values
+        that the dtype cannot hold are infinite then, and `LoRAManager.add_adapter` refuses them by default.
         """
         packed, factors = self._fetched(name, in_slot_dtype)
 

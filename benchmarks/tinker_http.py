@@ -1,11 +1,11 @@
-"""Measure a running `jlora tinker` over raw HTTP: trained tokens/s of several tenants, samples meanwhile, and saving.
+"""Measure a running `jlora tinker` over raw HTTP: trained tokens/s of several tenants, samples and saves meanwhile.
 
     jlora tinker MODEL --checkpoints DIR --train-capacity 33 &
     python -m benchmarks.tinker_http http://127.0.0.1:8000 --tenants 1 8 32
 
 Each number of tenants trains the same number of tokens in all. A tenant is a process of its own, and begins its
-next step when it has the results of its last. One more model is saved and sampled. One line of JSON is printed for each
-number.
+next step when it has the results of its last. One more model is saved and sampled. In the last period each tenant saves
+its weights for sampling after each step. One line of JSON is printed for each number.
 """
 
 import argparse
@@ -20,6 +20,8 @@ from typing import Any
 import httpx
 import numpy as np
 from tinker.proto import tinker_public_pb2 as pb
+
+PERIODS = ("trained_tokens_per_s", "trained_tokens_per_s_while_sampling", "trained_tokens_per_s_while_saving")
 
 
 class Client:
@@ -89,15 +91,17 @@ class Client:
 
 
 def tenant(args: argparse.Namespace, rows: int, together: Barrier) -> None:
-    """Train a model of its own in the two periods that `measure` times."""
+    """Train a model of its own in the periods that `measure` times."""
     try:
         client = Client(args.url, args.key, args.rank)
         client.step(rows, args.length, args.vocab)  # places it
         together.wait()
-        for _ in range(2):
+        for period in PERIODS:
             together.wait()
             for _ in range(args.steps):
                 client.step(rows, args.length, args.vocab)
+                if period.endswith("saving"):
+                    client.sampler()
             together.wait()
         client.close()
     except BaseException:
@@ -127,17 +131,18 @@ def measure(args: argparse.Namespace, tenants: int) -> dict[str, Any]:
             sampled[0] += own.sample(sampler, next(numbers), args.sampled, args.samples)
 
     thread = threading.Thread(target=sample)
-    for name in ("trained_tokens_per_s", "trained_tokens_per_s_while_sampling"):
+    for name in PERIODS:
         together.wait()
         begin = time.perf_counter()
-        if "while" in name:
+        if name.endswith("sampling"):
             thread.start()
         together.wait()
         seconds = time.perf_counter() - begin
         found[name] = round(args.steps * rows * tenants * args.length / seconds, 1)
-    found["sampled_tokens_per_s"] = round(sampled[0] / seconds, 1)
-    stop.set()
-    thread.join()
+        if name.endswith("sampling"):
+            found["sampled_tokens_per_s"] = round(sampled[0] / seconds, 1)
+            stop.set()
+            thread.join()
     own.close()
     for process in started:
         process.join()

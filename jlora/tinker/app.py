@@ -327,24 +327,23 @@ class Tinker:
         return self._save(call, SNAPSHOT if message.path is None else "sampler_weights", answer)
 
     def _save(self, call: Call, kind: str, answer: Callable[[Checkpoint], Any]) -> Response:
-        """Save the weights of a model. The training thread fetches them, and others pack and write them."""
+        """Save the weights of a model. The training thread copies them, and others fetch, pack and write them."""
         message: Any = call.message
         named = message.model_id, kind, f"seq-{message.seq_id}" if message.path is None else message.path
 
-        def fetch(run: Run) -> tuple[Adapter, Any]:
+        def copy(run: Run) -> Callable[[], tuple[Adapter, Any]]:
             wire.check_save(message)
             self.checkpoints.check_name(*named)
-            state = self.training.state(run.model) if kind == "weights" else None
-            return self.training.adapter(run.model, in_slot_dtype=kind == SNAPSHOT), state
+            return self.training.snapshot(run.model, in_slot_dtype=kind == SNAPSHOT, with_state=kind == "weights")
 
-        async def save(found: tuple[Adapter, Any]) -> Any:
-            metadata = self._metadata(message)
+        async def save(fetch: Callable[[], tuple[Adapter, Any]]) -> Any:
+            found, metadata = await self.service.load(fetch), self._metadata(message)
             begun = self.checkpoints.begin(*named, *found, ttl=message.ttl_seconds, metadata=metadata)
             ready: asyncio.Future[Checkpoint] = asyncio.get_running_loop().create_future()
             self._run(self._write(begun, *found, ready))
             return answer(await ready)
 
-        return self._take(call, lambda run: partial(fetch, run), save)
+        return self._take(call, lambda run: partial(copy, run), save)
 
     async def _write(
         self, begun: Checkpoint, adapter: Adapter, state: Any, ready: "asyncio.Future[Checkpoint]"

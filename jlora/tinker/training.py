@@ -19,7 +19,8 @@ from jlora.training import losses
 from jlora.training.report import Report
 
 ALPHA = 32.0  # `lora_alpha` of each adapter, whatever its rank
-_LINGER = 0.01  # most seconds that a step waits for rows of other models
+_LINGER = 0.01  # most seconds that a step waits for rows of other models while the device has none
+_POLL = 0.002  # seconds between looks at whether a step has ended
 _TOGETHER = 8  # most models that move in one program, which holds the optimizer states of as many once more
 LOSSES = losses.LOSSES[:4]  # those of the protocol
 _ENDED = "the model was unloaded, or its session has ended"
@@ -166,7 +167,7 @@ class Training:
             self._trainer.apply([model.name] + [None] * (count - 1), learning_rate=0.0)
         self._park(model)
         for in_slot_dtype in (False, True):
-            self.adapter(model, in_slot_dtype=in_slot_dtype)
+            self.snapshot(model, in_slot_dtype=in_slot_dtype)()
         self._drop(model)
         self._thread.start()
 
@@ -208,7 +209,8 @@ class Training:
             raise LoRAUsageError(
                 "load_weights comes before all else; create a client with create_training_client_from_state"
             )
-        before = self.state(model)
+        self._place([model])
+        before = jax.device_get(self._copied(model))
         self._remove(model)
         model.state = state
         try:
@@ -286,16 +288,17 @@ class Training:
             model.summed = 0
         return norms
 
-    def state(self, model: Model) -> State:
-        """Return the factors and the optimizer of a model, copied to the host."""
-        self._place([model])
-        state = jax.device_get(self._trainer.state_of(model.name))
-        return {key: state[key] for key in ("factors", "optimizer", "ranks")}
+    def snapshot(
+        self, model: Model, *, in_slot_dtype: bool = False, with_state: bool = False
+    ) -> Callable[[], tuple[Adapter, State | None]]:
+        """Copy a model on the device, and return a function, for any thread, that returns it on the host.
 
-    def adapter(self, model: Model, *, in_slot_dtype: bool = False) -> Adapter:
-        """Return the adapter of a model on the host, in float32 or as it is sampled."""
+        It returns the adapter, in float32 or as it is sampled, and the state.
+        """
         self._place([model])
-        return self._trainer.adapter(model.name, in_slot_dtype=in_slot_dtype)
+        adapter = self._trainer.snapshot(model.name, in_slot_dtype=in_slot_dtype)
+        state = self._copied(model) if with_state else None
+        return lambda: (adapter(), jax.device_get(state))
 
     def end(self, model: Model) -> None:
         """Forget a model. Its requests that wait fail."""
@@ -323,13 +326,13 @@ class Training:
                 except Exception as error:  # the thread goes on; the client gets the error
                     found = _noted(error)
                 job.finish(found)
-            with self._changed:
-                waits = len(self._models) > 1 and not self._fills_step()
-            if waits:  # the rows may come from clients that wait for their norms
+            if not self._fills_in_time(before[0]):  # clients that wait for these results may have the next rows
+                self._finish(*before)
                 self._finish_updates(moved)
-            with self._changed:
-                if waits:
+                before = None, []
+                with self._changed:
                     self._changed.wait_for(self._fills_step, _LINGER)
+            with self._changed:
                 bucket, rows = self._packed()
             try:
                 report = self._step(bucket, rows) if rows else None
@@ -348,6 +351,15 @@ class Training:
                     shape = next(i for i, (_, length) in enumerate(self._shapes) if len(example.tokens) <= length)
                     model.rows[work.forward_only, shape].append((work, i))
 
+    def _fills_in_time(self, running: Report | Exception | None) -> bool:
+        """Return True once the next step has all of its rows, False if the running one ends before."""
+        with self._changed:
+            while len(self._models) > 1 and not self._fills_step():
+                if not isinstance(running, Report) or cast("Any", running.rows["losses"]).is_ready():
+                    return False
+                self._changed.wait(_POLL)
+        return True
+
     def _fills_step(self) -> bool:
         """Return True if a step has all of its rows, or no rows wait. Starts the computations that are next."""
         self._start()
@@ -365,13 +377,12 @@ class Training:
         taken: _Rows = []
         if (bucket := self._next()) is None:
             return (False, 0), taken
-        sharing = deque([model for model in self._models.values() if model.rows[bucket]][: self._trainer.capacity])
-        while sharing and len(taken) < self._shapes[bucket[1]][0]:  # one of each model in turn
-            model = sharing.popleft()
-            taken.append((model, *model.rows[bucket].popleft()))
-            if model.rows[bucket]:
-                sharing.append(model)
-            self._models[model.name] = self._models.pop(model.name)
+        most = self._shapes[bucket[1]][0]
+        for model in [model for model in self._models.values() if model.rows[bucket]][: self._trainer.capacity]:
+            if room := most - len(taken):
+                waiting = model.rows[bucket]
+                taken += [(model, *waiting.popleft()) for _ in range(min(room, len(waiting)))]
+                self._models[model.name] = self._models.pop(model.name)
         return bucket, taken
 
     def _step(self, bucket: _Bucket, rows: _Rows) -> Report:
@@ -431,9 +442,14 @@ class Training:
             self._placed[name] = model
 
     def _park(self, model: Model) -> None:
-        state = jax.device_get(self._trainer.state_of(model.name)) if model.summed else self.state(model)
+        state = jax.device_get(self._copied(model, with_sums=bool(model.summed)))
         self._remove(model)
         model.state = state
+
+    def _copied(self, model: Model, *, with_sums: bool = False) -> State:
+        """Return the state of a placed model, copied on the device. The sums are those since its last step."""
+        state = self._trainer.state_of(model.name)
+        return {key: state[key] for key in state if with_sums or key not in ("gradients", "sums")}
 
     def _remove(self, model: Model) -> None:
         if self._placed.pop(model.name, None) is not None:

@@ -373,16 +373,29 @@ class Trainer:
         If `in_slot_dtype` is True, it is in the dtype of the slots, float32 for int8, as the manager serves it. Values
         that the dtype cannot hold are infinite then, and `LoRAManager.add_adapter` refuses them by default.
         """
-        packed, factors = self._fetched(name, in_slot_dtype)
+        return self.snapshot(name, in_slot_dtype=in_slot_dtype)()
 
-        def factors_of(site: Site) -> Callable[[int], list[np.ndarray]]:
-            return lambda entry: [factors[site, half][entry_of(site.spec, entry)] for half in site.spec.factors]
+    def snapshot(self, name: str, *, in_slot_dtype: bool = False) -> Callable[[], Adapter]:
+        """Copy a trained adapter on the device, and return a function that returns it as `adapter` does.
 
-        return export_factors(packed, self._ranks.values(), factors_of)
+        No later step changes the copy. The function may be called from any thread, while others train.
+        """
+        packed, copies = self._member(name).packed, self._read(name, "factors", in_slot_dtype)
+
+        def fetched() -> Adapter:
+            factors = _fetched(packed, copies)
+
+            def factors_of(site: Site) -> Callable[[int], list[np.ndarray]]:
+                return lambda entry: [factors[site, half][entry_of(site.spec, entry)] for half in site.spec.factors]
+
+            return export_factors(packed, self._ranks.values(), factors_of)
+
+        return fetched
 
     def tensors(self, name: str) -> dict[str, np.ndarray]:
         """Return PEFT's state dict of a trained adapter: tensor name -> float32 A [r, K] or B [N, r], on the host."""
-        packed, factors = self._fetched(name)
+        packed = self._member(name).packed
+        factors = _fetched(packed, self._read(name, "factors"))
         found: dict[str, np.ndarray] = {}
         for p in packed.placements:
             key = "lora_embedding_{}" if p.site.kind == "embedding" else "lora_{}.weight"
@@ -552,22 +565,6 @@ class Trainer:
         leaves = [placed(given[path], leaf, to) for (path, leaf), to in zip(own.items(), where, strict=True)]
         return jax.tree.unflatten(cast("Any", jax.tree.structure(self._struct)), leaves)
 
-    def _fetched(
-        self, name: str, in_slot_dtype: bool = False
-    ) -> tuple[PackedAdapter, dict[tuple[Site, int], np.ndarray]]:
-        """Return the factors of a member on the host, read-only, with the A of each module in all of its slices."""
-        packed = self._member(name).packed
-        arrays = jax.device_get(self._read(name, "factors", in_slot_dtype))
-        found = {(p.site, half): arrays[key_of(p.site, "ab"[half])]
-                 for p in packed.placements for half in p.site.spec.factors}  # fmt: skip
-        for p in packed.placements:
-            if p.count > 1 and p.site.spec.in_features:
-                if not found[p.site, A].flags.writeable:  # JAX's own
-                    found[p.site, A] = found[p.site, A].copy()
-                own = found[p.site, A][entry_of(p.site.spec, p.entry)]
-                own[p.first : p.first + p.count] = own[p.first]
-        return packed, found
-
     # --- Programs -----------------------------------------------------------------------------------------------------
 
     def _compiled(self, key: Any, function: Callable[..., Any], out: Any, *args: Any, donate: bool = False) -> Any:
@@ -624,6 +621,8 @@ class Trainer:
             raise LoRAUsageError(
                 f"Trainer: divide must be True or False, got {divide!r:.200}; give numbers of the optimizer by name"
             )
+        if len(members) == 1:  # XLA copies all members where it writes one
+            members = np.append(members, np.int32(self.capacity))
         own = number_arrays(self._defaults, numbers, names, len(members), self._members.keys())
         args = jax.tree.map(partial(put, where=self._whole), (members, np.bool_(divide), own))
         return ("update", len(members)), self._updated, args, self._whole
@@ -730,15 +729,32 @@ class Trainer:
 
             factors = jax.tree.map(moved, own["factors"], updates, masks)
             optimizer = jax.tree.map(partial(jnp.where, moves), optimizer, own["optimizer"])
-            new = self._begun(factors, own["ranks"]) | {"optimizer": optimizer}
+            zero = jnp.where(norm < 0, 1.0, 0.0)  # after the gradients, else XLA copies those of all members
+            gradients = {key: jnp.full_like(each, zero) for key, each in gradients.items()}
+            new = {"factors": factors, "gradients": gradients, "optimizer": optimizer, "sums": jnp.full(2, zero)}
             return new, jnp.where(by != 0, norm, jnp.nan)
 
-        new, norms = jax.vmap(of_one)(_gather(state, members), numbers)
+        own = jax.lax.optimization_barrier(_gather(state, members))  # read once, before the first write
+        new, norms = jax.vmap(of_one)(own, numbers)
         return _written(state, members, new, tuple(norms))
 
 
 def _struct(array: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def _fetched(packed: PackedAdapter, copies: Mapping[str, Array]) -> dict[tuple[Site, int], np.ndarray]:
+    """Return the factors of a member on the host, read-only, with the A of each module in all of its slices."""
+    arrays = cast("Mapping[str, np.ndarray]", jax.device_get(copies))
+    found = {(p.site, half): arrays[key_of(p.site, "ab"[half])]
+             for p in packed.placements for half in p.site.spec.factors}  # fmt: skip
+    for p in packed.placements:
+        if p.count > 1 and p.site.spec.in_features:
+            if not found[p.site, A].flags.writeable:  # JAX's own
+                found[p.site, A] = found[p.site, A].copy()
+            own = found[p.site, A][entry_of(p.site.spec, p.entry)]
+            own[p.first : p.first + p.count] = own[p.first]
+    return found
 
 
 def _gather(tree: Tree, members: Int[Array, "*m"]) -> Tree:
@@ -749,12 +765,12 @@ def _gather(tree: Tree, members: Int[Array, "*m"]) -> Tree:
 
 
 def _written(state: Tree, members: Int[Array, "*m"], new: Tree, found: Any = ()) -> Any:
-    """Return the state with that of some members replaced, and the results that follow it."""
+    """Return the state with parts of that of some members replaced, and the results that follow it."""
 
     def written(array: Array, own: Array) -> Array:
         return array.at[members].set(own, mode="drop")
 
-    return jax.tree.map(written, state, new), found
+    return state | jax.tree.map(written, {key: state[key] for key in new}, new), found
 
 
 def _accumulated(state: Tree, members: Int[Array, "m"], own: Tree) -> Any:

@@ -1,5 +1,7 @@
 """The training thread: order, company, places on the device, errors. Needs no SDK."""
 
+import threading
+
 import jax
 import numpy as np
 import pytest
@@ -88,6 +90,25 @@ def test_many_models_are_created_without_a_compilation(thread):
     assert COMPILED not in compiled
 
 
+def test_steps_have_the_rows_of_one_model_after_the_other():
+    """A model keeps its rows together, and the next step begins with those of another."""
+    thread, steps = training(), []
+    thread.start()
+    tenants, busy = [created(thread, name) for name in ("x", "y")], threading.Event()
+    prepare = thread._trainer.prepare
+    thread._trainer.prepare = lambda names: steps.append(names) or prepare(names)
+    waits = ask(thread, tenants[0], busy.wait)
+    answers = [
+        ask(thread, tenant, Computation([example(i, 5) for i in range(rows)], "cross_entropy"))
+        for tenant, rows in zip(tenants, (7, 3), strict=True)
+    ]
+    busy.set()
+    assert waits.get(timeout=60)
+    assert [len(answer.get(timeout=60).losses) for answer in answers] == [7, 3]
+    thread.close()
+    assert steps == [["x"] * 4, ["y"] * 3 + ["x"], ["x"] * 2 + [None] * 2]
+
+
 def test_requests_of_a_model_run_in_their_order(thread):
     tenant, own = created(thread, "in order"), example(1, 7)
     expected = [computed(thread, tenant, own).losses[0] for step in range(4) if not step or moved(thread, tenant)]
@@ -148,8 +169,10 @@ def test_a_state_continues_with_and_without_its_optimizer(thread):
     for _ in range(2):
         computed(thread, tenant, own)
         moved(thread, tenant)
-    state = ask(thread, tenant, lambda: thread.state(tenant)).get(timeout=60)
-    same, weights_only = created(thread, "same"), created(thread, "weights only")
+    fetch = ask(thread, tenant, lambda: thread.snapshot(tenant, with_state=True)).get(timeout=60)
+    same, weights_only, later = (created(thread, name) for name in ("same", "weights only", "later"))
+    computed(thread, later, own)  # takes the place of the model that was copied
+    _, state = fetch()
     ask(thread, same, lambda: thread.load(same, state)).get(timeout=60)
     ask(thread, weights_only, lambda: thread.load(weights_only, fresh_optimizer(state))).get(timeout=60)
     losses = [computed(thread, each, own).losses for each in (tenant, same, weights_only)]

@@ -192,6 +192,25 @@ def test_adapter_in_slot_dtype(slots, dtype):
                 assert getattr(own, half).dtype == jnp.dtype(dtype)
 
 
+def test_a_snapshot_has_the_weights_of_its_step():
+    trainer = trainer_of(served())
+    expected, fetch = trainer.adapter("wide"), trainer.snapshot("wide")
+    trainer.step(trainer.prepare(["wide"] * 6), TOKENS, learning_rate=0.1)
+    trainer.remove("wide")
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(fetch).result()
+    for module, own in found.modules.items():
+        chex.assert_trees_all_equal((own.a, own.b), (expected.modules[module].a, expected.modules[module].b))
+
+
+@pytest.mark.parametrize("names", [["wide"], ["wide", "query", "mixed"]])
+def test_a_step_holds_no_copy_of_the_members_that_stay(names):
+    trainer = trainer_of(served(), capacity=64)
+    trainer.apply(names)
+    (update,) = [each for key, each in trainer._programs.items() if key[0] == "update"]
+    assert update.memory_analysis().temp_size_in_bytes < trainer.nbytes / 4
+
+
 RUNS = [["wide", "query", None, "wide", "query", "query"], ["mixed", "query", None, "mixed", None, "query"]] * 3
 
 

@@ -282,7 +282,7 @@ class Training:
             for number, value in own.items():
                 numbers[number][model.name] = value
         names = [model.name for model in steps]
-        padding = 0 if len(names) == 1 else self._together - len(names)
+        padding = self._together - len(names) if len(names) > 2 else 0
         norms = self._trainer.apply([*names, *[None] * padding], divide=False, **numbers)
         for model in steps:
             model.summed = 0

@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, Sharding
 from jaxtyping import Array, Int
 
+from jlora._compat import without_graphs
 from jlora._interrupts import sigint_deferred
 from jlora.adapters import Adapter
 from jlora.adapters.variants import described
@@ -34,7 +35,7 @@ from jlora.slots.blocks import Entry
 from jlora.slots.codec import A, place, taken
 from jlora.slots.export import export_factors
 from jlora.slots.packed import PackedAdapter, Placement
-from jlora.slots.placement import ArrayPlacement
+from jlora.slots.placement import ArrayPlacement, a_device
 from jlora.training.factors import Factor, entry_of, key_of, placed, put, stacked, whole_placement
 from jlora.training.optimizer import Number, Optimizer, Tree, adam, global_norm, number_arrays, with_numbers, zeros
 from jlora.training.report import Loss, Report, checked, dtype_and_shape, is_array, report
@@ -138,8 +139,11 @@ class Trainer:
 
         self._state: Tree = jax.tree.map(empty, self._struct, self._stacked)
         outs = self._whole, (self._stacked["factors"], self._whole)  # of the results alone, and after the gradients
+        # A CUDA graph would update the addresses of the results at every call, which takes longer than its launches.
+        self._compiler_options = without_graphs(a_device(self._whole).platform)
+        options: dict[str, Any] = {"compiler_options": self._compiler_options}
         self._forward, self._gradients = (
-            host.jit(partial(self._losses_of, bool(i)), **({"out_shardings": out} if self._on_mesh else {}))
+            host.jit(partial(self._losses_of, bool(i)), **options, **({"out_shardings": out} if self._on_mesh else {}))
             for i, out in enumerate(outs)
         )
         self._programs: dict[Any, Callable[..., Any]] = {}
@@ -577,7 +581,7 @@ class Trainer:
             dtypes, axes = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")  # Optax needs both
             structs = args if self._on_mesh else jax.tree.map(_struct, args)  # arrays of a context may have its mesh
             with where, mesh, jax.disable_jit(False), dtypes, axes:
-                self._programs[key] = jitted.lower(*structs).compile()
+                self._programs[key] = jitted.lower(*structs).compile(self._compiler_options)
         return self._programs[key]
 
     def _change(self, *changes: _Change) -> Any:

@@ -625,7 +625,7 @@ class Trainer:
             raise LoRAUsageError(
                 f"Trainer: divide must be True or False, got {divide!r:.200}; give numbers of the optimizer by name"
             )
-        if len(members) == 1:  # XLA copies all members where it writes one
+        if len(members) == 1:  # XLA copies the arrays of all members where it writes a single one
             members = np.append(members, np.int32(self.capacity))
         own = number_arrays(self._defaults, numbers, names, len(members), self._members.keys())
         args = jax.tree.map(partial(put, where=self._whole), (members, np.bool_(divide), own))

@@ -19,7 +19,7 @@ from jlora.training import losses
 from jlora.training.report import Report
 
 ALPHA = 32.0  # `lora_alpha` of each adapter, whatever its rank
-_LINGER = 0.01  # most seconds that a step waits for rows of other models while the device has none
+_LINGER = 0.01  # most seconds that a step waits for rows of other models while no step runs
 _POLL = 0.002  # seconds between looks at whether a step has ended
 _TOGETHER = 8  # most models that move in one program, which holds the optimizer states of as many once more
 LOSSES = losses.LOSSES[:4]  # those of the protocol

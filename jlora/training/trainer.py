@@ -141,9 +141,9 @@ class Trainer:
         outs = self._whole, (self._stacked["factors"], self._whole)  # of the results alone, and after the gradients
         # A CUDA graph would update the addresses of the results at every call, which takes longer than its launches.
         self._compiler_options = without_graphs(a_device(self._whole).platform)
-        options: dict[str, Any] = {"compiler_options": self._compiler_options}
+        jit = partial(host.jit, compiler_options=self._compiler_options)
         self._forward, self._gradients = (
-            host.jit(partial(self._losses_of, bool(i)), **options, **({"out_shardings": out} if self._on_mesh else {}))
+            jit(partial(self._losses_of, bool(i)), **({"out_shardings": out} if self._on_mesh else {}))
             for i, out in enumerate(outs)
         )
         self._programs: dict[Any, Callable[..., Any]] = {}
